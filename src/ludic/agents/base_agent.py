@@ -1,0 +1,217 @@
+"""`Agent`: a model with a memory and a parser.
+
+It asks its context what to show, sends exact token ids, remembers the reply, and reads an action out of it. It
+knows nothing of environments; the interaction protocol brings the two together.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ludic.agents.act import AgentActResult, AgentActStep
+from ludic.context import ContextStrategy
+from ludic.inference import ChatTemplate, Conversation, Prompt
+from ludic.inference.chat_template import ToolSchemas
+from ludic.parsers import Parser, ParseResult
+from ludic.types import (
+    ChatClient,
+    ChatResponse,
+    ConfigError,
+    ContextError,
+    InferenceSpec,
+    Info,
+    MessageView,
+    Observation,
+    ParserContractError,
+    PromptTooLong,
+    TokenCompletionRequest,
+    TokenMismatch,
+    TokenTrace,
+)
+
+_DEFAULT_INFERENCE = InferenceSpec()
+# Clients like to report everything; token arrays belong in the trace, and raw responses nowhere.
+_TOO_BIG_FOR_INFO = frozenset(
+    {"raw_response", "used_args", "prompt", "prompt_text", "prompt_token_ids", "completion_token_ids", "token_ids",
+     "logprobs"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCall:
+    """One answered request."""
+
+    response: ChatResponse
+    trace: TokenTrace
+    messages: MessageView
+    info: Info
+
+    @property
+    def text(self) -> str:
+        return self.response.text
+
+
+class Agent:
+    """One model call per turn; the reply is parsed into an action."""
+
+    name = "agent"
+
+    def __init__(
+        self,
+        *,
+        client: ChatClient,
+        model: str,
+        ctx: ContextStrategy,
+        parser: Parser,
+        chat_template: ChatTemplate,
+        reject_incomplete_completions: bool = True,
+        incomplete_completion_penalty: float = -0.1,
+        incomplete_completion_feedback: str = "Your reply was cut off before it was finished. Answer more briefly.",
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        if chat_template is None:
+            raise ConfigError(
+                f"{type(self).__name__} needs a chat_template: prompts are rendered locally, so that training sees the "
+                "exact tokens. For example chat_template=HFChatTemplate(tokenizer)."
+            )
+        self.client = client
+        self.model = model
+        self.ctx = ctx
+        self.parser = parser
+        self.chat_template = chat_template
+        self.reject_incomplete_completions = reject_incomplete_completions
+        self.incomplete_completion_penalty = incomplete_completion_penalty
+        self.incomplete_completion_feedback = incomplete_completion_feedback
+        self.max_prompt_tokens = max_prompt_tokens
+        self.last_info: Info = {}
+        self._conversation = Conversation(chat_template)
+
+    # --- what happens to the agent ---
+
+    def reset(self, system_prompt: str | None = None) -> None:
+        self.ctx.reset(system_prompt=system_prompt)
+        self._conversation.reset()
+        self.last_info = {}
+
+    def on_env_reset(self, obs: Observation, info: Info) -> None:
+        self.ctx.on_env_reset(obs, info)
+
+    def on_after_step(self, obs: Observation, info: Info) -> None:
+        self.ctx.on_after_step(obs, info)
+
+    def add_tool_result(self, tool_call_id: str, tool_name: str, result: str) -> None:
+        """A tool that the protocol ran answered."""
+        self.ctx.add_tool_result(tool_call_id, tool_name, result)
+
+    # --- what the agent does ---
+
+    async def act(
+        self,
+        inference: InferenceSpec | None = None,
+        sampling_seed: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AgentActResult:
+        """Ask the model once and read its reply."""
+        call = await self._call_model(inference, sampling_seed, timeout_s)
+        self._remember(call)
+        return AgentActResult([self._action_step(call)])
+
+    async def push_policy_update(
+        self, params: Mapping[str, Any], timeout_s: float = 600.0, version: str | int | None = None
+    ) -> str:
+        """New weights for whatever serves this agent."""
+        return await asyncio.to_thread(self.client.sync_weights, params, timeout_s=timeout_s, version=version)
+
+    # --- phases of a model call ---
+
+    async def _call_model(
+        self,
+        inference: InferenceSpec | None,
+        sampling_seed: int | None,
+        timeout_s: float | None,
+        tools: ToolSchemas | None = None,
+    ) -> ModelCall:
+        inference = inference or _DEFAULT_INFERENCE
+        prompt = self._conversation.next_prompt(self.ctx.on_before_act(), tools=tools)
+        self._check_prompt(prompt)
+        request = TokenCompletionRequest(
+            model=self.model,
+            prompt_token_ids=prompt.token_ids,
+            prompt_text=prompt.text,
+            sampling=inference.sampling,
+            return_=inference.return_,
+            seed=sampling_seed,
+            extensions=inference.extensions,
+        )
+        answer = self.client.complete_tokens(request)
+        response, client_info = await (answer if timeout_s is None else asyncio.wait_for(answer, timeout_s))
+        self._check_response(request, response)
+        trace = TokenTrace(
+            prompt_token_ids=prompt.token_ids,
+            completion_token_ids=response.completion_token_ids,
+            completion_logprobs=response.completion_logprobs,
+            finish_reason=response.finish_reason,
+            version_runs=response.version_runs,
+            temperature=inference.sampling.temperature,
+        )
+        info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO}
+        if response.finish_reason is not None:
+            info["finish_reason"] = response.finish_reason
+        self.last_info = info
+        return ModelCall(response=response, trace=trace, messages=prompt.messages, info=info)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if prompt.rewrote_history and not self.ctx.rewrites_history:
+            raise ContextError(
+                f"{type(self.ctx).__name__} showed another history than in the call before, but declares "
+                "rewrites_history = False. Append only, or declare rewrites_history = True on the class."
+            )
+        if self.max_prompt_tokens is not None and len(prompt.token_ids) > self.max_prompt_tokens:
+            raise PromptTooLong(len(prompt.token_ids), self.max_prompt_tokens)
+
+    def _check_response(self, request: TokenCompletionRequest, response: ChatResponse) -> None:
+        sent, echoed = request.prompt_token_ids, response.prompt_token_ids
+        if echoed is not sent and not np.array_equal(echoed, sent):
+            raise TokenMismatch(
+                f"{type(self.client).__name__} answered for a prompt of {len(echoed)} tokens that differs from the "
+                f"{len(sent)} tokens sent. The server must take token ids as they are (no template, no added BOS)."
+            )
+
+    def _remember(self, call: ModelCall) -> None:
+        self.ctx.on_after_act(call.response)
+        self._conversation.record(call.trace.completion_token_ids, call.text)
+
+    # --- reading the reply ---
+
+    def _action_step(self, call: ModelCall, loop_index: int = 0) -> AgentActStep:
+        """The reply is meant for the env: reject it if it was cut off, else parse it."""
+        info = call.info
+        if self._is_cut_off(call):
+            info = {**info, "incomplete_completion": True}
+            result = ParseResult(None, self.incomplete_completion_penalty, self.incomplete_completion_feedback)
+        else:
+            result = self._parse(call.text)
+        return self._step(call, loop_index=loop_index, parse_result=result, info=info)
+
+    def _is_cut_off(self, call: ModelCall) -> bool:
+        return self.reject_incomplete_completions and call.trace.finish_reason == "length"
+
+    def _parse(self, text: str) -> ParseResult:
+        result = self.parser(text)
+        if not isinstance(result, ParseResult):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise ParserContractError(
+                f"The parser {self.parser!r} returned {type(result).__name__}; a parser returns "
+                "ParseResult(action, reward, obs), with action=None when the text cannot be read."
+            )
+        return result
+
+    @staticmethod
+    def _step(call: ModelCall, **fields: Any) -> AgentActStep:
+        fields.setdefault("info", call.info)
+        return AgentActStep(prompt_messages=call.messages, action=call.text, trace=call.trace, **fields)

@@ -1,0 +1,38 @@
+"""`ReActAgent`: [think, call a tool]* and then act, against a shot clock."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ludic.agents.tool_agent import ToolAgent, ToolLike
+from ludic.types import ConfigError
+
+
+class ReActAgent(ToolAgent):
+    """At most `max_react_steps` model calls per turn; before the last one the model is told to answer.
+
+    The demand for an answer is appended as a message and kept: the prompt already sent stays as it is, and so do
+    the tool schemas in it. What the model writes then is the action, tool call or not.
+    """
+
+    name = "react_agent"
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        external_tools: Sequence[ToolLike] | None = None,
+        max_react_steps: int = 5,
+        final_answer_prompt: str = "You have no tool calls left. Give your final answer now.",
+        **agent_kwargs: Any,
+    ) -> None:
+        if max_react_steps < 1:
+            raise ConfigError(f"max_react_steps={max_react_steps}; a turn needs at least one model call.")
+        ctx = agent_kwargs.get("ctx")
+        if ctx is not None and not ctx.supports_tools:
+            raise TypeError(f"{type(ctx).__name__} does not support tools (supports_tools is False).")
+        super().__init__(tools=tools, external_tools=external_tools, max_model_calls=max_react_steps, **agent_kwargs)
+        self.max_react_steps = max_react_steps
+        self.final_answer_prompt = final_answer_prompt
+
+    def _before_last_call(self) -> None:
+        self.ctx.add_note(self.final_answer_prompt)

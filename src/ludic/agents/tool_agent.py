@@ -1,0 +1,171 @@
+"""`ToolAgent`: an agent whose model may call tools before it answers.
+
+Two scopes: `tools` are run by the agent itself (calculator, interpreter); `external_tools` are handed to the
+protocol (delegation, sub-agents). Every model call is a step of its own, and tool trouble is told to the model
+instead of ending the episode.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from ludic.agents.act import AgentActResult, AgentActStep
+from ludic.agents.base_agent import Agent, ModelCall
+from ludic.inference.tool_parser import ToolParseResult
+from ludic.parsers import ParseResult
+from ludic.tools import Tool, as_tool
+from ludic.types import ActionTarget, ConfigError, InferenceSpec, PromptTooLong, ToolCall, derive_seed
+
+ToolScope: TypeAlias = Literal["internal", "external"]
+ToolLike: TypeAlias = Tool | Callable[..., Any]
+
+
+class ToolAgent(Agent):
+    """Calls tools in a loop until the model writes an action."""
+
+    name = "tool_agent"
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        external_tools: Sequence[ToolLike] | None = None,
+        max_model_calls: int = 16,
+        tool_parse_error_penalty: float = -1.0,
+        tool_parse_error_feedback: str = (
+            "The tool call could not be read. Write it exactly as described, with valid JSON, and close it."
+        ),
+        **agent_kwargs: Any,
+    ) -> None:
+        super().__init__(**agent_kwargs)
+        self.tool_map = {tool.name: tool for tool in map(as_tool, tools or ())}
+        self._external = {tool.name: tool for tool in map(as_tool, external_tools or ())}
+        self._check_tools(len(tools or ()) + len(external_tools or ()))
+        if max_model_calls < 1:
+            raise ConfigError(f"max_model_calls={max_model_calls}; a turn needs at least one model call.")
+        self.max_model_calls = max_model_calls
+        self.tool_parse_error_penalty = tool_parse_error_penalty
+        self.tool_parse_error_feedback = tool_parse_error_feedback
+        self.tool_schemas = [tool.schema for tool in (*self.tool_map.values(), *self._external.values())]
+        self._num_tool_calls = 0
+
+    def _check_tools(self, num_given: int) -> None:
+        if len({*self.tool_map, *self._external}) != num_given:
+            raise ConfigError(
+                f"Two tools share a name: internal {sorted(self.tool_map)}, external {sorted(self._external)}. "
+                "Names must be unique over both scopes."
+            )
+        if not num_given:
+            return
+        if not self.ctx.supports_tools:
+            raise TypeError(f"{type(self.ctx).__name__} does not support tools (supports_tools is False).")
+        if not self.chat_template.supports_tools():
+            raise ConfigError(
+                "This agent has tools, but its chat_template cannot read tool calls. Give the template a parser, "
+                "for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
+            )
+
+    def reset(self, system_prompt: str | None = None) -> None:
+        super().reset(system_prompt)
+        self._num_tool_calls = 0
+
+    # --- scopes ---
+
+    def get_tool_scope(self, name: str) -> ToolScope | None:
+        if name in self.tool_map:
+            return "internal"
+        return "external" if name in self._external else None
+
+    def is_external_tool(self, name: str) -> bool:
+        return name in self._external
+
+    def has_external_tool_call(self, calls: Sequence[ToolCall]) -> bool:
+        return any(self.is_external_tool(call["function"]["name"]) for call in calls)
+
+    # --- the loop ---
+
+    async def act(
+        self,
+        inference: InferenceSpec | None = None,
+        sampling_seed: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AgentActResult:
+        steps: list[AgentActStep] = []
+        for loop_index in range(self.max_model_calls):
+            is_last = loop_index == self.max_model_calls - 1
+            if is_last:
+                self._before_last_call()
+            seed = None if sampling_seed is None else derive_seed(sampling_seed, loop_index)
+            # The schemas stay in the header for the last call too: withholding them would change sent tokens.
+            try:
+                call = await self._call_model(inference, seed, timeout_s, tools=self.tool_schemas or None)
+            except PromptTooLong:
+                if not steps:
+                    raise
+                break  # what was sampled so far is kept; the protocol sees a turn that ends on a tool call
+            steps.append(await self._digest(call, loop_index, is_last))
+            if steps[-1].action_target != "internal":
+                break
+        return AgentActResult(steps)
+
+    def _before_last_call(self) -> None:
+        """A chance to tell the model that it must answer now."""
+
+    async def _digest(self, call: ModelCall, loop_index: int, is_last: bool) -> AgentActStep:
+        """Decide whom the reply is for, and serve its tool calls."""
+        if is_last or not self.tool_schemas or self._is_cut_off(call):
+            parsed = ToolParseResult(content=call.text)
+        else:
+            parsed = self.chat_template.parse_tool_calls(call.text)
+        if parsed.parse_error or not parsed.tool_calls:
+            self._remember(call)
+            return self._malformed_step(call, loop_index) if parsed.parse_error else self._action_step(call, loop_index)
+        calls = self._remember_calls(call, parsed)
+        results = await self._run_internal(calls)
+        target: ActionTarget = "external" if self.has_external_tool_call(calls) else "internal"
+        return self._step(
+            call,
+            loop_index=loop_index,
+            parse_result=None,
+            action_target=target,
+            tool_calls=calls,
+            tool_results=results or None,
+        )
+
+    def _malformed_step(self, call: ModelCall, loop_index: int) -> AgentActStep:
+        result = ParseResult(None, self.tool_parse_error_penalty, self.tool_parse_error_feedback)
+        info = {**call.info, "tool_parse_error": True}
+        return self._step(call, loop_index=loop_index, parse_result=result, info=info)
+
+    def _remember_calls(self, call: ModelCall, parsed: ToolParseResult) -> list[ToolCall]:
+        """Store the reply with structured calls, numbered over the whole episode. The raw text of the calls stays
+        out of the content: a template would write them a second time."""
+        calls: list[ToolCall] = []
+        for found in parsed.tool_calls or ():
+            calls.append({**found, "id": f"call{self._num_tool_calls:05d}"})
+            self._num_tool_calls += 1
+        self.ctx.add_assistant_step(parsed.content, calls)
+        self._conversation.record(call.trace.completion_token_ids, parsed.content)
+        return calls
+
+    async def _run_internal(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+        """Run every call that is not the protocol's, side by side; results enter the context in call order."""
+        own = [call for call in calls if not self.is_external_tool(call["function"]["name"])]
+        contents = await asyncio.gather(*(self._run_tool(call) for call in own))
+        results = []
+        for call, content in zip(own, contents, strict=True):
+            name = call["function"]["name"]
+            self.ctx.add_tool_result(call["id"], name, content)
+            arguments = call["function"]["arguments"]
+            results.append(
+                {"tool_call_id": call["id"], "tool_name": name, "arguments_json": arguments, "content": content}
+            )
+        return results
+
+    async def _run_tool(self, call: ToolCall) -> str:
+        name = call["function"]["name"]
+        tool = self.tool_map.get(name)
+        if tool is None:
+            known = ", ".join(sorted({*self.tool_map, *self._external})) or "none"
+            return f"Error: there is no tool named {name!r}. Available tools: {known}."
+        return (await tool.call(call["function"]["arguments"])).content

@@ -1,0 +1,12 @@
+"""Environments: the kernel, two bases to build on, and the contract check. Built-in tasks are made by name
+(`ludic.registry.envs.make("tic_tac_toe")`) or imported from their own modules."""
+
+from ludic.envs.check import EnvCheckFailed, check_env
+from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn
+from ludic.envs.env import LudicEnv
+from ludic.envs.single_agent_env import SingleAgentEnv
+
+__all__ = [
+    "LudicEnv", "SingleAgentEnv", "DatasetQAEnv", "Sample", "ParserFn", "VerifierFn", "PromptBuilder",
+    "check_env", "EnvCheckFailed",
+]  # fmt: skip

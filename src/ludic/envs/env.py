@@ -1,0 +1,90 @@
+"""The environment kernel: a state-transition function for any number of agents.
+
+An env knows nothing of models, prompts or tokens. It says who must act (`active_agents`), takes their
+actions, and tells every agent what came of it. It owns its random numbers: all of them come from
+`reset(seed=…)`, so the same seed and the same actions give the same episode, whatever runs beside it.
+
+Protocols only ever await `async_reset` and `async_step`. An env that computes implements `reset` and `step`;
+one that does I/O overrides the awaitable pair instead.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Generic, TypeVar
+
+from ludic.types import Info, ResetNeeded, Snapshot, SnapshotUnsupported, StepOutcome
+
+AgentID = TypeVar("AgentID", bound=str)
+Obs = TypeVar("Obs")
+Action = TypeVar("Action")
+
+
+class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
+    """Multi-agent by default; SingleAgentEnv is the convenient special case."""
+
+    blocking: ClassVar[bool] = False
+    """True when `reset` or `step` take so long that they should not run on the event loop."""
+    full_reward: float | None = None
+    """Total reward that `reference_action` earns; None when the env has no reference solution."""
+
+    @property
+    @abstractmethod
+    def agent_ids(self) -> list[AgentID]:
+        """Every role in this env, in a fixed order."""
+
+    @property
+    @abstractmethod
+    def active_agents(self) -> list[AgentID]:
+        """Who must act now: one = turn-based, several = simultaneous, none = over."""
+
+    @abstractmethod
+    def reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
+        """Start an episode; first observation and info for every agent."""
+
+    @abstractmethod
+    def step(self, actions: Mapping[AgentID, Action]) -> dict[AgentID, StepOutcome]:
+        """One transition. An active agent may be missing from `actions`: its reply could not be read."""
+
+    async def async_reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
+        if self.blocking:
+            return await asyncio.to_thread(self.reset, seed=seed)
+        return self.reset(seed=seed)
+
+    async def async_step(self, actions: Mapping[AgentID, Action]) -> dict[AgentID, StepOutcome]:
+        if self.blocking:
+            return await asyncio.to_thread(self.step, actions)
+        return self.step(actions)
+
+    async def async_close(self) -> None:
+        """Give back what the env holds (processes, connections). Whoever made the env calls it, whatever happened."""
+        return None
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        """A system prompt that explains the task; used when the agent's context brings none."""
+        return None
+
+    def current_obs(self) -> dict[AgentID, Obs]:
+        raise NotImplementedError(f"{type(self).__name__} does not offer current_obs.")
+
+    # --- optional offers: people, scripted agents and check_env use them ---
+
+    def legal_actions(self, agent_id: AgentID) -> list[str] | None:
+        """The canonical actions that are open to this agent now; None when actions are free text."""
+        return None
+
+    def reference_action(self, agent_id: AgentID) -> str | None:
+        """What a reference solution plays now; None when there is none."""
+        return None
+
+    def snapshot(self) -> Snapshot:
+        raise SnapshotUnsupported(f"{type(self).__name__} does not offer snapshots.")
+
+    def restore(self, snapshot: Snapshot) -> None:
+        raise SnapshotUnsupported(f"{type(self).__name__} does not offer snapshots.")
+
+    def _require_running(self) -> None:
+        """For `step`: refuse to go on before reset or after the end."""
+        if not self.active_agents:
+            raise ResetNeeded(f"{type(self).__name__}.step was called, but no episode is running. Call reset first.")

@@ -1,0 +1,345 @@
+r"""Is this mathematical answer the same as the reference?
+
+Strict where it can be: a right answer in an unusual notation may be refused, a wrong one should never pass. Plain
+numbers, units, percentages and words are read here, exactly and without any dependency; everything that takes
+algebra goes to math-verify in a worker process (ludic.envs.math_worker).
+
+    18.0 = 36/2 = $18     decimals, fractions, mixed numbers and 1,000 are exact fractions
+    18 apples = 18        a unit may be missing on one side, but two different units never match
+    50% = 0.5, 50% = 50   a percent sign may be missing too, where the bare number could not be a share (above 1)
+    0.333 ≠ 1/3           an approximation is not the number
+"""
+
+import asyncio
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ludic.envs.math_worker import worker_of_this_process
+from ludic.types import ConfigError
+
+_MAX_CHARS = 2_000
+"""Longer answers are compared as text only: parsing them would take minutes, and no reference is that long."""
+
+
+def is_equivalent(answer: str, gold: str, *, timeout_s: float = 5.0) -> bool:
+    """True when `answer` (a bare answer: number, words or LaTeX) means the same as the reference `gold`.
+
+    Blocks while the worker thinks, at most `timeout_s`; an answer that takes longer is not equivalent.
+    """
+    verdict = _verdict_without_algebra(answer, gold, timeout_s)
+    if isinstance(verdict, bool):
+        return verdict
+    return worker_of_this_process().check(*verdict, timeout_s=timeout_s)
+
+
+async def async_is_equivalent(answer: str, gold: str, *, timeout_s: float = 5.0) -> bool:
+    """The same, without blocking the event loop."""
+    verdict = _verdict_without_algebra(answer, gold, timeout_s)
+    if isinstance(verdict, bool):
+        return verdict
+    return await asyncio.to_thread(worker_of_this_process().check, *verdict, timeout_s=timeout_s)
+
+
+def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool | tuple[str, str]:
+    """The verdict, or the pair of LaTeX texts that only algebra can compare."""
+    if timeout_s <= 0:
+        raise ConfigError(f"timeout_s={timeout_s}, but math grading needs some time. Use the default of 5 seconds.")
+    if not answer.strip() or max(len(answer), len(gold)) > _MAX_CHARS:
+        return answer.strip() == gold.strip() != ""
+    a, g = _read(answer), _read(gold)
+    if a.unit and g.unit and a.unit != g.unit:
+        return False
+    if a.value is not None and g.value is not None:
+        return _same_number(a, g)
+    if a.body == g.body:
+        return True
+    if a.is_text or g.is_text or (len(a.word) > 3 and len(g.word) > 3):
+        return a.word == g.word != ""  # never as algebra: there, east and seat are the same product
+    if not (_is_readable(a.body) and _is_readable(g.body)) or _is_set_beside_tuple(a.body, g.body):
+        return False
+    return a.latex, g.latex
+
+
+# --- reading one side ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reading:
+    """One side of the comparison, as far as it can be understood without algebra."""
+
+    body: str
+    """The normalised text without its unit."""
+    unit: str
+    """Canonical name ("cm", "foot^2", "%", "base 8"); empty when there is none."""
+    value: Fraction | None
+    """The exact number, if the body is one."""
+    word: str
+    """The answer as lower-case words; empty when it is something else."""
+    is_text: bool
+    r"""Those words were marked as such, with \text{…}."""
+
+    @property
+    def latex(self) -> str:
+        return (self.body + self.unit if self.unit == "%" else self.body).replace("%", r"\%")
+
+
+def _read(text: str) -> _Reading:
+    text = _normalise(text)
+    body, unit = _split_unit(text)
+    wrapped = re.fullmatch(rf"{_TEXT}\{{([^{{}}]*)\}}", body)
+    if wrapped:
+        body = wrapped[1].strip()
+    word = re.fullmatch(r"\(?([A-Za-z][A-Za-z' -]*)\)?", body)
+    return _Reading(
+        body=body,
+        unit=unit,
+        value=_number(body),
+        word=word[1].casefold() if word else "",
+        is_text=bool(wrapped and word),
+    )
+
+
+def _same_number(a: _Reading, b: _Reading) -> bool:
+    assert a.value is not None and b.value is not None, "both sides are numbers"
+    if (a.unit == "%") == (b.unit == "%"):
+        return a.value == b.value
+    percent, plain = (a.value, b.value) if a.unit == "%" else (b.value, a.value)
+    # "What percentage …?" is often answered by the bare number. Below 1 that would confuse 0.5 with half a percent.
+    return percent / 100 == plain or (percent == plain and abs(plain) > 1)
+
+
+def _is_readable(body: str) -> bool:
+    r"""False for what math-verify would guess at: broken braces, and numbers side by side (it adds 18 19 up to 37)."""
+    plain = re.sub(r"\\[{}]", "", body)
+    depth = 0
+    for brace in re.findall(r"[{}]", plain):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0 and not re.search(r"\d\s+[\d.]", plain)
+
+
+def _is_set_beside_tuple(a: str, b: str) -> bool:
+    r"""math-verify takes (1,2) for \{1,2\}."""
+    kinds = {
+        "set" if text.startswith(r"\{") and text.endswith(r"\}") else "tuple"
+        for text in (a, b)
+        if text.startswith((r"\{", "(")) and text.endswith((r"\}", ")")) and "," in text
+    }
+    return len(kinds) == 2
+
+
+# --- notation -----------------------------------------------------------------------------------------------
+
+_TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it)|mbox)\s*"
+_SYMBOLS = str.maketrans(
+    {
+        "−": "-", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "∪": r"\cup ", "°": r"^\circ ",
+        "≤": r"\le ", "≥": r"\ge ",
+    }
+)  # fmt: skip
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^\\[(\[]\s*|\s*\\[)\]]$", ""),  # \( … \) and \[ … \] around everything
+        (r"^(\$+)((?:\\\$|[^$])+)(?<!\\)\1$", r"\2"),
+        (r"\\([$%])", r"\1"),
+        (r"\\(?:left|right)(?![A-Za-z])|\\displaystyle(?![A-Za-z])", ""),
+        (r",\\!\s*|\{,\}", ","),  # LaTeX for a thousands separator that is not set as punctuation
+        (r"\\!", ""),
+        (r"(?<=\d)\\,(?=\d{3}(?!\d))", ""),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\s+", " "),
+        (r"\s*\.?\s*$", ""),
+    )
+]
+
+
+def _normalise(text: str) -> str:
+    text = text.translate(_SYMBOLS).strip()
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+_INTEGER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)"  # 1,000 is a thousand; 1,2 and 0,123 are no numbers
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"""(?P<sign>[+-]?)\s*
+    (?:(?P<whole>\d+)\s*(?=\\frac|(?<=\s)\d+/))?           # of a mixed number: 1\frac{{1}}{{2}} or 1 1/2
+    (?: \\frac\s*\{{\s*(?P<top>-?{_DECIMAL})\s*\}}\s*\{{\s*(?P<bottom>-?{_DECIMAL})\s*\}}
+      | (?P<upper>{_DECIMAL})(?:\s*/\s*(?P<lower>{_DECIMAL}))? )""",
+    re.VERBOSE | re.ASCII,
+)
+
+
+def _number(text: str) -> Fraction | None:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    top, bottom = (Fraction((part or "1").replace(",", "")) for part in _fraction_parts(match))
+    if bottom == 0:
+        return None
+    value = top / bottom
+    if match["whole"]:
+        if not 0 < value < 1:
+            return None  # 2\frac{3}{2} is no mixed number
+        value += int(match["whole"])
+    return -value if match["sign"] == "-" else value
+
+
+def _fraction_parts(match: re.Match[str]) -> tuple[str | None, str | None]:
+    return (match["top"], match["bottom"]) if match["top"] else (match["upper"], match["lower"])
+
+
+# --- units --------------------------------------------------------------------------------------------------
+
+_UNITS = {
+    alias: names.split()[0]
+    for names in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+        "inch inche in", "foot feet ft", "yard yd", "mile mi", "g gram", "kg kilogram", "pound lb", "ounce oz",
+        "second sec s", "minute min", "hour hr h", "day", "week", "month", "year", "liter litre l",
+        "ml milliliter millilitre", r"degree deg ^\circ ^{\circ}", "dollar usd $", "euro €", "cent ¢", "sterling £",
+        "% percent percentage", "mph", "per", "unit",
+    )
+    for alias in names.split()
+}  # fmt: skip
+_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
+# Words that change the number they follow, or that begin another one.
+_NOT_UNITS = frozenset(
+    [
+        "hundred",
+        "thousand",
+        "million",
+        "billion",
+        "trillion",
+        "dozen",
+        "half",
+        "halve",
+        "third",
+        "quarter",
+        "fourth",
+        "fifth",
+        "sixth",
+        "seventh",
+        "eighth",
+        "ninth",
+        "tenth",
+        "hundredth",
+        "thousandth",
+        "millionth",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "twenty",
+        "thirty",
+        "forty",
+        "fifty",
+        "sixty",
+        "seventy",
+        "eighty",
+        "ninety",
+        "zero",
+        "plus",
+        "minus",
+        "times",
+        "over",
+        "out",
+        "and",
+        "not",
+        "nor",
+        "mod",
+        "modulo",
+        "base",
+        "squared",
+        "cubed",
+        "factorial",
+        "negative",
+        "below",
+        "under",
+        "above",
+        "less",
+        "more",
+        "than",
+        "least",
+        "most",
+        "about",
+        "between",
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "theta",
+        "lambda",
+        "sigma",
+        "omega",
+        "phi",
+        "pi",
+        "sqrt",
+        "sin",
+        "cos",
+        "tan",
+        "log",
+        "exp",
+        "inf",
+        "infinity",
+    ]
+)
+_TAIL = re.compile(
+    rf"""(?P<body>.*[\d.)}}])
+    (?: \s*(?P<sign>\^\\circ|\^\{{\\circ\}}|[%$€£¢])
+      | \s*{_TEXT}\{{(?P<text>[A-Za-z ./]+)\}}(?:\s*\^\{{?(?P<text_power>[23])\}}?)?
+      | (?P<gap>\s*)(?P<bare>[A-Za-z][A-Za-z .]*)(?:\^\{{?(?P<bare_power>[23])\}}?)? )""",
+    re.VERBOSE,
+)
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """Body and canonical unit. What is not surely a unit stays in the body: in 3m, m is a variable."""
+    if based := re.fullmatch(r"(\d[\dA-Z]*)\s*_\s*\{?(\d+)\}?", text):
+        return based[1], f"base {based[2]}"
+    if priced := re.fullmatch(r"(-?)\s*([$€£])\s*(.+)", text):
+        return priced[1] + priced[3], _UNITS[priced[2]]
+    tail = _TAIL.fullmatch(text)
+    if tail is None:
+        return text, ""
+    body, is_number = tail["body"].strip(), _number(tail["body"].strip()) is not None
+    if tail["sign"]:
+        unit = _UNITS[tail["sign"]]
+    elif tail["text"]:
+        unit = _unit(tail["text"], tail["text_power"], any_noun=is_number)
+    elif is_number and len(tail["bare"]) > 1 and (tail["gap"] or tail["bare"].lower() in _UNITS):
+        unit = _unit(tail["bare"], tail["bare_power"], any_noun=True)
+    else:
+        unit = ""
+    if not unit or (unit == "%" and not is_number):
+        return text, ""
+    return body, unit
+
+
+def _unit(phrase: str, power: str | None, *, any_noun: bool) -> str:
+    """The canonical name, or "" for what may be no unit. After a plain number any noun is one: 18 apples."""
+    words = phrase.replace("/", " per ").replace(".", " ").lower().split()
+    suffix = f"^{power}" if power else ""
+    if words and words[0] in _POWERS:
+        suffix = _POWERS[words.pop(0)]
+    singular = [word[:-1] if word.endswith("s") and len(word) > 2 else word for word in words]
+    for word, stem in zip(words, singular, strict=True):
+        is_noun = any_noun and len(word) > 2 and not {word, stem} & _NOT_UNITS
+        if stem not in _UNITS and not is_noun:
+            return ""
+    return " ".join(_UNITS.get(stem, stem) for stem in singular) + suffix if words else ""

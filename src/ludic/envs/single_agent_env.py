@@ -1,0 +1,95 @@
+"""Environments with one agent: write `env_reset` and `env_step`, the dictionaries come for free."""
+
+import asyncio
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.envs.env import LudicEnv
+from ludic.types import ConfigError, EnvContractError, Info, Observation, StepOutcome
+
+
+class SingleAgentEnv(LudicEnv[str, Observation, str]):
+    """Gym-like: one agent, text in, text out."""
+
+    def __init__(self, agent_id: str = "agent_0") -> None:
+        self.agent_id = agent_id
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("env_reset", "env_step"):
+            if inspect.iscoroutinefunction(cls.__dict__.get(name)):
+                raise ConfigError(f"{cls.__name__}.{name} is async; name it async_{name} and it will be awaited.")
+
+    # --- what an env implements ---
+
+    @abstractmethod
+    def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
+        """Start an episode."""
+
+    @abstractmethod
+    def env_step(self, action: str) -> StepOutcome:
+        """One transition."""
+
+    def env_current_obs(self) -> Observation:
+        raise NotImplementedError(f"{type(self).__name__} does not offer env_current_obs.")
+
+    async def async_env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
+        """Override this one instead if starting an episode does I/O."""
+        if self.blocking:
+            return await asyncio.to_thread(self.env_reset, seed=seed)
+        return self.env_reset(seed=seed)
+
+    async def async_env_step(self, action: str) -> StepOutcome:
+        """Override this one instead if a transition does I/O."""
+        if self.blocking:
+            return await asyncio.to_thread(self.env_step, action)
+        return self.env_step(action)
+
+    # --- what the kernel sees ---
+
+    _over: bool = True
+
+    @property
+    def agent_ids(self) -> list[str]:
+        return [self.agent_id]
+
+    @property
+    def active_agents(self) -> list[str]:
+        return [] if self._over else [self.agent_id]
+
+    def reset(self, *, seed: int | None = None) -> dict[str, tuple[Observation, Info]]:
+        return self._opened(self.env_reset(seed=seed))
+
+    def step(self, actions: Mapping[str, str]) -> dict[str, StepOutcome]:
+        self._require_running()
+        return self._stepped(self.env_step(actions.get(self.agent_id, "")))
+
+    async def async_reset(self, *, seed: int | None = None) -> dict[str, tuple[Observation, Info]]:
+        return self._opened(await self.async_env_reset(seed=seed))
+
+    async def async_step(self, actions: Mapping[str, str]) -> dict[str, StepOutcome]:
+        self._require_running()
+        return self._stepped(await self.async_env_step(actions.get(self.agent_id, "")))
+
+    def current_obs(self) -> dict[str, Observation]:
+        return {self.agent_id: self.env_current_obs()}
+
+    def _opened(self, first: tuple[Observation, Info]) -> dict[str, tuple[Observation, Info]]:
+        if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], str)):
+            raise EnvContractError(
+                f"{type(self).__name__}.env_reset returned {type(first).__name__} {first!r:.80}; "
+                "it must return (observation text, info dict)."
+            )
+        self._over = False
+        return {self.agent_id: first}
+
+    def _stepped(self, outcome: StepOutcome) -> dict[str, StepOutcome]:
+        if not isinstance(outcome, StepOutcome):
+            raise EnvContractError(
+                f"{type(self).__name__}.env_step returned {type(outcome).__name__} {outcome!r:.80}; "
+                "it must return a StepOutcome(obs, reward, truncated, terminated, info)."
+            )
+        self._over = outcome.terminated or outcome.truncated
+        return {self.agent_id: outcome}

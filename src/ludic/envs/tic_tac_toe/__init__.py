@@ -1,0 +1,6 @@
+"""Tic-tac-toe: against a built-in opponent (TicTacToeEnv), or two agents against each other (TicTacToeDuel)."""
+
+from ludic.envs.tic_tac_toe.duel import TicTacToeDuel
+from ludic.envs.tic_tac_toe.env import TicTacToeEnv
+
+__all__ = ["TicTacToeEnv", "TicTacToeDuel"]

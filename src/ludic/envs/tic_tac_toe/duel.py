@@ -1,0 +1,145 @@
+"""Tic-tac-toe for two agents, "X" and "O": turn-based and zero-sum. X moves first.
+
+Both agents hear of every move, so the loser gets its −1 in the very step in which the winner gets its +1.
+There is no chance in it; the seed changes nothing. Rules and perfect play are in board.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.envs.env import LudicEnv
+from ludic.envs.tic_tac_toe.board import (
+    CELLS,
+    EMPTY,
+    MARKS,
+    NOTATION,
+    OTHER,
+    Mark,
+    Result,
+    free_moves,
+    position,
+    read_move,
+    refusal,
+    render,
+    result_for,
+)
+from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
+
+_KIND = "tic_tac_toe_duel"
+_VERSION = 1
+_REWARDS: dict[Result | None, float] = {"win": 1.0, "loss": -1.0, "draw": 0.0, None: 0.0}
+_ENDINGS: dict[Result, str] = {"win": "you won", "loss": "you lost", "draw": "a draw"}
+
+
+class TicTacToeDuel(LudicEnv[str, Observation, str]):
+    """Win +1, loss −1, draw 0. An illegal or missing move ends the game: −1 for the offender, 0 for the other."""
+
+    def __init__(self) -> None:
+        self._board = EMPTY
+        self._to_move: Mark = "X"
+        self._over = True
+        self._obs: dict[str, Observation] = {}
+        self._episode_id = ""
+
+    @property
+    def agent_ids(self) -> list[str]:
+        return list(MARKS)
+
+    @property
+    def active_agents(self) -> list[str]:
+        return [] if self._over else [self._to_move]
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        return f"You play tic-tac-toe against another player; X moves first. {NOTATION} Reply with your move."
+
+    def reset(self, *, seed: int | None = None) -> dict[str, tuple[Observation, Info]]:
+        self._board, self._to_move, self._over = EMPTY, "X", False
+        self._episode_id = new_id()
+        self._obs = {mark: self._observation(mark, None) for mark in MARKS}
+        return {mark: (self._obs[mark], {"agent_mark": mark}) for mark in MARKS}
+
+    def step(self, actions: Mapping[str, str]) -> dict[str, StepOutcome]:
+        self._require_running()
+        mover = self._to_move
+        action = actions.get(mover, "")
+        cell = read_move(action)
+        faced = position(self._board, mover)
+        gto_action = CELLS[faced.optimal[0]]
+        if cell is None or cell not in faced.after:
+            return self._forfeit(mover, action, cell, gto_action)
+
+        now = faced.after[cell]
+        self._board, self._to_move, self._over = now.board, OTHER[mover], not now.moves
+        self._obs = {mark: self._observation(mark, cell if mark != mover else None) for mark in MARKS}
+        outcomes = {}
+        for mark in MARKS:
+            result = result_for(self._board, mark)
+            info = self._info(mark, mover, CELLS[cell], gto_action) | {"result": result}
+            outcomes[str(mark)] = StepOutcome(
+                self._obs[mark], _REWARDS[result], truncated=False, terminated=self._over, info=info
+            )
+        return outcomes
+
+    def _forfeit(self, mover: Mark, action: str, cell: int | None, gto_action: str) -> dict[str, StepOutcome]:
+        self._over = True
+        error = refusal(self._board, action, cell)
+        told = {mover: error, OTHER[mover]: f"{mover} made an illegal move."}
+        self._obs = {m: f"{told[m]}\n{render(self._board)}\nYou are {m}. Game over." for m in MARKS}
+        name = None if cell is None else CELLS[cell]
+        outcomes = {}
+        for mark in MARKS:
+            info = self._info(mark, mover, name, gto_action)
+            if mark == mover:
+                info |= {"illegal_move": True, "error": error}
+            reward = -1.0 if mark == mover else 0.0
+            outcomes[str(mark)] = StepOutcome(self._obs[mark], reward, truncated=False, terminated=True, info=info)
+        return outcomes
+
+    @staticmethod
+    def _info(mark: Mark, mover: Mark, move: str | None, gto_action: str) -> Info:
+        """As TicTacToeEnv reports it; moves of the other player never count as one's own."""
+        own = mark == mover
+        return {
+            "agent_move": move if own else None,
+            "opponent_move": None if own else move,
+            "gto_action": gto_action if own else None,
+            "illegal_move": False,
+            "error": None,
+            "result": None,
+        }
+
+    def _observation(self, mark: Mark, opponent_cell: int | None) -> Observation:
+        lines = [] if opponent_cell is None else [f"Your opponent played {CELLS[opponent_cell]}."]
+        lines.append(render(self._board))
+        result = result_for(self._board, mark)
+        if result is not None:
+            lines += [f"You are {mark}. Game over: {_ENDINGS[result]}."]
+        elif mark == self._to_move:
+            lines += [f"Free moves: {', '.join(free_moves(self._board))}", f"You are {mark}. It is your move."]
+        else:
+            lines += [f"You are {mark}. It is {self._to_move}'s move."]
+        return "\n".join(lines)
+
+    def current_obs(self) -> dict[str, Observation]:
+        return dict(self._obs)
+
+    def legal_actions(self, agent_id: str) -> list[str]:
+        return list(free_moves(self._board)) if agent_id in self.active_agents else []
+
+    def reference_action(self, agent_id: str) -> str | None:
+        return CELLS[position(self._board, self._to_move).optimal[0]] if agent_id in self.active_agents else None
+
+    def snapshot(self) -> Snapshot:
+        world: dict[str, JSON] = {"board": self._board, "to_move": self._to_move, "over": self._over}
+        return Snapshot(
+            env_kind=_KIND, version=_VERSION, episode_id=self._episode_id, obs=self.current_obs(), world=world
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        if (snapshot.env_kind, snapshot.version) != (_KIND, _VERSION):
+            raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {_KIND} v{_VERSION}.")
+        world: dict[str, Any] = dict(snapshot.world)
+        self._board, self._to_move, self._over = world["board"], world["to_move"], world["over"]
+        self._obs = dict(snapshot.obs)
+        self._episode_id = snapshot.episode_id

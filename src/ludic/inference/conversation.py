@@ -1,0 +1,84 @@
+"""The token side of one dialogue: stored ids plus the template's delta, never a second rendering.
+
+A conversation consists of segments. Within one, every prompt is the tokens already sent and sampled, with new
+ones behind them. When the context shows another history than before, a new segment starts with a fresh rendering.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ludic.inference.chat_template import ChatTemplate, ToolSchemas
+from ludic.types import Message, MessageView, TokenArray, TokenIds, TokenLog
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """What goes to the server for one model call."""
+
+    token_ids: TokenArray
+    messages: MessageView
+    text: str | None
+    """At hand only at the start of a segment."""
+    rewrote_history: bool = False
+    """The messages did not extend those of the call before, so a new segment was started."""
+
+
+class Conversation:
+    """Remembers the exact tokens of a dialogue between calls."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.reset()
+
+    def reset(self) -> None:
+        self._tokens = TokenLog()
+        self._messages: list[Message] = []
+        self._tools: ToolSchemas | None = None
+        self._reply: str | None = None
+        self._completion: TokenIds = ()
+
+    def next_prompt(self, messages: Sequence[Message], *, tools: ToolSchemas | None = None) -> Prompt:
+        """The prompt for these messages. Follow it with `record`, or the next one starts a new segment."""
+        if self._reply is None:
+            return self._start(messages, tools, rewrote=False)
+        if not self._continues(messages, tools):
+            return self._start(messages, tools, rewrote=True)
+        delta = self._template.delta(
+            messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
+        )
+        if delta is None:
+            return self._start(messages, tools, rewrote=False)
+        self._tokens.append(delta)
+        self._messages.extend(messages[len(self._messages) :])
+        self._reply = None
+        return Prompt(token_ids=self._tokens.view(), messages=MessageView(self._messages), text=None)
+
+    def record(self, completion_token_ids: TokenIds, content: str) -> None:
+        """What was sampled, and the text that the context stores as the reply's message."""
+        self._tokens.append(completion_token_ids)
+        self._completion = completion_token_ids
+        self._reply = content
+
+    def _continues(self, messages: Sequence[Message], tools: ToolSchemas | None) -> bool:
+        sent = len(self._messages)
+        return (
+            len(messages) > sent
+            and messages[sent]["role"] == "assistant"
+            and messages[sent]["content"] == self._reply
+            # Equal objects are mostly the same objects, so this is a pointer comparison per message.
+            and list(messages[:sent]) == self._messages
+            and (tools is self._tools or tools == self._tools)
+        )
+
+    def _start(self, messages: Sequence[Message], tools: ToolSchemas | None, *, rewrote: bool) -> Prompt:
+        rendered = self._template.apply(messages, tools=tools)
+        self._tokens = TokenLog(rendered.prompt_token_ids)
+        self._messages = list(messages)
+        self._tools = tools
+        self._reply = None
+        return Prompt(
+            token_ids=self._tokens.view(),
+            messages=MessageView(self._messages),
+            text=rendered.prompt_text,
+            rewrote_history=rewrote,
+        )

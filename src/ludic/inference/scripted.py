@@ -1,0 +1,66 @@
+"""`ScriptedClient`: a policy server that says what it is told to, at once and without a model.
+
+It keeps the whole contract of a real one (token ids in and out, log-probs, limits), so everything above it can be
+tried, demonstrated and measured without weights.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ludic.inference.byte_template import ByteTemplate
+from ludic.types import ChatResponse, ConfigError, Info, PromptTooLong, TokenCompletionRequest, VersionRun
+
+Reply = Callable[[TokenCompletionRequest], str]
+
+
+class ScriptedClient:
+    """Answers with the given texts in order, or with what a function makes of the request."""
+
+    def __init__(
+        self, replies: Iterable[str] | Reply, *, max_prompt_tokens: int | None = None, version: int = 0
+    ) -> None:
+        self._next = replies if callable(replies) else _in_order(replies)
+        self._template = ByteTemplate()
+        self.max_prompt_tokens = max_prompt_tokens
+        self.version = version
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
+        num_tokens = len(request.prompt_token_ids)
+        if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
+            raise PromptTooLong(num_tokens, self.max_prompt_tokens)
+        text = self._next(request)
+        ids = np.append(self._template.encode(text), np.int32(ByteTemplate.END))
+        finish_reason = "stop"
+        if len(ids) > request.sampling.max_tokens:
+            ids = ids[: request.sampling.max_tokens]
+            text = self._template.decode_reply(ids)
+            finish_reason = "length"
+        response = ChatResponse(
+            text=text,
+            prompt_token_ids=request.prompt_token_ids,
+            completion_token_ids=ids,
+            # A script is certain of what it says.
+            completion_logprobs=np.zeros(len(ids), np.float32) if request.return_.return_chosen_logprobs else None,
+            finish_reason=finish_reason,
+            version_runs=(VersionRun(self.version, len(ids)),),
+        )
+        return response, {}
+
+    def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
+    ) -> str:
+        raise RuntimeError("A ScriptedClient has no weights to replace.")
+
+
+def _in_order(replies: Iterable[str]) -> Reply:
+    script = iter(replies)
+
+    def next_reply(request: TokenCompletionRequest) -> str:
+        try:
+            return next(script)
+        except StopIteration:
+            raise ConfigError("The script has no replies left; give ScriptedClient more of them.") from None
+
+    return next_reply

@@ -1,0 +1,23 @@
+"""Interaction protocols: how agents and environments meet, and what is recorded of it."""
+
+from ludic.interaction.base import (
+    RESERVED_INFO_KEYS,
+    ExternalToolHandler,
+    InteractionProtocol,
+    merge_step_info,
+    split_parser_reward,
+)
+from ludic.interaction.collector import TraceCollector
+from ludic.interaction.delegating import Delegate, DelegatingProtocol, TaskEnv
+from ludic.interaction.episode import run_or_record
+from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.single_agent import SingleAgentProtocol, SingleAgentSyncProtocol
+
+__all__ = [
+    "InteractionProtocol", "SingleAgentProtocol", "SingleAgentSyncProtocol", "MultiAgentProtocol",
+    "MultiAgentSyncProtocol", "DelegatingProtocol", "Delegate", "TaskEnv",
+    "TraceCollector", "run_or_record", "ExternalToolHandler", "merge_step_info", "split_parser_reward",
+    "RESERVED_INFO_KEYS",
+]  # fmt: skip
+
+MultiAgentSyncProtocol = MultiAgentProtocol

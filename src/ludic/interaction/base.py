@@ -1,0 +1,105 @@
+"""The contract of an interaction protocol, and the small rules that all of them share."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ludic.envs import LudicEnv
+from ludic.parsers import ParseResult
+from ludic.types import EnvContractError, InferenceSpec, Info, Rollout, StepOutcome, ToolCall
+
+logger = logging.getLogger(__name__)
+
+AnyEnv: TypeAlias = LudicEnv[Any, Any, Any]
+
+ToolAnswers: TypeAlias = Sequence[Mapping[str, Any]]
+"""One `{tool_call_id, tool_name, content}` per answered call."""
+ExternalToolHandler: TypeAlias = Callable[[list[ToolCall]], ToolAnswers | Awaitable[ToolAnswers]]
+"""Runs the tools that an agent leaves to its protocol."""
+
+RESERVED_INFO_KEYS = frozenset(
+    {"parse_error", "parse_feedback_obs", "incomplete_completion", "tool_parse_error", "truncation_reason",
+     "finish_reason"}
+)  # fmt: skip
+"""Facts that Ludic states about a step; an env cannot overwrite them."""
+
+
+class InteractionProtocol(ABC):
+    """How agents and an environment meet. It owns the loop; env and agents stay ignorant of each other."""
+
+    @abstractmethod
+    async def run(
+        self,
+        *,
+        env: AnyEnv,
+        max_steps: int,
+        env_seed: int | None = None,
+        sampling_seed: int | None = None,
+        inference: InferenceSpec | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
+        """One episode; one rollout per agent perspective.
+
+        `timeout_s` bounds each model call, and a timeout leaves the protocol as an exception. Every model call gets
+        a sampling seed of its own, derived from `sampling_seed`. The env is closed by whoever made it.
+        """
+
+
+def merge_step_info(
+    client_info: Mapping[str, Any],
+    env_info: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    reserved_keys: Collection[str] = RESERVED_INFO_KEYS,
+) -> Info:
+    """Later sources win, except that an env cannot speak in Ludic's name."""
+    merged = dict(client_info)
+    for key, value in (env_info or {}).items():
+        if key in reserved_keys:
+            logger.warning("The env's info[%r] is dropped: the key is reserved for Ludic.", key)
+        else:
+            merged[key] = value
+    merged.update(extra or {})
+    return merged
+
+
+def split_parser_reward(parse_result: ParseResult | None) -> tuple[float, float]:
+    """(agent step's share, env step's share) of the parser's reward.
+
+    A reply that reaches the env is rewarded there, one that does not keeps its penalty on the agent step: it is
+    counted once either way.
+    """
+    if parse_result is None:
+        return 0.0, 0.0
+    return (parse_result.reward, 0.0) if parse_result.action is None else (0.0, parse_result.reward)
+
+
+def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
+    """This agent's part of what `env.step` returned, checked."""
+    if not isinstance(outcomes, Mapping) or agent_id not in outcomes:
+        got = sorted(outcomes) if isinstance(outcomes, Mapping) else type(outcomes).__name__
+        raise EnvContractError(
+            f"{type(env).__name__}.step must return an outcome for every agent; {agent_id!r} is missing from {got}."
+        )
+    outcome = outcomes[agent_id]
+    if not isinstance(outcome, StepOutcome):
+        raise EnvContractError(
+            f"{type(env).__name__}.step returned {type(outcome).__name__} for {agent_id!r}; "
+            "it must be a StepOutcome(obs, reward, truncated, terminated, info)."
+        )
+    return outcome
+
+
+def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info]:
+    """This agent's part of what `env.reset` returned, checked."""
+    if not isinstance(opening, Mapping) or agent_id not in opening:
+        got = sorted(opening) if isinstance(opening, Mapping) else type(opening).__name__
+        raise EnvContractError(
+            f"{type(env).__name__}.reset must return (obs, info) for every agent; {agent_id!r} is missing from {got}."
+        )
+    first = opening[agent_id]
+    if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], str)):
+        raise EnvContractError(
+            f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation text, info dict)."
+        )
+    return first

@@ -1,0 +1,253 @@
+"""`DelegatingProtocol`: a parent agent hands subtasks to sub-agents through an external tool.
+
+The parent calls `delegate(to, task)`; a child with its own memory, and its own env or plain question and answer,
+works on the task; what it answers comes back as the tool's result. Parent and child rollouts are all returned,
+linked by id, so that both can be trained.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ludic.agents import Agent
+from ludic.envs import LudicEnv, SingleAgentEnv
+from ludic.interaction.base import AnyEnv, ToolAnswers
+from ludic.interaction.episode import run_or_record
+from ludic.interaction.single_agent import SingleAgentProtocol
+from ludic.types import (
+    AgentStep,
+    ConfigError,
+    InferenceSpec,
+    Info,
+    Observation,
+    Rollout,
+    StepOutcome,
+    ToolCall,
+    derive_seed,
+)
+
+_CHILD_SEEDS = 0x0C41D  # keeps the seeds of children apart from those of the parent's own calls
+
+
+class TaskEnv(SingleAgentEnv):
+    """A task in words; whatever the agent answers is the result. It gives no reward of its own."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.task = task
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
+        return self.task, {}
+
+    def env_step(self, action: str) -> StepOutcome:
+        return StepOutcome("Done.", 0.0, truncated=False, terminated=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delegate:
+    """One kind of sub-agent."""
+
+    make_agent: Callable[[], Agent]
+    make_env: Callable[[str], LudicEnv[Any, Any, Any]] = TaskEnv
+    """From the task's text to the child's env; by default the task is the question."""
+    max_steps: int = 1
+    description: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Episode:
+    """The run that is going on: what its children inherit, and what came of them."""
+
+    sampling_seed: int | None
+    env_seed: int | None
+    inference: InferenceSpec | None
+    timeout_s: float | None
+    num_started: int = 0
+    child_ids: list[str] = field(default_factory=list)
+    descendants: list[Rollout] = field(default_factory=list)
+
+
+class DelegatingProtocol(SingleAgentProtocol):
+    """A SingleAgentProtocol whose external `delegate` tool starts child episodes.
+
+    Limits: `max_depth` nested delegations, `max_children` per parent, `max_child_tokens` sampled by one child. They
+    are counted per episode, so that children running side by side cannot take from each other. A refused or failed
+    delegation is an error message to the parent, never the end of its episode.
+    """
+
+    TOOL = "delegate"
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        delegates: Mapping[str, Delegate],
+        max_depth: int = 1,
+        max_children: int = 8,
+        max_child_tokens: int | None = None,
+        depth: int = 0,
+        **protocol_settings: Any,
+    ) -> None:
+        super().__init__(agent, **protocol_settings)
+        if not delegates:
+            raise ConfigError("DelegatingProtocol needs at least one delegate: delegates={name: Delegate(…)}.")
+        if max_depth < 1 or max_children < 1:
+            raise ConfigError(f"max_depth={max_depth}, max_children={max_children}; both must be at least 1.")
+        self.delegates = dict(delegates)
+        self.max_depth = max_depth
+        self.max_children = max_children
+        self.max_child_tokens = max_child_tokens
+        self.depth = depth
+        self._episode: _Episode | None = None
+
+    @classmethod
+    def tool(cls, delegates: Mapping[str, Delegate]) -> Callable[..., str]:
+        """The tool to give the parent: `ToolAgent(external_tools=[DelegatingProtocol.tool(delegates)])`."""
+        names = tuple(delegates)
+        listing = "; ".join(f"{name}: {d.description}" if d.description else name for name, d in delegates.items())
+
+        def delegate(to: str, task: str) -> str:
+            raise AssertionError("delegation is run by the protocol, not by the agent")
+
+        delegate.__doc__ = f"Hand a self-contained subtask to a sub-agent and get its answer. Sub-agents: {listing}."
+        delegate.__annotations__["to"] = Literal[names]
+        return delegate
+
+    async def run(
+        self,
+        *,
+        env: AnyEnv,
+        max_steps: int,
+        env_seed: int | None = None,
+        sampling_seed: int | None = None,
+        inference: InferenceSpec | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
+        """The parent's rollout first, then those of all its descendants."""
+        episode = _Episode(sampling_seed=sampling_seed, env_seed=env_seed, inference=inference, timeout_s=timeout_s)
+        self._episode = episode
+        own = await super().run(
+            env=env,
+            max_steps=max_steps,
+            env_seed=env_seed,
+            sampling_seed=sampling_seed,
+            inference=inference,
+            timeout_s=timeout_s,
+        )
+        for rollout in own:
+            rollout.meta.update(depth=self.depth, child_rollout_ids=episode.child_ids)
+            for child in episode.descendants:
+                child.meta.setdefault("parent_rollout_id", rollout.id)
+        return [*own, *episode.descendants]
+
+    # --- the parent's side of a call ---
+
+    @property
+    def _serves_external_tools(self) -> bool:
+        return True
+
+    async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
+        others = [call for call in calls if call["function"]["name"] != self.TOOL]
+        if others and self.external_tool_handler is None:
+            names = sorted({call["function"]["name"] for call in others})
+            raise RuntimeError(
+                f"No external_tool_handler for {names}; DelegatingProtocol itself only runs {self.TOOL!r}."
+            )
+        answers = list(await super()._external_tools(others, step)) if others else []
+        mine = [call for call in calls if call["function"]["name"] == self.TOOL]
+        orders = [self._accept(call, step) for call in mine]
+        reports = await asyncio.gather(*(self._carry_out(order) for order in orders))
+        for call, report in zip(mine, reports, strict=True):
+            self._file(report)  # in the order of the calls, whichever child was done first
+            answers.append({"tool_call_id": call["id"], "tool_name": self.TOOL, "content": report.answer})
+        return answers
+
+    def _accept(self, call: ToolCall, step: AgentStep) -> "_Order | str":
+        """An order for a child, numbered; or the reason why there will be none."""
+        assert self._episode is not None, "tools are called while an episode runs"
+        arguments = json.loads(call["function"]["arguments"])
+        name, task = arguments.get("to"), arguments.get("task")
+        if name not in self.delegates or not isinstance(task, str) or not task.strip():
+            return f"Error: delegate needs to (one of {sorted(self.delegates)}) and task (text); got {arguments}."
+        if self.depth >= self.max_depth:
+            return f"Error: a sub-agent at depth {self.depth} cannot delegate further. Do the task yourself."
+        if self._episode.num_started >= self.max_children:
+            return f"Error: all {self.max_children} delegations are used. Do the task yourself."
+        number = self._episode.num_started
+        self._episode.num_started += 1
+        return _Order(delegate=name, task=task, number=number, parent_step_id=step.id)
+
+    def _file(self, report: "_Report") -> None:
+        assert self._episode is not None, "children run inside their parent's episode"
+        if report.family:
+            self._episode.child_ids.append(report.family[0].id)
+            self._episode.descendants.extend(report.family)
+
+    async def _carry_out(self, order: "_Order | str") -> "_Report":
+        if isinstance(order, str):
+            return _Report(answer=order)
+        link = {"delegate": order.delegate, "parent_step_id": order.parent_step_id, "depth": self.depth + 1}
+        family = await run_or_record(lambda: self._child_episode(order), meta=dict(link))
+        child = family[0]
+        child.meta.update(link)
+        return _Report(answer=_answer_of(child), family=family)
+
+    # --- the child ---
+
+    async def _child_episode(self, order: "_Order") -> list[Rollout]:
+        assert self._episode is not None, "children run inside their parent's episode"
+        episode, delegate = self._episode, self.delegates[order.delegate]
+        protocol = DelegatingProtocol(
+            delegate.make_agent(),
+            delegates=self.delegates,
+            max_depth=self.max_depth,
+            max_children=self.max_children,
+            max_child_tokens=self.max_child_tokens,
+            depth=self.depth + 1,
+            max_tokens=self.max_child_tokens,
+            external_tool_handler=self.external_tool_handler,
+            max_external_rounds=self.max_external_rounds,
+        )
+        env = delegate.make_env(order.task)
+        try:
+            return await protocol.run(
+                env=env,
+                max_steps=delegate.max_steps,
+                env_seed=_child_seed(episode.env_seed, order.number),
+                sampling_seed=_child_seed(episode.sampling_seed, order.number),
+                inference=episode.inference,
+                timeout_s=episode.timeout_s,
+            )
+        finally:
+            await env.async_close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """One accepted delegation."""
+
+    delegate: str
+    task: str
+    number: int
+    parent_step_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Report:
+    """What a delegation came to: the tool's answer, and the rollouts of the child and its descendants."""
+
+    answer: str
+    family: list[Rollout] = field(default_factory=list)
+
+
+def _answer_of(child: Rollout) -> str:
+    if child.failure is not None:
+        return f"Error: the sub-agent failed ({child.failure.error}: {child.failure.message}). Do the task yourself."
+    answers = [step.parsed_action for step in child.env_steps if step.parsed_action is not None]
+    return str(answers[-1]) if answers else "Error: the sub-agent gave no readable answer."
+
+
+def _child_seed(seed: int | None, number: int) -> int | None:
+    return None if seed is None else derive_seed(seed, _CHILD_SEEDS, number)

@@ -1,0 +1,138 @@
+"""`MultiAgentProtocol`: any number of agents in one environment, taking turns or moving at once."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ludic.agents import Agent
+from ludic.interaction.base import (
+    AnyEnv,
+    ExternalToolHandler,
+    InteractionProtocol,
+    ToolAnswers,
+    opening_for,
+    outcome_for,
+)
+from ludic.interaction.collector import TraceCollector
+from ludic.interaction.seat import Seat, Turn, call_handler
+from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall, derive_seed
+
+T = TypeVar("T")
+
+
+class MultiAgentProtocol(InteractionProtocol):
+    """Each step, every managed agent whose turn it is acts, side by side; then the env moves.
+
+    Agents in the env that nobody manages here are the env's own business. Every managed agent hears every outcome
+    that the env addresses to it, whether it acted or not, and finishes on its own.
+    """
+
+    def __init__(
+        self,
+        agents: Mapping[str, Agent],
+        *,
+        external_tool_handler: ExternalToolHandler | None = None,
+        max_external_rounds: int = 8,
+    ) -> None:
+        if not agents:
+            raise ConfigError("MultiAgentProtocol needs at least one agent: agents={id: agent, …}.")
+        if len({id(agent) for agent in agents.values()}) != len(agents):
+            raise ConfigError("Two seats share one Agent object; each needs its own, since an agent has a memory.")
+        self.agents = dict(agents)
+        self.external_tool_handler = external_tool_handler
+        self.max_external_rounds = max_external_rounds
+
+    async def run(
+        self,
+        *,
+        env: AnyEnv,
+        max_steps: int,
+        env_seed: int | None = None,
+        sampling_seed: int | None = None,
+        inference: InferenceSpec | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
+        self._check_roles(env)
+        collector = TraceCollector(env_name=type(env).__name__)
+        handler = self._external_tools if self.external_tool_handler is not None else None
+        seats = [
+            Seat(
+                agent_id=agent_id,
+                agent=agent,
+                collector=collector,
+                sampling_seed=self._seed_of(env, agent_id, sampling_seed),
+                inference=inference,
+                timeout_s=timeout_s,
+                external_tools=handler,
+                max_external_rounds=self.max_external_rounds,
+            )
+            for agent_id, agent in self.agents.items()
+        ]
+        opening = await env.async_reset(seed=env_seed)
+        for seat in seats:
+            seat.sit_down(*opening_for(env, seat.agent_id, opening), env.suggested_sysprompt)
+        stop = await self._play(env, seats, max_steps)
+        for seat in seats:
+            seat.leave(stop)
+        return collector.extract_rollouts_with_per_agent_status()
+
+    async def _play(self, env: AnyEnv, seats: Sequence[Seat], max_steps: int) -> StopReason:
+        """Steps until nobody is left; the reason for those who had not finished by themselves."""
+        for _ in range(max_steps):
+            active = env.active_agents
+            if not active or all(seat.finished for seat in seats):
+                return StopReason.NOBODY_ACTIVE
+            acting = [seat for seat in seats if seat.agent_id in active and not seat.finished]
+            turns = dict(
+                zip((seat.agent_id for seat in acting), await _all(seat.take_turn() for seat in acting), strict=True)
+            )
+            self._settle(acting, turns)
+            actions = {agent_id: turn.action for agent_id, turn in turns.items() if turn.action is not None}
+            if turns and not actions:
+                continue  # nothing readable was said, so the env does not move
+            outcomes = await env.async_step(actions)
+            for seat in seats:
+                if not seat.finished:
+                    seat.hear(outcome_for(env, seat.agent_id, outcomes), turns.get(seat.agent_id))
+        return StopReason.MAX_STEPS
+
+    @staticmethod
+    def _settle(acting: Sequence[Seat], turns: Mapping[str, Turn]) -> None:
+        """Tell agents whose reply was no action; let go of those with no room left for another prompt."""
+        for seat in acting:
+            turn = turns[seat.agent_id]
+            if turn.context_full:
+                seat.leave(StopReason.CONTEXT_FULL)
+            elif turn.action is None:
+                seat.reject(turn)
+
+    def _check_roles(self, env: AnyEnv) -> None:
+        unknown = sorted(set(self.agents) - set(env.agent_ids))
+        if unknown:
+            raise ConfigError(
+                f"MultiAgentProtocol manages {unknown}, but {type(env).__name__} has the roles {list(env.agent_ids)}."
+            )
+
+    @staticmethod
+    def _seed_of(env: AnyEnv, agent_id: str, sampling_seed: int | None) -> int | None:
+        """Per role, so that it does not matter which other roles are managed."""
+        return None if sampling_seed is None else derive_seed(sampling_seed, list(env.agent_ids).index(agent_id))
+
+    async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
+        assert self.external_tool_handler is not None, "only asked when there is one"
+        return await call_handler(self.external_tool_handler, calls)
+
+
+async def _all(coroutines: Any) -> list[Any]:
+    """All results in order; the first failure cancels the others before it travels on."""
+    todo: list[Coroutine[Any, Any, Any]] = list(coroutines)
+    if len(todo) == 1:
+        return [await todo[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in todo]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

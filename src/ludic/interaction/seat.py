@@ -1,0 +1,337 @@
+"""`Seat`: one agent's place at the table.
+
+A seat takes turns (model calls, tool loops), hears what the env says, and writes the agent's rollout. Single- and
+multi-agent protocols differ only in who is asked when; all bookkeeping is here.
+
+A transition belongs to the turn that caused it and stays open until the agent's next turn or its end. So in a game
+where others move in between, the rewards they cause are credited to the agent's last action, and a player whose
+opponent makes the last move still gets its terminal reward.
+"""
+
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from ludic.agents import Agent, AgentActStep
+from ludic.interaction.base import ToolAnswers, merge_step_info, split_parser_reward
+from ludic.interaction.collector import TraceCollector
+from ludic.types import (
+    AgentStep,
+    ConfigError,
+    EnvironmentStep,
+    InferenceSpec,
+    Info,
+    Observation,
+    PromptTooLong,
+    StepOutcome,
+    StopReason,
+    TokenTrace,
+    ToolCall,
+    derive_seed,
+    new_id,
+)
+
+ExternalTools = Callable[[list[ToolCall], AgentStep], Awaitable[ToolAnswers]]
+"""Runs external tool calls; it is also told which step made them."""
+
+_NO_REPLY_READ = "Invalid action."
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One turn of one agent: the model calls, and the action they led to."""
+
+    id: str
+    step_ids: list[str] = field(default_factory=list)
+    source: AgentStep | None = None
+    """The last model call."""
+    action: str | None = None
+    """What goes to the env; None when the reply could not be read."""
+    parser_reward: float = 0.0
+    feedback: str | None = None
+    """What to tell the agent when the reply could not be read."""
+    context_full: bool = False
+    """The next prompt would not have fitted; the turn has no action."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Transition:
+    """What the env has said since the agent's last turn."""
+
+    turn: Turn | None
+    prev_obs: Observation | None
+    reward: float = 0.0
+    info: Info = field(default_factory=dict)
+    ts_ns: int = 0
+
+
+class Seat:
+    """Runs one agent through one episode."""
+
+    def __init__(
+        self,
+        *,
+        agent_id: str,
+        agent: Agent,
+        collector: TraceCollector,
+        sampling_seed: int | None,
+        inference: InferenceSpec | None,
+        timeout_s: float | None,
+        external_tools: ExternalTools | None,
+        max_external_rounds: int,
+    ) -> None:
+        self.agent_id = agent_id
+        self.agent = agent
+        self.stop: StopReason | None = None
+        self._rollout = collector.rollout(agent_id)
+        self._rollout.meta["agent_name"] = agent.name
+        self._steps = self._rollout.steps
+        self._collector = collector
+        self._sampling_seed = sampling_seed
+        self._inference = inference
+        self._timeout_s = timeout_s
+        self._external_tools = external_tools
+        self._max_external_rounds = max_external_rounds
+        self._num_acts = 0
+        self._open: _Transition | None = None
+        self._unseen: list[str] = []
+        self._unseen_info: Info = {}
+        self._has_seen_anything = False
+        self._last_obs: Observation | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.stop is not None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(step.trace.completion_token_ids) for step in self._rollout.agent_steps)
+
+    # --- the episode begins ---
+
+    def sit_down(self, obs: Observation, info: Info, system_prompt: str | None) -> None:
+        """A context's own system prompt goes before the env's suggestion."""
+        own = self.agent.ctx.default_system_prompt
+        self.agent.reset(system_prompt if own is None else own)
+        self._unseen = [obs]
+        self._unseen_info = info
+
+    # --- the agent acts ---
+
+    async def take_turn(self) -> Turn:
+        """Show the agent what is new, let it act, and log every model call of the turn."""
+        self._close_transition()
+        self._show_unseen()
+        turn = Turn(id=new_id())
+        for round_index in range(self._max_external_rounds + 1):
+            try:
+                final = await self._act(turn)
+            except PromptTooLong:
+                if not self._steps:
+                    raise  # not even the first prompt fits: a mistake in the set-up, not the end of an episode
+                turn.context_full = True
+                return turn
+            if final.action_target != "external":
+                self._read_action(turn, final)
+                return turn
+            await self._serve_external(turn, final, is_over=round_index == self._max_external_rounds)
+        turn.feedback = f"Too many external tool calls in one turn ({self._max_external_rounds}). Act without them."
+        return turn
+
+    async def _act(self, turn: Turn) -> AgentActStep:
+        seed = None if self._sampling_seed is None else derive_seed(self._sampling_seed, self._num_acts)
+        self._num_acts += 1
+        result = await self.agent.act(self._inference, seed, self._timeout_s)
+        for act_step in result.steps:
+            turn.source = self._log_agent_step(turn, act_step)
+        return result.final_step
+
+    def _log_agent_step(self, turn: Turn, act: AgentActStep) -> AgentStep:
+        parsed = act.parse_result
+        reward, _ = split_parser_reward(parsed)
+        info = dict(act.info)
+        if act.action_target == "env":
+            failed = parsed is None or parsed.action is None
+            info["parse_error"] = failed
+            if failed:
+                info["parse_feedback_obs"] = (parsed.obs if parsed else None) or _NO_REPLY_READ
+        step = AgentStep(
+            index=len(self._steps),
+            prompt_messages=act.prompt_messages,
+            action=act.action,
+            trace=act.trace,
+            action_target=act.action_target,
+            loop_index=len(turn.step_ids),
+            reward=reward,
+            info=info,
+            reward_components={"parser": reward} if reward else {},
+            turn_id=turn.id,
+            parent_id=turn.step_ids[-1] if turn.step_ids else None,
+            tool_calls=act.tool_calls,
+            tool_results=act.tool_results,
+        )
+        self._steps.append(step)
+        turn.step_ids.append(step.id)
+        return step
+
+    def _read_action(self, turn: Turn, final: AgentActStep) -> None:
+        parsed = final.parse_result
+        if final.action_target == "internal":
+            turn.context_full = True  # the agent ran out of room in the middle of its tool loop
+        elif parsed is None or parsed.action is None:
+            turn.feedback = (parsed.obs if parsed else None) or _NO_REPLY_READ
+        else:
+            turn.action = parsed.action
+            turn.parser_reward = parsed.reward
+
+    async def _serve_external(self, turn: Turn, final: AgentActStep, *, is_over: bool) -> None:
+        assert turn.source is not None, "an external call is made by a logged step"
+        answered = {result["tool_call_id"] for result in final.tool_results or ()}
+        calls = [call for call in final.tool_calls or () if call["id"] not in answered]
+        if self._external_tools is None:
+            names = sorted({call["function"]["name"] for call in calls})
+            raise RuntimeError(
+                f"Agent {self.agent_id!r} called external tools {names}, but the protocol has no "
+                "external_tool_handler. Pass one, or make them internal tools."
+            )
+        if is_over:
+            refusal = "Error: no external tool calls are left in this turn."
+            answers: ToolAnswers = [
+                {"tool_call_id": c["id"], "tool_name": c["function"]["name"], "content": refusal} for c in calls
+            ]
+        else:
+            answers = await self._external_tools(calls, turn.source)
+        self._check_answers(calls, answers)
+        for answer in answers:
+            self.agent.add_tool_result(answer["tool_call_id"], answer["tool_name"], answer["content"])
+
+    @staticmethod
+    def _check_answers(calls: list[ToolCall], answers: ToolAnswers) -> None:
+        asked, answered = [call["id"] for call in calls], [answer.get("tool_call_id") for answer in answers]
+        if sorted(asked) != sorted(map(str, answered)):
+            raise ConfigError(
+                f"The external_tool_handler was given the calls {asked} and answered {answered}; it must return one "
+                "{tool_call_id, tool_name, content} per call."
+            )
+
+    # --- the env answers ---
+
+    def reject(self, turn: Turn) -> None:
+        """The reply could not be read: the agent will be shown why, and the env has not seen it."""
+        self._tell(turn.feedback or _NO_REPLY_READ, {"parse_error": True, "parse_feedback_obs": turn.feedback})
+
+    def hear(self, outcome: StepOutcome, turn: Turn | None = None) -> None:
+        """What the env says after a step; `turn` is this agent's own, if it acted."""
+        if turn is not None or self._open is None:
+            self._open = _Transition(turn=turn, prev_obs=self._last_obs)
+        transition = self._open
+        transition.reward += outcome.reward
+        transition.info.update(outcome.info)
+        transition.ts_ns = time.time_ns()
+        if outcome.terminated:
+            self.leave(StopReason.TERMINATED)
+        elif outcome.truncated:
+            self.leave(StopReason.ENV_TRUNCATED)
+        else:
+            self._tell(outcome.obs, outcome.info)
+
+    def leave(self, stop: StopReason) -> None:
+        """The agent's part is over; the last step says how."""
+        if self.finished:
+            return
+        self.stop = stop
+        self._collector.set_stop(self.agent_id, stop)
+        if self._open is not None:
+            self._close_transition()
+        elif self._steps:
+            self._mark_last_step(stop)
+
+    def _tell(self, obs: Observation, info: Info) -> None:
+        if not self._unseen or self._unseen[-1] != obs:
+            self._unseen.append(obs)
+        self._unseen_info = {**self._unseen_info, **info}
+
+    def _show_unseen(self) -> None:
+        """Everything heard since the last turn, as one message."""
+        if not self._unseen:
+            return
+        obs, info = _joined(self._unseen), self._unseen_info
+        self._unseen, self._unseen_info = [], {}
+        self._last_obs = obs
+        if self._has_seen_anything:
+            self.agent.on_after_step(obs, info)
+        else:
+            self.agent.on_env_reset(obs, info)
+            self._has_seen_anything = True
+
+    # --- writing it down ---
+
+    def _close_transition(self) -> None:
+        transition, self._open = self._open, None
+        if transition is None:
+            return
+        if transition.turn is None and not self.finished and transition.reward == 0:
+            return  # others moved before this agent's first turn, and nothing came of it
+        stop = self.stop
+        turn = transition.turn or Turn(id=new_id())
+        source = turn.source
+        extra: Info = {}
+        if stop is not None and stop.is_truncation:
+            extra["truncation_reason"] = stop.value
+        components = {"env": transition.reward}
+        if turn.parser_reward:
+            components["parser"] = turn.parser_reward
+        self._steps.append(
+            EnvironmentStep(
+                index=len(self._steps),
+                prev_obs=transition.prev_obs,
+                action=source.action if source else "",
+                parsed_action=turn.action,
+                next_obs=None if stop else _joined(self._unseen),
+                source_agent_step_id=source.id if source else None,
+                agent_step_ids=turn.step_ids,
+                reward=transition.reward + turn.parser_reward,
+                truncated=stop is not None and stop.is_truncation,
+                terminated=stop is StopReason.TERMINATED,
+                trace=_trace_of(source),
+                info=merge_step_info(_client_facts(source), transition.info, extra),
+                reward_components=components,
+                ts_ns=transition.ts_ns,
+                turn_id=turn.id,
+                parent_id=source.id if source else None,
+            )
+        )
+
+    def _mark_last_step(self, stop: StopReason) -> None:
+        """The episode ends on a reply that never reached the env (or on an env step already written)."""
+        last = self._steps[-1]
+        if stop.is_truncation:
+            info = {**last.info, "truncation_reason": stop.value}
+            if isinstance(last, EnvironmentStep):
+                last = replace(last, next_obs=None)
+            self._steps[-1] = replace(last, truncated=True, info=info)
+        elif stop is StopReason.PARSE_ERROR:
+            self._steps[-1] = replace(last, terminated=True)
+
+
+def _joined(observations: list[str]) -> str:
+    return observations[0] if len(observations) == 1 else "\n\n".join(observations)
+
+
+def _trace_of(step: AgentStep | None) -> TokenTrace | None:
+    return None if step is None else step.trace
+
+
+def _client_facts(step: AgentStep | None) -> Info:
+    if step is None or "finish_reason" not in step.info:
+        return {}
+    return {"finish_reason": step.info["finish_reason"]}
+
+
+async def call_handler(handler: Callable[[list[ToolCall]], object], calls: list[ToolCall]) -> ToolAnswers:
+    """A handler may be an ordinary function or a coroutine function."""
+    answers = handler(calls)
+    if inspect.isawaitable(answers):
+        answers = await answers
+    return answers  # type: ignore[return-value]

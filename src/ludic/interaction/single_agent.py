@@ -1,0 +1,106 @@
+"""`SingleAgentProtocol`: one agent, one environment, turn by turn."""
+
+from ludic.agents import Agent
+from ludic.interaction.base import (
+    AnyEnv,
+    ExternalToolHandler,
+    InteractionProtocol,
+    ToolAnswers,
+    opening_for,
+    outcome_for,
+)
+from ludic.interaction.collector import TraceCollector
+from ludic.interaction.seat import Seat, call_handler
+from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall
+
+
+class SingleAgentProtocol(InteractionProtocol):
+    """The agent acts, the env answers, until either is done or `max_steps` turns have passed.
+
+    A reply that cannot be read never reaches the env: the agent is shown why and the next turn begins, or, with
+    `stop_on_parse_error`, the episode ends. `max_tokens` bounds what the agent may sample in the whole episode; the
+    turn that passes it is finished and no other is begun.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        stop_on_parse_error: bool = False,
+        external_tool_handler: ExternalToolHandler | None = None,
+        max_external_rounds: int = 8,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.agent = agent
+        self.max_tokens = max_tokens
+        self.stop_on_parse_error = stop_on_parse_error
+        self.external_tool_handler = external_tool_handler
+        self.max_external_rounds = max_external_rounds
+
+    async def run(
+        self,
+        *,
+        env: AnyEnv,
+        max_steps: int,
+        env_seed: int | None = None,
+        sampling_seed: int | None = None,
+        inference: InferenceSpec | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
+        collector = TraceCollector(env_name=type(env).__name__)
+        seat = Seat(
+            agent_id=self._only_agent_id(env),
+            agent=self.agent,
+            collector=collector,
+            sampling_seed=sampling_seed,
+            inference=inference,
+            timeout_s=timeout_s,
+            external_tools=self._external_tools if self._serves_external_tools else None,
+            max_external_rounds=self.max_external_rounds,
+        )
+        opening = await env.async_reset(seed=env_seed)
+        seat.sit_down(*opening_for(env, seat.agent_id, opening), env.suggested_sysprompt)
+        seat.leave(await self._play(env, seat, max_steps))
+        return collector.extract_rollouts_with_per_agent_status()
+
+    async def _play(self, env: AnyEnv, seat: Seat, max_steps: int) -> StopReason:
+        """Turns until something ends the episode; what that was (an env that ended it has told the seat itself)."""
+        for _ in range(max_steps):
+            if seat.agent_id not in env.active_agents:
+                return StopReason.NOBODY_ACTIVE
+            if self.max_tokens is not None and seat.num_sampled_tokens >= self.max_tokens:
+                return StopReason.TOKEN_BUDGET
+            turn = await seat.take_turn()
+            if turn.context_full:
+                return StopReason.CONTEXT_FULL
+            if turn.action is None:
+                seat.reject(turn)
+                if self.stop_on_parse_error:
+                    return StopReason.PARSE_ERROR
+                continue
+            outcomes = await env.async_step({seat.agent_id: turn.action})
+            seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
+            if seat.stop is not None:
+                return seat.stop
+        return StopReason.MAX_STEPS
+
+    @staticmethod
+    def _only_agent_id(env: AnyEnv) -> str:
+        if len(env.agent_ids) != 1:
+            raise ConfigError(
+                f"SingleAgentProtocol plays envs with one agent; {type(env).__name__} has {list(env.agent_ids)}. "
+                "Use MultiAgentProtocol(agents={id: agent, …})."
+            )
+        agent_id: str = env.agent_ids[0]
+        return agent_id
+
+    @property
+    def _serves_external_tools(self) -> bool:
+        return self.external_tool_handler is not None
+
+    async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
+        assert self.external_tool_handler is not None, "only asked when there is one"
+        return await call_handler(self.external_tool_handler, calls)
+
+
+SingleAgentSyncProtocol = SingleAgentProtocol

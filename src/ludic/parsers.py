@@ -1,0 +1,127 @@
+"""From the model's text to an action, with an intrinsic reward for the format.
+
+A parser is a callable: text -> ParseResult. `action=None` means that the text could not be read; `obs` is then
+the feedback that the agent is shown.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from ludic.types.errors import ConfigError
+from ludic.types.latex import extract_last_boxed_content
+
+__all__ = [
+    "ParseResult", "Parser", "raw_parser", "compose_parsers", "xml_parser", "xml_tag_parser",
+    "think_prefix_parser", "cot_prefix_parser", "boxed_parser", "extract_last_boxed_content",
+]  # fmt: skip
+
+_LEAD_IN = "Invalid action format:"
+
+
+@dataclass(frozen=True, slots=True)
+class ParseResult:
+    """What a parser made of a reply."""
+
+    action: str | None
+    """The action for the env; None when the text could not be read."""
+    reward: float
+    """Format reward, or penalty."""
+    obs: str | None
+    """Feedback for the agent after a failure."""
+
+
+Parser: TypeAlias = Callable[[str], ParseResult]
+
+
+def raw_parser(raw: str) -> ParseResult:
+    """The text is the action, unchanged."""
+    return ParseResult(raw, 0.0, None)
+
+
+def compose_parsers(*parsers: Parser) -> Parser:
+    """Left to right: each parser reads the action of the one before; rewards add up; the first failure ends it."""
+    if not parsers:
+        raise ConfigError("compose_parsers needs at least one parser; use raw_parser to take the text as it is.")
+
+    def composed(raw: str) -> ParseResult:
+        text, reward = raw, 0.0
+        for parser in parsers:
+            result = parser(text)
+            reward += result.reward
+            if result.action is None:
+                return ParseResult(None, reward, result.obs)
+            text = result.action
+        return ParseResult(text, reward, None)
+
+    return composed
+
+
+XmlKind: TypeAlias = Literal["inner", "remainder_after_prefix"]
+
+
+def xml_parser(
+    tag: str,
+    *,
+    exact: bool = False,
+    kind: XmlKind = "inner",
+    success_reward: float = 0.1,
+    error_reward: float = -1.0,
+) -> Parser:
+    """A parser for `<tag>…</tag>`.
+
+    `inner`: the action is what stands inside the first tag pair; with `exact`, the whole text must be that one
+    pair. `remainder_after_prefix`: the text must begin with the pair, and the action is what follows it.
+    """
+    name = re.escape(tag)
+    # The body may not hold the tag itself, so a pair is always the innermost one and two pairs are never one.
+    body = rf"((?:(?!</?{name}>).)*)"
+    pair = rf"<{name}>{body}</{name}>"
+    flags = re.IGNORECASE | re.DOTALL
+    if kind == "inner":
+        pattern = re.compile(rf"\s*{pair}\s*\Z" if exact else pair, flags)
+        wanted = f"exactly <{tag}>...</{tag}> and nothing else" if exact else f"<{tag}>...</{tag}>"
+        find = pattern.match if exact else pattern.search
+    elif kind == "remainder_after_prefix":
+        if exact:
+            raise ConfigError("xml_parser: exact=True cannot go with kind='remainder_after_prefix'; drop one of them.")
+        find = re.compile(rf"\s*<{name}>.*?</{name}>(.*)", flags).match
+        wanted = f"<{tag}>...</{tag}> followed by the answer"
+    else:
+        raise ConfigError(f"xml_parser: unknown kind {kind!r}; there are 'inner' and 'remainder_after_prefix'.")
+    failure = ParseResult(None, error_reward, f"{_LEAD_IN} expected {wanted}, with some text in it.")
+
+    def parse(raw: str) -> ParseResult:
+        match = find(raw)
+        action = match.group(1).strip() if match else ""
+        return ParseResult(action, success_reward, None) if action else failure
+
+    return parse
+
+
+def xml_tag_parser(tag: str, *, exact: bool = False, success_reward: float = 0.1, error_reward: float = -1.0) -> Parser:
+    """The text inside the first `<tag>…</tag>`."""
+    return xml_parser(tag, exact=exact, success_reward=success_reward, error_reward=error_reward)
+
+
+def think_prefix_parser(raw: str, *, success_reward: float = 0.1, error_reward: float = -1.0) -> ParseResult:
+    """The text must begin with a `<think>` block; what follows it is the action."""
+    return _think_parser(success_reward, error_reward)(raw)
+
+
+cot_prefix_parser = think_prefix_parser
+
+
+@lru_cache
+def _think_parser(success_reward: float, error_reward: float) -> Parser:
+    return xml_parser("think", kind="remainder_after_prefix", success_reward=success_reward, error_reward=error_reward)
+
+
+def boxed_parser(raw: str, *, success_reward: float = 0.1, error_reward: float = -1.0) -> ParseResult:
+    r"""The content of the last well-formed `\boxed{…}`."""
+    content = extract_last_boxed_content(raw)
+    if content is None or not content.strip():
+        return ParseResult(None, error_reward, f"{_LEAD_IN} expected the final answer in \\boxed{{...}}.")
+    return ParseResult(content.strip(), success_reward, None)

@@ -1,0 +1,92 @@
+"""The floor: what crosses a package border. Standard library and numpy only."""
+
+from ludic.types.errors import (
+    ConfigError,
+    ContextError,
+    EnvContractError,
+    LudicError,
+    MissingExtra,
+    ParserContractError,
+    PromptTooLong,
+    ResetNeeded,
+    SnapshotUnsupported,
+    TemplateError,
+    TokenMismatch,
+    UnknownName,
+)
+from ludic.types.inference import (
+    BackendExtensions,
+    ChatResponse,
+    InferenceSpec,
+    ReturnSpec,
+    SamplingConfig,
+    SamplingParams,
+    TokenCompletionRequest,
+    ToolRequest,
+    VLLMExtensions,
+)
+from ludic.types.interfaces import (
+    BatchSource,
+    ChatClient,
+    CreditAssigner,
+    Evaluator,
+    PolicyPublisher,
+    SampleFilter,
+    StateFromStepFn,
+    StepSelector,
+    TokenizeFn,
+    TrainingLogger,
+    VersionedClient,
+)
+from ludic.types.messages import JSON, Message, MessageView, ToolCall
+from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest
+from ludic.types.rollout import Failure, Rollout, is_parse_failure
+from ludic.types.samples import (
+    ActorTokenLogps,
+    HasActorLogps,
+    RolloutStepKey,
+    SampleAttachments,
+    SAWBatch,
+    SAWItem,
+    has_actor_logps,
+)
+from ludic.types.seeds import derive_seed
+from ludic.types.steps import (
+    ActionTarget,
+    AgentStep,
+    EnvironmentStep,
+    Info,
+    Observation,
+    Snapshot,
+    Step,
+    StepOutcome,
+    StopReason,
+    new_id,
+)
+from ludic.types.tokens import (
+    LogprobArray,
+    TokenArray,
+    TokenIds,
+    TokenLog,
+    TokenTrace,
+    VersionRun,
+    logprob_array,
+    token_array,
+)
+
+__all__ = [
+    "JSON", "Message", "MessageView", "ToolCall",
+    "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
+    "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
+    "InferenceSpec", "BackendExtensions", "VLLMExtensions",
+    "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
+    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure",
+    "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest",
+    "SAWItem", "SAWBatch", "SampleAttachments", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
+    "RolloutStepKey",
+    "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
+    "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
+    "derive_seed",
+    "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
+    "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "TokenMismatch", "PromptTooLong",
+]  # fmt: skip

@@ -1,0 +1,76 @@
+"""Named errors: every message says what was asked, what there is, and what to do.
+
+They also inherit from the built-in error a caller would expect (ValueError, KeyError, …), so that code
+written against the plain Python contract keeps working.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class LudicError(Exception):
+    """Base of every error that Ludic raises on purpose."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return Exception.__str__(self)
+
+
+class ConfigError(LudicError, ValueError):
+    """A setting that cannot work."""
+
+
+class UnknownName(LudicError, KeyError):
+    """A name that nothing is registered under."""
+
+    @classmethod
+    def among(cls, kind: str, name: str, known: Iterable[str], advice: str = "") -> "UnknownName":
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+        listed = ", ".join(names) if names else "none"
+        return cls(f"No {kind} named {name!r}.{hint} Known: {listed}.{' ' + advice if advice else ''}")
+
+
+class MissingExtra(LudicError, ImportError):
+    """An optional part is not installed."""
+
+    def __init__(self, extra: str, needed_for: str) -> None:
+        super().__init__(f"{needed_for} needs the {extra!r} extra. Install it with: pip install 'ludic[{extra}]'")
+
+
+class EnvContractError(LudicError, TypeError):
+    """An environment broke the contract of LudicEnv (wrong return type, missing agent, …)."""
+
+
+class ResetNeeded(LudicError, RuntimeError):
+    """`step` was called before `reset`, or after the episode ended."""
+
+
+class SnapshotUnsupported(LudicError, NotImplementedError):
+    """The environment does not offer snapshot/restore."""
+
+
+class TemplateError(LudicError, ValueError):
+    """A chat template cannot render what was asked of it."""
+
+
+class ContextError(LudicError, RuntimeError):
+    """A context did not do what it declares."""
+
+
+class ParserContractError(LudicError, TypeError):
+    """A parser returned something other than a ParseResult."""
+
+
+class TokenMismatch(LudicError, RuntimeError):
+    """A client answered for other prompt tokens than it was sent; training on them would be silently wrong."""
+
+
+class PromptTooLong(LudicError, ValueError):
+    """A prompt does not fit the client's limit."""
+
+    def __init__(self, num_tokens: int, limit: int, advice: str = "") -> None:
+        self.num_tokens = num_tokens
+        self.limit = limit
+        advice = advice or "Raise the limit, shorten the observations, or use a context that drops old turns."
+        super().__init__(f"The prompt has {num_tokens} tokens, but the limit is {limit}. {advice}")

@@ -1,0 +1,183 @@
+"""What goes to a policy server and what comes back.
+
+Requests are token ids in, responses token ids out. Tool schemas never travel: the chat template writes them
+into the prompt.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludic.types.errors import ConfigError
+from ludic.types.messages import JSON
+from ludic.types.tokens import TokenArray, TokenTrace, VersionRun, token_array
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next tokens are drawn."""
+
+    temperature: float = 0.7
+    max_tokens: int = 256
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"SamplingParams.temperature={self.temperature}; it must be 0 (greedy) or more.")
+        if self.max_tokens < 1:
+            raise ConfigError(f"SamplingParams.max_tokens={self.max_tokens}; a model call must be allowed 1 token.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"SamplingParams.top_p={self.top_p}; it must lie in (0, 1].")
+
+    def to_openai_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "top_p": self.top_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+        }
+        if self.stop is not None:
+            kwargs["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
+        return kwargs
+
+
+SamplingConfig = SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReturnSpec:
+    """What the server should send back beside the text."""
+
+    return_token_ids: bool = True
+    return_chosen_logprobs: bool = False
+    top_logprobs_k: int = 1
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs_k <= 0:
+            raise ConfigError(f"ReturnSpec.top_logprobs_k={self.top_logprobs_k}; it must be at least 1.")
+
+    @classmethod
+    def for_eval(cls, return_token_ids: bool = True) -> "ReturnSpec":
+        return cls(return_token_ids=return_token_ids)
+
+    @classmethod
+    def for_rl(cls, top_logprobs_k: int = 1) -> "ReturnSpec":
+        return cls(return_token_ids=True, return_chosen_logprobs=True, top_logprobs_k=top_logprobs_k)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """Tool schemas for the chat template to put into the prompt; they are never sent to the server."""
+
+    tools: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendExtensions:
+    """Base of settings that only one kind of server understands."""
+
+    kind: str
+
+    def to_dict(self) -> dict[str, JSON]:
+        return {"kind": self.kind}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMExtensions(BackendExtensions):
+    """Settings that only vLLM understands."""
+
+    max_think: int | None = None
+    """Close the think block by force after this many generated tokens."""
+    repetition_penalty: float = 1.0
+    extra_body_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Merged last into the request body, for instance {"stop_token_ids": [...]}."""
+    kind: str = "vllm"
+
+    def __post_init__(self) -> None:
+        if self.max_think is not None and (isinstance(self.max_think, bool) or self.max_think < 1):
+            raise ConfigError(f"VLLMExtensions.max_think={self.max_think!r}; it must be a positive int or None.")
+        if self.repetition_penalty <= 0:
+            raise ConfigError(f"VLLMExtensions.repetition_penalty={self.repetition_penalty}; it must be above 0.")
+
+    def to_dict(self) -> dict[str, JSON]:
+        return {
+            "kind": self.kind,
+            "max_think": self.max_think,
+            "repetition_penalty": self.repetition_penalty,
+            "extra_body_overrides": dict(self.extra_body_overrides),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceSpec:
+    """How a run talks to its policy; carried by a RolloutRequest."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    return_: ReturnSpec = field(default_factory=ReturnSpec)
+    extensions: BackendExtensions | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenCompletionRequest:
+    """One model call: token ids in."""
+
+    model: str
+    prompt_token_ids: TokenArray
+    """Sent as they are; a client must not re-tokenise."""
+    prompt_text: str | None = None
+    """For people and logs only, and only where it was at hand: continuations never decode their prompt."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    return_: ReturnSpec = field(default_factory=ReturnSpec)
+    seed: int | None = None
+    extensions: BackendExtensions | None = None
+
+    def __post_init__(self) -> None:
+        ids = token_array(self.prompt_token_ids, "prompt_token_ids")
+        object.__setattr__(self, "prompt_token_ids", ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChatResponse:
+    """One answer of a policy server, normalised: token ids out."""
+
+    text: str
+    prompt_token_ids: TokenArray
+    completion_token_ids: TokenArray
+    completion_logprobs: Sequence[float] | Any | None = None
+    finish_reason: str | None = None
+    version_runs: tuple[VersionRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        logprobs = self.completion_logprobs
+        if logprobs is not None and len(logprobs) != len(self.completion_token_ids):
+            logger.warning(
+                "ChatResponse has %d completion tokens but %d logprobs; no trace can be made of it.",
+                len(self.completion_token_ids),
+                len(logprobs),
+            )
+
+    def to_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {"completion": self.text}
+        if self.finish_reason is not None:
+            info["finish_reason"] = self.finish_reason
+        return info
+
+    def merge_into_info(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        return {**info, **self.to_info()}
+
+    def to_trace(self, *, temperature: float | None = None) -> TokenTrace:
+        return TokenTrace(
+            prompt_token_ids=self.prompt_token_ids,
+            completion_token_ids=self.completion_token_ids,
+            completion_logprobs=self.completion_logprobs,
+            finish_reason=self.finish_reason,
+            version_runs=self.version_runs,
+            temperature=temperature,
+        )

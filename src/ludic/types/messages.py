@@ -1,0 +1,53 @@
+"""Chat messages: plain dictionaries in the OpenAI shape, never changed once they are in a conversation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias, overload
+
+JSON: TypeAlias = dict[str, "JSON"] | list["JSON"] | str | int | float | bool | None
+
+Message: TypeAlias = dict[str, Any]
+"""`role` and `content`; tool messages add `tool_call_id` and `name`, assistant messages may add `tool_calls`."""
+
+ToolCall: TypeAlias = dict[str, Any]
+"""`{"id", "type": "function", "function": {"name", "arguments": <JSON string>}}`."""
+
+
+class MessageView(Sequence[Message]):
+    """The first `length` messages of an append-only list, without copying it.
+
+    Every model call of a conversation stores its prompt this way, so a rollout's memory grows with its
+    turns and not with their square.
+    """
+
+    __slots__ = ("_length", "_log")
+
+    def __init__(self, log: list[Message], length: int | None = None) -> None:
+        self._log = log
+        self._length = len(log) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Message]: ...
+    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        if isinstance(index, slice):
+            return self._log[: self._length][index]
+        if not -self._length <= index < self._length:
+            raise IndexError(f"message {index} of {self._length}")
+        return self._log[index % self._length]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._log[: self._length])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (MessageView, list, tuple)):
+            return len(self) == len(other) and list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))

@@ -1,0 +1,247 @@
+"""A rollout: one agent's view of one episode, and its lossless JSON form.
+
+In JSON a model call that extends the one before it stores only what is new, for messages and for tokens
+alike, so a file grows with the conversation and not with its square.
+"""
+
+import json
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from ludic.types.messages import MessageView
+from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
+from ludic.types.tokens import TokenLog, TokenTrace
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why an episode could not be finished."""
+
+    error: str
+    """Name of the exception's type."""
+    message: str
+    traceback: str = ""
+
+    @classmethod
+    def from_exception(cls, error: BaseException) -> "Failure":
+        text = "".join(traceback.format_exception(error))
+        return cls(error=type(error).__name__, message=str(error), traceback=text)
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """One agent's perspective on one episode."""
+
+    id: str = field(default_factory=new_id)
+    steps: list[Step] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    stop: StopReason | None = None
+    failure: Failure | None = None
+    """Set when the episode raised; such a rollout is counted, never trained on."""
+
+    @classmethod
+    def failed(cls, error: BaseException, *, meta: dict[str, Any] | None = None) -> "Rollout":
+        return cls(meta=dict(meta or {}), stop=StopReason.FAILED, failure=Failure.from_exception(error))
+
+    @property
+    def agent_steps(self) -> list[AgentStep]:
+        return [step for step in self.steps if isinstance(step, AgentStep)]
+
+    @property
+    def env_steps(self) -> list[EnvironmentStep]:
+        return [step for step in self.steps if isinstance(step, EnvironmentStep)]
+
+    @property
+    def total_reward(self) -> float:
+        """Environment rewards plus the penalties of replies that never reached the environment."""
+        return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))
+
+    def total_reward_all(self) -> float:
+        return sum(step.reward for step in self.steps)
+
+    def total_reward_for(self, kinds: str | Iterable[str]) -> float:
+        wanted = {kinds} if isinstance(kinds, str) else set(kinds)
+        return sum(step.reward for step in self.steps if step.kind in wanted)
+
+    @property
+    def length(self) -> int:
+        return len(self.steps)
+
+    @property
+    def start_ns(self) -> int | None:
+        return self.steps[0].ts_ns if self.steps else None
+
+    @property
+    def end_ns(self) -> int | None:
+        return self.steps[-1].ts_ns if self.steps else None
+
+    @property
+    def duration_ns(self) -> int:
+        return self.steps[-1].ts_ns - self.steps[0].ts_ns if self.steps else 0
+
+    @property
+    def duration_s(self) -> float:
+        return self.duration_ns / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "id": self.id,
+            "meta": self.meta,
+            "stop": None if self.stop is None else self.stop.value,
+            "failure": None if self.failure is None else _plain_fields(self.failure),
+            "total_reward": self.total_reward,
+            "length": self.length,
+            "duration_ns": self.duration_ns,
+            "steps": _encode_steps(self.steps),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Rollout":
+        if data.get("format") != FORMAT:
+            raise ValueError(f"This rollout has format {data.get('format')!r}; this Ludic reads format {FORMAT}.")
+        return cls(
+            id=data["id"],
+            steps=_decode_steps(data["steps"]),
+            meta=data["meta"],
+            stop=None if data["stop"] is None else StopReason(data["stop"]),
+            failure=None if data["failure"] is None else Failure(**data["failure"]),
+        )
+
+    def to_json(self) -> str:
+        """One line. Values in `info` and `meta` must be JSON (numpy scalars are converted)."""
+        return json.dumps(self.to_dict(), default=_json_number, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> "Rollout":
+        return cls.from_dict(json.loads(line))
+
+
+def is_parse_failure(step: Step) -> bool:
+    """True for a reply that was meant for the env and could not be read."""
+    return isinstance(step, AgentStep) and step.action_target == "env" and bool(step.info.get("parse_error"))
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------
+
+
+def _plain_fields(obj: Any) -> dict[str, Any]:
+    return {f.name: getattr(obj, f.name) for f in fields(obj)}
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(
+        f"{value!r} ({type(value).__name__}) is not JSON; step info and rollout meta hold plain values only. "
+        "Convert it where it is put there."
+    )
+
+
+def _encode_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    encoded = []
+    before: AgentStep | None = None
+    by_id: dict[str, AgentStep] = {}
+    for step in steps:
+        row = _plain_fields(step)
+        if isinstance(step, AgentStep):
+            row["prompt_messages"] = _encode_messages(step, before)
+            row["trace"] = _encode_trace(step.trace, before)
+            before = step
+            by_id[step.id] = step
+        else:
+            source = by_id.get(step.source_agent_step_id or "")
+            same = source is not None and (step.trace is source.trace or step.trace == source.trace)
+            row["trace"] = "source" if same else (step.trace.to_dict() if step.trace is not None else None)
+        encoded.append(row)
+    return encoded
+
+
+def _encode_messages(step: AgentStep, before: AgentStep | None) -> Any:
+    messages = list(step.prompt_messages)
+    if before is not None:
+        known = list(before.prompt_messages)
+        if messages[: len(known)] == known:
+            return {"after": before.index, "new": messages[len(known) :]}
+    return messages
+
+
+def _encode_trace(trace: TokenTrace, before: AgentStep | None) -> dict[str, Any]:
+    row = trace.to_dict()
+    if before is None:
+        return row
+    known = before.trace
+    start, end = len(known.prompt_token_ids), len(known.prompt_token_ids) + len(known.completion_token_ids)
+    ids = trace.prompt_token_ids
+    if np.array_equal(ids[:start], known.prompt_token_ids) and np.array_equal(
+        ids[start:end], known.completion_token_ids
+    ):
+        row["prompt_token_ids"] = {"after": before.index, "new": ids[end:].tolist()}
+    return row
+
+
+def _decode_steps(rows: Sequence[dict[str, Any]]) -> list[Step]:
+    steps: list[Step] = []
+    shared = _SharedPrompts()
+    by_id: dict[str, AgentStep] = {}
+    for row in rows:
+        if "kind" not in row or "trace" not in row:
+            raise ValueError(f"A stored step needs 'kind' and 'trace'; this one has {sorted(row)}.")
+        if row["kind"] == "agent":
+            agent_step = shared.decode(row)
+            by_id[agent_step.id] = agent_step
+            steps.append(agent_step)
+        else:
+            trace = row["trace"]
+            if trace == "source":
+                trace = by_id[row["source_agent_step_id"]].trace
+            elif trace is not None:
+                trace = TokenTrace.from_dict(trace)
+            steps.append(EnvironmentStep(**{**row, "trace": trace}))
+    return steps
+
+
+class _SharedPrompts:
+    """Rebuilds prompts from what each call added, sharing memory as the live rollout did."""
+
+    def __init__(self) -> None:
+        self._tokens = TokenLog()
+        self._messages: list[Any] = []
+        self._last_index = -1
+
+    def decode(self, row: dict[str, Any]) -> AgentStep:
+        messages = self._next_messages(row["prompt_messages"])
+        trace = self._next_trace(row["trace"])
+        self._last_index = row["index"]
+        return AgentStep(**{**row, "prompt_messages": messages, "trace": trace})
+
+    def _next_messages(self, stored: Any) -> MessageView:
+        if isinstance(stored, dict):
+            self._check(stored)
+            self._messages.extend(stored["new"])
+        else:
+            self._messages = list(stored)
+        return MessageView(self._messages)
+
+    def _next_trace(self, stored: dict[str, Any]) -> TokenTrace:
+        prompt = stored["prompt_token_ids"]
+        if isinstance(prompt, dict):
+            self._check(prompt)
+            self._tokens.append(prompt["new"])
+        else:
+            self._tokens = TokenLog(prompt)
+        trace = TokenTrace.from_dict({**stored, "prompt_token_ids": self._tokens.view()})
+        self._tokens.append(trace.completion_token_ids)
+        return trace
+
+    def _check(self, delta: dict[str, Any]) -> None:
+        if delta["after"] != self._last_index:
+            raise ValueError(
+                f"A stored step extends step {delta['after']}, but the call before it is {self._last_index}."
+            )

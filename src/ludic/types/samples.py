@@ -1,0 +1,102 @@
+"""State–Action–Weight samples: all that a trainer ever sees.
+
+One item is a token sequence, a mask that says which tokens the policy chose, and the weight that credit
+assignment gave them. Arrays are numpy; nothing here knows of tensors, episodes or environments.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ludic.types.tokens import LogprobArray, TokenArray, logprob_array, token_array
+
+RolloutStepKey: TypeAlias = tuple[str, int]
+"""(rollout id, step index)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActorTokenLogps:
+    """Log-probability of every action token under the policy that sampled it."""
+
+    token_logps: LogprobArray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_logps", logprob_array(self.token_logps, "token_logps"))
+
+    def __len__(self) -> int:
+        return len(self.token_logps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleAttachments:
+    """Optional arrays that ride along with a sample."""
+
+    actor_logps: ActorTokenLogps | None = None
+
+
+def _mask_array(mask: Sequence[int] | npt.NDArray[Any], name: str, length: int) -> npt.NDArray[np.bool_]:
+    array = np.asarray(mask)
+    if array.shape != (length,):
+        raise ValueError(f"SAWItem has {length} input ids but {name} of shape {array.shape}.")
+    as_bool = array.astype(np.bool_)
+    if array.dtype != np.bool_ and (as_bool != array).any():
+        raise ValueError(f"{name} holds only 0 and 1; it has {np.unique(array)[:5].tolist()}.")
+    return as_bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SAWItem:
+    """One training sample."""
+
+    input_ids: TokenArray
+    """State and action tokens, in the order the server saw and sampled them."""
+    attention_mask: npt.NDArray[np.bool_] | None
+    """True where a token counts; None means everywhere, which is what rollouts produce."""
+    action_mask: npt.NDArray[np.bool_]
+    """True on the tokens that the policy chose."""
+    weight: float
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    attachments: SampleAttachments = field(default_factory=SampleAttachments)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        ids = token_array(self.input_ids, "input_ids")
+        put(self, "input_ids", ids)
+        attention = np.ones(len(ids), dtype=np.bool_) if self.attention_mask is None else self.attention_mask
+        put(self, "attention_mask", _mask_array(attention, "attention_mask", len(ids)))
+        put(self, "action_mask", _mask_array(self.action_mask, "action_mask", len(ids)))
+        if not np.isfinite(self.weight):
+            raise ValueError(f"SAWItem.weight={self.weight}; a weight must be finite.")
+
+    @property
+    def actor_logps(self) -> LogprobArray | None:
+        attached = self.attachments.actor_logps
+        return None if attached is None else attached.token_logps
+
+    @property
+    def num_action_tokens(self) -> int:
+        return int(self.action_mask.sum())
+
+
+@runtime_checkable
+class HasActorLogps(Protocol):
+    @property
+    def actor_logps(self) -> LogprobArray: ...
+
+
+def has_actor_logps(item: SAWItem) -> TypeGuard[HasActorLogps]:
+    return item.actor_logps is not None
+
+
+@dataclass(kw_only=True, slots=True)
+class SAWBatch:
+    """The items of one optimizer step."""
+
+    items: list[SAWItem]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.items)

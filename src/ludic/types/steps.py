@@ -1,0 +1,162 @@
+"""The two kinds of step in a rollout, and how episodes end.
+
+AgentStep: one model call. EnvironmentStep: one transition of the environment. Both carry `turn_id`, which
+groups the calls of one turn with the transition they led to.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, TypeAlias
+
+from ludic.types.messages import JSON, Message, ToolCall
+from ludic.types.tokens import TokenTrace
+
+Observation: TypeAlias = str
+Info: TypeAlias = dict[str, Any]
+"""Plain JSON values; never token arrays (they live in the trace)."""
+
+
+def new_id() -> str:
+    """128 random bits as hex. Straight from the OS, so seeding `random` or forking never repeats an id."""
+    return os.urandom(16).hex()
+
+
+class StopReason(StrEnum):
+    """Why an agent's part in an episode ended. One value, set once, by whoever ended it."""
+
+    TERMINATED = "terminated"
+    """The env reached a terminal state."""
+    ENV_TRUNCATED = "env"
+    """The env cut the episode short (its own time limit)."""
+    MAX_STEPS = "max_steps"
+    """The protocol ran out of turns."""
+    CONTEXT_FULL = "context_full"
+    """The next prompt would not have fitted the client's limit."""
+    TOKEN_BUDGET = "token_budget"
+    """A delegated episode used up the tokens it shares with its siblings."""
+    PARSE_ERROR = "parse_error"
+    """The reply could not be read as an action and the protocol stops on that."""
+    NOBODY_ACTIVE = "nobody_active"
+    """The env had no active agent left, though it did not say that the episode was over."""
+    FAILED = "failed"
+    """Something raised; see Rollout.failure."""
+
+    @property
+    def is_truncation(self) -> bool:
+        return self in _TRUNCATIONS
+
+
+_TRUNCATIONS = frozenset(
+    {StopReason.ENV_TRUNCATED, StopReason.MAX_STEPS, StopReason.CONTEXT_FULL, StopReason.TOKEN_BUDGET}
+)
+
+
+ActionTarget: TypeAlias = Literal["internal", "external", "env"]
+"""Who receives what the model wrote: the agent's own tools, the protocol's tools, or the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one agent learns from one transition of the environment."""
+
+    obs: Observation
+    reward: float
+    truncated: bool
+    """A time limit or cut-off ended the episode."""
+    terminated: bool
+    """The task itself ended the episode."""
+    info: Info = field(default_factory=dict)
+    trace: TokenTrace | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A portable checkpoint of an environment: restoring it continues the same episode, dice included."""
+
+    env_kind: str
+    version: int
+    episode_id: str
+    obs: dict[str, Observation]
+    """Last observation per agent."""
+    world: dict[str, JSON]
+    """Everything the env needs to go on, as plain JSON."""
+    created_ns: int = field(default_factory=time.time_ns)
+
+    def to_json(self) -> dict[str, JSON]:
+        return {
+            "env_kind": self.env_kind,
+            "version": self.version,
+            "episode_id": self.episode_id,
+            "obs": dict(self.obs),
+            "world": self.world,
+            "created_ns": self.created_ns,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Snapshot":
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentStep:
+    """One model call, tool loops included."""
+
+    index: int
+    """Position in the rollout, counted over both kinds of step."""
+    prompt_messages: Sequence[Message]
+    """The conversation as the model was shown it."""
+    action: str
+    """Raw text of the reply."""
+    trace: TokenTrace
+    action_target: ActionTarget = "env"
+    loop_index: int = 0
+    """Which call of the turn this was."""
+    reward: float = 0.0
+    """Format penalty of a failed parse; a successful parse moves its reward to the environment step."""
+    truncated: bool = False
+    terminated: bool = False
+    info: Info = field(default_factory=dict)
+    reward_components: dict[str, float] = field(default_factory=dict)
+    kind: Literal["agent"] = "agent"
+    id: str = field(default_factory=new_id)
+    ts_ns: int = field(default_factory=time.time_ns)
+    turn_id: str | None = None
+    parent_id: str | None = None
+    """Id of the step before this one in the same turn."""
+    tool_calls: Sequence[ToolCall] | None = None
+    tool_results: Sequence[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentStep:
+    """One transition of the environment, as one agent saw it."""
+
+    index: int
+    prev_obs: Observation | None
+    action: str
+    """Raw text of the reply that led here; empty when the agent did not act."""
+    parsed_action: JSON
+    next_obs: Observation | None
+    """None on the last transition."""
+    source_agent_step_id: str | None
+    """The model call whose text became the action; None when the agent had not acted (another player's move)."""
+    agent_step_ids: Sequence[str]
+    """All model calls of the turn, in order."""
+    reward: float
+    truncated: bool = False
+    terminated: bool = False
+    trace: TokenTrace | None = None
+    """Trace of the source agent step (the same object)."""
+    info: Info = field(default_factory=dict)
+    reward_components: dict[str, float] = field(default_factory=dict)
+    kind: Literal["env"] = "env"
+    id: str = field(default_factory=new_id)
+    ts_ns: int = field(default_factory=time.time_ns)
+    turn_id: str | None = None
+    parent_id: str | None = None
+
+
+Step: TypeAlias = AgentStep | EnvironmentStep

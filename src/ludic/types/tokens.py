@@ -1,0 +1,194 @@
+"""Token arrays and the trace of one model call.
+
+Tokens are the truth: a trace holds exactly the ids the server saw and the ids it sampled. Arrays are
+numpy (int32 ids, float32 log-probs), and prompts of one conversation share one buffer (`TokenLog`), so
+that storing every call of an episode costs memory linear in its tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+LogprobArray: TypeAlias = npt.NDArray[np.float32]
+TokenIds: TypeAlias = TokenArray | Sequence[int]
+"""What a constructor accepts; what it stores is a TokenArray."""
+
+_NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
+_NO_TOKENS.setflags(write=False)
+
+
+def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
+    """`ids` as int32, or a TypeError that names the field."""
+    if type(ids) is np.ndarray and ids.dtype == np.int32 and ids.ndim == 1:
+        return ids
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+        raise TypeError(f"{name} must be a list or array of int, got {type(ids).__name__}.")
+    if len(ids) == 0:
+        return _NO_TOKENS
+    wide = np.asarray(ids)
+    if wide.ndim != 1 or wide.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be a flat list of int, got elements of dtype {wide.dtype}.")
+    narrow = wide.astype(np.int32)
+    if (narrow != wide).any():
+        raise ValueError(f"{name} contains ids that do not fit 32 bits (max {wide.max()}).")
+    narrow.setflags(write=False)
+    return narrow
+
+
+def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "logprobs") -> LogprobArray:
+    """`logprobs` as float32, or a TypeError that names the field."""
+    if type(logprobs) is np.ndarray and logprobs.dtype == np.float32 and logprobs.ndim == 1:
+        return logprobs
+    if isinstance(logprobs, (str, bytes)) or not isinstance(logprobs, (Sequence, np.ndarray)):
+        raise TypeError(f"{name} must be a list or array of numbers, got {type(logprobs).__name__}.")
+    wide = np.asarray(logprobs)
+    if wide.size and (wide.ndim != 1 or wide.dtype.kind not in "iuf"):
+        raise TypeError(f"{name} must be a flat list of numbers, got elements of dtype {wide.dtype}.")
+    narrow = wide.astype(np.float32)
+    narrow.setflags(write=False)
+    return narrow
+
+
+class TokenLog:
+    """An append-only token buffer whose prefixes can be kept without copying them."""
+
+    __slots__ = ("_buffer", "_size")
+
+    def __init__(self, ids: TokenIds = ()) -> None:
+        first = token_array(ids)
+        self._size = len(first)
+        self._buffer = np.empty(max(64, 2 * self._size), dtype=np.int32)
+        self._buffer[: self._size] = first
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, ids: TokenIds) -> None:
+        new = token_array(ids)
+        end = self._size + len(new)
+        if end > len(self._buffer):
+            # Doubling: the buffers that earlier views keep alive add up to less than the newest one.
+            grown = np.empty(2 * end, dtype=np.int32)
+            grown[: self._size] = self._buffer[: self._size]
+            self._buffer = grown
+        self._buffer[self._size : end] = new
+        self._size = end
+
+    def view(self) -> TokenArray:
+        """Everything so far, read-only; later appends do not show in it."""
+        tokens = self._buffer[: self._size]
+        tokens.setflags(write=False)
+        return tokens
+
+
+class VersionRun(NamedTuple):
+    """`length` consecutive completion tokens that policy `version` sampled."""
+
+    version: int
+    length: int
+
+
+@dataclass(frozen=True, init=False, slots=True, eq=False)
+class TokenTrace:
+    """One model call in token space: the only home of token arrays (step `info` stays plain JSON)."""
+
+    prompt_token_ids: TokenArray
+    """Exactly the tokens the server saw; never re-tokenised from text."""
+    completion_token_ids: TokenArray
+    """Exactly the tokens it sampled, the end-of-turn token included if it sampled one."""
+    completion_logprobs: LogprobArray | None = None
+    """Log-probability of each completion token under the distribution it was sampled from."""
+    finish_reason: str | None = None
+    """Why the model stopped: "stop", "length", …"""
+    version_runs: tuple[VersionRun, ...] = ()
+    """Which policy version sampled which stretch of the completion; empty when the client does not say."""
+    temperature: float | None = None
+    """Sampling temperature, so that a trainer can compute log-probs of the same distribution."""
+
+    def __init__(
+        self,
+        prompt_token_ids: TokenIds,
+        completion_token_ids: TokenIds,
+        completion_logprobs: Sequence[float] | npt.NDArray[Any] | None = None,
+        finish_reason: str | None = None,
+        version_runs: Sequence[tuple[int, int]] = (),
+        temperature: float | None = None,
+    ) -> None:
+        put = object.__setattr__
+        put(self, "prompt_token_ids", token_array(prompt_token_ids, "prompt_token_ids"))
+        completion = token_array(completion_token_ids, "completion_token_ids")
+        put(self, "completion_token_ids", completion)
+        if completion_logprobs is not None:
+            completion_logprobs = logprob_array(completion_logprobs, "completion_logprobs")
+            if len(completion_logprobs) != len(completion):
+                raise ValueError(
+                    f"TokenTrace has {len(completion)} completion tokens but {len(completion_logprobs)} "
+                    "logprobs; ask the client for log-probs of the sampled tokens only."
+                )
+        put(self, "completion_logprobs", completion_logprobs)
+        put(self, "finish_reason", finish_reason)
+        put(self, "version_runs", _checked_runs(version_runs, len(completion)) if version_runs else ())
+        put(self, "temperature", temperature)
+
+    @property
+    def policy_version(self) -> int | None:
+        """The oldest version that had a hand in this completion: what staleness is measured from."""
+        return min((run.version for run in self.version_runs), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_token_ids": self.prompt_token_ids.tolist(),
+            "completion_token_ids": self.completion_token_ids.tolist(),
+            "completion_logprobs": None if self.completion_logprobs is None else self.completion_logprobs.tolist(),
+            "finish_reason": self.finish_reason,
+            "version_runs": [list(run) for run in self.version_runs],
+            "temperature": self.temperature,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "TokenTrace":
+        missing = [key for key in ("prompt_token_ids", "completion_token_ids") if key not in data]
+        if missing:
+            raise ValueError(f"A token trace needs {' and '.join(missing)}; it has only {sorted(data)}.")
+        return cls(
+            prompt_token_ids=data["prompt_token_ids"],
+            completion_token_ids=data["completion_token_ids"],
+            completion_logprobs=data.get("completion_logprobs"),
+            finish_reason=data.get("finish_reason"),
+            version_runs=data.get("version_runs") or (),
+            temperature=data.get("temperature"),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenTrace):
+            return NotImplemented
+        return (
+            np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
+            and np.array_equal(self.completion_token_ids, other.completion_token_ids)
+            and _same_logprobs(self.completion_logprobs, other.completion_logprobs)
+            and self.finish_reason == other.finish_reason
+            and self.version_runs == other.version_runs
+            and self.temperature == other.temperature
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[VersionRun, ...]:
+    checked = tuple(VersionRun(int(version), int(length)) for version, length in runs)
+    if sum(run.length for run in checked) != num_tokens:
+        raise ValueError(
+            f"version_runs {[tuple(run) for run in checked]} cover {sum(run.length for run in checked)} tokens, "
+            f"but the completion has {num_tokens}."
+        )
+    return checked
+
+
+def _same_logprobs(a: LogprobArray | None, b: LogprobArray | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return np.array_equal(a, b, equal_nan=True)

@@ -8,7 +8,7 @@ from ludic.parsers import ParseResult
 from ludic.types import ActionTarget, Info, MessageView, TokenTrace, ToolCall
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class AgentActStep:
     """One model call."""
 
@@ -25,7 +25,7 @@ class AgentActStep:
     tool_results: Sequence[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AgentActResult:
     """Everything one `act` did, in order."""
 

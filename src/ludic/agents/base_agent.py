@@ -41,7 +41,7 @@ _TOO_BIG_FOR_INFO = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ModelCall:
     """One answered request."""
 
@@ -158,7 +158,7 @@ class Agent:
             version_runs=response.version_runs,
             temperature=inference.sampling.temperature,
         )
-        info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO}
+        info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:
             info["finish_reason"] = response.finish_reason
         self.last_info = info

@@ -6,9 +6,10 @@ where it has been: a test of memory rather than of reflexes. Every world can be 
 
 import random
 from collections import deque
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.snapshots import world_of
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Cell: TypeAlias = tuple[int, int]
@@ -188,9 +189,7 @@ class KeyDoorEnv(SingleAgentEnv):
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        if (snapshot.env_kind, snapshot.version) != (_KIND, _VERSION):
-            raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {_KIND} v{_VERSION}.")
-        world: dict[str, Any] = dict(snapshot.world)
+        world = world_of(snapshot, kind=_KIND, version=_VERSION)
         self._free = frozenset((row, column) for row, column in world["free"])
         self._agent, self._key, self._door = tuple(world["agent"]), tuple(world["key"]), tuple(world["door"])
         self._has_key, self._moves_left, self._over = world["has_key"], world["moves_left"], world["over"]

@@ -12,6 +12,7 @@ algebra goes to math-verify in a worker process (ludic.envs.math_worker).
 
 import asyncio
 import re
+import string
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -48,8 +49,8 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
     if not answer.strip() or max(len(answer), len(gold)) > _MAX_CHARS:
         return answer.strip() == gold.strip() != ""
     a, g = _read(answer), _read(gold)
-    if a.unit and g.unit and a.unit != g.unit:
-        return False
+    if a.unit != g.unit and ((a.unit and g.unit) or a.unit.startswith("base")):
+        return False  # without a base the reference is decimal; a reference in base 8 may be answered by its digits
     if a.value is not None and g.value is not None:
         return _same_number(a, g)
     if a.body == g.body:
@@ -58,7 +59,7 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
         return a.word == g.word != ""  # never as algebra: there, east and seat are the same product
     if not (_is_readable(a.body) and _is_readable(g.body)) or _is_set_beside_tuple(a.body, g.body):
         return False
-    return a.latex, g.latex
+    return _keep_case(a.latex, g.latex)
 
 
 # --- reading one side ---------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def _is_readable(body: str) -> bool:
         depth += 1 if brace == "{" else -1
         if depth < 0:
             return False
-    return depth == 0 and not re.search(r"\d\s+[\d.]", plain)
+    return depth == 0 and not re.search(r"(?<![_^\d.])\d[\d.]*\s+[\d.]", plain)  # \log_2 8 is fine
 
 
 def _is_set_beside_tuple(a: str, b: str) -> bool:
@@ -128,6 +129,21 @@ def _is_set_beside_tuple(a: str, b: str) -> bool:
         if text.startswith((r"\{", "(")) and text.endswith((r"\}", ")")) and "," in text
     }
     return len(kinds) == 2
+
+
+def _keep_case(a: str, b: str) -> tuple[str, str]:
+    r"""Rename R where r occurs too: math-verify ignores case, and would read R^2 - r^2 as zero."""
+    letters = set(re.sub(r"\\[A-Za-z]+", "", a + b)) & set(string.ascii_letters)
+    for upper in sorted(c for c in letters if c.isupper() and c.lower() in letters):
+        free = next((c for c in "zwvutsqpnmlkjhxyabcfgor" if not {c, c.upper()} & letters), upper)
+        letters.add(free)
+        a, b = _rename(a, upper, free), _rename(b, upper, free)
+    return a, b
+
+
+def _rename(latex: str, letter: str, to: str) -> str:
+    parts = re.split(r"(\\[A-Za-z]+)", latex)  # commands keep their letters
+    return "".join(part if part.startswith("\\") else part.replace(letter, to) for part in parts)
 
 
 # --- notation -----------------------------------------------------------------------------------------------
@@ -154,6 +170,7 @@ _REWRITES = [
         (r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\s+", " "),
+        (r" ?([^\w\s.,\\]) ?", r"\1"),  # not at a comma: 1, 000 is a list
         (r"\s*\.?\s*$", ""),
     )
 ]
@@ -205,105 +222,26 @@ _UNITS = {
         "inch inche in", "foot feet ft", "yard yd", "mile mi", "g gram", "kg kilogram", "pound lb", "ounce oz",
         "second sec s", "minute min", "hour hr h", "day", "week", "month", "year", "liter litre l",
         "ml milliliter millilitre", r"degree deg ^\circ ^{\circ}", "dollar usd $", "euro €", "cent ¢", "sterling £",
-        "% percent percentage", "mph", "per", "unit",
+        "% percent percentage", "mph", "unit", "per", "of",
     )
     for alias in names.split()
 }  # fmt: skip
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
-# Words that change the number they follow, or that begin another one.
-_NOT_UNITS = frozenset(
-    [
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "dozen",
-        "half",
-        "halve",
-        "third",
-        "quarter",
-        "fourth",
-        "fifth",
-        "sixth",
-        "seventh",
-        "eighth",
-        "ninth",
-        "tenth",
-        "hundredth",
-        "thousandth",
-        "millionth",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "twenty",
-        "thirty",
-        "forty",
-        "fifty",
-        "sixty",
-        "seventy",
-        "eighty",
-        "ninety",
-        "zero",
-        "plus",
-        "minus",
-        "times",
-        "over",
-        "out",
-        "and",
-        "not",
-        "nor",
-        "mod",
-        "modulo",
-        "base",
-        "squared",
-        "cubed",
-        "factorial",
-        "negative",
-        "below",
-        "under",
-        "above",
-        "less",
-        "more",
-        "than",
-        "least",
-        "most",
-        "about",
-        "between",
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "theta",
-        "lambda",
-        "sigma",
-        "omega",
-        "phi",
-        "pi",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-        "log",
-        "exp",
-        "inf",
-        "infinity",
-    ]
-)
+_NOT_NOUNS = """
+    hundred thousand million billion trillion lakh crore dozen score gross half halve third quarter fourth fifth
+    sixth seventh eighth ninth tenth twelfth hundredth thousandth millionth zero one two three four five six seven
+    eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty
+    fifty sixty seventy eighty ninety plus minus times over out and not nor mod modulo base squared cubed factorial
+    negative below under above less more than least most about between alpha beta gamma delta theta lambda sigma
+    omega phi pi sqrt sin cos tan log exp inf infinity
+"""
+_NOT_UNITS = frozenset(_NOT_NOUNS.split())
+"""Words that change the number they follow, or that begin another one."""
 _TAIL = re.compile(
     rf"""(?P<body>.*[\d.)}}])
     (?: \s*(?P<sign>\^\\circ|\^\{{\\circ\}}|[%$€£¢])
       | \s*{_TEXT}\{{(?P<text>[A-Za-z ./]+)\}}(?:\s*\^\{{?(?P<text_power>[23])\}}?)?
-      | (?P<gap>\s*)(?P<bare>[A-Za-z][A-Za-z .]*)(?:\^\{{?(?P<bare_power>[23])\}}?)? )""",
+      | (?P<gap>\s*)(?P<bare>[A-Za-z]{{2}}[A-Za-z ./]*)(?:\^\{{?(?P<bare_power>[23])\}}?)? )""",
     re.VERBOSE,
 )
 
@@ -322,7 +260,7 @@ def _split_unit(text: str) -> tuple[str, str]:
         unit = _UNITS[tail["sign"]]
     elif tail["text"]:
         unit = _unit(tail["text"], tail["text_power"], any_noun=is_number)
-    elif is_number and len(tail["bare"]) > 1 and (tail["gap"] or tail["bare"].lower() in _UNITS):
+    elif is_number and (tail["gap"] or tail["bare"].lower() in _UNITS):
         unit = _unit(tail["bare"], tail["bare_power"], any_noun=True)
     else:
         unit = ""

@@ -3,7 +3,7 @@
 math-verify guards itself with signal.alarm, which only works on a main thread, and sympy can be sent into
 computations that nothing inside its process can stop. So it runs in a long-lived child
 (`python -m ludic.envs.math_worker`), one JSON line per question and one per verdict, and the kernel ends the child
-when a question takes too long. What counts as an answer, and all that needs no algebra, is decided in
+when a question takes too long (POSIX only). What counts as an answer, and all that needs no algebra, is decided in
 ludic.envs.math_grading.
 """
 
@@ -12,11 +12,13 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from ludic.types import MissingExtra
@@ -175,6 +177,7 @@ def _load() -> Callable[[str, str], bool]:
     )
     extraction = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)]
 
+    @lru_cache(maxsize=4096)  # parsing is the slow part, and the samples of a group share their reference
     def read(latex: str) -> Any:
         # Boxed and first_match: the whole text is the answer. Left to search, parse picks any part that it can read.
         return parse(
@@ -182,12 +185,12 @@ def _load() -> Callable[[str, str], bool]:
             extraction,
             fallback_mode="no_fallback",
             extraction_mode="first_match",
-            parsing_timeout=None,  # type: ignore[arg-type, unused-ignore] # None: the alarm above is the time limit
+            parsing_timeout=None,  # the alarm of this process is the time limit
         )
 
     def is_same(answer: str, gold: str) -> bool:
         # x > 2 may stand for (2, ∞), but 1 < x < 2 not for (1, 2), which may be a point.
-        gold_is_a_range = any(mark in gold for mark in (r"\infty", r"\in ", r"\cup", "[", "]"))
+        gold_is_a_range = re.search(r"\\infty|\\in\b|\\cup|[][]", gold) is not None
         return bool(
             verify(
                 read(gold),

@@ -5,9 +5,10 @@ the seed changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from ludic.envs.env import LudicEnv
+from ludic.envs.snapshots import world_of
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Move: TypeAlias = Literal["cooperate", "defect"]
@@ -102,7 +103,7 @@ class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
         other = _OTHER[player]
         lines = []
         if self._last:
-            lines.append(f"Last round: you chose {self._last[player]}, the other player {self._last[other]}.")
+            lines.append(f"Last round you chose to {self._last[player]}, the other player to {self._last[other]}.")
         lines.append(f"Scores: you {self._scores[player]:g}, the other player {self._scores[other]:g}.")
         left = self.rounds - self._round
         lines.append(f"Rounds left: {left}. Cooperate or defect?" if left else "The game is over.")
@@ -130,9 +131,7 @@ class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        if (snapshot.env_kind, snapshot.version) != (_KIND, _VERSION):
-            raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {_KIND} v{_VERSION}.")
-        world: dict[str, Any] = dict(snapshot.world)
+        world = world_of(snapshot, kind=_KIND, version=_VERSION)
         self._round, self._over = world["round"], world["over"]
         self._last, self._scores = dict(world["last"]), dict(world["scores"])
         self._episode_id = snapshot.episode_id

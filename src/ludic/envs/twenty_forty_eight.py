@@ -5,9 +5,10 @@ A long game with a reward on nearly every move: use it to see whether credit ove
 
 import random
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.snapshots import dice_from_json, dice_to_json, world_of
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Row: TypeAlias = tuple[int, ...]
@@ -57,6 +58,8 @@ def legal_moves(grid: Grid) -> list[str]:
 class TwentyFortyEightEnv(SingleAgentEnv):
     """Reward per move: the sum of the merged tiles / target. A move that changes nothing costs, and counts."""
 
+    _rng = random.Random()  # replaced by every reset
+
     def __init__(
         self, *, size: int = 4, target: int = 2048, max_moves: int = 1000, illegal_reward: float = -0.1
     ) -> None:
@@ -77,7 +80,6 @@ class TwentyFortyEightEnv(SingleAgentEnv):
         self._moves_left = 0
         self._obs: Observation = ""
         self._episode_id = ""
-        self._rng = random.Random(0)
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -89,7 +91,7 @@ class TwentyFortyEightEnv(SingleAgentEnv):
         )
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
-        self._rng.seed(seed)
+        self._rng = random.Random(seed)
         self._set_grid(self._with_new_tile(self._with_new_tile(((0,) * self.size,) * self.size)))
         self._score = 0
         self._moves_left = self.max_moves
@@ -157,24 +159,20 @@ class TwentyFortyEightEnv(SingleAgentEnv):
         return [] if self._over else list(self._legal)
 
     def snapshot(self) -> Snapshot:
-        version, words, gauss = self._rng.getstate()
         world: dict[str, JSON] = {
             "grid": [list(row) for row in self._grid],
             "score": self._score,
             "moves_left": self._moves_left,
             "over": self._over,
-            "rng": [version, list(words), gauss],
+            "rng": dice_to_json(self._rng),
         }
         return Snapshot(
             env_kind=_KIND, version=_VERSION, episode_id=self._episode_id, obs=self.current_obs(), world=world
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        if (snapshot.env_kind, snapshot.version) != (_KIND, _VERSION):
-            raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {_KIND} v{_VERSION}.")
-        world: dict[str, Any] = dict(snapshot.world)
-        version, words, gauss = world["rng"]
-        self._rng.setstate((version, tuple(words), gauss))
+        world = world_of(snapshot, kind=_KIND, version=_VERSION)
+        self._rng = dice_from_json(world["rng"])
         self._set_grid(tuple(tuple(row) for row in world["grid"]))
         self._score, self._moves_left, self._over = world["score"], world["moves_left"], world["over"]
         self._obs = snapshot.obs[self.agent_id]

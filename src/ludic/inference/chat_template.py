@@ -15,7 +15,7 @@ from ludic.types import Message, TokenArray, TokenIds
 ToolSchemas = Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class TemplateResult:
     """A rendered prompt."""
 

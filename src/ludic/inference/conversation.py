@@ -4,14 +4,13 @@ A conversation consists of segments. Within one, every prompt is the tokens alre
 ones behind them. When the context shows another history than before, a new segment starts with a fresh rendering.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludic.inference.chat_template import ChatTemplate, ToolSchemas
 from ludic.types import Message, MessageView, TokenArray, TokenIds, TokenLog
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Prompt:
     """What goes to the server for one model call."""
 
@@ -31,13 +30,13 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self._tokens = TokenLog()
+        self._tokens: TokenLog | None = None
         self._messages: list[Message] = []
         self._tools: ToolSchemas | None = None
         self._reply: str | None = None
         self._completion: TokenIds = ()
 
-    def next_prompt(self, messages: Sequence[Message], *, tools: ToolSchemas | None = None) -> Prompt:
+    def next_prompt(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> Prompt:
         """The prompt for these messages. Follow it with `record`, or the next one starts a new segment."""
         if self._reply is None:
             return self._start(messages, tools, rewrote=False)
@@ -48,6 +47,7 @@ class Conversation:
         )
         if delta is None:
             return self._start(messages, tools, rewrote=False)
+        assert self._tokens is not None, "a recorded reply follows a prompt"
         self._tokens.append(delta)
         self._messages.extend(messages[len(self._messages) :])
         self._reply = None
@@ -55,22 +55,23 @@ class Conversation:
 
     def record(self, completion_token_ids: TokenIds, content: str) -> None:
         """What was sampled, and the text that the context stores as the reply's message."""
+        assert self._tokens is not None, "a reply follows a prompt"
         self._tokens.append(completion_token_ids)
         self._completion = completion_token_ids
         self._reply = content
 
-    def _continues(self, messages: Sequence[Message], tools: ToolSchemas | None) -> bool:
+    def _continues(self, messages: list[Message], tools: ToolSchemas | None) -> bool:
         sent = len(self._messages)
         return (
             len(messages) > sent
             and messages[sent]["role"] == "assistant"
             and messages[sent]["content"] == self._reply
             # Equal objects are mostly the same objects, so this is a pointer comparison per message.
-            and list(messages[:sent]) == self._messages
+            and messages[:sent] == self._messages
             and (tools is self._tools or tools == self._tools)
         )
 
-    def _start(self, messages: Sequence[Message], tools: ToolSchemas | None, *, rewrote: bool) -> Prompt:
+    def _start(self, messages: list[Message], tools: ToolSchemas | None, *, rewrote: bool) -> Prompt:
         rendered = self._template.apply(messages, tools=tools)
         self._tokens = TokenLog(rendered.prompt_token_ids)
         self._messages = list(messages)

@@ -119,7 +119,7 @@ class XMLToolParser:
     """`<function=NAME><parameter=KEY>VALUE</parameter></function>`, also spelled `<invoke name="NAME">` and
     `<parameter name="KEY">`; a wrapping `<tool_call>` or `<function_calls>` is ignored.
 
-    Values are text unless they are a JSON object or list; the tool's own types do the rest.
+    Values stay text: only the tool's own types can tell a number from a string that looks like one.
     """
 
     _CALL = re.compile(r'<(function|invoke)(?:=|\s+name=")([^">\s]+)"?\s*>(.*?)</\1>', re.DOTALL)
@@ -132,7 +132,7 @@ class XMLToolParser:
             return ToolParseResult(content=text)
         found = _Found()
         for _, name, body in self._CALL.findall(text):
-            arguments = {key: self._value(value) for key, value in self._PARAMETER.findall(body)}
+            arguments = {key: value.strip("\n") for key, value in self._PARAMETER.findall(body)}
             if self._OPENING.search(self._PARAMETER.sub("", body)):
                 found.broken = True
             else:
@@ -141,9 +141,3 @@ class XMLToolParser:
         if self._OPENING.search(outside):
             found.broken = True
         return found.result(self._WRAPPER.sub("", outside).strip())
-
-    @staticmethod
-    def _value(text: str) -> Any:
-        text = text.strip("\n")
-        decoded = _json_or_none(text) if text.lstrip()[:1] in ("{", "[") else None
-        return text if decoded is None else decoded

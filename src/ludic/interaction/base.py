@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ludic.envs import LudicEnv
@@ -50,16 +50,18 @@ def merge_step_info(
     client_info: Mapping[str, Any],
     env_info: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
-    reserved_keys: Collection[str] = RESERVED_INFO_KEYS,
+    reserved_keys: frozenset[str] = RESERVED_INFO_KEYS,
 ) -> Info:
     """Later sources win, except that an env cannot speak in Ludic's name."""
     merged = dict(client_info)
-    for key, value in (env_info or {}).items():
-        if key in reserved_keys:
-            logger.warning("The env's info[%r] is dropped: the key is reserved for Ludic.", key)
-        else:
-            merged[key] = value
-    merged.update(extra or {})
+    if env_info:
+        if not reserved_keys.isdisjoint(env_info):
+            for key in reserved_keys & env_info.keys():
+                logger.warning("The env's info[%r] is dropped: the key is reserved for Ludic.", key)
+            env_info = {key: value for key, value in env_info.items() if key not in reserved_keys}
+        merged.update(env_info)
+    if extra:
+        merged.update(extra)
     return merged
 
 

@@ -29,7 +29,6 @@ from ludic.types import (
     TokenTrace,
     ToolCall,
     derive_seed,
-    new_id,
 )
 
 ExternalTools = Callable[[list[ToolCall], AgentStep], Awaitable[ToolAnswers]]
@@ -94,6 +93,7 @@ class Seat:
         self._external_tools = external_tools
         self._max_external_rounds = max_external_rounds
         self._num_acts = 0
+        self._num_turns = 0
         self._open: _Transition | None = None
         self._unseen: list[str] = []
         self._unseen_info: Info = {}
@@ -123,7 +123,7 @@ class Seat:
         """Show the agent what is new, let it act, and log every model call of the turn."""
         self._close_transition()
         self._show_unseen()
-        turn = Turn(id=new_id())
+        turn = Turn(id=self._next_turn_id())
         for round_index in range(self._max_external_rounds + 1):
             try:
                 final = await self._act(turn)
@@ -166,6 +166,7 @@ class Seat:
             reward=reward,
             info=info,
             reward_components={"parser": reward} if reward else {},
+            id=self._next_step_id(),
             turn_id=turn.id,
             parent_id=turn.step_ids[-1] if turn.step_ids else None,
             tool_calls=act.tool_calls,
@@ -227,7 +228,7 @@ class Seat:
             self._open = _Transition(turn=turn, prev_obs=self._last_obs)
         transition = self._open
         transition.reward += outcome.reward
-        transition.info.update(outcome.info)
+        transition.info = {**transition.info, **outcome.info} if transition.info else outcome.info
         transition.ts_ns = time.time_ns()
         if outcome.terminated:
             self.leave(StopReason.TERMINATED)
@@ -250,7 +251,7 @@ class Seat:
     def _tell(self, obs: Observation, info: Info) -> None:
         if not self._unseen or self._unseen[-1] != obs:
             self._unseen.append(obs)
-        self._unseen_info = {**self._unseen_info, **info}
+        self._unseen_info = {**self._unseen_info, **info} if self._unseen_info else info
 
     def _show_unseen(self) -> None:
         """Everything heard since the last turn, as one message."""
@@ -274,11 +275,10 @@ class Seat:
         if transition.turn is None and not self.finished and transition.reward == 0:
             return  # others moved before this agent's first turn, and nothing came of it
         stop = self.stop
-        turn = transition.turn or Turn(id=new_id())
+        is_truncated = stop is not None and stop.is_truncation
+        turn = transition.turn or Turn(id=self._next_turn_id())
         source = turn.source
-        extra: Info = {}
-        if stop is not None and stop.is_truncation:
-            extra["truncation_reason"] = stop.value
+        extra: Info | None = {"truncation_reason": stop.value} if stop is not None and is_truncated else None
         components = {"env": transition.reward}
         if turn.parser_reward:
             components["parser"] = turn.parser_reward
@@ -292,16 +292,24 @@ class Seat:
                 source_agent_step_id=source.id if source else None,
                 agent_step_ids=turn.step_ids,
                 reward=transition.reward + turn.parser_reward,
-                truncated=stop is not None and stop.is_truncation,
+                truncated=is_truncated,
                 terminated=stop is StopReason.TERMINATED,
                 trace=_trace_of(source),
                 info=merge_step_info(_client_facts(source), transition.info, extra),
                 reward_components=components,
+                id=self._next_step_id(),
                 ts_ns=transition.ts_ns,
                 turn_id=turn.id,
                 parent_id=source.id if source else None,
             )
         )
+
+    def _next_step_id(self) -> str:
+        return f"{self._rollout.id}.{len(self._steps)}"
+
+    def _next_turn_id(self) -> str:
+        self._num_turns += 1
+        return f"{self._rollout.id}/{self._num_turns}"
 
     def _mark_last_step(self, stop: StopReason) -> None:
         """The episode ends on a reply that never reached the env (or on an env step already written)."""

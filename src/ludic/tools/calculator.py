@@ -16,15 +16,14 @@ Number = Fraction | float
 
 MAX_CHARS = 2000
 MAX_DEPTH = 50
-"""Parentheses, functions, signs and powers inside each other; a long sum is not deep."""
+"""Functions, signs, powers and bracketed sums inside each other; a long sum is not deep."""
 MAX_BITS = 4096
 """Largest exact numerator or denominator (about 1200 digits); beyond it a value becomes a float."""
 
 _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**"})
 _FOREIGN = re.compile(r"[^\w\s+\-*/%().,]|[^\x00-\x7f]")
 _COMMAS = re.compile(
-    r"(?P<call>\b(?:min|max|round|log)\s*\()|(?P<open>\()|(?P<close>\))|(?<![\w.,])(?P<number>\d{1,3}(?:,\d{3})+)(?!\d|,\d)",
-    re.IGNORECASE,
+    r"(?P<call>\b(?:min|max|round|log)\s*\()|(?P<open>\()|(?P<close>\))|(?<![\w.,])(?P<number>\d{1,3}(?:,\d{3})+)(?!\d|,\d)"
 )
 
 
@@ -48,14 +47,17 @@ def _parse(expression: str) -> ast.expr:
         raise ValueError(
             f"The expression has {len(expression)} characters, the limit is {MAX_CHARS}. Split it into parts."
         )
-    text = " ".join(expression.translate(_SPELLINGS).split())
+    text = " ".join(expression.translate(_SPELLINGS).lower().split())
     if not text:
         raise ValueError("The expression is empty. " + _hint())
     if foreign := _FOREIGN.search(text):
         raise ValueError(f"Cannot read {foreign[0]!r}. {_hint()}")
     text = _without_thousands_commas(text)
-    if zeros := re.search(r"(?<![\w.])0\d+", text):  # Python would read max(1,000,2) as the largest of 1, 0 and 2
+    # Python would read max(1,000,2) as the largest of 1, 0 and 2.
+    if zeros := re.search(r"(?<![\w.])(?<!e[+-])0\d+", text):
         raise ValueError(f"Cannot read {zeros[0]!r}. Write numbers without commas and leading zeros: 1234567.89.")
+    if glued := re.search(r"(?<!\w)(\d[\d_.]*)(?!e[+-]?\d)([a-z]\w*)", text):
+        raise ValueError(f"Cannot read {glued[0]!r}. Write * between a number and a name: {glued[1]}*{glued[2]}.")
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -90,8 +92,6 @@ def _evaluate(node: ast.expr, depth: int) -> Number:
     if depth > MAX_DEPTH:
         raise ValueError(f"The expression is nested more than {MAX_DEPTH} levels deep. Split it into parts.")
     match node:
-        case ast.Constant(value=bool()):
-            raise ValueError(f"{node.value!r} is not a number. {_hint()}")
         case ast.Constant(value=int() as value):
             return _checked(Fraction(value))
         case ast.Constant(value=float() as value):
@@ -103,8 +103,8 @@ def _evaluate(node: ast.expr, depth: int) -> Number:
             return _evaluate(operand, depth + 1)
         case ast.BinOp():
             return _chain(node, depth)
-        case ast.Name(id=name) if name.lower() in _CONSTANTS:
-            return _CONSTANTS[name.lower()]
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
         case ast.Name(id=name):
             raise ValueError(f"Unknown name {name!r}. {_hint()}")
         case ast.Call(func=ast.Name(id=name), args=args):
@@ -133,9 +133,9 @@ def _chain(node: ast.expr, depth: int) -> Number:
 
 
 def _call(name: str, args: list[Number]) -> Number:
-    if name.lower() not in _FUNCTIONS:
+    if name not in _FUNCTIONS:
         raise ValueError(f"Unknown function {name!r}. {_hint()}")
-    function, fewest, most = _FUNCTIONS[name.lower()]
+    function, fewest, most = _FUNCTIONS[name]
     if not fewest <= len(args) <= most:
         takes = "at least 1 argument" if most > 2 else "1 argument" if most == 1 else "1 or 2 arguments"
         raise ValueError(f"{name} takes {takes}, got {len(args)}. Write numbers without commas: 1234567.89.")

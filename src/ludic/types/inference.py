@@ -119,12 +119,12 @@ class VLLMExtensions(BackendExtensions):
 class InferenceSpec:
     """How a run talks to its policy; carried by a RolloutRequest."""
 
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    return_: ReturnSpec = field(default_factory=ReturnSpec)
+    sampling: SamplingParams = SamplingParams()
+    return_: ReturnSpec = ReturnSpec()
     extensions: BackendExtensions | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class TokenCompletionRequest:
     """One model call: token ids in."""
 
@@ -133,17 +133,16 @@ class TokenCompletionRequest:
     """Sent as they are; a client must not re-tokenise."""
     prompt_text: str | None = None
     """For people and logs only, and only where it was at hand: continuations never decode their prompt."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    return_: ReturnSpec = field(default_factory=ReturnSpec)
+    sampling: SamplingParams = SamplingParams()
+    return_: ReturnSpec = ReturnSpec()
     seed: int | None = None
     extensions: BackendExtensions | None = None
 
     def __post_init__(self) -> None:
-        ids = token_array(self.prompt_token_ids, "prompt_token_ids")
-        object.__setattr__(self, "prompt_token_ids", ids)
+        self.prompt_token_ids = token_array(self.prompt_token_ids, "prompt_token_ids")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class ChatResponse:
     """One answer of a policy server, normalised: token ids out."""
 

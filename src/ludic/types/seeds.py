@@ -16,8 +16,12 @@ def _mix(x: int) -> int:
 
 
 def derive_seed(base: int, *path: int) -> int:
-    """A seed for one place below `base`, for instance (turn, call). Same arguments, same seed, on every machine."""
-    state = _mix(base & _MASK)
+    """A seed for one place below `base`, for instance (turn, call).
+
+    Give at least one index. Same arguments, same seed, on every machine.
+    """
+    state = base
     for index in path:
-        state = _mix(state ^ _mix(index & _MASK))
+        # The multiplication tells (a, b) from (b, a).
+        state = _mix((state * 0xD1342543DE82EF95 + index) & _MASK)
     return state >> (64 - _SEED_BITS)

@@ -2,8 +2,12 @@
 
 AgentStep: one model call. EnvironmentStep: one transition of the environment. Both carry `turn_id`, which
 groups the calls of one turn with the transition they led to.
+
+Records of what happened are plain dataclasses, to be read and not changed. They are not frozen because every model
+call makes half a dozen of them, and a frozen one takes four times as long to make.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -19,9 +23,21 @@ Info: TypeAlias = dict[str, Any]
 """Plain JSON values; never token arrays (they live in the trace)."""
 
 
+_id_numbers = itertools.count()
+_id_prefix = os.urandom(12).hex()
+
+
+def _renew_id_prefix() -> None:
+    global _id_prefix
+    _id_prefix = os.urandom(12).hex()
+
+
+os.register_at_fork(after_in_child=_renew_id_prefix)
+
+
 def new_id() -> str:
-    """128 random bits as hex. Straight from the OS, so seeding `random` or forking never repeats an id."""
-    return os.urandom(16).hex()
+    """32 hex digits: 96 random bits of this process and a number. Seeding `random` or forking never repeats one."""
+    return f"{_id_prefix}{next(_id_numbers):08x}"
 
 
 class StopReason(StrEnum):
@@ -58,7 +74,7 @@ ActionTarget: TypeAlias = Literal["internal", "external", "env"]
 """Who receives what the model wrote: the agent's own tools, the protocol's tools, or the environment."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutcome:
     """What one agent learns from one transition of the environment."""
 
@@ -100,7 +116,7 @@ class Snapshot:
         return cls(**data)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class AgentStep:
     """One model call, tool loops included."""
 
@@ -130,7 +146,7 @@ class AgentStep:
     tool_results: Sequence[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class EnvironmentStep:
     """One transition of the environment, as one agent saw it."""
 

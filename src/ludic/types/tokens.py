@@ -17,13 +17,14 @@ LogprobArray: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """What a constructor accepts; what it stores is a TokenArray."""
 
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 _NO_TOKENS.setflags(write=False)
 
 
 def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
     """`ids` as int32, or a TypeError that names the field."""
-    if type(ids) is np.ndarray and ids.dtype == np.int32 and ids.ndim == 1:
+    if type(ids) is np.ndarray and ids.dtype is _INT32 and ids.ndim == 1:
         return ids
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be a list or array of int, got {type(ids).__name__}.")
@@ -41,7 +42,7 @@ def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
 
 def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "logprobs") -> LogprobArray:
     """`logprobs` as float32, or a TypeError that names the field."""
-    if type(logprobs) is np.ndarray and logprobs.dtype == np.float32 and logprobs.ndim == 1:
+    if type(logprobs) is np.ndarray and logprobs.dtype is _FLOAT32 and logprobs.ndim == 1:
         return logprobs
     if isinstance(logprobs, (str, bytes)) or not isinstance(logprobs, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be a list or array of numbers, got {type(logprobs).__name__}.")
@@ -56,12 +57,12 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "log
 class TokenLog:
     """An append-only token buffer whose prefixes can be kept without copying them."""
 
-    __slots__ = ("_buffer", "_size")
+    __slots__ = ("_buffer", "_shown", "_size")
 
     def __init__(self, ids: TokenIds = ()) -> None:
         first = token_array(ids)
         self._size = len(first)
-        self._buffer = np.empty(max(64, 2 * self._size), dtype=np.int32)
+        self._allocate(max(64, 2 * self._size))
         self._buffer[: self._size] = first
 
     def __len__(self) -> int:
@@ -72,17 +73,20 @@ class TokenLog:
         end = self._size + len(new)
         if end > len(self._buffer):
             # Doubling: the buffers that earlier views keep alive add up to less than the newest one.
-            grown = np.empty(2 * end, dtype=np.int32)
-            grown[: self._size] = self._buffer[: self._size]
-            self._buffer = grown
+            old = self._buffer
+            self._allocate(2 * end)
+            self._buffer[: self._size] = old[: self._size]
         self._buffer[self._size : end] = new
         self._size = end
 
     def view(self) -> TokenArray:
         """Everything so far, read-only; later appends do not show in it."""
-        tokens = self._buffer[: self._size]
-        tokens.setflags(write=False)
-        return tokens
+        return self._shown[: self._size]
+
+    def _allocate(self, capacity: int) -> None:
+        self._buffer = np.empty(capacity, dtype=np.int32)
+        self._shown = self._buffer.view()
+        self._shown.setflags(write=False)
 
 
 class VersionRun(NamedTuple):
@@ -179,6 +183,9 @@ class TokenTrace:
 
 
 def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[VersionRun, ...]:
+    first = runs[0]
+    if len(runs) == 1 and type(first) is VersionRun and first.length == num_tokens:
+        return (first,)  # one version throughout: by far the usual case
     checked = tuple(VersionRun(int(version), int(length)) for version, length in runs)
     if sum(run.length for run in checked) != num_tokens:
         raise ValueError(

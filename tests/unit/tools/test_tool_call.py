@@ -43,10 +43,6 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
-def show(value):
-    return repr(value)
-
-
 async def test_arguments_come_as_json_or_as_a_mapping():
     tool = as_tool(add)
     assert await tool.call('{"a": 2, "b": 3}') == ToolResult("5", is_error=False)
@@ -59,8 +55,6 @@ async def test_double_encoded_arguments_are_decoded_twice():
 
 @pytest.mark.parametrize("arguments", ["", "  ", "{}", "null", '"{}"', {}])
 async def test_no_arguments_may_be_spelled_in_many_ways(arguments):
-    assert await as_tool(lambda: "ok").call(arguments) if False else True
-
     def ping() -> str:
         return "pong"
 
@@ -136,7 +130,7 @@ async def test_bad_arguments_are_named_together_with_what_is_accepted(arguments,
     ("given", "says"),
     [
         ({"line": {"points": [{"x": 1, "z": 2}]}}, "unknown argument 'line.points[0].z'"),
-        ({"line": {"points": [{"x": "q"}]}}, "argument 'line.points[...].x': Expected `int`"),
+        ({"line": {"points": [{"x": "q"}]}}, "argument 'line.points[0].x': Expected `int`"),
         ({"line": {"points": [{"y": 1}]}}, "missing required field `x`"),
         ({"line": {"points": [{"x": 100}]}}, "x is off the map"),
         ({"line": {}, "mode": "slow"}, 'mode (one of "fast", "safe", optional)'),
@@ -149,6 +143,12 @@ async def test_mistakes_inside_nested_arguments_are_located(given, says):
     result = await as_tool(draw).call(given)
     assert result.is_error
     assert says in result.content
+
+
+async def test_an_error_text_stays_short_and_can_be_encoded():
+    result = await as_tool(add).call({"a": "\ud800", **{f"unknown{i}": 0 for i in range(1000)}})
+    assert result.is_error
+    assert len(result.content.encode()) < 2000
 
 
 async def test_a_tool_without_parameters_says_so():
@@ -344,7 +344,7 @@ async def test_a_tool_that_takes_too_long_is_given_up(color):
     start = time.perf_counter()
     result = await tool.call({})
     release.set()
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < 2
     assert result.is_error
     assert "slow did not finish within 0.05 s" in result.content
 

@@ -104,12 +104,22 @@ def value(board: str, to_move: Mark) -> int:
     return _sign(_score(board, to_move))
 
 
+def _move_scores(board: str, mark: Mark) -> dict[int, int]:
+    return {cell: -_score(place(board, cell, mark), OTHER[mark]) for cell in free_cells(board)}
+
+
 @cache
 def optimal_moves(board: str, to_move: Mark) -> tuple[int, ...]:
-    """Every cell that keeps the value of the position, the quickest win (or slowest loss) first."""
-    scores = {cell: -_score(place(board, cell, to_move), OTHER[to_move]) for cell in free_cells(board)}
-    best = value(board, to_move)
-    return tuple(sorted((cell for cell in scores if _sign(scores[cell]) == best), key=lambda cell: -scores[cell]))
+    """Every cell that keeps the value of the position."""
+    scores, worth = _move_scores(board, to_move), value(board, to_move)
+    return tuple(cell for cell, score in scores.items() if _sign(score) == worth)
+
+
+@cache
+def best_moves(board: str, to_move: Mark) -> tuple[int, ...]:
+    """Of the optimal moves those that win soonest or lose latest; what a strong player really plays."""
+    scores = _move_scores(board, to_move)
+    return tuple(cell for cell, score in scores.items() if score == max(scores.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,9 +128,11 @@ class Position:
 
     board: str
     moves: tuple[int, ...]
-    """The legal moves, sorted; empty when the game is over, as are the other two."""
+    """The legal moves, sorted; empty when the game is over, as are the others."""
     optimal: tuple[int, ...]
     """See `optimal_moves`."""
+    best: tuple[int, ...]
+    """See `best_moves`."""
     after: dict[int, "Position"] = field(repr=False)
     """Where each legal move leads."""
 
@@ -128,6 +140,7 @@ class Position:
 @cache
 def position(board: str, to_move: Mark) -> Position:
     if result_for(board, to_move) is not None:
-        return Position(board, (), (), {})
-    after = {cell: position(place(board, cell, to_move), OTHER[to_move]) for cell in free_cells(board)}
-    return Position(board, free_cells(board), optimal_moves(board, to_move), after)
+        return Position(board, (), (), (), {})
+    moves = free_cells(board)
+    after = {cell: position(place(board, cell, to_move), OTHER[to_move]) for cell in moves}
+    return Position(board, moves, optimal_moves(board, to_move), best_moves(board, to_move), after)

@@ -5,9 +5,9 @@ There is no chance in it; the seed changes nothing. Rules and perfect play are i
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from ludic.envs.env import LudicEnv
+from ludic.envs.snapshots import world_of
 from ludic.envs.tic_tac_toe.board import (
     CELLS,
     EMPTY,
@@ -23,7 +23,7 @@ from ludic.envs.tic_tac_toe.board import (
     render,
     result_for,
 )
-from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
+from ludic.types import JSON, Info, Observation, Snapshot, StepOutcome, new_id
 
 _KIND = "tic_tac_toe_duel"
 _VERSION = 1
@@ -65,7 +65,7 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
         action = actions.get(mover, "")
         cell = read_move(action)
         faced = position(self._board, mover)
-        gto_action = CELLS[faced.optimal[0]]
+        gto_action = CELLS[faced.best[0]]
         if cell is None or cell not in faced.after:
             return self._forfeit(mover, action, cell, gto_action)
 
@@ -128,7 +128,7 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
         return list(free_moves(self._board)) if agent_id in self.active_agents else []
 
     def reference_action(self, agent_id: str) -> str | None:
-        return CELLS[position(self._board, self._to_move).optimal[0]] if agent_id in self.active_agents else None
+        return CELLS[position(self._board, self._to_move).best[0]] if agent_id in self.active_agents else None
 
     def snapshot(self) -> Snapshot:
         world: dict[str, JSON] = {"board": self._board, "to_move": self._to_move, "over": self._over}
@@ -137,9 +137,7 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        if (snapshot.env_kind, snapshot.version) != (_KIND, _VERSION):
-            raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {_KIND} v{_VERSION}.")
-        world: dict[str, Any] = dict(snapshot.world)
+        world = world_of(snapshot, kind=_KIND, version=_VERSION)
         self._board, self._to_move, self._over = world["board"], world["to_move"], world["over"]
         self._obs = dict(snapshot.obs)
         self._episode_id = snapshot.episode_id

@@ -6,9 +6,10 @@ so all rollouts of a group (one env seed) meet the same opponent. Rules and perf
 
 import random
 from functools import cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.snapshots import dice_from_json, dice_to_json, world_of
 from ludic.envs.tic_tac_toe.board import (
     CELLS,
     EMPTY,
@@ -48,6 +49,7 @@ def _view(board: str, mark: Mark, opponent_cell: int | None) -> tuple[Observatio
 class TicTacToeEnv(SingleAgentEnv):
     """Win +1, forced draw +1, other draw +0.5, loss 0; an illegal move costs 1 and ends the game."""
 
+    _rng = random.Random()  # replaced by every reset
     full_reward = 1.0
 
     def __init__(
@@ -58,7 +60,7 @@ class TicTacToeEnv(SingleAgentEnv):
         opponent: Opponent = "random",
         epsilon: float = 0.0,
     ) -> None:
-        """`epsilon`: the probability that the minimax opponent picks any free cell instead of an optimal one."""
+        """`epsilon`: the probability that the minimax opponent picks any free cell instead of a best one."""
         super().__init__()
         if opponent not in get_args(Opponent):
             raise ConfigError(f"There is no opponent {opponent!r}; there is {' and '.join(get_args(Opponent))}.")
@@ -75,14 +77,13 @@ class TicTacToeEnv(SingleAgentEnv):
         self._all_optimal = True
         self._obs: Observation = ""
         self._episode_id = ""
-        self._rng = random.Random(0)
 
     @property
     def suggested_sysprompt(self) -> str | None:
         return f"You play tic-tac-toe against an opponent. {NOTATION} Reply with your move."
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
-        self._rng.seed(seed)
+        self._rng = random.Random(seed)
         self._episode_id = new_id()
         self._all_optimal = True
         self._board, self._mark, opened = EMPTY, "X", None
@@ -97,7 +98,7 @@ class TicTacToeEnv(SingleAgentEnv):
     def env_step(self, action: str) -> StepOutcome:
         mark = self._mark
         faced = position(self._board, mark)
-        gto_action = CELLS[faced.optimal[0]]
+        gto_action = CELLS[faced.best[0]]
         cell = read_move(action)
         if cell is None or cell not in faced.after:
             return self._illegal(action, cell, gto_action)
@@ -141,7 +142,7 @@ class TicTacToeEnv(SingleAgentEnv):
     def _reply(self, now: Position) -> int:
         """The opponent's move."""
         at_random = self.opponent == "random" or (self.epsilon > 0.0 and self._rng.random() < self.epsilon)
-        return self._rng.choice(now.moves if at_random else now.optimal)
+        return self._rng.choice(now.moves if at_random else now.best)
 
     def env_current_obs(self) -> Observation:
         return self._obs
@@ -150,27 +151,23 @@ class TicTacToeEnv(SingleAgentEnv):
         return [] if self._over else list(free_moves(self._board))
 
     def reference_action(self, agent_id: str) -> str | None:
-        return None if self._over else CELLS[position(self._board, self._mark).optimal[0]]
+        return None if self._over else CELLS[position(self._board, self._mark).best[0]]
 
     def snapshot(self) -> Snapshot:
-        version, words, gauss = self._rng.getstate()
         world: dict[str, JSON] = {
             "board": self._board,
             "mark": self._mark,
             "all_optimal": self._all_optimal,
             "over": self._over,
-            "rng": [version, list(words), gauss],
+            "rng": dice_to_json(self._rng),
         }
         return Snapshot(
             env_kind=_KIND, version=_VERSION, episode_id=self._episode_id, obs=self.current_obs(), world=world
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        if (snapshot.env_kind, snapshot.version) != (_KIND, _VERSION):
-            raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {_KIND} v{_VERSION}.")
-        world: dict[str, Any] = dict(snapshot.world)
-        version, words, gauss = world["rng"]
-        self._rng.setstate((version, tuple(words), gauss))
+        world = world_of(snapshot, kind=_KIND, version=_VERSION)
+        self._rng = dice_from_json(world["rng"])
         self._board, self._mark, self._all_optimal = world["board"], world["mark"], world["all_optimal"]
         self._over = world["over"]
         self._obs = snapshot.obs[self.agent_id]

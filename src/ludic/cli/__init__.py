@@ -1,0 +1,1 @@
+"""The `ludic` command. It may import everything; nobody imports it."""

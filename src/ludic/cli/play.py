@@ -1,0 +1,186 @@
+"""`ludic play`: a person plays an environment in the terminal, or watches a scripted agent play it."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.rule import Rule
+
+from ludic import registry
+from ludic.cli.scripted import reference_or_random, scripted_protocol
+from ludic.interaction.base import AnyEnv, outcome_for
+from ludic.types import ConfigError, Rollout, StepOutcome
+
+console = Console(highlight=False)
+
+
+def play(
+    env: Annotated[str, typer.Argument(help="Id of an environment; `ludic envs` lists them.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Watch a scripted agent instead of playing.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the episode; random if not given.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Argument of the env, as name=value; may be repeated.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="JSONL file of samples, for envs that ask questions.")] = None,
+    index: Annotated[int, typer.Option(help="Which line of --data, from 0.")] = 0,
+    max_steps: Annotated[int, typer.Option(help="Stop after this many steps.")] = 1000,
+    delay: Annotated[float, typer.Option(help="Seconds between turns when watching.")] = 0.0,
+) -> None:
+    """Play an environment yourself, or watch it being played."""
+    seed = random.randrange(2**31) if seed is None else seed
+    made = make_env(env, read_settings(setting or []), data, index)
+    again = " ".join(f"--set {s}" for s in setting or [])
+    console.print(f"[bold]{escape(env)}[/bold]  seed {seed}  [dim](--seed {seed} {again} plays it again)[/dim]")
+    if made.suggested_sysprompt:
+        console.print(escape(made.suggested_sysprompt), style="dim")
+    asyncio.run(_watch(made, seed, max_steps, delay) if watch else _play(made, seed, max_steps))
+
+
+# --- setting up ---------------------------------------------------------------------------------------------
+
+
+def read_settings(pairs: list[str]) -> dict[str, Any]:
+    """`name=value` pairs; values are JSON where they can be, text otherwise."""
+    settings = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {pair!r} is not of the form name=value.")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
+
+
+def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int) -> AnyEnv:
+    spec = registry.envs.spec(id)
+    example = {} if data is not None else dict(spec.example)
+    if data is not None:
+        example = {"sample": _sample(data, index)}
+    elif example and not settings.keys() & example.keys():
+        console.print("[dim]No --data given; using the example that ships with this env.[/dim]")
+    env: AnyEnv = registry.envs.make(id, **{**example, **settings})
+    return env
+
+
+def _sample(path: Path, index: int) -> dict[str, Any]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"Cannot read --data {path}: {error.strerror}.") from error
+    if not 0 <= index < len(lines):
+        raise ConfigError(f"--index {index} is not in {path}, which has {len(lines)} lines (0 to {len(lines) - 1}).")
+    try:
+        sample: dict[str, Any] = json.loads(lines[index])
+    except ValueError as error:
+        raise ConfigError(f"Line {index} of {path} is not JSON: {error}.") from error
+    return sample
+
+
+# --- a person plays -----------------------------------------------------------------------------------------
+
+
+async def _play(env: AnyEnv, seed: int, max_steps: int) -> None:
+    opening = await env.async_reset(seed=seed)
+    shown = {agent_id: obs for agent_id, (obs, _) in opening.items()}
+    totals = dict.fromkeys(env.agent_ids, 0.0)
+    outcomes: Mapping[str, StepOutcome] = {}
+    try:
+        for _ in range(max_steps):
+            if not env.active_agents:
+                break
+            actions = {agent_id: _ask(env, agent_id, shown[agent_id]) for agent_id in env.active_agents}
+            outcomes = await env.async_step(actions)
+            for agent_id in env.agent_ids:
+                outcome = outcome_for(env, agent_id, outcomes)
+                shown[agent_id] = outcome.obs
+                totals[agent_id] += outcome.reward
+                _report_reward(env, agent_id, outcome)
+    except (EOFError, KeyboardInterrupt):
+        console.print("\nBye.")
+        return
+    finally:
+        await env.async_close()
+    for agent_id in env.agent_ids:
+        console.print(escape(f"\n{_address(env, agent_id)}{shown[agent_id]}"))
+    _say_goodbye(env, totals, outcomes)
+
+
+def _ask(env: AnyEnv, agent_id: str, obs: str) -> str:
+    console.print(escape(f"\n{_address(env, agent_id)}{obs}"))
+    legal = env.legal_actions(agent_id)
+    while True:
+        text = console.input(
+            f"[bold]{escape(agent_id)}>[/bold] " if len(env.agent_ids) > 1 else "[bold]>[/bold] "
+        ).strip()
+        if text.lower() in ("quit", "exit"):
+            raise EOFError
+        chosen = matching_action(text, legal)
+        if chosen is not None:
+            return chosen
+        console.print(f"[yellow]Not possible here.[/yellow] You can play: {', '.join(legal or ())} (or quit).")
+
+
+def matching_action(text: str, legal: list[str] | None) -> str | None:
+    """The action meant by what a person typed: exact but for case, or the only legal one that begins like it."""
+    if legal is None:
+        return text
+    exact = [action for action in legal if action.casefold() == text.casefold()]
+    if exact:
+        return exact[0]
+    begun = [action for action in legal if text and action.casefold().startswith(text.casefold())]
+    return begun[0] if len(begun) == 1 else None
+
+
+def _address(env: AnyEnv, agent_id: str) -> str:
+    return f"[{agent_id}]\n" if len(env.agent_ids) > 1 else ""
+
+
+def _report_reward(env: AnyEnv, agent_id: str, outcome: StepOutcome) -> None:
+    if outcome.reward:
+        console.print(f"[cyan]{escape(_address(env, agent_id))}reward {outcome.reward:+g}[/cyan]")
+
+
+def _say_goodbye(env: AnyEnv, totals: Mapping[str, float], outcomes: Mapping[str, StepOutcome]) -> None:
+    console.print(Rule("over" if not env.active_agents else "step limit reached"))
+    for agent_id, total in totals.items():
+        facts = outcomes[agent_id].info if agent_id in outcomes else {}
+        told = {key: value for key, value in facts.items() if value not in (None, False, "")}
+        console.print(escape(f"{agent_id}: total reward {total:+g}   {json.dumps(told, default=str)}"))
+
+
+# --- a scripted agent plays ---------------------------------------------------------------------------------
+
+
+async def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
+    protocol = scripted_protocol(env, reference_or_random(random.Random(seed)))
+    try:
+        rollouts = await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed)
+    finally:
+        await env.async_close()
+    for rollout in rollouts:
+        if len(rollouts) > 1:
+            console.print(Rule(escape(str(rollout.meta["agent_id"]))))
+        _show_rollout(rollout, delay)
+
+
+def _show_rollout(rollout: Rollout, delay: float) -> None:
+    for step in rollout.env_steps:
+        console.print(escape(f"\n{step.prev_obs}"))
+        console.print(
+            f"[bold green]> {escape(step.action)}[/bold green]" + (f"   reward {step.reward:+g}" if step.reward else "")
+        )
+        time.sleep(delay)
+    tokens = sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
+    console.print(
+        f"\n[bold]{rollout.stop}[/bold]: total reward {rollout.total_reward:+g} in {len(rollout.env_steps)} turns, "
+        f"{tokens} sampled tokens"
+    )

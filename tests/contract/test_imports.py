@@ -1,0 +1,106 @@
+"""The import table of DESIGN and CONTRIBUTING, as a test: arrows go down only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "ludic"
+
+BASE = {"types", "registry", "catalog"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "types": set(),
+    "catalog": set(),
+    "registry": {"types", "catalog"},
+    "parsers": BASE,
+    "context": BASE,
+    "sandbox": BASE,
+    "envs": BASE | {"sandbox"},
+    "tools": BASE | {"sandbox"},
+    "models": BASE,
+    "inference": BASE,
+    "agents": BASE | {"parsers", "tools", "context", "inference"},
+    "interaction": BASE | {"agents", "envs", "parsers"},
+    "batch_gen": BASE | {"interaction", "envs", "inference"},
+    "distributed": BASE | {"inference"},
+    "training": BASE | {"models", "distributed"},
+    "eval": BASE | {"batch_gen"},
+}
+"""What may import everything: minimal (all but cli) and cli. A row for a part that is not built yet is checked as
+soon as it is there. `interaction` also sees `parsers`, since a step's parse result is one of its types."""
+HEAVY = {"torch", "transformers", "vllm"}
+MAY_BE_HEAVY = {"training", "distributed", "models"}
+
+
+def files_of(package: str) -> list[Path]:
+    return [*ROOT.glob(f"{package}.py"), *ROOT.glob(f"{package}/**/*.py")]
+
+
+def ludic_imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            module = node.module or ""
+            if module == "ludic":
+                found |= {alias.name for alias in node.names}
+            elif module.startswith("ludic."):
+                found.add(module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ludic.")}
+    return found
+
+
+def built_packages() -> set[str]:
+    inside = {path.stem if path.is_file() else path.name for path in ROOT.iterdir()}
+    return {name for name in inside if not name.startswith("_") and name != "py"}
+
+
+def test_every_part_has_a_row():
+    assert built_packages() <= MAY_IMPORT.keys() | {"cli", "minimal", "py.typed"}, "add the new part to the table"
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_package_imports_only_what_it_may(package: str):
+    extra = {f.name: bad for f in files_of(package) if (bad := ludic_imports(f) - {package} - MAY_IMPORT[package])}
+    assert not extra, f"ludic.{package} reaches too far: {extra}. Move the shared name down to ludic.types."
+
+
+def test_nobody_imports_the_cli():
+    importers = [f for p in MAY_IMPORT for f in files_of(p) if "cli" in ludic_imports(f)]
+    assert not importers
+
+
+@pytest.mark.parametrize("package", ["", *sorted((MAY_IMPORT.keys() | {"cli.main"}) - MAY_BE_HEAVY)])
+def test_package_loads_without_torch(package: str):
+    if package and not (files_of(package) or package == "cli.main"):
+        return  # not built yet
+    module = f"ludic.{package}" if package else "ludic"
+    probe = f"import sys, {module}; print({HEAVY!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "set()", f"importing {module} loads {done.stdout.strip()}"
+
+
+def test_the_floor_needs_numpy_only():
+    outside = set()
+    for file in files_of("types"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            outside |= {n.split(".")[0] for n in names}
+    assert outside - set(sys.stdlib_module_names) - {"ludic"} == {"numpy"}
+
+
+def test_contributing_shows_the_same_table():
+    """CONTRIBUTING holds the table for people; each row must say what this test enforces."""
+    text = (ROOT.parents[1] / "CONTRIBUTING.md").read_text()
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
+        if len(cells) == 2 and cells[0] in MAY_IMPORT:
+            rows[cells[0]] = {name.strip(" `") for name in cells[1].split(",")} - {"", "—"}
+    expected = {name: (may - BASE if may >= BASE else may) for name, may in MAY_IMPORT.items()}
+    assert rows == expected

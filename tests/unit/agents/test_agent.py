@@ -1,0 +1,185 @@
+import asyncio
+import itertools
+
+import pytest
+from tests.fakes import RecordingClient, make_agent
+
+from ludic.agents import Agent
+from ludic.context import FullDialog, SlidingWindow, TruncatedThinkingContext
+from ludic.inference import ByteTemplate, InferenceSpec, ReturnSpec, SamplingParams, ScriptedClient
+from ludic.parsers import ParseResult
+from ludic.types import (
+    ChatResponse,
+    ConfigError,
+    ContextError,
+    ParserContractError,
+    PromptTooLong,
+    TokenMismatch,
+)
+
+
+def ready(replies, **kwargs) -> Agent:
+    agent = make_agent(replies, **kwargs)
+    agent.reset("be good")
+    agent.on_env_reset("obs", {})
+    return agent
+
+
+async def test_act_returns_one_parsed_step_with_its_trace():
+    agent = ready(["<a>x</a>"])
+    result = await agent.act(InferenceSpec(return_=ReturnSpec.for_rl(), sampling=SamplingParams(temperature=0.3)))
+    step = result.final_step
+    assert len(result.steps) == 1 and step.action == "<a>x</a>" and step.parse_result == ParseResult("x", 0.1, None)
+    assert step.action_target == "env" and step.loop_index == 0
+    assert [m["content"] for m in step.prompt_messages] == ["be good", "obs"]
+    assert step.trace.completion_logprobs is not None and step.trace.temperature == 0.3
+    assert step.trace.policy_version == 0 and step.info == {"finish_reason": "stop"} == agent.last_info
+
+
+async def test_the_trace_is_exactly_what_the_client_saw_over_turns():
+    client = RecordingClient(ScriptedClient(["<a>1</a>", "<a>2</a>", "<a>3</a>"]))
+    agent = ready(client)
+    traces = []
+    for turn in range(3):
+        traces.append((await agent.act()).final_step.trace)
+        agent.on_after_step(f"obs{turn}", {})
+    assert [(t.prompt_token_ids.tolist(), t.completion_token_ids.tolist()) for t in traces] == client.calls
+    for before, after in itertools.pairwise(traces):
+        so_far = [*before.prompt_token_ids, *before.completion_token_ids]
+        assert after.prompt_token_ids[: len(so_far)].tolist() == so_far
+
+
+async def test_a_reply_cut_off_by_the_token_limit_is_rejected_but_remembered():
+    agent = ready(["<a>x</a>"])
+    step = (await agent.act(InferenceSpec(sampling=SamplingParams(max_tokens=3)))).final_step
+    assert step.parse_result.action is None and step.parse_result.reward == -0.1
+    assert "cut off" in step.parse_result.obs and step.info["incomplete_completion"] is True
+    assert agent.ctx.messages[-1] == {"role": "assistant", "content": "<a>"}
+
+
+async def test_rejection_of_cut_off_replies_can_be_turned_off():
+    agent = ready(["<a>x</a>yz"], reject_incomplete_completions=False)
+    step = (await agent.act(InferenceSpec(sampling=SamplingParams(max_tokens=9)))).final_step
+    assert step.parse_result.action == "x" and step.trace.finish_reason == "length"
+
+
+def test_a_missing_chat_template_is_named():
+    with pytest.raises(TypeError, match="chat_template"):
+        Agent(client=ScriptedClient([]), model="m", ctx=FullDialog(), parser=lambda raw: None)
+    with pytest.raises(ConfigError, match="chat_template"):
+        make_agent([], chat_template=None)
+
+
+async def test_a_parser_that_returns_nothing_is_a_named_error():
+    with pytest.raises(ParserContractError, match="NoneType.*ParseResult"):
+        await ready(["x"], parser=lambda raw: None).act()
+
+
+async def test_a_prompt_past_the_agents_limit_is_a_named_error():
+    with pytest.raises(PromptTooLong, match="limit is 5"):
+        await ready(["x"], max_prompt_tokens=5).act()
+
+
+async def test_a_server_that_changes_the_prompt_is_caught():
+    class AddsBos(ScriptedClient):
+        async def complete_tokens(self, request):
+            response, info = await super().complete_tokens(request)
+            echoed = [1, *request.prompt_token_ids.tolist()]
+            return (
+                ChatResponse(
+                    text=response.text, prompt_token_ids=echoed, completion_token_ids=response.completion_token_ids
+                ),
+                info,
+            )
+
+    with pytest.raises(TokenMismatch, match="AddsBos.*differs"):
+        await ready(AddsBos(["x"])).act()
+
+
+async def test_a_slow_model_is_timed_out():
+    class Slow(ScriptedClient):
+        async def complete_tokens(self, request):
+            await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        await ready(Slow([])).act(timeout_s=0.01)
+
+
+async def test_after_a_timeout_the_agent_can_go_on():
+    class SlowOnce(ScriptedClient):
+        slow = True
+
+        async def complete_tokens(self, request):
+            if self.slow:
+                self.slow = False
+                await asyncio.sleep(60)
+            return await super().complete_tokens(request)
+
+    agent = ready(SlowOnce(["<a>x</a>"]))
+    with pytest.raises(TimeoutError):
+        await agent.act(timeout_s=0.01)
+    assert (await agent.act(timeout_s=5)).final_step.parse_result.action == "x"
+
+
+async def test_big_client_facts_stay_out_of_the_step():
+    class Chatty(ScriptedClient):
+        async def complete_tokens(self, request):
+            response, _ = await super().complete_tokens(request)
+            return response, {"raw_response": {"huge": 1}, "used_args": {}, "prompt_token_ids": [1], "queue_ms": 3}
+
+    step = (await ready(Chatty(["<a>x</a>"])).act()).final_step
+    assert step.info == {"queue_ms": 3, "finish_reason": "stop"}
+
+
+async def test_a_context_that_rewrites_without_declaring_it_is_refused():
+    class Forgetful(FullDialog):
+        def on_before_act(self):
+            return super().on_before_act()[-1:]
+
+    agent = ready(["<a>1</a>", "<a>2</a>"], ctx=Forgetful())
+    await agent.act()
+    agent.on_after_step("obs2", {})
+    with pytest.raises(ContextError, match=r"Forgetful.*rewrites_history"):
+        await agent.act()
+
+
+async def test_a_context_that_edits_the_reply_without_declaring_it_is_refused():
+    class Tidy(FullDialog):
+        def on_after_act(self, response):
+            self.add_assistant_step(response.text.upper())
+
+    agent = ready(["<a>x</a>", "<a>y</a>"], ctx=Tidy())
+    await agent.act()
+    agent.on_after_step("obs2", {})
+    with pytest.raises(ContextError, match="Tidy"):
+        await agent.act()
+
+
+@pytest.mark.parametrize(
+    ("ctx", "replies"),
+    [
+        (TruncatedThinkingContext(), ["<think>long</think><a>x</a>"] * 3),
+        (SlidingWindow(max_turns=1), ["<a>x</a>"] * 3),
+    ],
+)
+async def test_a_declared_rewrite_starts_a_new_segment_with_a_fresh_rendering(ctx, replies):
+    template = ByteTemplate()
+    agent = ready(replies, ctx=ctx, chat_template=template)
+    for turn in range(3):
+        step = (await agent.act()).final_step
+        rendered = template.apply(list(step.prompt_messages)).prompt_token_ids
+        assert step.trace.prompt_token_ids.tolist() == rendered.tolist()
+        agent.on_after_step(f"obs{turn}", {})
+
+
+async def test_reset_forgets_the_conversation():
+    agent = ready(["<a>x</a>", "<a>y</a>"])
+    first = (await agent.act()).final_step.trace.prompt_token_ids.tolist()
+    agent.reset("be good")
+    agent.on_env_reset("obs", {})
+    assert (await agent.act()).final_step.trace.prompt_token_ids.tolist() == first
+
+
+async def test_weights_that_cannot_be_pushed_say_so():
+    with pytest.raises(RuntimeError, match="no weights"):
+        await ready([]).push_policy_update({})

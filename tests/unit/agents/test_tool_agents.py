@@ -1,0 +1,186 @@
+import asyncio
+import json
+
+import pytest
+from tests.fakes import RecordingClient, make_agent
+
+from ludic.agents import ReActAgent, ToolAgent
+from ludic.context import FullDialog
+from ludic.inference import ByteTemplate, InferenceSpec, SamplingParams, ScriptedClient
+from ludic.tools import Tool, calculator
+from ludic.types import ConfigError
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def ask(question: str) -> str:
+    """Ask somebody else."""
+    raise AssertionError("external tools are not run by the agent")
+
+
+def react(replies, **kwargs) -> ReActAgent:
+    kwargs.setdefault("tools", [add])
+    agent = make_agent(replies, cls=kwargs.pop("cls", ReActAgent), **kwargs)
+    agent.reset()
+    agent.on_env_reset("obs", {})
+    return agent
+
+
+def shown(step):
+    return [(m["role"], m["content"]) for m in step.prompt_messages]
+
+
+async def test_every_model_call_is_a_step_and_a_good_tool_call_is_no_parse_error():
+    agent = react(["thinking " + call("add", a=1, b=2), "<a>3</a>"])
+    tool_step, final = (await agent.act()).steps
+    assert tool_step.action_target == "internal" and tool_step.parse_result is None
+    assert tool_step.tool_results == [
+        {"tool_call_id": "call00000", "tool_name": "add", "arguments_json": '{"a": 1, "b": 2}', "content": "3"}
+    ]
+    assert final.action_target == "env" and final.parse_result.action == "3" and final.loop_index == 1
+    assert shown(final)[-2:] == [("assistant", "thinking"), ("tool", "3")]
+
+
+async def test_each_prompt_of_the_loop_extends_the_last_one():
+    client = RecordingClient(ScriptedClient([call("add", a=1, b=2), call("add", a=3, b=4), "<a>7</a>", "<a>8</a>"]))
+    agent = react(client, max_react_steps=3)
+    await agent.act()
+    agent.on_after_step("next", {})
+    await agent.act()
+    assert len(client.calls) == 4
+    for (prompt, completion), (following, _) in zip(client.calls, client.calls[1:], strict=False):
+        so_far = [*prompt, *completion]
+        assert following[: len(so_far)] == so_far
+
+
+async def test_the_shot_clock_demands_an_answer_and_takes_whatever_comes():
+    agent = react([call("add", a=1, b=2), call("add", a=1, b=2)], max_react_steps=2, final_answer_prompt="NOW")
+    _tool_step, final = (await agent.act()).steps
+    assert shown(final)[-1] == ("user", "NOW")
+    assert final.action_target == "env" and final.parse_result.action is None  # a call is no action
+    assert agent.ctx.messages[-1]["content"] == call("add", a=1, b=2)
+
+
+async def test_with_one_step_the_shot_clock_joins_the_observation():
+    agent = react(["<a>x</a>"], max_react_steps=1, final_answer_prompt="NOW")
+    (only,) = (await agent.act()).steps
+    assert shown(only) == [("user", "obs\n\nNOW")] and only.parse_result.action == "x"
+
+
+async def test_a_malformed_tool_call_is_a_failed_action_with_its_own_penalty():
+    agent = react(['<tool_call>{"name": </tool_call>'], tool_parse_error_penalty=-0.7)
+    (step,) = (await agent.act()).steps
+    assert step.action_target == "env" and step.parse_result.action is None and step.parse_result.reward == -0.7
+    assert step.info["tool_parse_error"] is True and "could not be read" in step.parse_result.obs
+
+
+async def test_a_call_cut_off_by_the_token_limit_counts_as_cut_off():
+    agent = react([call("add", a=1, b=2)])
+    (step,) = (await agent.act(InferenceSpec(sampling=SamplingParams(max_tokens=20)))).steps
+    assert step.info["incomplete_completion"] is True and "tool_parse_error" not in step.info
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reply"),
+    [
+        ({"name": "substract", "arguments": {}}, "no tool named 'substract'. Available tools: add"),
+        ({"name": "add", "arguments": {"a": 1}}, "b"),
+        ({"name": "add", "arguments": {"a": "x", "b": 2}}, "a"),
+    ],
+)
+async def test_tool_trouble_is_told_to_the_model_and_the_loop_goes_on(arguments, reply):
+    agent = react([f"<tool_call>{json.dumps(arguments)}</tool_call>", "<a>x</a>"])
+    steps = (await agent.act()).steps
+    content = steps[0].tool_results[0]["content"]
+    assert content.startswith("Error") and reply in content
+    assert steps[-1].parse_result.action == "x"
+
+
+async def test_a_tool_that_raises_and_one_that_hangs_are_errors_for_the_model():
+    def explode() -> str:
+        """Explode."""
+        raise ValueError("boom")
+
+    async def hang() -> str:
+        """Hang."""
+        await asyncio.sleep(60)
+        return "never"
+
+    tools = [explode, Tool.from_callable(hang, timeout_s=0.01)]
+    agent = react([call("explode") + call("hang"), "<a>x</a>"], tools=tools)
+    first, _ = (await agent.act()).steps
+    texts = [result["content"] for result in first.tool_results]
+    assert "boom" in texts[0] and texts[1].startswith("Error") and "0.01" in texts[1]
+
+
+async def test_external_calls_go_to_the_protocol_after_the_internal_ones_ran():
+    agent = react([call("add", a=1, b=1) + call("ask", question="why")], external_tools=[ask])
+    (step,) = (await agent.act()).steps
+    assert step.action_target == "external" and step.parse_result is None
+    assert [r["tool_name"] for r in step.tool_results] == ["add"]
+    assert [c["function"]["name"] for c in step.tool_calls] == ["add", "ask"]
+    assert agent.get_tool_scope("add") == "internal" and agent.get_tool_scope("ask") == "external"
+    assert agent.get_tool_scope("nope") is None and agent.is_external_tool("ask")
+    assert agent.has_external_tool_call(step.tool_calls)
+
+
+async def test_tool_call_ids_do_not_repeat_within_an_episode():
+    agent = react([call("add", a=1, b=1), call("add", a=2, b=2), "<a>x</a>"])
+    steps = (await agent.act()).steps
+    assert [s.tool_calls[0]["id"] for s in steps[:2]] == ["call00000", "call00001"]
+    agent.reset()
+    assert agent._num_tool_calls == 0
+
+
+async def test_every_call_of_the_loop_has_a_seed_of_its_own():
+    client = RecordingClient(ScriptedClient([call("add", a=1, b=1), "<a>x</a>"]))
+    await react(client).act(sampling_seed=11)
+    seeds = [request.seed for request in client.requests]
+    assert len(set(seeds)) == 2 and None not in seeds
+
+
+async def test_a_tool_agent_loops_without_a_shot_clock():
+    agent = react([call("calculator", expression="6*7"), "<a>42</a>"], cls=ToolAgent, tools=[calculator])
+    first, final = (await agent.act()).steps
+    assert first.tool_results[0]["content"] == "42" and shown(final)[-1] == ("tool", "42")
+
+
+async def test_an_agent_without_tools_is_a_plain_agent():
+    agent = react(["<tool_call>x</tool_call><a>y</a>"], tools=[])
+    (step,) = (await agent.act()).steps
+    assert step.parse_result.action == "y"
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="share a name"):
+        react([], tools=[add], external_tools=[add])
+    with pytest.raises(ConfigError, match="share a name"):
+        react([], tools=[add, add])
+
+
+def test_tools_need_a_template_that_can_read_calls():
+    with pytest.raises(ConfigError, match="tool_parser"):
+        react([], chat_template=ByteTemplate())
+
+
+def test_tools_need_a_context_that_supports_them():
+    class Plain(FullDialog):
+        supports_tools = False
+
+    with pytest.raises(TypeError, match="Plain"):
+        react([], ctx=Plain())
+
+
+@pytest.mark.parametrize("kwargs", [{"max_react_steps": 0}])
+def test_a_turn_needs_a_model_call(kwargs):
+    with pytest.raises(ConfigError, match="max_react_steps=0"):
+        react([], **kwargs)
+    with pytest.raises(ConfigError, match="max_model_calls=0"):
+        react([], cls=ToolAgent, max_model_calls=0)

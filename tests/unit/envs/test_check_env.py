@@ -1,0 +1,122 @@
+"""check_env finds what it is there to find: each broken env here fails for its own reason."""
+
+import random
+
+import pytest
+from tests.fakes import CountingEnv
+
+from ludic.envs import EnvCheckFailed, check_env
+from ludic.types import Snapshot, StepOutcome
+
+
+class Sound(CountingEnv):
+    full_reward = 1.0
+
+    def reference_action(self, agent_id):
+        return "inc"
+
+    def snapshot(self):
+        return Snapshot(env_kind="count", version=1, episode_id="", obs={}, world={"count": self.count})
+
+    def restore(self, snapshot):
+        self.reset()
+        self.count = snapshot.world["count"]
+
+
+class GlobalDice(Sound):
+    def env_reset(self, *, seed=None):
+        super().env_reset(seed=seed)
+        return f"rolled {random.random()}", {}
+
+
+class LeavesStateBehind(Sound):
+    episodes = 0
+
+    def env_reset(self, *, seed=None):
+        self.episodes += 1
+        super().env_reset(seed=seed)
+        return f"episode {self.episodes}", {}
+
+
+class SharesState(CountingEnv):
+    everybody = 0
+
+    def env_reset(self, *, seed=None):
+        SharesState.everybody = 0
+        return super().env_reset(seed=seed)
+
+    def env_step(self, action):
+        SharesState.everybody += 1
+        outcome = super().env_step(action)
+        return StepOutcome(f"{SharesState.everybody}", outcome.reward, False, outcome.terminated)
+
+    def legal_actions(self, agent_id):
+        return ["inc"]
+
+
+class ChokesOnGarbage(Sound):
+    def env_step(self, action):
+        return {"inc": super().env_step}[action](action)
+
+
+class IntegerObs(Sound):
+    def env_step(self, action):
+        outcome = super().env_step(action)
+        return StepOutcome(7, outcome.reward, False, outcome.terminated)
+
+
+class BoolReward(Sound):
+    def env_step(self, action):
+        outcome = super().env_step(action)
+        return StepOutcome("x", bool(outcome.reward), False, outcome.terminated)
+
+
+class StepsAfterTheEnd(Sound):
+    def step(self, actions):
+        return {self.agent_id: self.env_step("inc")}
+
+    async def async_step(self, actions):
+        return self._stepped(self.env_step(actions.get(self.agent_id, "")))
+
+
+class BadSnapshot(Sound):
+    def restore(self, snapshot):
+        self.reset()
+
+
+class Overpromises(Sound):
+    full_reward = 2.0
+
+
+class ActiveBeforeReset(Sound):
+    active_agents = ["agent_0"]
+
+
+class NoReference(Sound):
+    def reference_action(self, agent_id):
+        return None
+
+
+async def test_a_sound_env_passes():
+    await check_env(Sound)
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        (GlobalDice, "two different episodes"),
+        (LeavesStateBehind, "leaves state behind"),
+        (SharesState, "envs share state"),
+        (ChokesOnGarbage, "unreadable action raised KeyError"),
+        (IntegerObs, "int, not text"),
+        (BoolReward, "bool, not a number"),
+        (StepsAfterTheEnd, "must raise ResetNeeded"),
+        (BadSnapshot, "snapshot went on differently"),
+        (Overpromises, "full_reward is 2.0"),
+        (ActiveBeforeReset, "before reset"),
+        (NoReference, "reference_action"),
+    ],
+)
+async def test_a_broken_promise_is_found_and_named(env, reason):
+    with pytest.raises(EnvCheckFailed, match=reason):
+        await check_env(env)

@@ -1,0 +1,327 @@
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ludic.envs.math_grading import async_is_equivalent, is_equivalent
+from ludic.envs.math_worker import MathWorker
+from ludic.types import ConfigError, MissingExtra
+
+TOWER = "9^{9^{9^{9}}}"  # sympy would compute it
+
+# Without algebra: no worker, no math-verify.
+EXACT_AND_RIGHT = [
+    ("18", "18"),
+    ("18.0", "18"),
+    ("18.", "18"),
+    ("+18", "18"),
+    ("$18", "18"),
+    (r"\$18.00", "18"),
+    ("$18$", "18"),
+    (r"\( 18 \)", "18"),
+    ("36/2", "18"),
+    ("1,000", "1000"),
+    ("1,000,000.50", "1000000.5"),
+    (r"10,\!080", "10080"),
+    (r"11,\! 111,\! 100", "11111100"),
+    ("1{,}000", "1000"),
+    (r"1\,000", "1000"),
+    ("-7", "−7"),
+    (".5", "0.5"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\dfrac{1}{2}", r"\frac12"),
+    (r"\frac 59", "5/9"),
+    (r"\frac9{19}", r"\frac{9}{19}"),
+    (r"-\frac{35}{9}", r"\frac{-35}{9}"),
+    (r"1\frac{4}{5}", "1.8"),
+    ("137 1/2", "137.5"),
+    ("50%", "50"),
+    (r"50\%", "0.5"),
+    ("0.5", r"50\%"),
+    ("12.5 percent", "12.5"),
+    ("18 apples", "18"),
+    ("18 dollars", r"\$18"),
+    (r"5.4 \text{ cents}", "5.4"),
+    (r"5\text{ cm}", "5 centimeters"),
+    ("5cm", "5"),
+    ("864 square inches", r"864 \mbox{ inches}^2"),
+    ("3 miles per hour", "3"),
+    ("18 km/h", r"18\text{ km/h}"),
+    ("18 gallons of milk", "18"),
+    (r"90^\circ", "90"),
+    ("90°", "90 degrees"),
+    ("52_{8}", "52_8"),
+    ("52", "52_8"),
+    (r"\text{Evelyn}", "evelyn"),
+    ("C", r"\text{(C)}"),
+    (r"\textbf{(C)}", "(C)"),
+    ("no solution", r"\text{no solution}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \frac{\pi}{2})"),
+    ("p-q", "p - q"),
+]
+EXACT_AND_WRONG = [
+    ("17", "18"),
+    ("-18", "18"),
+    ("1.8", "18"),
+    ("0.333333", r"\frac{1}{3}"),
+    ("0.0000001", "0.0000002"),
+    ("18.0000000001", "18"),
+    ("1000.1", "1,000"),
+    ("2/36", "18"),
+    ("1 1/2", "1"),
+    (r"1\frac{1}{2}", r"\frac{1}{2}"),
+    ("0.5%", "0.5"),
+    ("1%", "1"),
+    ("5 feet", "5 inches"),
+    ("5 inches", r"5\text{ inches}^2"),
+    ("18 cents", r"\$18"),
+    ("52_9", "52_8"),
+    ("42", "52_8"),
+    ("40_9", "40"),
+    ("18 19", "18"),
+    ("18 19", "1819"),
+    ("18 19", "37"),
+    ("1 000", "0"),
+    (r"\text{east}", r"\text{seat}"),
+    ("east", "seat"),
+    (r"\text{even}", r"\text{odd}"),
+    ("D", r"\text{(C)}"),
+    ("5", r"\text{five}"),
+    (r"\{1,2\}", "(1,2)"),
+    ("(3,5,7)", r"\{3,5,7\}"),
+    ("5} \\boxed{18", "18"),
+    ("", "18"),
+    (" ", " "),
+    ("{" * 500, "18"),
+    (r"\frac{1}{" * 50, "18"),
+    ("9" * 100_000, "18"),
+    ("x" * 100_000, "x"),
+]
+ALGEBRA_AND_RIGHT = [
+    (r"\sqrt{8}", r"2\sqrt2"),
+    (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt3}{3}"),
+    (r"6\sqrt{2}\text{ cm}", r"6\sqrt2"),
+    (r"9 + 9", "18"),
+    (r"1.5 \times 10^{3}", "1500"),
+    ("2^{10}", "1024"),
+    (r"\log_2 8", "3"),
+    (r"\binom{5}{2}", "10"),
+    ("2π", r"2 \pi"),
+    (r"0.1\pi", r"\frac{\pi}{10}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("-q+p", "p - q"),
+    (r"\pi R^2 - \pi r^2", r"\pi(R^2-r^2)"),
+    ("9i+6", "6+9i"),
+    ("x=5", "5"),
+    ("5", "x=5"),
+    ("2x+3", "y = 2x + 3"),
+    ("10x - 14y + 8 = 0", "5x - 7y + 4 = 0"),
+    ("(8, -2)", "(8,-2)"),
+    ("(3, 4 ]", "(3,4]"),
+    (r"\left(-\infty, 2\right) \cup (3,\infty)", r"(3, \infty) \cup (-\infty, 2)"),
+    ("x > 2", r"(2,\infty)"),
+    (r"-2 \le x \le 7", r"x \in [-2,7]"),
+    (r"\{2, 1\}", r"\{1,2\}"),
+    ("7, 5 and 3", "3, 5, 7"),
+    (r"1 + \sqrt{19}, 1 - \sqrt{19}", r"1 \pm \sqrt{19}"),
+    (r"\begin{bmatrix} -\frac13 \\ 2 \end{bmatrix}", r"\begin{pmatrix} -1/3 \\ 2 \end{pmatrix}"),
+]
+ALGEBRA_AND_WRONG = [
+    ("1.414214", r"\sqrt{2}"),
+    (r"\sqrt{2} + 10^{-16}", r"\sqrt{2}"),
+    ("3.14", r"\pi"),
+    (r"10^{-20} \pi", r"2 \cdot 10^{-20} \pi"),
+    ("3m", "3"),
+    ("3", "3m"),
+    ("18 thousand", "18"),
+    (r"18\text{ dozen}", "18"),
+    ("18!", "18"),
+    ("2 or 3", "3"),
+    ("2, 3", "2"),
+    ("1,2", "12"),
+    ("1, 000", "1000"),
+    ("1,2", "1.2"),
+    ("(2,1)", "(1,2)"),
+    ("(1,2]", "(1,2)"),
+    ("[1,2]", "(1,2)"),
+    ("1 < x < 2", "(1,2)"),
+    ("x=5", "y=5"),
+    ("(x-1)^2", "x^2+2x+1"),
+    ("6-9i", "6+9i"),
+    ("r^2 - R^2", "R^2 - r^2"),
+    ("0", "R^2 - r^2"),
+    (r"-\infty", r"\infty"),
+    (r"\frac{1}{0}", r"\frac{2}{0}"),
+    (r"90^\circ", r"\frac{\pi}{2}"),
+    (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"5x - 7y - 4 = 0", "5x - 7y + 4 = 0"),
+    ("the answer is not 18", "18"),
+    ("\x00", "18"),
+    ("\ud800", "x"),
+    ("((((", "18"),
+    (r"\frac{}{}", "18"),
+    ("🎲", "18"),
+]
+
+
+def _no_worker(self, answer, gold, *, timeout_s):
+    raise AssertionError(f"{answer!r} and {gold!r} went to the worker")
+
+
+@pytest.mark.parametrize(("answer", "gold"), EXACT_AND_RIGHT)
+def test_the_same_number_unit_or_word_is_equivalent(answer, gold, monkeypatch):
+    monkeypatch.setattr(MathWorker, "check", _no_worker)
+    assert is_equivalent(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), EXACT_AND_WRONG, ids=range(len(EXACT_AND_WRONG)))
+def test_another_number_unit_or_word_is_not_equivalent(answer, gold, monkeypatch):
+    monkeypatch.setattr(MathWorker, "check", _no_worker)
+    assert not is_equivalent(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), ALGEBRA_AND_RIGHT)
+def test_the_same_expression_is_equivalent(answer, gold):
+    assert is_equivalent(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), ALGEBRA_AND_WRONG, ids=range(len(ALGEBRA_AND_WRONG)))
+def test_another_expression_is_not_equivalent(answer, gold):
+    assert not is_equivalent(answer, gold)
+
+
+def test_a_time_limit_must_be_positive():
+    with pytest.raises(ConfigError, match="timeout_s=0"):
+        is_equivalent("1", "1", timeout_s=0)
+
+
+def test_an_endless_answer_is_wrong_and_the_next_one_is_graded():
+    start = time.monotonic()
+    assert not is_equivalent(TOWER, "18", timeout_s=0.3)
+    assert is_equivalent(r"\sqrt{8}", r"2\sqrt2")
+    assert time.monotonic() - start < 10
+
+
+def test_grading_works_from_many_threads():
+    with ThreadPoolExecutor(8) as pool:
+        verdicts = list(pool.map(lambda n: is_equivalent(rf"\sqrt{{{n * n}}}", str(n % 5)), range(1, 9)))
+    assert verdicts == [True, True, True, True, False, False, False, False]
+
+
+async def test_grading_works_concurrently_and_keeps_the_loop_running():
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    questions = [(TOWER, "18"), *((rf"{n}\sqrt2", r"\sqrt{8}") for n in range(1, 5))]
+    verdicts = await asyncio.gather(*(async_is_equivalent(a, g, timeout_s=0.3) for a, g in questions))
+    ticking.cancel()
+    assert verdicts == [False, False, True, False, False]
+    assert ticks > 10
+
+
+# --- the worker itself, with a stand-in for math-verify -----------------------------------------------------
+
+STAND_IN = """
+import os, time
+
+def LatexNormalizationConfig(**settings): pass
+def LatexExtractionConfig(**settings): pass
+
+def parse(text, *args, **settings):
+    print("a library that talks")
+    return text
+
+def verify(gold, answer, **settings):
+    if "hang" in answer: time.sleep(60)
+    if "crash" in answer: os._exit(1)
+    if "raise" in answer: raise RecursionError
+    return "gold" in gold and "right" in answer
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = MathWorker()
+    yield worker
+    worker.close()
+
+
+def test_the_reference_comes_first_and_chatter_is_no_verdict(worker):
+    assert worker.check("right", "gold", timeout_s=5)
+    assert not worker.check("gold", "right", timeout_s=5)
+
+
+@pytest.mark.parametrize("answer", ["hang", "crash", "raise"])
+def test_a_worker_that_breaks_says_no_and_is_replaced(worker, answer):
+    start = time.monotonic()
+    assert not worker.check(answer, "gold", timeout_s=0.2)
+    assert worker.check("right", "gold", timeout_s=5)
+    assert time.monotonic() - start < 10
+
+
+def test_a_worker_that_died_between_questions_costs_nobody_a_verdict(worker):
+    assert worker.check("right", "gold", timeout_s=5)
+    worker._process.kill()
+    worker._process.wait()
+    assert worker.check("right", "gold", timeout_s=5)
+
+
+def test_waiting_for_others_does_not_count_as_thinking(worker):
+    with ThreadPoolExecutor(4) as pool:
+        slow = [pool.submit(worker.check, "hang", "gold", timeout_s=0.5) for _ in range(2)]
+        assert pool.submit(worker.check, "right", "gold", timeout_s=0.5).result()
+        assert not any(check.result() for check in slow)
+
+
+def test_without_math_verify_the_missing_extra_is_named(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no math_verify here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtra, match=r"no math_verify here.*ludic\[math\]"):
+        MathWorker().check(r"\sqrt2", "2", timeout_s=5)
+
+
+def test_a_forked_child_has_its_own_worker_and_none_outlives_its_process(tmp_path):
+    (tmp_path / "math_verify.py").write_text(STAND_IN)
+    script = r"""
+        import os
+        from ludic.envs.math_grading import is_equivalent
+        from ludic.envs.math_worker import worker_of_this_process
+
+        def grade():
+            right = is_equivalent("right + 1", "gold + 1")
+            print(worker_of_this_process()._process.pid, right, flush=True)
+
+        grade()
+        if (pid := os.fork()):
+            os.waitpid(pid, 0)
+        grade()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [verdict for _, verdict in rows] == ["True"] * 3
+    first, forked, again = (int(pid) for pid, _ in rows)
+    assert first == again != forked
+    for pid in (first, forked):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

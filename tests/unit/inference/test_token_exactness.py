@@ -1,0 +1,270 @@
+"""Rule 1: the next prompt is the stored tokens plus the template's delta, bit for bit, over real templates."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.chat_templates import STYLES, make_tokenizer
+
+from ludic.inference import Conversation, HermesToolParser, HFChatTemplate, make_tool_call
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+        },
+    }
+]
+SLOW_IS_FINE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+DIALOGUE_STYLES = ["qwen", "llama3", "mistral"]
+
+texts = st.one_of(
+    st.sampled_from(["", " ", "ok", "count=3", "naïve 🎲 你好", "<think>hm</think>", "a\n\nb", "{{ x }}", "</s>x"]),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+)
+replies = st.builds(lambda ids, ended: (ids, ended), st.lists(st.integers(0, 10_000), max_size=8), st.booleans())
+
+
+@st.composite
+def dialogues(draw: Any) -> list[tuple[tuple[list[int], bool], str, Any]]:
+    """Turns of (sampled ids, did it end its turn), what follows ("user" or "tool"), and the texts of that."""
+    turns = []
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(["user", "tool", "tool+note"]))
+        turns.append((draw(replies), kind, draw(texts)))
+    return turns
+
+
+def play(
+    style: str, turns: Any, tools: Any = TOOLS
+) -> tuple[HFChatTemplate, list[tuple[np.ndarray, list[int]]], list[Any]]:
+    """Run a dialogue through a Conversation; what the server saw and sampled at every call."""
+    tokenizer = make_tokenizer(style)
+    template = HFChatTemplate(tokenizer, tool_parser=HermesToolParser())
+    conversation = Conversation(template)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "begin"}]
+    calls = []
+    prompts = []
+    for number, ((raw_ids, ended), kind, text) in enumerate(turns):
+        prompt = conversation.next_prompt(list(messages), tools=tools)
+        prompts.append(prompt)
+        ids = [i % len(tokenizer) for i in raw_ids]
+        if ended:
+            ids.append(tokenizer.eos_token_id)
+        calls.append((prompt.token_ids, ids))
+        content = tokenizer.decode(ids, skip_special_tokens=True)
+        reply: dict[str, Any] = {"role": "assistant", "content": content}
+        if kind.startswith("tool"):
+            reply["tool_calls"] = [make_tool_call("calculator", {"x": "1"}, number)]
+        messages.append(reply)
+        conversation.record(ids, content)
+        if kind == "user":
+            messages.append({"role": "user", "content": text})
+        else:
+            messages.append(
+                {"role": "tool", "tool_call_id": f"call{number:05d}", "name": "calculator", "content": text}
+            )
+            if kind == "tool+note":
+                messages.append({"role": "user", "content": "Answer now."})
+    prompts.append(conversation.next_prompt(list(messages), tools=tools))
+    return template, calls, prompts
+
+
+@pytest.mark.parametrize("style", DIALOGUE_STYLES)
+@given(turns=dialogues())
+@SLOW_IS_FINE
+def test_every_prompt_extends_what_was_sent_and_sampled(style: str, turns: Any):
+    _, calls, prompts = play(style, turns)
+    for (sent, sampled), following in zip(calls, prompts[1:], strict=True):
+        so_far = [*sent.tolist(), *sampled]
+        assert following.token_ids[: len(so_far)].tolist() == so_far
+        assert not following.rewrote_history
+
+
+@pytest.mark.parametrize("style", DIALOGUE_STYLES)
+@given(turns=dialogues())
+@SLOW_IS_FINE
+def test_what_is_appended_reads_as_the_template_writes_it(style: str, turns: Any):
+    """The delta, decoded, holds the new messages and ends where the next reply begins."""
+    template, calls, prompts = play(style, turns)
+    openings = {
+        "qwen": ("<|im_start|>assistant\n",),
+        "llama3": ("<|start_header_id|>assistant<|end_header_id|>\n\n",),
+        "mistral": ("[/INST]", "[/TOOL_RESULTS]"),
+    }[style]
+    for (sent, sampled), following, (_, _, text) in zip(calls, prompts[1:], turns, strict=True):
+        delta = following.token_ids[len(sent) + len(sampled) :].tolist()
+        decoded = template.tokenizer.decode(delta)
+        assert decoded.endswith(openings)
+        if text.isalnum() and text.isascii():
+            assert text in decoded
+
+
+canonical = st.sampled_from(["ok", "The capital is Paris.", "A1", "naïve 🎲 你好", "a b\nc", "x" * 40])
+
+
+@pytest.mark.parametrize("style", ["qwen", "llama3", "mistral"])
+@given(answers=st.lists(canonical, min_size=1, max_size=4), observations=st.lists(canonical, min_size=4, max_size=4))
+@SLOW_IS_FINE
+def test_the_continuation_equals_a_fresh_rendering_when_the_text_survives(style: str, answers: Any, observations: Any):
+    """Two ways to the same prompt: stored tokens plus delta, and rendering everything anew."""
+    tokenizer = make_tokenizer(style)
+    template = HFChatTemplate(tokenizer)
+    conversation = Conversation(template)
+    messages = [{"role": "user", "content": "begin"}]
+    for answer, observation in zip(answers, observations, strict=False):
+        prompt = conversation.next_prompt(messages)
+        assert prompt.token_ids.tolist() == template.apply(messages).prompt_token_ids.tolist()
+        ids = [*_ids_in_place(template, messages, answer), tokenizer.eos_token_id]
+        conversation.record(ids, answer)
+        messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": observation}]
+    assert conversation.next_prompt(messages).token_ids.tolist() == template.apply(messages).prompt_token_ids.tolist()
+
+
+def _ids_in_place(template: HFChatTemplate, messages: Any, answer: str) -> list[int]:
+    """The tokens a rendering uses for this answer at this place."""
+    before = template.apply(messages).prompt_token_ids
+    whole = template.apply([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+    return whole.prompt_token_ids[len(before) : -len(template._closing_ids)].tolist()
+
+
+def test_tool_calls_are_not_written_twice_by_a_qwen_style_template():
+    turns = [(([5, 6], True), "tool", "3")]
+    template, (call,), prompts = play("qwen", turns)
+    delta = template.tokenizer.decode(prompts[1].token_ids[len(call[0]) + len(call[1]) :].tolist())
+    assert delta == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_strict_template_accepts_tool_results_and_a_note_behind_them():
+    """Mistral's roles must alternate and tool results need structured calls before them."""
+    turns = [(([40, 41], True), "tool+note", "3"), (([42], True), "user", "next")]
+    template, calls, prompts = play("mistral", turns)
+    first = template.tokenizer.decode(prompts[1].token_ids[len(calls[0][0]) + len(calls[0][1]) :].tolist())
+    assert "[TOOL_RESULTS]" in first and first.endswith("[INST]Answer now.[/INST]")
+
+
+def test_thinking_of_old_turns_stays_in_the_tokens_although_the_template_would_drop_it():
+    tokenizer = make_tokenizer("qwen")
+    template = HFChatTemplate(tokenizer)
+    conversation = Conversation(template)
+    messages = [{"role": "user", "content": "begin"}]
+    conversation.next_prompt(messages)
+    reply = "<think>secret</think>ok"
+    conversation.record([*template._encode(reply).tolist(), tokenizer.eos_token_id], reply)
+    messages = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": "go on"}]
+    assert "secret" in tokenizer.decode(conversation.next_prompt(messages).token_ids.tolist())
+    assert "secret" not in template.apply(messages).prompt_text
+
+
+def test_a_reply_cut_off_before_its_end_is_closed_by_the_template():
+    tokenizer = make_tokenizer("qwen")
+    conversation = Conversation(HFChatTemplate(tokenizer))
+    messages = [{"role": "user", "content": "begin"}]
+    sent = conversation.next_prompt(messages).token_ids
+    conversation.record([40, 41], "cut")
+    messages = [*messages, {"role": "assistant", "content": "cut"}, {"role": "user", "content": "go on"}]
+    delta = tokenizer.decode(conversation.next_prompt(messages).token_ids[len(sent) + 2 :].tolist())
+    assert delta.startswith("<|im_end|>\n<|im_start|>user\ngo on")
+
+
+def test_another_end_of_turn_token_is_not_closed_a_second_time():
+    tokenizer = make_tokenizer("llama3")
+    template = HFChatTemplate(tokenizer)
+    eom = tokenizer.convert_tokens_to_ids("<|eom_id|>")
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    delta = template.delta(messages, num_sent=1, completion_token_ids=[40, eom])
+    assert tokenizer.decode(delta.tolist()).startswith("<|start_header_id|>user")
+
+
+def test_a_template_that_numbers_its_rounds_is_continued_with_the_right_number():
+    tokenizer = make_tokenizer("rounds")
+    template = HFChatTemplate(tokenizer)
+    assert not template._tail_is_local
+    conversation = Conversation(template)
+    messages = [{"role": "user", "content": "q1"}]
+    for number in range(2, 5):
+        conversation.next_prompt(messages)
+        conversation.record(template._encode(" yes").tolist(), " yes")
+        messages = [*messages, {"role": "assistant", "content": " yes"}, {"role": "user", "content": f"q{number}"}]
+    text = tokenizer.decode(conversation.next_prompt(messages).token_ids.tolist())
+    assert (
+        text == "[Round 1] Q: q1\nA: yes\n\n[Round 2] Q: q2\nA: yes\n\n[Round 3] Q: q3\nA: yes\n\n[Round 4] Q: q4\nA:"
+    )
+
+
+def test_the_closing_that_the_model_wrote_itself_is_not_repeated():
+    """Without special tokens the overlap is found by comparing tokens."""
+    template = HFChatTemplate(make_tokenizer("rounds"))
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    written = template._encode("b\n\n")
+    delta = template.delta(messages, num_sent=1, completion_token_ids=written)
+    assert template.tokenizer.decode(delta.tolist()) == "[Round 2] Q: c\nA:"
+
+
+def test_messages_that_do_not_extend_the_last_ones_start_a_new_segment():
+    template = HFChatTemplate(make_tokenizer("qwen"))
+    conversation = Conversation(template)
+    first = [{"role": "user", "content": "a"}]
+    conversation.next_prompt(first)
+    conversation.record([40], "b")
+    rewritten = [
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    prompt = conversation.next_prompt(rewritten)
+    assert prompt.rewrote_history
+    assert prompt.token_ids.tolist() == template.apply(rewritten).prompt_token_ids.tolist()
+
+
+def test_changing_the_tools_starts_a_new_segment():
+    conversation = Conversation(HFChatTemplate(make_tokenizer("qwen"), tool_parser=HermesToolParser()))
+    conversation.next_prompt([{"role": "user", "content": "a"}], tools=TOOLS)
+    conversation.record([40], "b")
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    assert conversation.next_prompt(messages, tools=None).rewrote_history
+
+
+def test_a_call_that_was_never_answered_is_rendered_afresh():
+    conversation = Conversation(HFChatTemplate(make_tokenizer("qwen")))
+    messages = [{"role": "user", "content": "a"}]
+    first = conversation.next_prompt(messages)
+    again = conversation.next_prompt(messages)
+    assert first.token_ids.tolist() == again.token_ids.tolist() and not again.rewrote_history
+
+
+def test_prompts_of_one_segment_share_their_memory():
+    conversation = Conversation(HFChatTemplate(make_tokenizer("qwen")))
+    messages = [{"role": "user", "content": "a " * 200}]
+    views = []
+    for _ in range(50):
+        views.append(conversation.next_prompt(messages).token_ids)
+        conversation.record([40, 41], "b")
+        messages = [*messages, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    buffers = {id(view.base): view.base.nbytes for view in views}
+    assert sum(buffers.values()) < 8 * views[-1].nbytes  # quadratic storage would be about 25 times
+    assert all(not view.flags.writeable for view in views)
+
+
+@pytest.mark.parametrize("style", list(STYLES))
+def test_the_rendered_text_is_what_the_ids_decode_to(style: str):
+    tokenizer = make_tokenizer(style)
+    result = HFChatTemplate(tokenizer).apply([{"role": "user", "content": "naïve 🎲 x"}])
+    assert tokenizer.decode(result.prompt_token_ids.tolist()) == result.prompt_text

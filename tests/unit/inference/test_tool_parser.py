@@ -1,0 +1,122 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludic.inference import HermesToolParser, Llama3ToolParser, XMLToolParser
+
+
+def calls(result):
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in result.tool_calls or ()]
+
+
+def hermes(text):
+    return HermesToolParser().parse(text)
+
+
+def test_hermes_blocks_become_calls_in_the_openai_shape():
+    result = hermes('I will add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    assert result.tool_calls == [
+        {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    ]
+    assert result.content == "I will add." and not result.parse_error
+
+
+def test_several_blocks_and_what_stands_between_them():
+    result = hermes('a<tool_call>{"name":"f","arguments":{}}</tool_call>b<tool_call>{"name":"g"}</tool_call>c')
+    assert calls(result) == [("f", {}), ("g", {})] and result.content == "abc"
+    assert [c["id"] for c in result.tool_calls] == ["call00000", "call00001"]
+
+
+def test_no_block_is_no_call():
+    result = hermes("just text")
+    assert result.tool_calls is None and not result.parse_error and result.content == "just text"
+
+
+def test_broken_json_in_one_block_keeps_the_others():
+    result = hermes('<tool_call>{"name": </tool_call><tool_call>{"name":"g","arguments":{}}</tool_call>')
+    assert result.parse_error and calls(result) == [("g", {})]
+
+
+def test_a_list_of_calls_in_one_block_is_accepted():
+    assert calls(hermes('<tool_call>[{"name":"f"},{"name":"g","arguments":{"x":2}}]</tool_call>')) == [
+        ("f", {}), ("g", {"x": 2}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", ["[1, 2]", '"text"', "3", "null", "{}", '{"name": ""}', '{"name": 3}',
+                                  '{"name": "f", "arguments": "not json"}', '{"name": "f", "arguments": [1]}'])  # fmt: skip
+def test_json_that_is_not_a_call_is_a_parse_error_and_never_an_exception(body):
+    result = hermes(f"<tool_call>{body}</tool_call>")
+    assert result.parse_error and result.tool_calls is None
+
+
+def test_an_unclosed_block_is_a_parse_error():
+    assert hermes('<tool_call>{"name": "f", "arguments": {}}').parse_error
+    nested = hermes('<tool_call>{"name": <tool_call>{"name":"g"}</tool_call>')
+    assert nested.parse_error and calls(nested) == [("g", {})]
+
+
+def test_arguments_encoded_twice_are_decoded_once_more():
+    assert calls(hermes('<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>')) == [("f", {"a": 1})]
+
+
+def test_raw_newlines_and_unicode_in_strings_survive():
+    assert calls(hermes('<tool_call>{"name":"f","arguments":{"code":"a\nb 🎲"}}</tool_call>')) == [
+        ("f", {"code": "a\nb 🎲"})
+    ]
+
+
+def llama(text):
+    return Llama3ToolParser().parse(text)
+
+
+def test_llama3_reads_a_reply_that_is_a_call():
+    assert calls(llama('{"name": "f", "parameters": {"a": 1}}')) == [("f", {"a": 1})]
+    assert calls(llama('{"type": "function", "name": "f", "parameters": {}}')) == [("f", {})]
+    assert calls(llama('sure <|python_tag|>{"name":"f","parameters":{}};{"name":"g"}')) == [("f", {}), ("g", {})]
+    assert llama('sure <|python_tag|>{"name":"f","parameters":{}}').content == "sure"
+
+
+@pytest.mark.parametrize("text", ["A1", '{"move": "A1"}', "", "text {not a call}"])
+def test_llama3_leaves_other_text_alone(text):
+    result = llama(text)
+    assert result.tool_calls is None and not result.parse_error and result.content == text
+
+
+def test_llama3_says_when_a_call_is_broken():
+    assert llama('{"name": "f", "parameters": {').parse_error
+    assert llama("<|python_tag|>print(1)").parse_error
+
+
+def xml(text):
+    return XMLToolParser().parse(text)
+
+
+def test_xml_reads_both_spellings():
+    qwen = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>x y</parameter>\n</function>\n</tool_call>"
+    assert calls(xml(f"so: {qwen}")) == [("f", {"a": "1", "b": "x y"})] and xml(f"so: {qwen}").content == "so:"
+    invoke = '<invoke name="f"><parameter name="a">[1, 2]</parameter></invoke>'
+    assert calls(xml(invoke)) == [("f", {"a": "[1, 2]"})]
+
+
+@pytest.mark.parametrize(
+    "text", ["<function=f>", "<function=f><parameter=a>1</function>", "<parameter=a>1</parameter>"]
+)
+def test_xml_says_when_a_call_is_broken(text):
+    assert xml(text).parse_error
+
+
+def test_xml_leaves_other_text_alone():
+    assert xml("a < b and <b>bold</b>").tool_calls is None
+
+
+@given(st.text(alphabet='<>/{}[]":,abtool_calnme=f123 \n|', max_size=80))
+def test_no_text_makes_a_parser_raise(text):
+    for parser in (HermesToolParser(), Llama3ToolParser(), XMLToolParser()):
+        for wrapped in (text, f"<tool_call>{text}</tool_call>", f'{{"name": {text}', f"<function={text}</function>"):
+            result = parser.parse(wrapped)
+            assert result.tool_calls is None or all(
+                json.loads(c["function"]["arguments"]) is not None for c in result.tool_calls
+            )

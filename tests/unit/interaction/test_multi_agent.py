@@ -1,0 +1,255 @@
+import asyncio
+
+import pytest
+from tests.fakes import RecordingClient, make_agent
+from tests.unit.agents.test_tool_agents import ask, call
+
+from ludic.agents import ReActAgent
+from ludic.envs import LudicEnv
+from ludic.inference import ScriptedClient
+from ludic.interaction import MultiAgentProtocol, MultiAgentSyncProtocol, TraceCollector
+from ludic.types import AgentStep, ConfigError, EnvContractError, StepOutcome, StopReason, TokenTrace
+
+
+class Relay(LudicEnv):
+    """Turn-based: a, b, a, b, …; the last mover wins +1, the other loses −1. Everybody sees every move."""
+
+    def __init__(self, num_moves: int, roles=("a", "b")) -> None:
+        self.num_moves = num_moves
+        self.roles = list(roles)
+        self.moves = None
+
+    @property
+    def agent_ids(self):
+        return self.roles
+
+    @property
+    def active_agents(self):
+        if self.moves is None or len(self.moves) >= self.num_moves:
+            return []
+        return [self.roles[len(self.moves) % len(self.roles)]]
+
+    def reset(self, *, seed=None):
+        self.moves = []
+        return {role: (f"you are {role}", {}) for role in self.roles}
+
+    def step(self, actions):
+        (mover,) = self.active_agents
+        self.moves.append(actions.get(mover, "?"))
+        over = not self.active_agents
+        return {
+            role: StepOutcome(
+                f"{mover} played {self.moves[-1]}",
+                (1.0 if role == mover else -1.0) if over else 0.0,
+                truncated=False,
+                terminated=over,
+            )
+            for role in self.roles
+        }
+
+
+def agents(**replies):
+    return {role: make_agent(texts) for role, texts in replies.items()}
+
+
+async def run(protocol, env, **kwargs):
+    rollouts = await protocol.run(env=env, **{"max_steps": 20, **kwargs})
+    return {rollout.meta["agent_id"]: rollout for rollout in rollouts}
+
+
+async def test_the_player_who_did_not_move_last_still_gets_its_terminal_reward():
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"], b=["<a>2</a>"])), Relay(3))
+    loser, winner = by_role["b"], by_role["a"]
+    assert loser.env_steps[-1].terminated and loser.env_steps[-1].reward == pytest.approx(-1.0 + 0.1)
+    assert loser.stop is winner.stop is StopReason.TERMINATED
+    assert winner.env_steps[-1].reward == pytest.approx(1.1)
+    assert loser.meta["episode_truncated"] is False
+
+
+async def test_a_transition_spans_the_moves_of_the_others():
+    """What an agent sees next is everything that was said until its next turn, in one message."""
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"], b=["<a>2</a>"])), Relay(3))
+    first = by_role["a"].env_steps[0]
+    assert first.next_obs == "a played 1\n\nb played 2" and first.prev_obs == "you are a"
+    assert by_role["b"].agent_steps[0].prompt_messages[-1]["content"] == "you are b\n\na played 1"
+    assert len(by_role["a"].env_steps) == 2 and len(by_role["b"].env_steps) == 1
+
+
+async def test_a_player_that_never_moved_still_has_its_result_on_record():
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=[])), Relay(1))
+    (step,) = by_role["b"].steps
+    assert step.kind == "env" and step.reward == -1.0 and step.source_agent_step_id is None and step.trace is None
+    assert by_role["b"].total_reward == -1.0
+
+
+async def test_unmanaged_roles_are_the_envs_business():
+    class WithBot(Relay):
+        """Role b is played by the env: it steps with {} when b is to move."""
+
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"])), WithBot(4))
+    assert list(by_role) == ["a"]
+    assert by_role["a"].env_steps[-1].reward == pytest.approx(-1.0 + 0.1)  # b moved last
+
+
+async def test_a_reply_that_cannot_be_read_leaves_the_env_where_it_was():
+    env = Relay(2)
+    by_role = await run(MultiAgentProtocol(agents(a=["hm", "<a>1</a>"], b=["<a>2</a>"])), env)
+    assert env.moves == ["1", "2"]
+    failed, again = by_role["a"].agent_steps
+    assert failed.info["parse_error"] and failed.reward == -1.0
+    assert again.prompt_messages[-1]["content"].startswith("Invalid action format")
+
+
+class Simultaneous(LudicEnv):
+    """Both act at once, for two rounds; a missing action is noted."""
+
+    def __init__(self) -> None:
+        self.rounds = None
+
+    agent_ids = ["a", "b"]
+
+    @property
+    def active_agents(self):
+        return [] if self.rounds is None or len(self.rounds) >= 2 else ["a", "b"]
+
+    def reset(self, *, seed=None):
+        self.rounds = []
+        return {role: ("go", {}) for role in self.agent_ids}
+
+    def step(self, actions):
+        self.rounds.append(dict(actions))
+        over = len(self.rounds) >= 2
+        return {
+            r: StepOutcome(f"round {len(self.rounds)}", 0.5, truncated=False, terminated=over) for r in self.agent_ids
+        }
+
+
+async def test_simultaneous_agents_act_side_by_side():
+    barrier = asyncio.Barrier(2)
+
+    class Meets(ScriptedClient):
+        async def complete_tokens(self, request):
+            await asyncio.wait_for(barrier.wait(), 2)
+            return await super().complete_tokens(request)
+
+    env = Simultaneous()
+    players = {role: make_agent(Meets([f"<a>{role}</a>"] * 2)) for role in ("a", "b")}
+    by_role = await run(MultiAgentProtocol(players), env)
+    assert env.rounds == [{"a": "a", "b": "b"}] * 2
+    assert all(rollout.total_reward == pytest.approx(1.2) for rollout in by_role.values())
+
+
+async def test_an_unread_reply_is_left_out_while_the_others_move_on():
+    env = Simultaneous()
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>x</a>"] * 2, b=["hm", "<a>y</a>"])), env)
+    assert env.rounds == [{"a": "x"}, {"a": "x", "b": "y"}]
+    b = by_role["b"]
+    assert [s.kind for s in b.steps] == ["agent", "env", "agent", "env"]
+    assert b.steps[0].turn_id == b.steps[1].turn_id and b.steps[1].parsed_action is None
+    assert b.steps[2].prompt_messages[-1]["content"].endswith("\n\nround 1")
+    assert b.total_reward == pytest.approx(-1.0 + 0.5 + 0.6)
+
+
+async def test_agents_still_open_at_the_limit_are_truncated():
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Relay(9), max_steps=2)
+    for rollout in by_role.values():
+        assert rollout.stop is StopReason.MAX_STEPS and rollout.steps[-1].truncated
+        assert rollout.meta["truncation_reason"] == "max_steps"
+
+
+async def test_agents_finish_one_by_one():
+    class OneLeaves(Simultaneous):
+        @property
+        def active_agents(self):
+            return [] if self.rounds is None or len(self.rounds) >= 3 else (["a", "b"] if not self.rounds else ["b"])
+
+        def step(self, actions):
+            self.rounds.append(dict(actions))
+            done = {"a": True, "b": len(self.rounds) >= 3}
+            return {r: StepOutcome("x", 1.0, truncated=False, terminated=done[r]) for r in self.agent_ids}
+
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>x</a>"], b=["<a>y</a>"] * 3)), OneLeaves())
+    assert len(by_role["a"].env_steps) == 1 and by_role["a"].total_reward == pytest.approx(1.1)
+    assert len(by_role["b"].env_steps) == 3
+
+
+async def test_external_tools_work_here_too():
+    def handler(calls):
+        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "because"} for c in calls]
+
+    asker = make_agent([call("ask", question="why"), "<a>1</a>"], cls=ReActAgent, external_tools=[ask])
+    protocol = MultiAgentProtocol({"a": asker, "b": make_agent(["<a>2</a>"])}, external_tool_handler=handler)
+    by_role = await run(protocol, Relay(2))
+    external, action = by_role["a"].agent_steps
+    assert external.action_target == "external" and external.turn_id == action.turn_id
+    assert action.prompt_messages[-1]["content"] == "because"
+
+
+async def test_a_failure_of_one_agent_cancels_the_others_and_travels_on():
+    cancelled = asyncio.Event()
+
+    class Waits(ScriptedClient):
+        async def complete_tokens(self, request):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    class Fails(ScriptedClient):
+        async def complete_tokens(self, request):
+            await asyncio.sleep(0)
+            raise ConnectionError("gone")
+
+    players = {"a": make_agent(Waits([])), "b": make_agent(Fails([]))}
+    with pytest.raises(ConnectionError, match="gone"):
+        await run(MultiAgentProtocol(players), Simultaneous())
+    assert cancelled.is_set()
+
+
+async def test_seeds_differ_between_agents_and_do_not_depend_on_who_else_is_managed():
+    def recorded(*roles):
+        clients = {role: RecordingClient(ScriptedClient(["<a>1</a>"] * 9)) for role in roles}
+        return clients, MultiAgentProtocol({role: make_agent(client) for role, client in clients.items()})
+
+    both, protocol = recorded("a", "b")
+    await run(protocol, Relay(4), sampling_seed=3)
+    alone, protocol = recorded("b")
+    await run(protocol, Relay(4), sampling_seed=3)
+    seeds = [[request.seed for request in both[role].requests] for role in ("a", "b")]
+    assert len({*seeds[0], *seeds[1]}) == 4
+    assert [request.seed for request in alone["b"].requests] == seeds[1]
+
+
+async def test_an_env_that_forgets_an_agent_is_named():
+    class Forgets(Relay):
+        def step(self, actions):
+            outcomes = super().step(actions)
+            del outcomes["b"]
+            return outcomes
+
+    with pytest.raises(EnvContractError, match=r"Forgets.step.*'b' is missing"):
+        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=[])), Forgets(2))
+
+
+def test_wrong_roles_and_shared_agents_are_refused():
+    agent = make_agent([])
+    with pytest.raises(ConfigError, match="share one Agent"):
+        MultiAgentProtocol({"a": agent, "b": agent})
+    with pytest.raises(ConfigError, match="at least one agent"):
+        MultiAgentProtocol({})
+    with pytest.raises(ConfigError, match=r"\['z'\].*\['a', 'b'\]"):
+        asyncio.run(run(MultiAgentProtocol({"z": agent}), Relay(1)))
+    assert MultiAgentSyncProtocol is MultiAgentProtocol
+
+
+def test_the_collector_makes_one_rollout_per_agent_and_leaves_out_those_without_steps():
+    collector = TraceCollector(env_name="X")
+    step = AgentStep(index=0, prompt_messages=[], action="x", trace=TokenTrace([1], [2]))
+    collector.add("a", step)
+    collector.rollout("silent")
+    (rollout,) = collector.extract_rollouts(episode_truncated=True, truncation_reason="max_steps")
+    assert rollout.steps == [step]
+    assert rollout.meta == {
+        "env_name": "X", "agent_id": "a", "episode_truncated": True, "truncation_reason": "max_steps",
+    }  # fmt: skip

@@ -1,0 +1,325 @@
+import asyncio
+
+import pytest
+from tests.fakes import CountingEnv, RandomTokenClient, RecordingClient, make_agent
+from tests.unit.agents.test_tool_agents import add, ask, call
+
+from ludic.agents import ReActAgent
+from ludic.context import FullDialog
+from ludic.envs import SingleAgentEnv
+from ludic.inference import ByteTemplate, InferenceSpec, SamplingParams, ScriptedClient
+from ludic.interaction import SingleAgentProtocol, SingleAgentSyncProtocol
+from ludic.parsers import raw_parser
+from ludic.types import EnvContractError, PromptTooLong, Rollout, StepOutcome, StopReason
+
+
+async def run(replies, *, env=None, max_steps=10, protocol=None, agent=None, **kwargs):
+    agent = agent or make_agent(replies, **kwargs)
+    protocol = protocol or {}
+    (rollout,) = await SingleAgentProtocol(agent, **protocol).run(env=env or CountingEnv(2), max_steps=max_steps)
+    return rollout
+
+
+def kinds(rollout: Rollout) -> list[str]:
+    return [step.kind for step in rollout.steps]
+
+
+async def test_an_episode_alternates_agent_and_env_steps_until_the_env_ends_it():
+    rollout = await run(["<a>inc</a>", "<a>inc</a>"])
+    assert kinds(rollout) == ["agent", "env"] * 2 and [s.index for s in rollout.steps] == [0, 1, 2, 3]
+    first, last = rollout.env_steps
+    assert first.prev_obs == "count=0" and first.next_obs == "count=1" and not first.terminated
+    assert last.terminated and last.next_obs is None and last.info["count"] == 2
+    assert rollout.stop is StopReason.TERMINATED
+    assert rollout.meta == {
+        "agent_id": "agent_0", "agent_name": "agent", "env_name": "CountingEnv",
+        "episode_truncated": False, "truncation_reason": None,
+    }  # fmt: skip
+
+
+async def test_steps_of_a_turn_are_linked():
+    rollout = await run(["<a>inc</a>", "<a>inc</a>"])
+    agent_step, env_step = rollout.steps[:2]
+    assert agent_step.turn_id == env_step.turn_id != rollout.steps[2].turn_id
+    assert env_step.source_agent_step_id == agent_step.id and list(env_step.agent_step_ids) == [agent_step.id]
+    assert env_step.trace is agent_step.trace and env_step.parsed_action == "inc" and env_step.action == "<a>inc</a>"
+
+
+async def test_the_parser_reward_is_counted_once():
+    rollout = await run(["<a>inc</a>", "<a>inc</a>"])
+    assert [s.reward for s in rollout.agent_steps] == [0.0, 0.0]
+    assert rollout.env_steps[1].reward_components == {"env": 1.0, "parser": 0.1}
+    assert rollout.total_reward == pytest.approx(1.2) == pytest.approx(rollout.total_reward_all())
+
+
+async def test_a_reply_that_cannot_be_read_never_reaches_the_env():
+    rollout = await run(["what?", "<a>inc</a>", "<a>inc</a>"])
+    assert kinds(rollout) == ["agent", "agent", "env", "agent", "env"]
+    failed = rollout.steps[0]
+    assert failed.info["parse_error"] is True and failed.reward == -1.0
+    shown = rollout.steps[1].prompt_messages[-1]
+    assert shown["role"] == "user" and shown["content"] == failed.info["parse_feedback_obs"]
+    assert rollout.steps[0].turn_id != rollout.steps[1].turn_id
+    assert rollout.total_reward == pytest.approx(-1.0 + 0.1 + 1.1)
+
+
+async def test_a_parser_without_feedback_gets_the_stock_phrase():
+    from ludic.parsers import ParseResult
+
+    rollout = await run(["x"], max_steps=1, parser=lambda raw: ParseResult(None, 0.0, None))
+    assert rollout.steps[0].info["parse_feedback_obs"] == "Invalid action."
+
+
+async def test_stop_on_parse_error_terminates_on_the_agent_step():
+    rollout = await run(["what?"], protocol={"stop_on_parse_error": True})
+    assert kinds(rollout) == ["agent"] and rollout.steps[0].terminated and rollout.stop is StopReason.PARSE_ERROR
+    assert rollout.meta["episode_truncated"] is False
+
+
+async def test_max_steps_truncates_the_last_env_step():
+    rollout = await run(["<a>inc</a>"] * 2, env=CountingEnv(9), max_steps=2)
+    first, last = rollout.env_steps
+    assert last.truncated and last.next_obs is None and last.info["truncation_reason"] == "max_steps"
+    assert not first.truncated and first.next_obs == "count=1"
+    assert rollout.stop is StopReason.MAX_STEPS
+    assert rollout.meta["episode_truncated"] is True and rollout.meta["truncation_reason"] == "max_steps"
+
+
+async def test_when_the_last_turn_is_a_parse_error_that_turn_is_truncated_and_the_one_before_is_left_alone():
+    rollout = await run(["<a>inc</a>", "what?"], env=CountingEnv(9), max_steps=2)
+    env_step, failed = rollout.env_steps[0], rollout.steps[-1]
+    assert not env_step.truncated and env_step.next_obs == "count=1"
+    assert failed.kind == "agent" and failed.truncated and failed.info["truncation_reason"] == "max_steps"
+    assert "parse_feedback_obs" in failed.info
+
+
+class TimeLimit(CountingEnv):
+    def env_step(self, action):
+        outcome = super().env_step(action)
+        return StepOutcome(outcome.obs, 0.0, truncated=True, terminated=False, info={"truncation_reason": "mine"})
+
+
+async def test_truncation_by_the_env_is_told_from_that_by_the_protocol(caplog):
+    rollout = await run(["<a>inc</a>"], env=TimeLimit(9))
+    (step,) = rollout.env_steps
+    assert step.truncated and not step.terminated and step.info["truncation_reason"] == "env"
+    assert rollout.stop is StopReason.ENV_TRUNCATED and rollout.meta["truncation_reason"] == "env"
+    assert "reserved" in caplog.text  # the env cannot speak in Ludic's name
+
+
+async def test_the_contexts_own_system_prompt_goes_before_the_envs():
+    env_prompt = (await run(["<a>inc</a>"] * 2)).steps[0].prompt_messages[0]
+    assert env_prompt == {"role": "system", "content": "Say inc."}
+    own = (await run(["<a>inc</a>"] * 2, ctx=FullDialog("Mine."))).steps[0].prompt_messages[0]
+    assert own["content"] == "Mine."
+
+
+async def test_finish_reason_is_no_truncation():
+    agent = make_agent(["<a>inc</a> and so on"])
+    (rollout,) = await SingleAgentProtocol(agent).run(
+        env=CountingEnv(9), max_steps=1, inference=InferenceSpec(sampling=SamplingParams(max_tokens=5))
+    )
+    (step,) = rollout.steps
+    assert step.info["finish_reason"] == "length" and step.info["incomplete_completion"] and step.reward == -0.1
+
+
+async def test_every_model_call_has_its_own_seed_and_the_same_seeds_give_the_same_episode():
+    def play():
+        template = ByteTemplate()
+        inner = RandomTokenClient(vocab_size=261, end_ids=(260,), decode=template.decode_reply)
+        client = RecordingClient(inner)
+        agent = make_agent(client, parser=raw_parser, chat_template=template, reject_incomplete_completions=False)
+        spec = InferenceSpec(sampling=SamplingParams(max_tokens=8))
+        return client, SingleAgentProtocol(agent).run(
+            env=CountingEnv(9), max_steps=4, sampling_seed=5, env_seed=1, inference=spec
+        )
+
+    (one, first), (two, second) = play(), play()
+    await asyncio.gather(first, second)
+    assert one.calls == two.calls
+    seeds = [request.seed for request in one.requests]
+    assert len(set(seeds)) == 4
+
+
+async def test_without_a_sampling_seed_no_seed_is_sent():
+    client = RecordingClient(ScriptedClient(["<a>inc</a>"] * 2))
+    await run(None, agent=make_agent(client))
+    assert [request.seed for request in client.requests] == [None, None]
+
+
+# --- tools ---
+
+
+async def test_a_tool_loop_is_one_turn_with_all_its_steps():
+    agent = make_agent([call("add", a=1, b=2), "<a>inc</a>", "<a>inc</a>"], cls=ReActAgent, tools=[add])
+    rollout = await run(None, agent=agent)
+    tool_step, action_step, env_step = rollout.steps[:3]
+    assert tool_step.turn_id == action_step.turn_id == env_step.turn_id
+    assert list(env_step.agent_step_ids) == [tool_step.id, action_step.id]
+    assert action_step.parent_id == tool_step.id and action_step.loop_index == 1
+    assert tool_step.reward == 0.0 and "parse_error" not in tool_step.info
+    assert rollout.total_reward == pytest.approx(1.2)
+
+
+async def test_external_calls_are_answered_by_the_handler_in_the_same_turn():
+    seen = []
+
+    async def handler(calls):
+        seen.extend(calls)
+        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "because"} for c in calls]
+
+    agent = make_agent([call("ask", question="why"), "<a>inc</a>", "<a>inc</a>"], cls=ReActAgent, external_tools=[ask])
+    rollout = await run(None, agent=agent, protocol={"external_tool_handler": handler})
+    external, action = rollout.steps[:2]
+    assert external.action_target == "external" and external.turn_id == action.turn_id and action.loop_index == 1
+    assert action.prompt_messages[-1] == {
+        "role": "tool",
+        "tool_call_id": "call00000",
+        "name": "ask",
+        "content": "because",
+    }
+    assert [c["function"]["name"] for c in seen] == ["ask"]
+
+
+async def test_a_plain_function_can_handle_external_calls():
+    def handler(calls):
+        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "x"} for c in calls]
+
+    agent = make_agent([call("ask", question="why"), "<a>inc</a>", "<a>inc</a>"], cls=ReActAgent, external_tools=[ask])
+    rollout = await run(None, agent=agent, protocol={"external_tool_handler": handler})
+    assert rollout.stop is StopReason.TERMINATED
+
+
+async def test_external_calls_without_a_handler_are_an_error_that_names_them():
+    agent = make_agent([call("ask", question="why")], cls=ReActAgent, external_tools=[ask])
+    with pytest.raises(RuntimeError, match=r"\['ask'\].*external_tool_handler"):
+        await run(None, agent=agent)
+
+
+async def test_a_handler_that_forgets_a_call_is_caught():
+    agent = make_agent([call("ask", question="why")], cls=ReActAgent, external_tools=[ask])
+    with pytest.raises(ValueError, match="one .*per call"):
+        await run(None, agent=agent, protocol={"external_tool_handler": lambda calls: []})
+
+
+async def test_a_model_that_never_stops_calling_external_tools_is_stopped():
+    def handler(calls):
+        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "x"} for c in calls]
+
+    agent = make_agent(lambda request: call("ask", question="why"), cls=ReActAgent, external_tools=[ask])
+    protocol = {"external_tool_handler": handler, "max_external_rounds": 2}
+    rollout = await run(None, agent=agent, max_steps=1, protocol=protocol)
+    assert len(rollout.steps) == 3 and rollout.stop is StopReason.MAX_STEPS
+    assert rollout.steps[-1].truncated
+
+
+# --- bad input ---
+
+
+async def test_an_env_with_two_agents_is_refused_with_advice():
+    class Two(CountingEnv):
+        agent_ids = ["a", "b"]
+
+    with pytest.raises(ValueError, match="MultiAgentProtocol"):
+        await run(["x"], env=Two())
+
+
+@pytest.mark.parametrize("wrong", [("obs", 1.0, False, False), None, "obs"])
+async def test_an_env_that_returns_the_wrong_type_is_named(wrong):
+    class Wrong(CountingEnv):
+        def env_step(self, action):
+            return wrong
+
+    with pytest.raises(EnvContractError, match=r"Wrong\.env_step.*StepOutcome"):
+        await run(["<a>inc</a>"], env=Wrong())
+
+
+async def test_an_env_that_opens_with_the_wrong_type_is_named():
+    class Wrong(CountingEnv):
+        def env_reset(self, *, seed=None):
+            return "obs"
+
+    with pytest.raises(EnvContractError, match=r"Wrong\.env_reset"):
+        await run(["<a>inc</a>"], env=Wrong())
+
+
+async def test_an_async_env_is_awaited_and_a_misnamed_one_is_told():
+    class Remote(SingleAgentEnv):
+        def env_reset(self, *, seed=None):
+            raise AssertionError("the awaitable one is used")
+
+        env_step = env_reset
+
+        async def async_env_reset(self, *, seed=None):
+            await asyncio.sleep(0)
+            return "hello", {}
+
+        async def async_env_step(self, action):
+            await asyncio.sleep(0)
+            return StepOutcome("bye", 2.0, truncated=False, terminated=True)
+
+    assert (await run(["<a>x</a>"], env=Remote())).total_reward == pytest.approx(2.1)
+    with pytest.raises(ValueError, match="async_env_step"):
+
+        class Misnamed(CountingEnv):
+            async def env_step(self, action): ...
+
+
+async def test_a_blocking_env_leaves_the_event_loop_free():
+    import threading
+
+    class Blocking(CountingEnv):
+        blocking = True
+
+        def env_step(self, action):
+            self.thread = threading.current_thread()
+            return super().env_step(action)
+
+    env = Blocking(1)
+    await run(["<a>inc</a>"], env=env)
+    assert env.thread is not threading.main_thread()
+
+
+async def test_a_first_prompt_that_does_not_fit_is_an_error():
+    with pytest.raises(PromptTooLong):
+        await run(["<a>inc</a>"], max_prompt_tokens=3)
+
+
+async def test_a_later_prompt_that_does_not_fit_ends_the_episode_and_keeps_what_was_sampled():
+    rollout = await run(["<a>inc</a>"] * 9, env=CountingEnv(9), max_prompt_tokens=60)
+    assert rollout.stop is StopReason.CONTEXT_FULL and rollout.meta["truncation_reason"] == "context_full"
+    last = rollout.steps[-1]
+    assert last.kind == "env" and last.truncated and last.next_obs is None and len(rollout.env_steps) >= 2
+
+
+async def test_a_tool_loop_that_fills_the_context_keeps_its_calls():
+    replies = [call("add", a=1, b=2)] * 5
+    agent = make_agent(replies, cls=ReActAgent, tools=[add], max_prompt_tokens=420)
+    rollout = await run(None, agent=agent)
+    assert rollout.stop is StopReason.CONTEXT_FULL and rollout.agent_steps
+    assert all(step.action_target == "internal" for step in rollout.agent_steps)
+
+
+async def test_a_token_budget_ends_the_episode_after_the_turn_that_passes_it():
+    rollout = await run(["<a>inc</a>"] * 9, env=CountingEnv(9), protocol={"max_tokens": 25})
+    assert rollout.stop is StopReason.TOKEN_BUDGET and len(rollout.env_steps) == 3
+
+
+def test_the_seeds_name_is_an_alias():
+    assert SingleAgentSyncProtocol is SingleAgentProtocol
+
+
+# --- memory ---
+
+
+async def test_memory_of_a_rollout_is_linear_in_its_turns():
+    """Prompts and messages are stored once, whatever the number of turns."""
+
+    async def stored(num_turns: int) -> int:
+        rollout = await run(["<a>inc</a>"] * num_turns, env=CountingEnv(10**9), max_steps=num_turns)
+        bases = {id(b): b.nbytes for s in rollout.agent_steps if (b := s.trace.prompt_token_ids.base) is not None}
+        logs = {id(s.prompt_messages._log): len(s.prompt_messages._log) for s in rollout.agent_steps}
+        assert len(logs) == 1
+        return sum(bases.values()) + len(rollout.to_json())
+
+    assert await stored(200) < 12 * await stored(20)

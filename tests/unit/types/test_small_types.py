@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+
+from ludic.types import (
+    ActorTokenLogps,
+    ChatResponse,
+    ConfigError,
+    MissingExtra,
+    PromptTooLong,
+    ReturnSpec,
+    RolloutRequest,
+    SampleAttachments,
+    SamplingParams,
+    SAWBatch,
+    SAWItem,
+    Snapshot,
+    StopReason,
+    TokenCompletionRequest,
+    UnknownName,
+    VLLMExtensions,
+    derive_seed,
+    has_actor_logps,
+)
+from ludic.types.requests import EnvSpec, ProtocolSpec
+
+
+def test_sampling_defaults_are_those_of_the_spec():
+    assert SamplingParams().to_openai_kwargs() == {
+        "temperature": 0.7, "max_tokens": 256, "top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+    }  # fmt: skip
+    assert SamplingParams(stop=["\n"]).to_openai_kwargs()["stop"] == ["\n"]
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"max_tokens": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_sampling_that_cannot_work_is_refused(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def test_return_specs_for_eval_and_rl():
+    assert ReturnSpec.for_rl().return_chosen_logprobs and not ReturnSpec.for_eval().return_chosen_logprobs
+    with pytest.raises(ValueError, match="top_logprobs_k"):
+        ReturnSpec(top_logprobs_k=0)
+
+
+@pytest.mark.parametrize("bad", [{"max_think": 0}, {"max_think": True}, {"repetition_penalty": 0.0}])
+def test_vllm_extensions_check_themselves(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        VLLMExtensions(**bad)
+    assert VLLMExtensions(extra_body_overrides={"stop_token_ids": [2]}).to_dict()["kind"] == "vllm"
+
+
+def test_a_request_takes_lists_and_keeps_arrays():
+    request = TokenCompletionRequest(model="m", prompt_token_ids=[1, 2])
+    assert request.prompt_token_ids.dtype == np.int32
+    with pytest.raises(TypeError, match="prompt_token_ids"):
+        TokenCompletionRequest(model="m", prompt_token_ids="text")
+
+
+def test_a_response_with_too_few_logprobs_warns_and_gives_no_trace(caplog):
+    response = ChatResponse(text="x", prompt_token_ids=[1], completion_token_ids=[2, 3], completion_logprobs=[-0.1])
+    assert "2 completion tokens but 1 logprobs" in caplog.text
+    with pytest.raises(ValueError, match="logprobs"):
+        response.to_trace()
+    assert response.merge_into_info({"a": 1}) == {"a": 1, "completion": "x"}
+
+
+def test_derived_seeds_are_fixed_small_and_do_not_collide():
+    assert derive_seed(7, 1) == derive_seed(7, 1)
+    assert derive_seed(7, 1) != derive_seed(8, 0) and derive_seed(7, 1, 2) != derive_seed(7, 2, 1)
+    seeds = {derive_seed(base, call) for base in range(300) for call in range(300)}
+    assert len(seeds) == 300 * 300 and max(seeds) < 2**48
+    assert derive_seed(7, 1) == 187731701186630  # the same on every machine and in every release
+
+
+def test_an_item_checks_its_masks_and_weight():
+    item = SAWItem([1, 2, 3], None, [0, 1, 1], 0.5, {}, SampleAttachments(actor_logps=ActorTokenLogps([-1.0, -2.0])))
+    assert item.attention_mask.all() and item.num_action_tokens == 2
+    assert has_actor_logps(item) and item.actor_logps.tolist() == [-1.0, -2.0]
+    assert not has_actor_logps(SAWItem([1], None, [1], 1.0))
+    with pytest.raises(ValueError, match="action_mask"):
+        SAWItem([1, 2], None, [1], 1.0)
+    with pytest.raises(ValueError, match="0 and 1"):
+        SAWItem([1, 2], None, [0, 2], 1.0)
+    with pytest.raises(ValueError, match="finite"):
+        SAWItem([1], None, [1], float("nan"))
+    with pytest.raises(TypeError, match="token_logps"):
+        ActorTokenLogps(["x"])
+    assert len(SAWBatch(items=[item])) == 1
+
+
+def test_stop_reasons_know_which_are_truncations():
+    truncations = {stop for stop in StopReason if stop.is_truncation}
+    assert truncations == {
+        StopReason.ENV_TRUNCATED, StopReason.MAX_STEPS, StopReason.CONTEXT_FULL, StopReason.TOKEN_BUDGET,
+    }  # fmt: skip
+
+
+def test_a_request_asks_for_at_least_one_episode():
+    with pytest.raises(ConfigError, match="num_episodes"):
+        RolloutRequest(env=EnvSpec("e"), protocol=ProtocolSpec("p"), num_episodes=0)
+
+
+def test_errors_help_and_print_as_text():
+    assert str(UnknownName.among("env", "gsm9k", ["gsm8k", "tic_tac_toe"])) == (
+        "No env named 'gsm9k'. Did you mean 'gsm8k'? Known: gsm8k, tic_tac_toe."
+    )
+    assert "pip install 'ludic[math]'" in str(MissingExtra("math", "Grading"))
+    assert isinstance(MissingExtra("math", "Grading"), ImportError)
+    assert "5 tokens" in str(PromptTooLong(5, 3)) and "limit is 3" in str(PromptTooLong(5, 3))
+
+
+def test_a_snapshot_survives_json():
+    snapshot = Snapshot(env_kind="e", version=1, episode_id="x", obs={"a": "o"}, world={"n": 1})
+    assert Snapshot.from_json(snapshot.to_json()) == snapshot

@@ -1,12 +1,14 @@
 """`check_env`: the environment contract, executable.
 
 Run it on your own env before you train on it; the test suite runs it on every registered one. It checks that
-results have the declared types, that one seed gives one episode (alone, again, and interleaved with others),
-that any text is a survivable action, that stepping after the end is refused, that snapshots continue the same
-episode, and that the reference solution earns the full reward.
+results have the declared types and info is JSON, that one seed gives one episode (alone, again, pickled halfway, and
+interleaved with others), that any text and a missing action are survived, that stepping after the end is refused,
+that snapshots continue the same episode, and that the reference solution earns the full reward.
 """
 
 import asyncio
+import json
+import pickle
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -29,14 +31,16 @@ class EnvCheckFailed(EnvContractError):
 async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max_steps: int = 200) -> None:
     """Raise EnvCheckFailed at the first broken promise; return None when all hold."""
     _check_roles(make())
-    for seed in seeds:
-        record = await _play(make(), seed, _some_action, max_steps)
+    alone = {seed: await _play(make(), seed, _some_action, max_steps) for seed in seeds}
+    for seed, record in alone.items():
         await _check_same_seed_same_episode(make, seed, record, max_steps)
+    await _check_interleaved(make, alone, max_steps)
+    for seed in seeds:
         await _check_garbage(make(), seed, max_steps)
+        await _check_missing_action(make(), seed)
         await _check_end(make(), seed, max_steps)
-        await _check_snapshot(make, seed, max_steps)
+        await _check_copies(make, seed, max_steps)
         await _check_reference(make(), seed, max_steps)
-    await _check_interleaved(make, seeds, max_steps)
 
 
 def _fail(env: LudicEnv[Any, Any, Any], what: str) -> EnvCheckFailed:
@@ -78,12 +82,21 @@ def _garbage_action(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Ran
     return rng.choice(_GARBAGE) if rng.random() < 0.5 else _some_action(env, agent_id, rng)
 
 
-async def _play(env: LudicEnv[Any, Any, Any], seed: int, choose: Chooser, max_steps: int) -> Record:
-    record: Record = [await _open(env, seed)]
-    rng = random.Random(seed)
-    for _ in range(max_steps):
-        if not env.active_agents:
-            break
+async def _play(
+    env: LudicEnv[Any, Any, Any], seed: int, choose: Chooser, max_steps: int, *, give_way: bool = False
+) -> Record:
+    opening = await _open(env, seed)
+    return [opening, *await _finish(env, random.Random(seed), choose, max_steps, give_way=give_way)]
+
+
+async def _finish(
+    env: LudicEnv[Any, Any, Any], rng: random.Random, choose: Chooser, max_steps: int, *, give_way: bool = False
+) -> Record:
+    """Play on until the end; `give_way` lets other episodes run between two steps."""
+    record: Record = []
+    while env.active_agents and len(record) < max_steps:
+        if give_way:
+            await asyncio.sleep(0)
         record.append(await _advance(env, choose, rng))
     await env.async_close()
     return record
@@ -96,9 +109,10 @@ async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
             env, f"reset must return observation and info for every one of {env.agent_ids}, got {first!r:.120}."
         )
     for agent_id, opening in first.items():
-        if not (isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], dict)):
+        if not (isinstance(opening, tuple) and len(opening) == 2):
             raise _fail(env, f"reset gave {agent_id!r} {opening!r:.120}; expected (observation, info dict).")
         _check_obs(env, agent_id, opening[0])
+        _check_info(env, agent_id, opening[1])
     _check_active(env)
     if not env.active_agents:
         raise _fail(env, "nobody is active after reset.")
@@ -138,8 +152,16 @@ def _check_outcome(env: LudicEnv[Any, Any, Any], agent_id: str, outcome: Any) ->
     for flag in ("truncated", "terminated"):
         if not isinstance(getattr(outcome, flag), bool):
             raise _fail(env, f"{flag} of {agent_id!r} is {getattr(outcome, flag)!r}, not a bool.")
-    if not isinstance(outcome.info, dict):
-        raise _fail(env, f"info of {agent_id!r} is {type(outcome.info).__name__}, not a dict.")
+    _check_info(env, agent_id, outcome.info)
+
+
+def _check_info(env: LudicEnv[Any, Any, Any], agent_id: str, info: Any) -> None:
+    if not isinstance(info, dict):
+        raise _fail(env, f"info of {agent_id!r} is {type(info).__name__}, not a dict.")
+    try:
+        json.dumps(info)
+    except (TypeError, ValueError) as error:
+        raise _fail(env, f"info of {agent_id!r} is not JSON ({error}); rollouts could not be stored.") from error
 
 
 # --- promises -----------------------------------------------------------------------------------------------
@@ -151,29 +173,18 @@ async def _check_same_seed_same_episode(make: EnvFactory, seed: int, record: Rec
         raise _fail(fresh, f"seed {seed} gave two different episodes in two fresh envs. Draw from random.Random(seed).")
     used = make()
     await _play(used, seed + 1000, _some_action, max_steps)
-    random.seed(12345)  # a well-behaved env does not notice
     if await _play(used, seed, _some_action, max_steps) != record:
         raise _fail(
             used, f"seed {seed} gave another episode after an earlier one in the same env: reset leaves state behind."
         )
 
 
-async def _check_interleaved(make: EnvFactory, seeds: tuple[int, ...], max_steps: int) -> None:
+async def _check_interleaved(make: EnvFactory, alone: dict[int, Record], max_steps: int) -> None:
     """The same seed twice, and others beside it, stepping in turns: the way episodes really run."""
-    alone = {seed: await _play(make(), seed, _some_action, max_steps) for seed in seeds}
-    crowd = [seed for seed in seeds for _ in range(2)]
+    crowd = [seed for seed in alone for _ in range(2)]
 
     async def yielding_play(seed: int) -> Record:
-        env = make()
-        record: Record = [await _open(env, seed)]
-        rng = random.Random(seed)
-        for _ in range(max_steps):
-            if not env.active_agents:
-                break
-            await asyncio.sleep(0)
-            record.append(await _advance(env, _some_action, rng))
-        await env.async_close()
-        return record
+        return await _play(make(), seed, _some_action, max_steps, give_way=True)
 
     together = await asyncio.gather(*(yielding_play(seed) for seed in crowd))
     for seed, record in zip(crowd, together, strict=True):
@@ -207,7 +218,18 @@ async def _refuses_step(step: Awaitable[Any], env: LudicEnv[Any, Any, Any]) -> N
     raise _fail(env, "step after the end was accepted; it must raise ResetNeeded.")
 
 
-async def _check_snapshot(make: EnvFactory, seed: int, max_steps: int) -> None:
+async def _check_missing_action(env: LudicEnv[Any, Any, Any], seed: int) -> None:
+    """A reply that cannot be read never becomes an action; with others acting, the env is stepped without it."""
+    await _open(env, seed)
+    try:
+        await env.async_step({})
+    except Exception as error:  # any exception is the finding here
+        raise _fail(env, f"a missing action raised {type(error).__name__}: {error}. Answer with outcomes.") from error
+    await env.async_close()
+
+
+async def _check_copies(make: EnvFactory, seed: int, max_steps: int) -> None:
+    """An env pickled, or restored from a snapshot, in the middle of an episode goes on as the original does."""
     env, rng = make(), random.Random(seed)
     await _open(env, seed)
     for _ in range(2):
@@ -215,27 +237,31 @@ async def _check_snapshot(make: EnvFactory, seed: int, max_steps: int) -> None:
             await _advance(env, _some_action, rng)
     if not env.active_agents:
         return
+    copies = {"pickled copy": _pickled(env), "restored snapshot": _restored(env, make)}
+    state = rng.getstate()
+    rest = await _finish(env, rng, _some_action, max_steps)
+    for name, copied in copies.items():
+        rng.setstate(state)
+        if copied is not None and await _finish(copied, rng, _some_action, max_steps) != rest:
+            raise _fail(env, f"a {name} went on differently from the env it was taken of.")
+
+
+def _pickled(env: LudicEnv[Any, Any, Any]) -> LudicEnv[Any, Any, Any]:
+    try:
+        copied: LudicEnv[Any, Any, Any] = pickle.loads(pickle.dumps(env))
+    except Exception as error:  # any exception is the finding here
+        raise _fail(env, f"it cannot be pickled ({type(error).__name__}: {error}).") from error
+    return copied
+
+
+def _restored(env: LudicEnv[Any, Any, Any], make: EnvFactory) -> LudicEnv[Any, Any, Any] | None:
     try:
         saved = env.snapshot()
     except SnapshotUnsupported:
-        return
+        return None
     other = make()
-    other.restore(Snapshot.from_json(saved.to_json()))
-    state = rng.getstate()
-    rest = await _finish(env, rng, max_steps)
-    rng.setstate(state)
-    if await _finish(other, rng, max_steps) != rest:
-        raise _fail(env, "a restored snapshot went on differently from the env it was taken of.")
-
-
-async def _finish(env: LudicEnv[Any, Any, Any], rng: random.Random, max_steps: int) -> Record:
-    record: Record = []
-    for _ in range(max_steps):
-        if not env.active_agents:
-            break
-        record.append(await _advance(env, _some_action, rng))
-    await env.async_close()
-    return record
+    other.restore(Snapshot.from_json(json.loads(json.dumps(saved.to_json()))))
+    return other
 
 
 async def _check_reference(env: LudicEnv[Any, Any, Any], seed: int, max_steps: int) -> None:

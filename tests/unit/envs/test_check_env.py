@@ -88,6 +88,26 @@ class Overpromises(Sound):
     full_reward = 2.0
 
 
+class Unpicklable(Sound):
+    def env_reset(self, *, seed=None):
+        self.callback = lambda: None
+        return super().env_reset(seed=seed)
+
+
+class SetInInfo(Sound):
+    def env_step(self, action):
+        outcome = super().env_step(action)
+        return StepOutcome(outcome.obs, outcome.reward, False, outcome.terminated, {"seen": {1}})
+
+
+class NeedsAnAction(Sound):
+    def step(self, actions):
+        return super().step({self.agent_id: actions[self.agent_id]})
+
+    async def async_step(self, actions):
+        return self.step(actions)
+
+
 class ActiveBeforeReset(Sound):
     active_agents = ["agent_0"]
 
@@ -114,6 +134,9 @@ async def test_a_sound_env_passes():
         (BadSnapshot, "snapshot went on differently"),
         (Overpromises, "full_reward is 2.0"),
         (ActiveBeforeReset, "before reset"),
+        (Unpicklable, "cannot be pickled"),
+        (SetInInfo, "not JSON"),
+        (NeedsAnAction, "missing action raised KeyError"),
         (NoReference, "reference_action"),
     ],
 )

@@ -63,20 +63,17 @@ class ByteTemplate(ChatTemplate):
 
     def decode(self, ids: TokenIds) -> str:
         """Readable text: markers become `<role>` and newlines."""
-        named = {**{i: f"<{role}>" for role, i in self.ROLES.items()}, self.END: "\n"}
-        pieces, run = [], bytearray()
-        for token in token_array(ids).tolist():
-            if token < 256:
-                run.append(token)
-                continue
-            pieces += [run.decode("utf-8", "replace"), named.get(token, f"<{token}>")]
-            run.clear()
-        return "".join([*pieces, run.decode("utf-8", "replace")])
+        array = token_array(ids)
+        pieces, start = [], 0
+        for position in np.flatnonzero(array >= 256).tolist():
+            pieces += [_text(array[start:position]), _NAMES.get(int(array[position]), "<?>")]
+            start = position + 1
+        return "".join([*pieces, _text(array[start:])])
 
     def decode_reply(self, ids: TokenIds) -> str:
         """The text of a completion, without markers."""
-        kept = [token for token in token_array(ids).tolist() if token < 256]
-        return bytes(kept).decode("utf-8", "replace")
+        array = token_array(ids)
+        return _text(array[array < 256])
 
     def encode_message(self, message: Message) -> TokenArray:
         role = self.ROLES.get(message["role"])
@@ -93,5 +90,10 @@ class ByteTemplate(ChatTemplate):
         return ids
 
 
+def _text(ids: TokenArray) -> str:
+    return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+
+_NAMES = {**{number: f"<{role}>" for role, number in ByteTemplate.ROLES.items()}, ByteTemplate.END: "\n"}
 _OPEN_REPLY = token_array([ByteTemplate.ROLES["assistant"]])
 _CLOSE = token_array([ByteTemplate.END])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class HFChatTemplate(ChatTemplate):
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
         self._jinja_error: type[Exception] = JinjaError
+        # The members of a group begin with the same prompt; tokenising it is the dearest part of a call.
+        self._encode = lru_cache(maxsize=512)(self._encode_afresh)
         self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._check_generation_prompt()
 
@@ -164,7 +166,7 @@ class HFChatTemplate(ChatTemplate):
         except TemplateError:
             return None
 
-    def _encode(self, text: str) -> TokenArray:
+    def _encode_afresh(self, text: str) -> TokenArray:
         return token_array(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode_fragment(self, text: str) -> TokenArray:

@@ -3,11 +3,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.fakes import CountingEnv
 
 from ludic import registry
 from ludic.parsers import ParseResult
 from ludic.types import ConfigError, UnknownName
+from tests.fakes import CountingEnv
 
 
 @pytest.fixture

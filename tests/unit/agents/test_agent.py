@@ -2,7 +2,6 @@ import asyncio
 import itertools
 
 import pytest
-from tests.fakes import RecordingClient, make_agent
 
 from ludic.agents import Agent
 from ludic.context import FullDialog, SlidingWindow, TruncatedThinkingContext
@@ -16,6 +15,7 @@ from ludic.types import (
     PromptTooLong,
     TokenMismatch,
 )
+from tests.fakes import RecordingClient, make_agent
 
 
 def ready(replies, **kwargs) -> Agent:

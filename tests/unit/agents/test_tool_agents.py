@@ -2,13 +2,13 @@ import asyncio
 import json
 
 import pytest
-from tests.fakes import RecordingClient, make_agent
 
 from ludic.agents import ReActAgent, ToolAgent
 from ludic.context import FullDialog
 from ludic.inference import ByteTemplate, InferenceSpec, SamplingParams, ScriptedClient
 from ludic.tools import Tool, calculator
 from ludic.types import ConfigError
+from tests.fakes import RecordingClient, make_agent
 
 
 def call(name, **arguments):

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from tests.fakes import CountingEnv
 
 from ludic.envs import EnvCheckFailed, check_env
 from ludic.types import Snapshot, StepOutcome
+from tests.fakes import CountingEnv
 
 
 class Sound(CountingEnv):

@@ -2,10 +2,10 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.fakes import RandomTokenClient
 
 from ludic.inference import ByteTemplate, ChatClient, ReturnSpec, SamplingParams, ScriptedClient, TokenCompletionRequest
 from ludic.types import ConfigError, PromptTooLong
+from tests.fakes import RandomTokenClient
 
 
 def request(**kwargs):

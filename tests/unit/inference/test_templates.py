@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from tests.chat_templates import NO_GENERATION_PROMPT, make_tokenizer, with_template
 
 from ludic.inference import ByteTemplate, HermesToolParser, HFChatTemplate
 from ludic.types import TemplateError
+from tests.chat_templates import NO_GENERATION_PROMPT, make_tokenizer, with_template
 
 USER = {"role": "user", "content": "hi"}
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.chat_templates import STYLES, make_tokenizer
 
 from ludic.inference import Conversation, HermesToolParser, HFChatTemplate, make_tool_call
+from tests.chat_templates import STYLES, make_tokenizer
 
 TOOLS = [
     {

@@ -1,13 +1,13 @@
 import asyncio
 
 import pytest
-from tests.fakes import CountingEnv, RecordingClient, make_agent
-from tests.unit.agents.test_tool_agents import ask, call
 
 from ludic.agents import ReActAgent
 from ludic.inference import ScriptedClient
 from ludic.interaction import Delegate, DelegatingProtocol
 from ludic.types import ConfigError, Rollout, StopReason
+from tests.fakes import CountingEnv, RecordingClient, make_agent
+from tests.unit.agents.test_tool_agents import ask, call
 
 
 def order(task="count", to="helper"):

@@ -1,14 +1,14 @@
 import asyncio
 
 import pytest
-from tests.fakes import RecordingClient, make_agent
-from tests.unit.agents.test_tool_agents import ask, call
 
 from ludic.agents import ReActAgent
 from ludic.envs import LudicEnv
 from ludic.inference import ScriptedClient
 from ludic.interaction import MultiAgentProtocol, MultiAgentSyncProtocol, TraceCollector
 from ludic.types import AgentStep, ConfigError, EnvContractError, StepOutcome, StopReason, TokenTrace
+from tests.fakes import RecordingClient, make_agent
+from tests.unit.agents.test_tool_agents import ask, call
 
 
 class Relay(LudicEnv):

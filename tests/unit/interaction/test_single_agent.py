@@ -1,8 +1,6 @@
 import asyncio
 
 import pytest
-from tests.fakes import CountingEnv, RandomTokenClient, RecordingClient, make_agent
-from tests.unit.agents.test_tool_agents import add, ask, call
 
 from ludic.agents import ReActAgent
 from ludic.context import FullDialog
@@ -11,6 +9,8 @@ from ludic.inference import ByteTemplate, InferenceSpec, SamplingParams, Scripte
 from ludic.interaction import SingleAgentProtocol, SingleAgentSyncProtocol
 from ludic.parsers import raw_parser
 from ludic.types import EnvContractError, PromptTooLong, Rollout, StepOutcome, StopReason
+from tests.fakes import CountingEnv, RandomTokenClient, RecordingClient, make_agent
+from tests.unit.agents.test_tool_agents import add, ask, call
 
 
 async def run(replies, *, env=None, max_steps=10, protocol=None, agent=None, **kwargs):

@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: help train test test-fast lint bench play clean
+.PHONY: help train test test-fast lint bench clean
 
 help:
 	@echo "make train      set up, then run the main job"

@@ -25,11 +25,12 @@ import numpy as np
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
+from ludic.envs import SingleAgentEnv
 from ludic.envs.tic_tac_toe import TicTacToeEnv
-from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, TemplateResult
+from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, ScriptedClient, TemplateResult
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import xml_tag_parser
-from ludic.types import ChatResponse, Info, Rollout, TokenCompletionRequest, VersionRun
+from ludic.types import ChatResponse, Info, Rollout, StepOutcome, TokenCompletionRequest, VersionRun
 
 MOVES = [f"{row}{column}" for row in "ABC" for column in "123"]
 SCRIPTS = [random.Random(seed).sample(MOVES, len(MOVES)) for seed in range(5000)]
@@ -79,6 +80,18 @@ async def stack_episode(seed: int, template: ChatTemplate) -> Rollout:
 
 
 PARSER = xml_tag_parser("move")
+
+
+class Endless(SingleAgentEnv):
+    """Counts turns; never ends."""
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+        self.count = 0
+        return "turn 0", {}
+
+    def env_step(self, action: str) -> StepOutcome:
+        self.count += 1
+        return StepOutcome(f"turn {self.count}", 0.0)
 
 
 async def bare_episode(seed: int) -> int:
@@ -171,11 +184,15 @@ def memory_per_turn(num_turns: int) -> float:
     """Bytes that one rollout keeps alive per turn, for conversations of growing length."""
     import tracemalloc
 
-    from tests.fakes import CountingEnv, make_agent
-
     async def episode() -> Rollout:
-        agent = make_agent(["<a>inc</a>"] * num_turns, chat_template=ByteTemplate())
-        (rollout,) = await SingleAgentProtocol(agent).run(env=CountingEnv(10**9), max_steps=num_turns)
+        agent = Agent(
+            client=ScriptedClient(lambda request: "<move>on</move>"),
+            model="none",
+            ctx=FullDialog(),
+            parser=PARSER,
+            chat_template=ByteTemplate(),
+        )
+        (rollout,) = await SingleAgentProtocol(agent).run(env=Endless(), max_steps=num_turns)
         return rollout
 
     asyncio.run(episode())

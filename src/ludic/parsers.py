@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from ludic.types.errors import ConfigError
+from ludic.types.errors import ConfigError, ParserContractError
 from ludic.types.latex import extract_last_boxed_content
 
 __all__ = [
@@ -50,6 +50,11 @@ def compose_parsers(*parsers: Parser) -> Parser:
         text, reward = raw, 0.0
         for parser in parsers:
             result = parser(text)
+            if not isinstance(result, ParseResult):
+                raise ParserContractError(
+                    f"The parser {parser!r} returned {type(result).__name__} inside compose_parsers; a parser returns "
+                    "ParseResult(action, reward, obs)."
+                )
             reward += result.reward
             if result.action is None:
                 return ParseResult(None, reward, result.obs)

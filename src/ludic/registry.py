@@ -50,9 +50,10 @@ class EntrySpec:
         module, _, attribute = self.target.partition(":")
         try:
             found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-        except (AttributeError, ModuleNotFoundError) as error:
+        except Exception as error:  # somebody else's module may raise anything when it is imported
             raise ConfigError(
-                f"The {self.kind} {self.id!r} is registered as {self.target!r}, which cannot be imported: {error}"
+                f"The {self.kind} {self.id!r} is registered as {self.target!r}, which cannot be imported: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return found
 

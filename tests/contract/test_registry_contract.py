@@ -3,15 +3,12 @@
 import pytest
 
 from ludic import registry
+from ludic.catalog import BUILTINS
 from ludic.envs import check_env
 from ludic.registry import EntrySpec
 
-ENVS = registry.envs.list()
-ALL = [
-    (kind, id)
-    for kind in ("env", "agent", "context", "protocol", "parser", "tool", "algorithm")
-    for id in registry.list(kind)
-]
+ENVS = sorted(BUILTINS["env"])
+ALL = [(kind, id) for kind, entries in BUILTINS.items() for id in sorted(entries)]
 
 
 @pytest.mark.parametrize("id", ENVS)
@@ -28,7 +25,7 @@ def test_every_entry_can_be_loaded_and_says_what_it_is(kind: str, id: str):
 
 @pytest.mark.parametrize("kind", ["env", "context", "parser", "tool"])
 def test_parts_that_stand_alone_can_be_made(kind: str):
-    for id in registry.list(kind):
+    for id in BUILTINS[kind]:
         assert registry.make(kind, id, **registry.spec(kind, id).example) is not None
 
 

@@ -75,7 +75,8 @@ SPEC = InferenceSpec(sampling=SamplingParams(max_tokens=12), return_=ReturnSpec.
 @given(seed=st.integers(0, 10**6), with_tools=st.booleans())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_traces_are_what_the_server_saw_and_a_dialogue_is_one_segment(smollm2_tokenizer, seed, with_tools):
-    kwargs = {"tools": [calculator], "max_react_steps": 3} if with_tools else {}
+    # SmolLM2's template knows no tools; a person would describe them in the system prompt.
+    kwargs = {"tools": [calculator], "tools_in_prompt": False, "max_react_steps": 3} if with_tools else {}
     client, agent = agent_of(ReActAgent if with_tools else Agent, smollm2_tokenizer, FullDialog(), **kwargs)
     (rollout,) = await SingleAgentProtocol(agent).run(
         env=CountingEnv(10**9), max_steps=4, env_seed=seed, sampling_seed=seed, inference=SPEC

@@ -7,7 +7,7 @@ knows nothing of environments; the interaction protocol brings the two together.
 import asyncio
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from ludic.types import (
     Observation,
     ParserContractError,
     PromptTooLong,
+    TokenBudgetSpent,
     TokenCompletionRequest,
     TokenMismatch,
     TokenTrace,
@@ -73,6 +74,8 @@ class Agent:
         incomplete_completion_feedback: str = "Your reply was cut off before it was finished. Answer more briefly.",
         max_prompt_tokens: int | None = None,
     ) -> None:
+        if not isinstance(ctx, ContextStrategy):
+            raise ConfigError(f"ctx must be a context object such as FullDialog(), got {ctx!r}.")
         if chat_template is None:
             raise ConfigError(
                 f"{type(self).__name__} needs a chat_template: prompts are rendered locally, so that training sees the "
@@ -89,8 +92,27 @@ class Agent:
         self.max_prompt_tokens = max_prompt_tokens
         self.last_info: Info = {}
         self._conversation = Conversation(chat_template)
+        self._is_seated = False
+        self._tokens_left: int | None = None
 
     # --- what happens to the agent ---
+
+    def sit_down(self) -> None:
+        """An episode begins. An agent has one memory, so it can be in one episode at a time."""
+        if self._is_seated:
+            raise ConfigError(
+                f"This {type(self).__name__} is in an episode already. An agent remembers one conversation: make one agent "
+                "(and one protocol) per concurrent episode."
+            )
+        self._is_seated = True
+
+    def stand_up(self) -> None:
+        self._is_seated = False
+        self._tokens_left = None
+
+    def allow_tokens(self, max_tokens: int | None) -> None:
+        """At most so many sampled tokens from now on; the last reply is cut off where they end."""
+        self._tokens_left = max_tokens
 
     def reset(self, system_prompt: str | None = None) -> None:
         self.ctx.reset(system_prompt=system_prompt)
@@ -124,6 +146,8 @@ class Agent:
         self, params: Mapping[str, Any], timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
         """New weights for whatever serves this agent."""
+        if not isinstance(self.client, ChatClient):
+            raise RuntimeError(f"{type(self.client).__name__} cannot take new weights: it has no sync_weights.")
         return await asyncio.to_thread(self.client.sync_weights, params, timeout_s=timeout_s, version=version)
 
     # --- phases of a model call ---
@@ -135,7 +159,7 @@ class Agent:
         timeout_s: float | None,
         tools: ToolSchemas | None = None,
     ) -> ModelCall:
-        inference = inference or _DEFAULT_INFERENCE
+        inference = self._within_budget(inference or _DEFAULT_INFERENCE)
         prompt = self._conversation.next_prompt(self.ctx.on_before_act(), tools=tools)
         self._check_prompt(prompt)
         request = TokenCompletionRequest(
@@ -147,9 +171,10 @@ class Agent:
             seed=sampling_seed,
             extensions=inference.extensions,
         )
-        answer = self.client.complete_tokens(request)
-        response, client_info = await (answer if timeout_s is None else asyncio.wait_for(answer, timeout_s))
+        response, client_info = await self._ask_client(request, timeout_s)
         self._check_response(request, response)
+        if self._tokens_left is not None:
+            self._tokens_left -= len(response.completion_token_ids)
         trace = TokenTrace(
             prompt_token_ids=prompt.token_ids,
             completion_token_ids=response.completion_token_ids,
@@ -161,8 +186,32 @@ class Agent:
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:
             info["finish_reason"] = response.finish_reason
+        if prompt.rewrote_history:
+            info["new_segment"] = True
         self.last_info = info
+        if self.chat_template.reply_prefix:
+            response = replace(response, text=self.chat_template.reply_prefix + response.text)
         return ModelCall(response=response, trace=trace, messages=prompt.messages, info=info)
+
+    def _within_budget(self, inference: InferenceSpec) -> InferenceSpec:
+        left, sampling = self._tokens_left, inference.sampling
+        if left is None or sampling.max_tokens <= left:
+            return inference
+        if left <= 0:
+            raise TokenBudgetSpent("This agent has sampled all the tokens that it may in this episode.")
+        capped = replace(sampling, max_tokens=left, min_tokens=min(left, sampling.min_tokens))
+        return replace(inference, sampling=capped)
+
+    async def _ask_client(self, request: TokenCompletionRequest, timeout_s: float | None) -> tuple[ChatResponse, Info]:
+        answer = self.client.complete_tokens(request)
+        if timeout_s is None:
+            return await answer
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{type(self.client).__name__} did not answer within timeout_s={timeout_s:g}."
+            ) from error
 
     def _check_prompt(self, prompt: Prompt) -> None:
         if prompt.rewrote_history and not self.ctx.rewrites_history:

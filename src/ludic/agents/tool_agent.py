@@ -5,16 +5,17 @@ protocol (delegation, sub-agents). Every model call is a step of its own, and to
 instead of ending the episode.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent, ModelCall
 from ludic.inference.tool_parser import ToolParseResult
 from ludic.parsers import ParseResult
-from ludic.tools import Tool, as_tool
-from ludic.types import ActionTarget, ConfigError, InferenceSpec, PromptTooLong, ToolCall, derive_seed
+from ludic.tools import Tool, ToolResult, as_tool
+from ludic.types import ActionTarget, ConfigError, InferenceSpec, Info, Observation, OutOfRoom, ToolCall, derive_seed
 
 ToolScope: TypeAlias = Literal["internal", "external"]
 ToolLike: TypeAlias = Tool | Callable[..., Any]
@@ -30,6 +31,7 @@ class ToolAgent(Agent):
         *,
         tools: Sequence[ToolLike] | None = None,
         external_tools: Sequence[ToolLike] | None = None,
+        tools_in_prompt: bool = True,
         max_model_calls: int = 16,
         tool_parse_error_penalty: float = -1.0,
         tool_parse_error_feedback: str = (
@@ -40,14 +42,17 @@ class ToolAgent(Agent):
         super().__init__(**agent_kwargs)
         self.tool_map = {tool.name: tool for tool in map(as_tool, tools or ())}
         self._external = {tool.name: tool for tool in map(as_tool, external_tools or ())}
+        self.tool_schemas = [tool.schema for tool in (*self.tool_map.values(), *self._external.values())]
+        self._advertised = self.tool_schemas if tools_in_prompt and self.tool_schemas else None
         self._check_tools(len(tools or ()) + len(external_tools or ()))
         if max_model_calls < 1:
             raise ConfigError(f"max_model_calls={max_model_calls}; a turn needs at least one model call.")
         self.max_model_calls = max_model_calls
         self.tool_parse_error_penalty = tool_parse_error_penalty
         self.tool_parse_error_feedback = tool_parse_error_feedback
-        self.tool_schemas = [tool.schema for tool in (*self.tool_map.values(), *self._external.values())]
         self._num_tool_calls = 0
+        self._calls_this_turn = 0
+        """Counted over the whole turn: answers of external tools do not start a new allowance."""
 
     def _check_tools(self, num_given: int) -> None:
         if len({*self.tool_map, *self._external}) != num_given:
@@ -64,10 +69,29 @@ class ToolAgent(Agent):
                 "This agent has tools, but its chat_template cannot read tool calls. Give the template a parser, "
                 "for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
             )
+        if self._advertised and not self._template_shows_tools():
+            raise ConfigError(
+                "This agent has tools, but its chat template does not write them into the prompt, so the model would "
+                "never hear of them. Use a template with tool support, or describe the tools in the system prompt and "
+                "pass tools_in_prompt=False."
+            )
+
+    def _template_shows_tools(self) -> bool:
+        hello = [{"role": "user", "content": "Hello"}]
+        shown = self.chat_template.apply(hello, tools=self._advertised).prompt_token_ids
+        return not np.array_equal(shown, self.chat_template.apply(hello).prompt_token_ids)
 
     def reset(self, system_prompt: str | None = None) -> None:
         super().reset(system_prompt)
-        self._num_tool_calls = 0
+        self._num_tool_calls = self._calls_this_turn = 0
+
+    def on_env_reset(self, obs: Observation, info: Info) -> None:
+        super().on_env_reset(obs, info)
+        self._calls_this_turn = 0
+
+    def on_after_step(self, obs: Observation, info: Info) -> None:
+        super().on_after_step(obs, info)
+        self._calls_this_turn = 0
 
     # --- scopes ---
 
@@ -91,15 +115,17 @@ class ToolAgent(Agent):
         timeout_s: float | None = None,
     ) -> AgentActResult:
         steps: list[AgentActStep] = []
-        for loop_index in range(self.max_model_calls):
-            is_last = loop_index == self.max_model_calls - 1
+        while True:
+            loop_index = self._calls_this_turn
+            self._calls_this_turn += 1
+            is_last = self._calls_this_turn == self.max_model_calls
             if is_last:
                 self._before_last_call()
             seed = None if sampling_seed is None else derive_seed(sampling_seed, loop_index)
             # The schemas stay in the header for the last call too: withholding them would change sent tokens.
             try:
-                call = await self._call_model(inference, seed, timeout_s, tools=self.tool_schemas or None)
-            except PromptTooLong:
+                call = await self._call_model(inference, seed, timeout_s, tools=self._advertised)
+            except OutOfRoom:
                 if not steps:
                     raise
                 break  # what was sampled so far is kept; the protocol sees a turn that ends on a tool call
@@ -121,8 +147,12 @@ class ToolAgent(Agent):
             self._remember(call)
             return self._malformed_step(call, loop_index) if parsed.parse_error else self._action_step(call, loop_index)
         calls = self._remember_calls(call, parsed)
-        results = await self._run_internal(calls)
+        results = [await self._run_tool(c) for c in calls if not self.is_external_tool(c["function"]["name"])]
         target: ActionTarget = "external" if self.has_external_tool_call(calls) else "internal"
+        if target == "internal":
+            # With external calls among them the protocol adds all results, so that they stand in the order of the calls.
+            for result in results:
+                self.add_tool_result(result["tool_call_id"], result["tool_name"], result["content"])
         return self._step(
             call,
             loop_index=loop_index,
@@ -148,24 +178,19 @@ class ToolAgent(Agent):
         self._conversation.record(call.trace.completion_token_ids, parsed.content)
         return calls
 
-    async def _run_internal(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-        """Run every call that is not the protocol's, side by side; results enter the context in call order."""
-        own = [call for call in calls if not self.is_external_tool(call["function"]["name"])]
-        contents = await asyncio.gather(*(self._run_tool(call) for call in own))
-        results = []
-        for call, content in zip(own, contents, strict=True):
-            name = call["function"]["name"]
-            self.ctx.add_tool_result(call["id"], name, content)
-            arguments = call["function"]["arguments"]
-            results.append(
-                {"tool_call_id": call["id"], "tool_name": name, "arguments_json": arguments, "content": content}
-            )
-        return results
-
-    async def _run_tool(self, call: ToolCall) -> str:
-        name = call["function"]["name"]
+    async def _run_tool(self, call: ToolCall) -> dict[str, Any]:
+        """One call. Calls of one message run one after the other: the second may build on the first."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
         tool = self.tool_map.get(name)
         if tool is None:
             known = ", ".join(sorted({*self.tool_map, *self._external})) or "none"
-            return f"Error: there is no tool named {name!r}. Available tools: {known}."
-        return (await tool.call(call["function"]["arguments"])).content
+            answer = ToolResult(f"Error: there is no tool named {name!r}. Available tools: {known}.", is_error=True)
+        else:
+            answer = await tool.call(arguments)
+        return {
+            "tool_call_id": call["id"],
+            "tool_name": name,
+            "arguments_json": arguments,
+            "content": answer.content,
+            "is_error": answer.is_error,
+        }

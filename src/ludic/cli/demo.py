@@ -18,13 +18,13 @@ from rich.table import Table
 
 from ludic import registry
 from ludic.cli.scripted import Chooser, random_legal, reference_or_random, scripted_protocol
-from ludic.types import Rollout
+from ludic.types import ConfigError, Rollout, derive_seed, load_rollouts, save_rollouts
 
 RESULTS = ("win", "draw", "loss", "illegal")
 
 
 def demo(
-    games: Annotated[int, typer.Option(help="Games per scripted agent.")] = 500,
+    games: Annotated[int, typer.Option(help="Games per scripted agent.", min=1)] = 500,
     seed: Annotated[int, typer.Option(help="First seed.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the rollouts.")] = Path("runs/demo"),
 ) -> None:
@@ -34,8 +34,8 @@ def demo(
     table = Table("agent", "games", *RESULTS, "mean reward", "model calls/s", box=None, pad_edge=False)
     rollouts: list[Rollout] = []
     players = {
-        "random legal": random_legal(random.Random(seed)),
-        "minimax": reference_or_random(random.Random(seed)),
+        "random legal": random_legal(random.Random(derive_seed(seed, 1))),
+        "minimax": reference_or_random(random.Random(derive_seed(seed, 2))),
     }
     for name, choose in players.items():
         started = time.perf_counter()
@@ -48,6 +48,7 @@ def demo(
     console.print("\nOne game of the minimax agent:\n")
     for step in rollouts[-1].env_steps:
         console.print(escape(f"{step.prev_obs}\n> {step.action}\n"))
+    console.print(escape(f"{rollouts[-1].env_steps[-1].info['final_obs']}\n"))
     console.print(
         f"{len(rollouts)} rollouts in {path} ({path.stat().st_size / 1e6:.1f} MB); read back: all {num_calls} model "
         "calls are token-exact.\nNext: [bold]ludic play tic_tac_toe[/bold] (in .venv/bin) to play it yourself."
@@ -77,11 +78,13 @@ def _result(rollout: Rollout) -> str:
 
 
 def _write_and_check(rollouts: list[Rollout], path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{rollout.to_json()}\n" for rollout in rollouts))
+    try:
+        path.unlink(missing_ok=True)
+        save_rollouts(rollouts, path)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}: {error.strerror}. Choose another folder with --out.") from error
     num_calls = 0
-    for line, rollout in zip(path.read_text().splitlines(), rollouts, strict=True):
-        again = Rollout.from_json(line)
+    for again, rollout in zip(load_rollouts(path), rollouts, strict=True):
         assert again == rollout, "a rollout read back differs from the one written"
         so_far: list[int] = []
         for step in again.agent_steps:

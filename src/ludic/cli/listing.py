@@ -4,9 +4,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ludic import registry
+from ludic.types import ConfigError
 
 
 def envs() -> None:
@@ -24,5 +26,8 @@ def parts(
 def _show(kind: str) -> None:
     table = Table("id", "what it is", box=None, pad_edge=False)
     for id in registry.list(kind):
-        table.add_row(id, registry.spec(kind, id).summary)
+        try:
+            table.add_row(id, registry.spec(kind, id).summary)
+        except ConfigError as error:  # one broken plugin must not hide everybody else's parts
+            table.add_row(id, f"[red]{escape(str(error))}[/red]")
     Console().print(table if table.row_count else f"No {kind} is registered.")

@@ -1,10 +1,15 @@
 """`ludic play`: a person plays an environment in the terminal, or watches a scripted agent play it."""
 
+import ast
 import asyncio
+import contextlib
+import importlib
 import json
 import random
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,13 +21,15 @@ from rich.rule import Rule
 from ludic import registry
 from ludic.cli.scripted import reference_or_random, scripted_protocol
 from ludic.interaction.base import AnyEnv, outcome_for
-from ludic.types import ConfigError, Rollout, StepOutcome
+from ludic.types import ConfigError, LudicError, Rollout, StepOutcome, derive_seed
 
 console = Console(highlight=False)
 
 
 def play(
-    env: Annotated[str, typer.Argument(help="Id of an environment; `ludic envs` lists them.")],
+    env: Annotated[
+        str, typer.Argument(help="Id of an environment (`ludic envs` lists them), or file.py:Class of your own.")
+    ],
     watch: Annotated[bool, typer.Option("--watch", help="Watch a scripted agent instead of playing.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the episode; random if not given.")] = None,
     setting: Annotated[
@@ -30,50 +37,86 @@ def play(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="JSONL file of samples, for envs that ask questions.")] = None,
     index: Annotated[int, typer.Option(help="Which line of --data, from 0.")] = 0,
-    max_steps: Annotated[int, typer.Option(help="Stop after this many steps.")] = 1000,
-    delay: Annotated[float, typer.Option(help="Seconds between turns when watching.")] = 0.0,
+    max_steps: Annotated[int, typer.Option(help="Stop after this many steps.", min=1)] = 1000,
+    delay: Annotated[float, typer.Option(help="Seconds between turns when watching.", min=0.0)] = 0.0,
 ) -> None:
     """Play an environment yourself, or watch it being played."""
     seed = random.randrange(2**31) if seed is None else seed
     made = make_env(env, read_settings(setting or []), data, index)
-    again = " ".join(f"--set {s}" for s in setting or [])
-    console.print(f"[bold]{escape(env)}[/bold]  seed {seed}  [dim](--seed {seed} {again} plays it again)[/dim]")
+    again = [
+        f"--seed {seed}",
+        *(f"--set {s}" for s in setting or []),
+        *([f"--data {data} --index {index}"] if data else []),
+    ]
+    console.print(f"[bold]{escape(env)}[/bold]  [dim]({escape(' '.join(again))} plays it again)[/dim]")
     if made.suggested_sysprompt:
         console.print(escape(made.suggested_sysprompt), style="dim")
-    asyncio.run(_watch(made, seed, max_steps, delay) if watch else _play(made, seed, max_steps))
+    if watch:
+        _watch(made, seed, max_steps, delay)
+    else:
+        _play(made, seed, max_steps)
 
 
 # --- setting up ---------------------------------------------------------------------------------------------
 
 
 def read_settings(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` pairs; values are JSON where they can be, text otherwise."""
+    """`name=value` pairs."""
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set {pair!r} is not of the form name=value.")
-        try:
-            settings[name] = json.loads(value)
-        except ValueError:
-            settings[name] = value
+        settings[name] = _read_value(value)
     return settings
 
 
+def _read_value(text: str) -> Any:
+    """JSON or a Python literal (`True`, `(1, 2)`) where it is one, else the text."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text
+
+
 def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int) -> AnyEnv:
-    spec = registry.envs.spec(id)
-    example = {} if data is not None else dict(spec.example)
+    """A registered env, or `module:Class` / `file.py:Class` of your own."""
+    factory, example = _factory(id)
     if data is not None:
         example = {"sample": _sample(data, index)}
     elif example and not settings.keys() & example.keys():
         console.print("[dim]No --data given; using the example that ships with this env.[/dim]")
-    env: AnyEnv = registry.envs.make(id, **{**example, **settings})
+    try:
+        env: AnyEnv = factory(**{**example, **settings})
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, LudicError):
+            raise
+        given = ", ".join(f"{name}={value!r:.60}" for name, value in {**example, **settings}.items())
+        raise ConfigError(f"The env {id!r} cannot be made with {given or 'no arguments'}: {error}") from error
     return env
+
+
+def _factory(id: str) -> tuple[Callable[..., AnyEnv], Mapping[str, Any]]:
+    if ":" not in id:
+        return partial(registry.envs.make, id), dict(registry.envs.spec(id).example)
+    place, _, name = id.rpartition(":")
+    sys.path.insert(0, str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd()))
+    try:
+        found: Callable[..., AnyEnv] = getattr(
+            importlib.import_module(Path(place).stem if place.endswith(".py") else place), name
+        )
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"Cannot load the env {id!r}: {error}. Write module:Class or path/to/file.py:Class."
+        ) from error
+    return found, {}
 
 
 def _sample(path: Path, index: int) -> dict[str, Any]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").strip("\n").split("\n")
     except OSError as error:
         raise ConfigError(f"Cannot read --data {path}: {error.strerror}.") from error
     if not 0 <= index < len(lines):
@@ -88,27 +131,35 @@ def _sample(path: Path, index: int) -> dict[str, Any]:
 # --- a person plays -----------------------------------------------------------------------------------------
 
 
-async def _play(env: AnyEnv, seed: int, max_steps: int) -> None:
-    opening = await env.async_reset(seed=seed)
+def _play(env: AnyEnv, seed: int, max_steps: int) -> None:
+    """Only the env's own steps run inside asyncio: while it waits for a person, Ctrl-C must reach the prompt."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - arrow keys and history at the prompt
+
+    with asyncio.Runner() as runner:
+        try:
+            _play_episode(env, seed, max_steps, runner)
+        except (EOFError, KeyboardInterrupt):
+            console.print("\nBye.")
+        finally:
+            runner.run(env.async_close())
+
+
+def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner) -> None:
+    opening = runner.run(env.async_reset(seed=seed))
     shown = {agent_id: obs for agent_id, (obs, _) in opening.items()}
     totals = dict.fromkeys(env.agent_ids, 0.0)
     outcomes: Mapping[str, StepOutcome] = {}
-    try:
-        for _ in range(max_steps):
-            if not env.active_agents:
-                break
-            actions = {agent_id: _ask(env, agent_id, shown[agent_id]) for agent_id in env.active_agents}
-            outcomes = await env.async_step(actions)
-            for agent_id in env.agent_ids:
-                outcome = outcome_for(env, agent_id, outcomes)
-                shown[agent_id] = outcome.obs
-                totals[agent_id] += outcome.reward
-                _report_reward(env, agent_id, outcome)
-    except (EOFError, KeyboardInterrupt):
-        console.print("\nBye.")
-        return
-    finally:
-        await env.async_close()
+    for _ in range(max_steps):
+        if not env.active_agents:
+            break
+        actions = {agent_id: _ask(env, agent_id, shown[agent_id]) for agent_id in env.active_agents}
+        outcomes = runner.run(env.async_step(actions))
+        for agent_id in env.agent_ids:
+            outcome = outcome_for(env, agent_id, outcomes)
+            shown[agent_id] = outcome.obs
+            totals[agent_id] += outcome.reward
+            _report_reward(env, agent_id, outcome)
     for agent_id in env.agent_ids:
         console.print(escape(f"\n{_address(env, agent_id)}{shown[agent_id]}"))
     _say_goodbye(env, totals, outcomes)
@@ -121,12 +172,13 @@ def _ask(env: AnyEnv, agent_id: str, obs: str) -> str:
         text = console.input(
             f"[bold]{escape(agent_id)}>[/bold] " if len(env.agent_ids) > 1 else "[bold]>[/bold] "
         ).strip()
-        if text.lower() in ("quit", "exit"):
+        if text.lower() in ("quit", "exit", "q"):
             raise EOFError
-        chosen = matching_action(text, legal)
+        chosen = matching_action(text, legal) if text else None
         if chosen is not None:
             return chosen
-        console.print(f"[yellow]Not possible here.[/yellow] You can play: {', '.join(legal or ())} (or quit).")
+        options = ", ".join(legal) if legal is not None else "any text"
+        console.print(f"[yellow]Not possible here.[/yellow] You can play: {options} (or quit).")
 
 
 def matching_action(text: str, legal: list[str] | None) -> str | None:
@@ -160,16 +212,21 @@ def _say_goodbye(env: AnyEnv, totals: Mapping[str, float], outcomes: Mapping[str
 # --- a scripted agent plays ---------------------------------------------------------------------------------
 
 
-async def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
-    protocol = scripted_protocol(env, reference_or_random(random.Random(seed)))
-    try:
-        rollouts = await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed)
-    finally:
-        await env.async_close()
+def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
+    rollouts = asyncio.run(_scripted_episode(env, seed, max_steps))
     for rollout in rollouts:
         if len(rollouts) > 1:
             console.print(Rule(escape(str(rollout.meta["agent_id"]))))
         _show_rollout(rollout, delay)
+
+
+async def _scripted_episode(env: AnyEnv, seed: int, max_steps: int) -> list[Rollout]:
+    # Dice of its own: a player who draws the env's numbers finds every secret.
+    protocol = scripted_protocol(env, reference_or_random(random.Random(derive_seed(seed, 1))))
+    try:
+        return await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed)
+    finally:
+        await env.async_close()
 
 
 def _show_rollout(rollout: Rollout, delay: float) -> None:
@@ -179,6 +236,8 @@ def _show_rollout(rollout: Rollout, delay: float) -> None:
             f"[bold green]> {escape(step.action)}[/bold green]" + (f"   reward {step.reward:+g}" if step.reward else "")
         )
         time.sleep(delay)
+    if rollout.env_steps:
+        console.print(escape(f"\n{rollout.env_steps[-1].info.get('final_obs', '')}"))
     tokens = sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
     console.print(
         f"\n[bold]{rollout.stop}[/bold]: total reward {rollout.total_reward:+g} in {len(rollout.env_steps)} turns, "

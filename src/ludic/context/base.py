@@ -56,7 +56,10 @@ class ContextStrategy(ABC):
         self.add_assistant_step(response.text)
 
     def on_after_step(self, obs: Observation, info: Info) -> None:
-        self._append({"role": "user", "content": obs})
+        if self._messages and self._messages[-1]["role"] == "tool":
+            self.add_note(obs)  # the turn ended on a tool result that no reply has followed
+        else:
+            self._append({"role": "user", "content": obs})
 
     def add_assistant_step(self, content: str, tool_calls: Sequence[ToolCall] | None = None) -> None:
         message: Message = {"role": "assistant", "content": content}
@@ -69,12 +72,13 @@ class ContextStrategy(ABC):
         self._append({"role": "tool", "tool_call_id": tool_call_id, "name": tool_name, "content": content})
 
     def add_note(self, text: str) -> None:
-        """Say something to the model as the user, at once. Joins an observation that has not been shown yet, since
-        many chat templates refuse two user messages in a row."""
-        if self._messages and self._messages[-1]["role"] == "user":
+        """Say something to the model at once. It joins what has not been shown yet, an observation or a tool result:
+        many chat templates refuse two user messages in a row, or one behind a tool's."""
+        if self._messages and self._messages[-1]["role"] in ("user", "tool"):
             last = self._messages.pop()
-            text = f"{last['content']}\n\n{text}"
-        self._append({"role": "user", "content": text})
+            self._append({**last, "content": f"{last['content']}\n\n{text}"})
+        else:
+            self._append({"role": "user", "content": text})
 
     def _append(self, message: Message) -> None:
         self._messages.append(message)

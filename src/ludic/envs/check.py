@@ -8,20 +8,33 @@ that snapshots continue the same episode, and that the reference solution earns 
 
 import asyncio
 import json
+import math
+import numbers
 import pickle
 import random
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.types import EnvContractError, ResetNeeded, Snapshot, SnapshotUnsupported, StepOutcome
+from ludic.types import (
+    ConfigError,
+    EnvContractError,
+    ResetNeeded,
+    Snapshot,
+    SnapshotUnsupported,
+    StepOutcome,
+    derive_seed,
+)
+from ludic.types.rollout import json_number
 
 EnvFactory = Callable[[], LudicEnv[Any, Any, Any]]
 Chooser = Callable[[LudicEnv[Any, Any, Any], str, random.Random], str]
 Record = list[Any]
 """Everything an episode showed, comparable with ==."""
 
-_GARBAGE = ("", "???", "\x00", "ünïcödé 🎲", "9" * 300)
+_GARBAGE = ("", "???", "\x00", "ünïcödé 🎲", "²", "9" * 5000)
+_DICE = 0xC0FFEE  # the player's dice are not the env's: a player who draws the env's own numbers finds every secret
 
 
 class EnvCheckFailed(EnvContractError):
@@ -29,7 +42,13 @@ class EnvCheckFailed(EnvContractError):
 
 
 async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max_steps: int = 200) -> None:
-    """Raise EnvCheckFailed at the first broken promise; return None when all hold."""
+    """Raise EnvCheckFailed at the first broken promise; return None when all hold.
+
+    `make` is the env's class or a function that makes one. In a script: `asyncio.run(check_env(MyEnv))`; in a
+    notebook: `await check_env(MyEnv)`.
+    """
+    if not callable(make):
+        raise ConfigError(f"check_env makes many envs; give it the class or a function, not an object ({make!r:.60}).")
     _check_roles(make())
     alone = {seed: await _play(make(), seed, _some_action, max_steps) for seed in seeds}
     for seed, record in alone.items():
@@ -41,6 +60,18 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
         await _check_end(make(), seed, max_steps)
         await _check_copies(make, seed, max_steps)
         await _check_reference(make(), seed, max_steps)
+    if not any(
+        outcome.terminated or outcome.truncated for record in alone.values() for outcome in _last_outcomes(record)
+    ):
+        warnings.warn(
+            f"{type(make()).__name__} did not end within {max_steps} steps of any checked episode, so its end was not "
+            "checked. Offer legal_actions or reference_action, or raise max_steps.",
+            stacklevel=2,
+        )
+
+
+def _last_outcomes(record: Record) -> list[StepOutcome]:
+    return list(record[-1][1].values()) if len(record) > 1 else []
 
 
 def _fail(env: LudicEnv[Any, Any, Any], what: str) -> EnvCheckFailed:
@@ -66,6 +97,8 @@ def _some_action(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Random
     if legal is not None:
         if not legal:
             raise _fail(env, f"legal_actions({agent_id!r}) is empty although that agent must act.")
+        if not all(isinstance(action, str) for action in legal):
+            raise _fail(env, f"legal_actions({agent_id!r}) are not all text: {legal!r:.80}.")
         return rng.choice(legal)
     reference = env.reference_action(agent_id)
     return "pass" if reference is None else reference
@@ -86,7 +119,7 @@ async def _play(
     env: LudicEnv[Any, Any, Any], seed: int, choose: Chooser, max_steps: int, *, give_way: bool = False
 ) -> Record:
     opening = await _open(env, seed)
-    return [opening, *await _finish(env, random.Random(seed), choose, max_steps, give_way=give_way)]
+    return [opening, *await _finish(env, random.Random(derive_seed(seed, _DICE)), choose, max_steps, give_way=give_way)]
 
 
 async def _finish(
@@ -147,8 +180,10 @@ def _check_outcome(env: LudicEnv[Any, Any, Any], agent_id: str, outcome: Any) ->
     if not isinstance(outcome, StepOutcome):
         raise _fail(env, f"step gave {agent_id!r} {type(outcome).__name__}, not a StepOutcome.")
     _check_obs(env, agent_id, outcome.obs)
-    if isinstance(outcome.reward, bool) or not isinstance(outcome.reward, (int, float)):
+    if isinstance(outcome.reward, bool) or not isinstance(outcome.reward, numbers.Real):
         raise _fail(env, f"the reward of {agent_id!r} is {type(outcome.reward).__name__}, not a number.")
+    if not math.isfinite(outcome.reward):
+        raise _fail(env, f"the reward of {agent_id!r} is {outcome.reward}.")
     for flag in ("truncated", "terminated"):
         if not isinstance(getattr(outcome, flag), bool):
             raise _fail(env, f"{flag} of {agent_id!r} is {getattr(outcome, flag)!r}, not a bool.")
@@ -159,9 +194,13 @@ def _check_info(env: LudicEnv[Any, Any, Any], agent_id: str, info: Any) -> None:
     if not isinstance(info, dict):
         raise _fail(env, f"info of {agent_id!r} is {type(info).__name__}, not a dict.")
     try:
-        json.dumps(info)
+        stored = json.loads(json.dumps(info, default=json_number))
     except (TypeError, ValueError) as error:
         raise _fail(env, f"info of {agent_id!r} is not JSON ({error}); rollouts could not be stored.") from error
+    if stored != info:
+        raise _fail(
+            env, f"info of {agent_id!r} changes when it is stored as JSON: {info!r:.80} becomes {stored!r:.80}."
+        )
 
 
 # --- promises -----------------------------------------------------------------------------------------------
@@ -169,14 +208,26 @@ def _check_info(env: LudicEnv[Any, Any, Any], agent_id: str, info: Any) -> None:
 
 async def _check_same_seed_same_episode(make: EnvFactory, seed: int, record: Record, max_steps: int) -> None:
     fresh = make()
-    if await _play(fresh, seed, _some_action, max_steps) != record:
-        raise _fail(fresh, f"seed {seed} gave two different episodes in two fresh envs. Draw from random.Random(seed).")
+    again = await _play(fresh, seed, _some_action, max_steps)
+    if again != record:
+        where = _difference(record, again)
+        raise _fail(
+            fresh, f"seed {seed} gave two different episodes in two fresh envs. Draw from random.Random(seed). {where}"
+        )
     used = make()
     await _play(used, seed + 1000, _some_action, max_steps)
-    if await _play(used, seed, _some_action, max_steps) != record:
-        raise _fail(
-            used, f"seed {seed} gave another episode after an earlier one in the same env: reset leaves state behind."
-        )
+    again = await _play(used, seed, _some_action, max_steps)
+    if again != record:
+        where = _difference(record, again)
+        raise _fail(used, f"seed {seed} gave another episode after an earlier one: reset leaves state behind. {where}")
+
+
+def _difference(one: Record, other: Record) -> str:
+    """Where two records part, in words."""
+    for step, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return f"They part at step {step}: {a!r:.300} and {b!r:.300}."
+    return f"One has {len(one) - 1} steps, the other {len(other) - 1}."
 
 
 async def _check_interleaved(make: EnvFactory, alone: dict[int, Record], max_steps: int) -> None:
@@ -189,7 +240,10 @@ async def _check_interleaved(make: EnvFactory, alone: dict[int, Record], max_ste
     together = await asyncio.gather(*(yielding_play(seed) for seed in crowd))
     for seed, record in zip(crowd, together, strict=True):
         if record != alone[seed]:
-            raise _fail(make(), f"seed {seed} gave another episode when others ran beside it: envs share state.")
+            where = _difference(alone[seed], record)
+            raise _fail(
+                make(), f"seed {seed} gave another episode when others ran beside it: envs share state. {where}"
+            )
 
 
 async def _check_garbage(env: LudicEnv[Any, Any, Any], seed: int, max_steps: int) -> None:
@@ -230,7 +284,7 @@ async def _check_missing_action(env: LudicEnv[Any, Any, Any], seed: int) -> None
 
 async def _check_copies(make: EnvFactory, seed: int, max_steps: int) -> None:
     """An env pickled, or restored from a snapshot, in the middle of an episode goes on as the original does."""
-    env, rng = make(), random.Random(seed)
+    env, rng = make(), random.Random(derive_seed(seed, _DICE))
     await _open(env, seed)
     for _ in range(2):
         if env.active_agents:

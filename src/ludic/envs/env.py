@@ -38,13 +38,13 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
     def active_agents(self) -> list[AgentID]:
         """Who must act now: one = turn-based, several = simultaneous, none = over."""
 
-    @abstractmethod
     def reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
         """Start an episode; first observation and info for every agent."""
+        raise NotImplementedError(f"{type(self).__name__} must implement reset (or async_reset, if it does I/O).")
 
-    @abstractmethod
     def step(self, actions: Mapping[AgentID, Action]) -> dict[AgentID, StepOutcome]:
         """One transition. An active agent may be missing from `actions`: its reply could not be read."""
+        raise NotImplementedError(f"{type(self).__name__} must implement step (or async_step, if it does I/O).")
 
     async def async_reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
         if self.blocking:

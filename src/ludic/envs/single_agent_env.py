@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,13 +23,15 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
 
     # --- what an env implements ---
 
-    @abstractmethod
     def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
         """Start an episode."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement env_reset (or async_env_reset, if it does I/O)."
+        )
 
-    @abstractmethod
     def env_step(self, action: str) -> StepOutcome:
         """One transition."""
+        raise NotImplementedError(f"{type(self).__name__} must implement env_step (or async_env_step, if it does I/O).")
 
     def env_current_obs(self) -> Observation:
         raise NotImplementedError(f"{type(self).__name__} does not offer env_current_obs.")

@@ -26,6 +26,9 @@ class TemplateResult:
 class ChatTemplate(Protocol):
     """What an agent needs of a template. Inherit from it to get the defaults below."""
 
+    reply_prefix: str = ""
+    """Text that the prompt already writes of every reply (an opened think block); parsers and contexts see it."""
+
     def apply(
         self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
     ) -> TemplateResult:

@@ -49,7 +49,7 @@ class Conversation:
             return self._start(messages, tools, rewrote=False)
         assert self._tokens is not None, "a recorded reply follows a prompt"
         self._tokens.append(delta)
-        self._messages.extend(messages[len(self._messages) :])
+        self._messages.extend(map(dict, messages[len(self._messages) :]))
         self._reply = None
         return Prompt(token_ids=self._tokens.view(), messages=MessageView(self._messages), text=None)
 
@@ -66,7 +66,6 @@ class Conversation:
             len(messages) > sent
             and messages[sent]["role"] == "assistant"
             and messages[sent]["content"] == self._reply
-            # Equal objects are mostly the same objects, so this is a pointer comparison per message.
             and messages[:sent] == self._messages
             and (tools is self._tools or tools == self._tools)
         )
@@ -74,7 +73,8 @@ class Conversation:
     def _start(self, messages: list[Message], tools: ToolSchemas | None, *, rewrote: bool) -> Prompt:
         rendered = self._template.apply(messages, tools=tools)
         self._tokens = TokenLog(rendered.prompt_token_ids)
-        self._messages = list(messages)
+        # Copies: a context that edits a message in place must not change what is on record as having been shown.
+        self._messages = list(map(dict, messages))
         self._tools = tools
         self._reply = None
         return Prompt(

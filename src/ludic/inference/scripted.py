@@ -10,19 +10,37 @@ from typing import Any
 import numpy as np
 
 from ludic.inference.byte_template import ByteTemplate
-from ludic.types import ChatResponse, ConfigError, Info, PromptTooLong, TokenCompletionRequest, VersionRun
+from ludic.types import (
+    ChatResponse,
+    ConfigError,
+    Info,
+    PromptTooLong,
+    TokenArray,
+    TokenCompletionRequest,
+    VersionRun,
+    token_array,
+)
 
+_BYTES = ByteTemplate()
 Reply = Callable[[TokenCompletionRequest], str]
 
 
 class ScriptedClient:
-    """Answers with the given texts in order, or with what a function makes of the request."""
+    """Answers with the given texts in order, or with what a function makes of the request.
+
+    Its tokens are those of ByteTemplate; beside an HFChatTemplate it needs that template's `tokenizer`.
+    """
 
     def __init__(
-        self, replies: Iterable[str] | Reply, *, max_prompt_tokens: int | None = None, version: int = 0
+        self,
+        replies: Iterable[str] | Reply,
+        *,
+        tokenizer: Any = None,
+        max_prompt_tokens: int | None = None,
+        version: int = 0,
     ) -> None:
         self._next = replies if callable(replies) else _in_order(replies)
-        self._template = ByteTemplate()
+        self._tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
         self.version = version
 
@@ -31,11 +49,11 @@ class ScriptedClient:
         if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
             raise PromptTooLong(num_tokens, self.max_prompt_tokens)
         text = self._next(request)
-        ids = np.append(self._template.encode(text), np.int32(ByteTemplate.END))
+        ids = self._encode(text)
         finish_reason = "stop"
         if len(ids) > request.sampling.max_tokens:
             ids = ids[: request.sampling.max_tokens]
-            text = self._template.decode_reply(ids)
+            text = self._decode(ids)
             finish_reason = "length"
         response = ChatResponse(
             text=text,
@@ -47,6 +65,19 @@ class ScriptedClient:
             version_runs=(VersionRun(self.version, len(ids)),),
         )
         return response, {}
+
+    def _encode(self, text: str) -> TokenArray:
+        if self._tokenizer is None:
+            return np.append(_BYTES.encode(text), np.int32(ByteTemplate.END))
+        return token_array(
+            [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id]
+        )
+
+    def _decode(self, ids: TokenArray) -> str:
+        if self._tokenizer is None:
+            return _BYTES.decode_reply(ids)
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
 
     def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None

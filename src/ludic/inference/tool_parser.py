@@ -32,7 +32,9 @@ class ToolParser(Protocol):
 
 def make_tool_call(name: str, arguments: dict[str, Any], index: int) -> ToolCall:
     """One call in the OpenAI shape. Nine letters and digits, because Mistral's template accepts nothing else."""
-    encoded = json.dumps(arguments, ensure_ascii=False)
+    # Lone surrogates, which JSON can spell, would break every file and tokenizer further on.
+    encoded = json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")
+    name = name.encode("utf-8", "replace").decode("utf-8")
     return {"id": f"call{index:05d}", "type": "function", "function": {"name": name, "arguments": encoded}}
 
 
@@ -66,7 +68,7 @@ class _Found:
 def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text, strict=False)  # models put raw newlines into strings
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -106,7 +108,7 @@ class Llama3ToolParser:
         while position < len(body):
             try:
                 call, position = decoder.raw_decode(body, position)
-            except ValueError:
+            except (ValueError, RecursionError):
                 found.broken = True
                 break
             found.add_json(call, ("parameters", "arguments"))
@@ -122,8 +124,13 @@ class XMLToolParser:
     Values stay text: only the tool's own types can tell a number from a string that looks like one.
     """
 
-    _CALL = re.compile(r'<(function|invoke)(?:=|\s+name=")([^">\s]+)"?\s*>(.*?)</\1>', re.DOTALL)
-    _PARAMETER = re.compile(r'<parameter(?:=|\s+name=")([^">\s]+)"?\s*>(.*?)</parameter>', re.DOTALL)
+    # Bodies may not hold another opening, so that an unclosed tag costs no more than a look to the next one.
+    _CALL = re.compile(
+        r'<(function|invoke)(?:=|\s+name=")([^">\s]+)"?\s*>((?:(?!<(?:function|invoke)[=\s]).)*?)</\1>', re.DOTALL
+    )
+    _PARAMETER = re.compile(
+        r'<parameter(?:=|\s+name=")([^">\s]+)"?\s*>((?:(?!<parameter[=\s]).)*?)</parameter>', re.DOTALL
+    )
     _OPENING = re.compile(r"<(?:function|invoke)(?:=|\s+name=)|<parameter(?:=|\s+name=)")
     _WRAPPER = re.compile(r"</?(?:tool_call|function_calls)>")
 

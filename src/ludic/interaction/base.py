@@ -1,13 +1,16 @@
 """The contract of an interaction protocol, and the small rules that all of them share."""
 
 import logging
+import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ludic.envs import LudicEnv
+from ludic.interaction.collector import TraceCollector
 from ludic.parsers import ParseResult
-from ludic.types import EnvContractError, InferenceSpec, Info, Rollout, StepOutcome, ToolCall
+from ludic.types import ConfigError, EnvContractError, InferenceSpec, Info, Rollout, StepOutcome, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +23,20 @@ ExternalToolHandler: TypeAlias = Callable[[list[ToolCall]], ToolAnswers | Awaita
 
 RESERVED_INFO_KEYS = frozenset(
     {"parse_error", "parse_feedback_obs", "incomplete_completion", "tool_parse_error", "truncation_reason",
-     "finish_reason"}
+     "finish_reason", "final_obs", "new_segment"}
 )  # fmt: skip
 """Facts that Ludic states about a step; an env cannot overwrite them."""
 
 
 class InteractionProtocol(ABC):
     """How agents and an environment meet. It owns the loop; env and agents stay ignorant of each other."""
+
+    _collector: TraceCollector | None = None
+
+    @property
+    def unfinished(self) -> list[Rollout]:
+        """What the episode that is going on (or has just failed) has collected so far."""
+        return [] if self._collector is None else self._collector.extract_rollouts_with_per_agent_status()
 
     @abstractmethod
     async def run(
@@ -89,7 +99,24 @@ def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome])
             f"{type(env).__name__}.step returned {type(outcome).__name__} for {agent_id!r}; "
             "it must be a StepOutcome(obs, reward, truncated, terminated, info)."
         )
+    if not isinstance(outcome.obs, str) or not isinstance(outcome.info, dict) or not _is_finite(outcome.reward):
+        raise EnvContractError(
+            f"{type(env).__name__}.step told {agent_id!r} {outcome!r:.200}; obs must be text, reward a finite number, "
+            "info a dict."
+        )
     return outcome
+
+
+def _is_finite(reward: object) -> bool:
+    return isinstance(reward, numbers.Real) and math.isfinite(reward)
+
+
+def check_run(env: AnyEnv, max_steps: int) -> None:
+    """The mistakes that are made when a protocol is run."""
+    if not isinstance(env, LudicEnv):
+        raise ConfigError(f"env must be an environment object, got {env!r}. Make one: env=MyEnv().")
+    if max_steps < 1:
+        raise ConfigError(f"max_steps={max_steps}; an episode needs at least one.")
 
 
 def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info]:

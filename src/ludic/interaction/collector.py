@@ -12,6 +12,11 @@ class TraceCollector:
         self._global_meta = global_meta
         self._rollouts: dict[str, Rollout] = {}
 
+    @classmethod
+    def for_episode(cls, env: object, *, env_seed: int | None, sampling_seed: int | None) -> "TraceCollector":
+        """What every rollout of an episode should say: which episode, which env, which seeds."""
+        return cls(episode_id=new_id(), env_name=type(env).__name__, env_seed=env_seed, sampling_seed=sampling_seed)
+
     def rollout(self, agent_id: str) -> Rollout:
         """The rollout that this agent's steps go into; its id is fixed from the start."""
         found = self._rollouts.get(agent_id)

@@ -5,7 +5,6 @@ works on the task; what it answers comes back as the tool's result. Parent and c
 linked by id, so that both can be trained.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from ludic.agents import Agent
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.interaction.base import AnyEnv, ToolAnswers
+from ludic.interaction.concurrently import all_or_none
 from ludic.interaction.episode import run_or_record
 from ludic.interaction.single_agent import SingleAgentProtocol
 from ludic.types import (
@@ -93,8 +93,11 @@ class DelegatingProtocol(SingleAgentProtocol):
         super().__init__(agent, **protocol_settings)
         if not delegates:
             raise ConfigError("DelegatingProtocol needs at least one delegate: delegates={name: Delegate(…)}.")
-        if max_depth < 1 or max_children < 1:
-            raise ConfigError(f"max_depth={max_depth}, max_children={max_children}; both must be at least 1.")
+        if max_depth < 1 or max_children < 1 or (max_child_tokens is not None and max_child_tokens < 1):
+            raise ConfigError(
+                f"max_depth={max_depth}, max_children={max_children}, max_child_tokens={max_child_tokens}; "
+                "each must be at least 1."
+            )
         self.delegates = dict(delegates)
         self.max_depth = max_depth
         self.max_children = max_children
@@ -136,11 +139,21 @@ class DelegatingProtocol(SingleAgentProtocol):
             inference=inference,
             timeout_s=timeout_s,
         )
+        return self._with_descendants(own)
+
+    @property
+    def unfinished(self) -> list[Rollout]:
+        return self._with_descendants(super().unfinished)
+
+    def _with_descendants(self, own: list[Rollout]) -> list[Rollout]:
+        """The parent and all below it, linked."""
+        if self._episode is None:
+            return own
         for rollout in own:
-            rollout.meta.update(depth=self.depth, child_rollout_ids=episode.child_ids)
-            for child in episode.descendants:
+            rollout.meta.update(depth=self.depth, child_rollout_ids=self._episode.child_ids)
+            for child in self._episode.descendants:
                 child.meta.setdefault("parent_rollout_id", rollout.id)
-        return [*own, *episode.descendants]
+        return [*own, *self._episode.descendants]
 
     # --- the parent's side of a call ---
 
@@ -158,7 +171,7 @@ class DelegatingProtocol(SingleAgentProtocol):
         answers = list(await super()._external_tools(others, step)) if others else []
         mine = [call for call in calls if call["function"]["name"] == self.TOOL]
         orders = [self._accept(call, step) for call in mine]
-        reports = await asyncio.gather(*(self._carry_out(order) for order in orders))
+        reports = await all_or_none(self._carry_out(order) for order in orders)
         for call, report in zip(mine, reports, strict=True):
             self._file(report)  # in the order of the calls, whichever child was done first
             answers.append({"tool_call_id": call["id"], "tool_name": self.TOOL, "content": report.answer})
@@ -169,7 +182,7 @@ class DelegatingProtocol(SingleAgentProtocol):
         assert self._episode is not None, "tools are called while an episode runs"
         arguments = json.loads(call["function"]["arguments"])
         name, task = arguments.get("to"), arguments.get("task")
-        if name not in self.delegates or not isinstance(task, str) or not task.strip():
+        if not isinstance(name, str) or name not in self.delegates or not isinstance(task, str) or not task.strip():
             return f"Error: delegate needs to (one of {sorted(self.delegates)}) and task (text); got {arguments}."
         if self.depth >= self.max_depth:
             return f"Error: a sub-agent at depth {self.depth} cannot delegate further. Do the task yourself."
@@ -188,18 +201,19 @@ class DelegatingProtocol(SingleAgentProtocol):
     async def _carry_out(self, order: "_Order | str") -> "_Report":
         if isinstance(order, str):
             return _Report(answer=order)
+        delegate = self.delegates[order.delegate]
+        protocol = self._child_protocol(delegate)
         link = {"delegate": order.delegate, "parent_step_id": order.parent_step_id, "depth": self.depth + 1}
-        family = await run_or_record(lambda: self._child_episode(order), meta=dict(link))
-        child = family[0]
-        child.meta.update(link)
-        return _Report(answer=_answer_of(child), family=family)
+        family = await run_or_record(protocol, lambda: self._child_episode(protocol, delegate, order), meta={})
+        if not family:
+            return _Report(answer="Error: the sub-agent did not act. Do the task yourself.")
+        family[0].meta.update(link)
+        return _Report(answer=_answer_of(family[0]), family=family)
 
     # --- the child ---
 
-    async def _child_episode(self, order: "_Order") -> list[Rollout]:
-        assert self._episode is not None, "children run inside their parent's episode"
-        episode, delegate = self._episode, self.delegates[order.delegate]
-        protocol = DelegatingProtocol(
+    def _child_protocol(self, delegate: Delegate) -> "DelegatingProtocol":
+        return DelegatingProtocol(
             delegate.make_agent(),
             delegates=self.delegates,
             max_depth=self.max_depth,
@@ -208,8 +222,15 @@ class DelegatingProtocol(SingleAgentProtocol):
             depth=self.depth + 1,
             max_tokens=self.max_child_tokens,
             external_tool_handler=self.external_tool_handler,
+            external_tool_timeout_s=self.external_tool_timeout_s,
             max_external_rounds=self.max_external_rounds,
         )
+
+    async def _child_episode(
+        self, protocol: "DelegatingProtocol", delegate: Delegate, order: "_Order"
+    ) -> list[Rollout]:
+        assert self._episode is not None, "children run inside their parent's episode"
+        episode = self._episode
         env = delegate.make_env(order.task)
         try:
             return await protocol.run(

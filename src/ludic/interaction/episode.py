@@ -4,15 +4,26 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ludic.types import Rollout
+from ludic.interaction.base import InteractionProtocol
+from ludic.types import Failure, Rollout, StopReason
 
 logger = logging.getLogger(__name__)
 
 
-async def run_or_record(run: Callable[[], Awaitable[list[Rollout]]], *, meta: dict[str, Any]) -> list[Rollout]:
-    """The rollouts of an episode, or one rollout that says why there are none."""
+async def run_or_record(
+    protocol: InteractionProtocol, run: Callable[[], Awaitable[list[Rollout]]], *, meta: dict[str, Any]
+) -> list[Rollout]:
+    """The rollouts of an episode; if it raises, what was collected until then, marked as failed."""
     try:
-        return await run()
+        rollouts = await run()
     except Exception as error:  # noqa: BLE001 - one bad episode must not cancel its siblings
         logger.warning("An episode failed: %s: %s (%s)", type(error).__name__, error, meta)
-        return [Rollout.failed(error, meta=meta)]
+        rollouts = protocol.unfinished
+        for rollout in rollouts:
+            if rollout.stop is None:
+                rollout.stop, rollout.failure = StopReason.FAILED, Failure.from_exception(error)
+        if not any(rollout.failure for rollout in rollouts):
+            rollouts = [Rollout.failed(error), *rollouts]
+    for rollout in rollouts:
+        rollout.meta = {**meta, **rollout.meta}
+    return rollouts

@@ -1,8 +1,6 @@
 """`MultiAgentProtocol`: any number of agents in one environment, taking turns or moving at once."""
 
-import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 from ludic.agents import Agent
 from ludic.interaction.base import (
@@ -10,14 +8,14 @@ from ludic.interaction.base import (
     ExternalToolHandler,
     InteractionProtocol,
     ToolAnswers,
+    check_run,
     opening_for,
     outcome_for,
 )
 from ludic.interaction.collector import TraceCollector
+from ludic.interaction.concurrently import all_or_none
 from ludic.interaction.seat import Seat, Turn, call_handler
 from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall, derive_seed
-
-T = TypeVar("T")
 
 
 class MultiAgentProtocol(InteractionProtocol):
@@ -32,6 +30,7 @@ class MultiAgentProtocol(InteractionProtocol):
         agents: Mapping[str, Agent],
         *,
         external_tool_handler: ExternalToolHandler | None = None,
+        external_tool_timeout_s: float | None = 300.0,
         max_external_rounds: int = 8,
     ) -> None:
         if not agents:
@@ -40,6 +39,7 @@ class MultiAgentProtocol(InteractionProtocol):
             raise ConfigError("Two seats share one Agent object; each needs its own, since an agent has a memory.")
         self.agents = dict(agents)
         self.external_tool_handler = external_tool_handler
+        self.external_tool_timeout_s = external_tool_timeout_s
         self.max_external_rounds = max_external_rounds
 
     async def run(
@@ -52,8 +52,10 @@ class MultiAgentProtocol(InteractionProtocol):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
+        check_run(env, max_steps)
         self._check_roles(env)
-        collector = TraceCollector(env_name=type(env).__name__)
+        collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
+        self._collector = collector
         handler = self._external_tools if self.external_tool_handler is not None else None
         seats = [
             Seat(
@@ -69,40 +71,52 @@ class MultiAgentProtocol(InteractionProtocol):
             for agent_id, agent in self.agents.items()
         ]
         opening = await env.async_reset(seed=env_seed)
-        for seat in seats:
-            seat.sit_down(*opening_for(env, seat.agent_id, opening), env.suggested_sysprompt)
-        stop = await self._play(env, seats, max_steps)
-        for seat in seats:
-            seat.leave(stop)
+        openings = [opening_for(env, seat.agent_id, opening) for seat in seats]
+        seated: list[Seat] = []
+        try:
+            for seat, (obs, info) in zip(seats, openings, strict=True):
+                seat.sit_down(obs, info, env.suggested_sysprompt)
+                seated.append(seat)
+            stop = await self._play(env, seats, max_steps)
+            for seat in seats:
+                seat.leave(stop)
+        finally:
+            for seat in seated:
+                seat.vacate()
         return collector.extract_rollouts_with_per_agent_status()
 
     async def _play(self, env: AnyEnv, seats: Sequence[Seat], max_steps: int) -> StopReason:
         """Steps until nobody is left; the reason for those who had not finished by themselves."""
         for _ in range(max_steps):
             active = env.active_agents
-            if not active or all(seat.finished for seat in seats):
+            if not active or all(seat.finished or seat.retired for seat in seats):
                 return StopReason.NOBODY_ACTIVE
-            acting = [seat for seat in seats if seat.agent_id in active and not seat.finished]
+            acting = [s for s in seats if s.agent_id in active and not s.finished and s.retired is None]
             turns = dict(
-                zip((seat.agent_id for seat in acting), await _all(seat.take_turn() for seat in acting), strict=True)
+                zip(
+                    (seat.agent_id for seat in acting),
+                    await all_or_none(seat.take_turn() for seat in acting),
+                    strict=True,
+                )
             )
             self._settle(acting, turns)
             actions = {agent_id: turn.action for agent_id, turn in turns.items() if turn.action is not None}
-            if turns and not actions:
+            if turns and not actions and not any(seat.retired for seat in acting):
                 continue  # nothing readable was said, so the env does not move
             outcomes = await env.async_step(actions)
             for seat in seats:
                 if not seat.finished:
-                    seat.hear(outcome_for(env, seat.agent_id, outcomes), turns.get(seat.agent_id))
-        return StopReason.MAX_STEPS
+                    turn = turns.get(seat.agent_id) if seat.retired is None else None
+                    seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
+        return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE
 
     @staticmethod
     def _settle(acting: Sequence[Seat], turns: Mapping[str, Turn]) -> None:
         """Tell agents whose reply was no action; let go of those with no room left for another prompt."""
         for seat in acting:
             turn = turns[seat.agent_id]
-            if turn.context_full:
-                seat.leave(StopReason.CONTEXT_FULL)
+            if turn.out_of_room is not None:
+                seat.retire(turn.out_of_room)
             elif turn.action is None:
                 seat.reject(turn)
 
@@ -120,19 +134,4 @@ class MultiAgentProtocol(InteractionProtocol):
 
     async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
         assert self.external_tool_handler is not None, "only asked when there is one"
-        return await call_handler(self.external_tool_handler, calls)
-
-
-async def _all(coroutines: Any) -> list[Any]:
-    """All results in order; the first failure cancels the others before it travels on."""
-    todo: list[Coroutine[Any, Any, Any]] = list(coroutines)
-    if len(todo) == 1:
-        return [await todo[0]]
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in todo]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        return await call_handler(self.external_tool_handler, calls, self.external_tool_timeout_s)

@@ -8,10 +8,12 @@ where others move in between, the rewards they cause are credited to the agent's
 opponent makes the last move still gets its terminal reward.
 """
 
+import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ludic.agents import Agent, AgentActStep
 from ludic.interaction.base import ToolAnswers, merge_step_info, split_parser_reward
@@ -23,9 +25,10 @@ from ludic.types import (
     InferenceSpec,
     Info,
     Observation,
-    PromptTooLong,
+    OutOfRoom,
     StepOutcome,
     StopReason,
+    TokenBudgetSpent,
     TokenTrace,
     ToolCall,
     derive_seed,
@@ -50,8 +53,8 @@ class Turn:
     parser_reward: float = 0.0
     feedback: str | None = None
     """What to tell the agent when the reply could not be read."""
-    context_full: bool = False
-    """The next prompt would not have fitted; the turn has no action."""
+    out_of_room: StopReason | None = None
+    """There was no room for (another) model call; the turn has no action."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +65,7 @@ class _Transition:
     prev_obs: Observation | None
     reward: float = 0.0
     info: Info = field(default_factory=dict)
+    last_obs: Observation = ""
     ts_ns: int = 0
 
 
@@ -79,12 +83,14 @@ class Seat:
         timeout_s: float | None,
         external_tools: ExternalTools | None,
         max_external_rounds: int,
+        max_tokens: int | None = None,
     ) -> None:
         self.agent_id = agent_id
         self.agent = agent
         self.stop: StopReason | None = None
+        self.retired: StopReason | None = None
         self._rollout = collector.rollout(agent_id)
-        self._rollout.meta["agent_name"] = agent.name
+        self._rollout.meta.update(agent_name=agent.name, model=agent.model)
         self._steps = self._rollout.steps
         self._collector = collector
         self._sampling_seed = sampling_seed
@@ -92,6 +98,7 @@ class Seat:
         self._timeout_s = timeout_s
         self._external_tools = external_tools
         self._max_external_rounds = max_external_rounds
+        self._max_tokens = max_tokens
         self._num_acts = 0
         self._num_turns = 0
         self._open: _Transition | None = None
@@ -104,14 +111,12 @@ class Seat:
     def finished(self) -> bool:
         return self.stop is not None
 
-    @property
-    def num_sampled_tokens(self) -> int:
-        return sum(len(step.trace.completion_token_ids) for step in self._rollout.agent_steps)
-
     # --- the episode begins ---
 
     def sit_down(self, obs: Observation, info: Info, system_prompt: str | None) -> None:
         """A context's own system prompt goes before the env's suggestion."""
+        self.agent.sit_down()
+        self.agent.allow_tokens(self._max_tokens)
         own = self.agent.ctx.default_system_prompt
         self.agent.reset(system_prompt if own is None else own)
         self._unseen = [obs]
@@ -127,10 +132,10 @@ class Seat:
         for round_index in range(self._max_external_rounds + 1):
             try:
                 final = await self._act(turn)
-            except PromptTooLong:
+            except OutOfRoom as error:
                 if not self._steps:
                     raise  # not even the first prompt fits: a mistake in the set-up, not the end of an episode
-                turn.context_full = True
+                turn.out_of_room = _stop_for(error)
                 return turn
             if final.action_target != "external":
                 self._read_action(turn, final)
@@ -179,17 +184,23 @@ class Seat:
     def _read_action(self, turn: Turn, final: AgentActStep) -> None:
         parsed = final.parse_result
         if final.action_target == "internal":
-            turn.context_full = True  # the agent ran out of room in the middle of its tool loop
+            turn.out_of_room = self._why_no_room()
         elif parsed is None or parsed.action is None:
             turn.feedback = (parsed.obs if parsed else None) or _NO_REPLY_READ
         else:
             turn.action = parsed.action
             turn.parser_reward = parsed.reward
 
+    def _why_no_room(self) -> StopReason:
+        """The agent broke off its tool loop: for want of tokens, or of space in the prompt."""
+        sampled = sum(len(step.trace.completion_token_ids) for step in self._rollout.agent_steps)
+        is_spent = self._max_tokens is not None and sampled >= self._max_tokens
+        return StopReason.TOKEN_BUDGET if is_spent else StopReason.CONTEXT_FULL
+
     async def _serve_external(self, turn: Turn, final: AgentActStep, *, is_over: bool) -> None:
         assert turn.source is not None, "an external call is made by a logged step"
-        answered = {result["tool_call_id"] for result in final.tool_results or ()}
-        calls = [call for call in final.tool_calls or () if call["id"] not in answered]
+        own = {result["tool_call_id"]: result for result in final.tool_results or ()}
+        calls = [call for call in final.tool_calls or () if call["id"] not in own]
         if self._external_tools is None:
             names = sorted({call["function"]["name"] for call in calls})
             raise RuntimeError(
@@ -203,18 +214,20 @@ class Seat:
             ]
         else:
             answers = await self._external_tools(calls, turn.source)
-        self._check_answers(calls, answers)
-        for answer in answers:
-            self.agent.add_tool_result(answer["tool_call_id"], answer["tool_name"], answer["content"])
+        by_id = own | self._by_id(calls, answers)
+        for call in final.tool_calls or ():  # templates without ids tell results apart by their order
+            self.agent.add_tool_result(call["id"], call["function"]["name"], str(by_id[call["id"]]["content"]))
 
     @staticmethod
-    def _check_answers(calls: list[ToolCall], answers: ToolAnswers) -> None:
-        asked, answered = [call["id"] for call in calls], [answer.get("tool_call_id") for answer in answers]
+    def _by_id(calls: list[ToolCall], answers: ToolAnswers) -> dict[str, Mapping[str, Any]]:
+        asked = [call["id"] for call in calls]
+        answered = [answer.get("tool_call_id") if "content" in answer else answer for answer in answers or ()]
         if sorted(asked) != sorted(map(str, answered)):
             raise ConfigError(
                 f"The external_tool_handler was given the calls {asked} and answered {answered}; it must return one "
                 "{tool_call_id, tool_name, content} per call."
             )
+        return {answer["tool_call_id"]: answer for answer in answers}
 
     # --- the env answers ---
 
@@ -228,7 +241,8 @@ class Seat:
             self._open = _Transition(turn=turn, prev_obs=self._last_obs)
         transition = self._open
         transition.reward += outcome.reward
-        transition.info = {**transition.info, **outcome.info} if transition.info else outcome.info
+        transition.info = _filled_in(transition.info, outcome.info) if transition.info else outcome.info
+        transition.last_obs = outcome.obs
         transition.ts_ns = time.time_ns()
         if outcome.terminated:
             self.leave(StopReason.TERMINATED)
@@ -237,10 +251,15 @@ class Seat:
         else:
             self._tell(outcome.obs, outcome.info)
 
+    def retire(self, stop: StopReason) -> None:
+        """The agent cannot act any more, but the episode goes on around it: what the env still tells it counts."""
+        self.retired = stop
+
     def leave(self, stop: StopReason) -> None:
         """The agent's part is over; the last step says how."""
         if self.finished:
             return
+        stop = self.retired or stop
         self.stop = stop
         self._collector.set_stop(self.agent_id, stop)
         if self._open is not None:
@@ -248,9 +267,12 @@ class Seat:
         elif self._steps:
             self._mark_last_step(stop)
 
+    def vacate(self) -> None:
+        """The episode is over, one way or another; the agent may go into the next."""
+        self.agent.stand_up()
+
     def _tell(self, obs: Observation, info: Info) -> None:
-        if not self._unseen or self._unseen[-1] != obs:
-            self._unseen.append(obs)
+        self._unseen.append(obs)
         self._unseen_info = {**self._unseen_info, **info} if self._unseen_info else info
 
     def _show_unseen(self) -> None:
@@ -278,7 +300,11 @@ class Seat:
         is_truncated = stop is not None and stop.is_truncation
         turn = transition.turn or Turn(id=self._next_turn_id())
         source = turn.source
-        extra: Info | None = {"truncation_reason": stop.value} if stop is not None and is_truncated else None
+        extra: Info = {}
+        if stop is not None:
+            extra["final_obs"] = transition.last_obs
+            if is_truncated:
+                extra["truncation_reason"] = stop.value
         components = {"env": transition.reward}
         if turn.parser_reward:
             components["parser"] = turn.parser_reward
@@ -323,6 +349,15 @@ class Seat:
             self._steps[-1] = replace(last, terminated=True)
 
 
+def _stop_for(error: OutOfRoom) -> StopReason:
+    return StopReason.TOKEN_BUDGET if isinstance(error, TokenBudgetSpent) else StopReason.CONTEXT_FULL
+
+
+def _filled_in(own: Info, later: Info) -> Info:
+    """The facts of the agent's own move, and from the moves of others only what was not known yet (the result)."""
+    return {**later, **{key: value for key, value in own.items() if value is not None}}
+
+
 def _joined(observations: list[str]) -> str:
     return observations[0] if len(observations) == 1 else "\n\n".join(observations)
 
@@ -337,9 +372,18 @@ def _client_facts(step: AgentStep | None) -> Info:
     return {"finish_reason": step.info["finish_reason"]}
 
 
-async def call_handler(handler: Callable[[list[ToolCall]], object], calls: list[ToolCall]) -> ToolAnswers:
-    """A handler may be an ordinary function or a coroutine function."""
-    answers = handler(calls)
-    if inspect.isawaitable(answers):
-        answers = await answers
+async def call_handler(
+    handler: Callable[[list[ToolCall]], object], calls: list[ToolCall], timeout_s: float | None
+) -> ToolAnswers:
+    """A handler may be an ordinary function or a coroutine function; its trouble is told to the model."""
+    try:
+        answers = handler(calls)
+        if inspect.isawaitable(answers):
+            answers = await asyncio.wait_for(answers, timeout_s)
+    except Exception as error:  # noqa: BLE001 - like any tool's failure, this is something the model reads
+        what = (
+            f"did not finish within {timeout_s:g} s" if isinstance(error, TimeoutError) and timeout_s else repr(error)
+        )
+        text = f"Error: the tool failed: {what}. Go on without it."
+        return [{"tool_call_id": c["id"], "tool_name": c["function"]["name"], "content": text} for c in calls]
     return answers  # type: ignore[return-value]

@@ -6,6 +6,7 @@ from ludic.interaction.base import (
     ExternalToolHandler,
     InteractionProtocol,
     ToolAnswers,
+    check_run,
     opening_for,
     outcome_for,
 )
@@ -18,8 +19,8 @@ class SingleAgentProtocol(InteractionProtocol):
     """The agent acts, the env answers, until either is done or `max_steps` turns have passed.
 
     A reply that cannot be read never reaches the env: the agent is shown why and the next turn begins, or, with
-    `stop_on_parse_error`, the episode ends. `max_tokens` bounds what the agent may sample in the whole episode; the
-    turn that passes it is finished and no other is begun.
+    `stop_on_parse_error`, the episode ends. `max_tokens` bounds what the agent may sample in the whole episode: the
+    reply that reaches it is cut off there, and no other is begun.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class SingleAgentProtocol(InteractionProtocol):
         *,
         stop_on_parse_error: bool = False,
         external_tool_handler: ExternalToolHandler | None = None,
+        external_tool_timeout_s: float | None = 300.0,
         max_external_rounds: int = 8,
         max_tokens: int | None = None,
     ) -> None:
@@ -35,6 +37,7 @@ class SingleAgentProtocol(InteractionProtocol):
         self.max_tokens = max_tokens
         self.stop_on_parse_error = stop_on_parse_error
         self.external_tool_handler = external_tool_handler
+        self.external_tool_timeout_s = external_tool_timeout_s
         self.max_external_rounds = max_external_rounds
 
     async def run(
@@ -47,7 +50,9 @@ class SingleAgentProtocol(InteractionProtocol):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        collector = TraceCollector(env_name=type(env).__name__)
+        check_run(env, max_steps)
+        collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
+        self._collector = collector
         seat = Seat(
             agent_id=self._only_agent_id(env),
             agent=self.agent,
@@ -57,10 +62,14 @@ class SingleAgentProtocol(InteractionProtocol):
             timeout_s=timeout_s,
             external_tools=self._external_tools if self._serves_external_tools else None,
             max_external_rounds=self.max_external_rounds,
+            max_tokens=self.max_tokens,
         )
         opening = await env.async_reset(seed=env_seed)
         seat.sit_down(*opening_for(env, seat.agent_id, opening), env.suggested_sysprompt)
-        seat.leave(await self._play(env, seat, max_steps))
+        try:
+            seat.leave(await self._play(env, seat, max_steps))
+        finally:
+            seat.vacate()
         return collector.extract_rollouts_with_per_agent_status()
 
     async def _play(self, env: AnyEnv, seat: Seat, max_steps: int) -> StopReason:
@@ -68,11 +77,9 @@ class SingleAgentProtocol(InteractionProtocol):
         for _ in range(max_steps):
             if seat.agent_id not in env.active_agents:
                 return StopReason.NOBODY_ACTIVE
-            if self.max_tokens is not None and seat.num_sampled_tokens >= self.max_tokens:
-                return StopReason.TOKEN_BUDGET
             turn = await seat.take_turn()
-            if turn.context_full:
-                return StopReason.CONTEXT_FULL
+            if turn.out_of_room is not None:
+                return turn.out_of_room
             if turn.action is None:
                 seat.reject(turn)
                 if self.stop_on_parse_error:
@@ -82,7 +89,7 @@ class SingleAgentProtocol(InteractionProtocol):
             seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
             if seat.stop is not None:
                 return seat.stop
-        return StopReason.MAX_STEPS
+        return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE
 
     @staticmethod
     def _only_agent_id(env: AnyEnv) -> str:
@@ -100,7 +107,7 @@ class SingleAgentProtocol(InteractionProtocol):
 
     async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
         assert self.external_tool_handler is not None, "only asked when there is one"
-        return await call_handler(self.external_tool_handler, calls)
+        return await call_handler(self.external_tool_handler, calls, self.external_tool_timeout_s)
 
 
 SingleAgentSyncProtocol = SingleAgentProtocol

@@ -90,7 +90,10 @@ class Tool:
         parameters. Arguments bound by a partial are hidden from the model.
         """
         if not callable(fn):
-            raise ConfigError(f"A tool must be callable, got {type(fn).__name__}: {fn!r}.")
+            raise ConfigError(
+                f"A tool must be callable, got {type(fn).__name__}: {fn!r}. "
+                "A registered one is made by name: registry.tools.make('calculator')."
+            )
         name = name or name_of(fn)
         doc = inspect.cleandoc(doc_of(fn))
         described = described_arguments(doc)

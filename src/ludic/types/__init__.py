@@ -6,11 +6,13 @@ from ludic.types.errors import (
     EnvContractError,
     LudicError,
     MissingExtra,
+    OutOfRoom,
     ParserContractError,
     PromptTooLong,
     ResetNeeded,
     SnapshotUnsupported,
     TemplateError,
+    TokenBudgetSpent,
     TokenMismatch,
     UnknownName,
 )
@@ -40,7 +42,7 @@ from ludic.types.interfaces import (
 )
 from ludic.types.messages import JSON, Message, MessageView, ToolCall
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest
-from ludic.types.rollout import Failure, Rollout, is_parse_failure
+from ludic.types.rollout import Failure, Rollout, is_parse_failure, load_rollouts, save_rollouts
 from ludic.types.samples import (
     ActorTokenLogps,
     HasActorLogps,
@@ -80,7 +82,8 @@ __all__ = [
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
-    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure",
+    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "save_rollouts",
+    "load_rollouts",
     "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest",
     "SAWItem", "SAWBatch", "SampleAttachments", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
     "RolloutStepKey",
@@ -88,5 +91,6 @@ __all__ = [
     "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
     "derive_seed",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
-    "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "TokenMismatch", "PromptTooLong",
+    "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "TokenMismatch", "OutOfRoom",
+    "PromptTooLong", "TokenBudgetSpent",
 ]  # fmt: skip

@@ -66,7 +66,15 @@ class TokenMismatch(LudicError, RuntimeError):
     """A client answered for other prompt tokens than it was sent; training on them would be silently wrong."""
 
 
-class PromptTooLong(LudicError, ValueError):
+class OutOfRoom(LudicError):
+    """An agent cannot make another model call. In the middle of an episode that ends it; what was sampled is kept."""
+
+
+class TokenBudgetSpent(OutOfRoom):
+    """The tokens that an agent may sample in this episode are used up."""
+
+
+class PromptTooLong(OutOfRoom, ValueError):
     """A prompt does not fit the client's limit."""
 
     def __init__(self, num_tokens: int, limit: int, advice: str = "") -> None:

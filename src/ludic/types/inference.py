@@ -26,6 +26,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     stop: str | Sequence[str] | None = None
+    """Texts that end the completion; they stay in its tokens and are cut from its text."""
+    top_k: int = 0
+    """Draw only from the k most likely tokens; 0 = all."""
+    min_p: float = 0.0
+    """Draw only from tokens at least this fraction as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on to max_tokens whatever the model says (for benchmarks)."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -34,6 +46,16 @@ class SamplingParams:
             raise ConfigError(f"SamplingParams.max_tokens={self.max_tokens}; a model call must be allowed 1 token.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"SamplingParams.top_p={self.top_p}; it must lie in (0, 1].")
+        if self.top_k < 0:
+            raise ConfigError(f"SamplingParams.top_k={self.top_k}; it must be 0 (off) or more.")
+        if not 0 <= self.min_p < 1:
+            raise ConfigError(f"SamplingParams.min_p={self.min_p}; it must lie in [0, 1).")
+        if self.repetition_penalty <= 0:
+            raise ConfigError(f"SamplingParams.repetition_penalty={self.repetition_penalty}; it must be above 0.")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"SamplingParams.min_tokens={self.min_tokens}; it must lie between 0 and max_tokens={self.max_tokens}."
+            )
 
     def to_openai_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {

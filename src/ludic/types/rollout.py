@@ -6,8 +6,9 @@ alike, so a file grows with the conversation and not with its square.
 
 import json
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,12 +116,31 @@ class Rollout:
         )
 
     def to_json(self) -> str:
-        """One line. Values in `info` and `meta` must be JSON (numpy scalars are converted)."""
-        return json.dumps(self.to_dict(), default=_json_number, ensure_ascii=False, separators=(",", ":"))
+        """One line of ASCII, which every reader splits the same way.
+
+        Values in `info` and `meta` must be JSON; numpy scalars are converted.
+        """
+        return json.dumps(self.to_dict(), default=json_number, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> "Rollout":
         return cls.from_dict(json.loads(line))
+
+
+def save_rollouts(rollouts: Iterable[Rollout], path: str | Path) -> None:
+    """Append rollouts to a JSONL file, one line each."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(f"{rollout.to_json()}\n" for rollout in rollouts)
+
+
+def load_rollouts(path: str | Path) -> Iterator[Rollout]:
+    """The rollouts of a JSONL file, read one by one."""
+    with Path(path).open(encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield Rollout.from_json(line)
 
 
 def is_parse_failure(step: Step) -> bool:
@@ -135,7 +155,8 @@ def _plain_fields(obj: Any) -> dict[str, Any]:
     return {f.name: getattr(obj, f.name) for f in fields(obj)}
 
 
-def _json_number(value: Any) -> Any:
+def json_number(value: Any) -> Any:
+    """For json.dumps: numpy's numbers as plain ones; anything else is named."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(

@@ -52,7 +52,7 @@ class StopReason(StrEnum):
     CONTEXT_FULL = "context_full"
     """The next prompt would not have fitted the client's limit."""
     TOKEN_BUDGET = "token_budget"
-    """A delegated episode used up the tokens it shares with its siblings."""
+    """The agent sampled as many tokens as the protocol allows it in one episode."""
     PARSE_ERROR = "parse_error"
     """The reply could not be read as an action and the protocol stops on that."""
     NOBODY_ACTIVE = "nobody_active"
@@ -80,9 +80,9 @@ class StepOutcome:
 
     obs: Observation
     reward: float
-    truncated: bool
+    truncated: bool = False
     """A time limit or cut-off ended the episode."""
-    terminated: bool
+    terminated: bool = False
     """The task itself ended the episode."""
     info: Info = field(default_factory=dict)
     trace: TokenTrace | None = None

@@ -22,10 +22,19 @@ _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 _NO_TOKENS.setflags(write=False)
 
 
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array itself if nobody can change it, else a copy: whoever made it may use its buffer again."""
+    if not array.flags.writeable:
+        return array
+    copied = array.copy()
+    copied.setflags(write=False)
+    return copied
+
+
 def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
     """`ids` as int32, or a TypeError that names the field."""
     if type(ids) is np.ndarray and ids.dtype is _INT32 and ids.ndim == 1:
-        return ids
+        return _frozen(ids)
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be a list or array of int, got {type(ids).__name__}.")
     if len(ids) == 0:
@@ -43,7 +52,7 @@ def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
 def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "logprobs") -> LogprobArray:
     """`logprobs` as float32, or a TypeError that names the field."""
     if type(logprobs) is np.ndarray and logprobs.dtype is _FLOAT32 and logprobs.ndim == 1:
-        return logprobs
+        return _frozen(logprobs)
     if isinstance(logprobs, (str, bytes)) or not isinstance(logprobs, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be a list or array of numbers, got {type(logprobs).__name__}.")
     wide = np.asarray(logprobs)

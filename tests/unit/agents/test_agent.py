@@ -1,6 +1,7 @@
 import asyncio
 import itertools
 
+import numpy as np
 import pytest
 
 from ludic.agents import Agent
@@ -183,3 +184,61 @@ async def test_reset_forgets_the_conversation():
 async def test_weights_that_cannot_be_pushed_say_so():
     with pytest.raises(RuntimeError, match="no weights"):
         await ready([]).push_policy_update({})
+
+
+async def test_a_context_that_edits_messages_in_place_is_refused():
+    class Editor(FullDialog):
+        def on_before_act(self):
+            for message in self._messages[:-1]:
+                message["content"] = "[old]"
+            return super().on_before_act()
+
+    agent = ready(["<a>1</a>", "<a>2</a>"], ctx=Editor())
+    first = (await agent.act()).final_step
+    agent.on_after_step("obs2", {})
+    with pytest.raises(ContextError, match="Editor"):
+        await agent.act()
+    assert [m["content"] for m in first.prompt_messages] == ["[old]", "obs"]  # as it was shown then
+
+
+async def test_a_client_that_uses_its_buffer_again_does_not_change_earlier_traces():
+    class Reuses(ScriptedClient):
+        def __init__(self, replies):
+            super().__init__(replies)
+            self.buffer = np.zeros(9, np.int32)
+
+        async def complete_tokens(self, request):
+            response, info = await super().complete_tokens(request)
+            self.buffer[: len(response.completion_token_ids)] = response.completion_token_ids
+            response.completion_token_ids = self.buffer[: len(response.completion_token_ids)]
+            return response, info
+
+    agent = ready(Reuses(["<a>1</a>", "<a>2</a>"]))
+    first = (await agent.act()).final_step.trace
+    agent.on_after_step("obs", {})
+    await agent.act()
+    assert agent.chat_template.decode_reply(first.completion_token_ids) == "<a>1</a>"
+
+
+async def test_a_prompt_that_opens_the_think_block_is_part_of_the_reply():
+    from functools import partial
+
+    from ludic.inference import HFChatTemplate
+    from ludic.parsers import think_prefix_parser
+    from tests.chat_templates import QWEN_STYLE, with_template
+
+    opened = QWEN_STYLE.replace(
+        "{{- '<|im_start|>assistant\\n' }}{%- endif %}", "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+    )
+    assert opened != QWEN_STYLE
+    tokenizer = with_template("qwen", opened)
+    template = HFChatTemplate(tokenizer)
+    assert template.reply_prefix == "<think>\n"
+    client = ScriptedClient(["hm</think>A1", "hm</think>B2"], tokenizer=tokenizer)
+    agent = ready(client, chat_template=template, parser=partial(think_prefix_parser, success_reward=0.0))
+    step = (await agent.act()).final_step
+    assert step.action == "<think>\nhm</think>A1" and step.parse_result.action == "A1"
+    agent.on_after_step("obs2", {})
+    second = (await agent.act()).final_step.trace
+    so_far = [*step.trace.prompt_token_ids, *step.trace.completion_token_ids]
+    assert second.prompt_token_ids[: len(so_far)].tolist() == so_far

@@ -5,7 +5,7 @@ import pytest
 
 from ludic.agents import ReActAgent, ToolAgent
 from ludic.context import FullDialog
-from ludic.inference import ByteTemplate, InferenceSpec, SamplingParams, ScriptedClient
+from ludic.inference import ByteTemplate, HermesToolParser, InferenceSpec, SamplingParams, ScriptedClient
 from ludic.tools import Tool, calculator
 from ludic.types import ConfigError
 from tests.fakes import RecordingClient, make_agent
@@ -42,8 +42,11 @@ async def test_every_model_call_is_a_step_and_a_good_tool_call_is_no_parse_error
     tool_step, final = (await agent.act()).steps
     assert tool_step.action_target == "internal" and tool_step.parse_result is None
     assert tool_step.tool_results == [
-        {"tool_call_id": "call00000", "tool_name": "add", "arguments_json": '{"a": 1, "b": 2}', "content": "3"}
-    ]
+        {
+            "tool_call_id": "call00000", "tool_name": "add", "arguments_json": '{"a": 1, "b": 2}', "content": "3",
+            "is_error": False,
+        }
+    ]  # fmt: skip
     assert final.action_target == "env" and final.parse_result.action == "3" and final.loop_index == 1
     assert shown(final)[-2:] == [("assistant", "thinking"), ("tool", "3")]
 
@@ -63,7 +66,7 @@ async def test_each_prompt_of_the_loop_extends_the_last_one():
 async def test_the_shot_clock_demands_an_answer_and_takes_whatever_comes():
     agent = react([call("add", a=1, b=2), call("add", a=1, b=2)], max_react_steps=2, final_answer_prompt="NOW")
     _tool_step, final = (await agent.act()).steps
-    assert shown(final)[-1] == ("user", "NOW")
+    assert shown(final)[-1] == ("tool", "3\n\nNOW")
     assert final.action_target == "env" and final.parse_result.action is None  # a call is no action
     assert agent.ctx.messages[-1]["content"] == call("add", a=1, b=2)
 
@@ -184,3 +187,32 @@ def test_a_turn_needs_a_model_call(kwargs):
         react([], **kwargs)
     with pytest.raises(ConfigError, match="max_model_calls=0"):
         react([], cls=ToolAgent, max_model_calls=0)
+
+
+async def test_calls_of_one_message_run_one_after_the_other():
+    state = {"x": 0}
+
+    async def put(x: int) -> str:
+        """Put."""
+        await asyncio.sleep(0.01)
+        state["x"] = x
+        return "ok"
+
+    def get() -> int:
+        """Get."""
+        return state["x"]
+
+    agent = react([call("put", x=7) + call("get"), "<a>x</a>"], tools=[put, get])
+    first, _ = (await agent.act()).steps
+    assert [r["content"] for r in first.tool_results] == ["ok", "7"]
+
+
+def test_a_template_that_hides_the_tools_is_refused_with_advice():
+    class Silent(ByteTemplate):
+        def apply(self, messages, *, tools=None, add_generation_prompt=True):
+            return super().apply(messages, add_generation_prompt=add_generation_prompt)
+
+    template = Silent(tool_parser=HermesToolParser())
+    with pytest.raises(ConfigError, match="tools_in_prompt=False"):
+        react([], chat_template=template)
+    react([], chat_template=template, tools_in_prompt=False)

@@ -63,7 +63,9 @@ def test_a_note_joins_an_observation_that_was_not_shown_yet():
     assert contents(ctx.messages) == ["obs\n\nanswer now"]
     ctx.add_tool_result("c", "t", "1")
     ctx.add_note("answer now")
-    assert [m["role"] for m in ctx.messages] == ["user", "tool", "user"]
+    assert [m["role"] for m in ctx.messages] == ["user", "tool"] and ctx.messages[-1]["content"] == "1\n\nanswer now"
+    ctx.on_after_step("obs2", {})
+    assert ctx.messages[-1]["content"] == "1\n\nanswer now\n\nobs2"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_turn_keeps_its_tool_results_and_notes():
     ctx.add_assistant_step("", [{"id": "1"}])
     ctx.add_tool_result("1", "t", "r")
     ctx.add_note("now")
-    assert contents(ctx.on_before_act()) == ["obs1", "", "r", "now"]
+    assert contents(ctx.on_before_act()) == ["obs1", "", "r\n\nnow"]
 
 
 @pytest.mark.parametrize("bad", [{"max_turns": 0}, {"slide_by": 0}, {"max_turns": 2, "slide_by": 3}])

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludic.inference import Conversation, HermesToolParser, HFChatTemplate, make_tool_call
-from tests.chat_templates import STYLES, make_tokenizer
+from tests.chat_templates import STYLES, make_tokenizer, with_template
 
 TOOLS = [
     {
@@ -146,6 +146,7 @@ def test_a_strict_template_accepts_tool_results_and_a_note_behind_them():
     template, calls, prompts = play("mistral", turns)
     first = template.tokenizer.decode(prompts[1].token_ids[len(calls[0][0]) + len(calls[0][1]) :].tolist())
     assert "[TOOL_RESULTS]" in first and first.endswith("[INST]Answer now.[/INST]")
+    assert "[AVAILABLE_TOOLS]" not in first
 
 
 def test_thinking_of_old_turns_stays_in_the_tokens_although_the_template_would_drop_it():
@@ -268,3 +269,80 @@ def test_the_rendered_text_is_what_the_ids_decode_to(style: str):
     tokenizer = make_tokenizer(style)
     result = HFChatTemplate(tokenizer).apply([{"role": "user", "content": "naïve 🎲 x"}])
     assert tokenizer.decode(result.prompt_token_ids.tolist()) == result.prompt_text
+
+
+LLAMA2_STYLE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+GLM_STYLE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>' + m.content }}"
+    "{% elif m.role == 'tool' %}{{ '<|endoftext|>' + m.content }}{% else %}{{ '<|im_end|>' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+"""No closing: the marker of the next role is the token a model stops with."""
+LOOKS_UP_CALLS = (
+    "{% set ns = namespace(ids=[]) %}{% for m in messages %}"
+    "{% for c in m.tool_calls or [] %}{% set ns.ids = ns.ids + [c.id] %}{% endfor %}"
+    "{% if m.role == 'tool' %}<|im_start|>tool {{ ns.ids.index(m.tool_call_id) if m.tool_call_id in ns.ids else '?' }}"
+    "\\n{{ m.content }}<|im_end|>\\n"
+    "{% else %}<|im_start|>{{ m.role }}\\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    "<|im_end|>\\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+)
+
+
+def after(
+    template: HFChatTemplate, completion: list[int], *new: dict[str, Any], reply: dict[str, Any] | None = None
+) -> str:
+    messages = [{"role": "user", "content": "a"}, reply or {"role": "assistant", "content": "b"}, *new]
+    delta = template.delta(messages, num_sent=1, completion_token_ids=completion)
+    assert delta is not None
+    return template.tokenizer.decode(delta.tolist())
+
+
+USER = {"role": "user", "content": "Go on"}
+
+
+def test_a_closing_that_begins_with_a_space_is_not_written_behind_a_sampled_end():
+    template = HFChatTemplate(with_template("mistral", LLAMA2_STYLE))
+    eos = template.tokenizer.eos_token_id
+    assert after(template, [40, eos], USER) == "<s>[INST] Go on [/INST]"
+    assert after(template, [40], USER) == " </s><s>[INST] Go on [/INST]"
+
+
+def test_without_a_closing_only_the_very_marker_that_was_sampled_is_left_out():
+    template = HFChatTemplate(with_template("qwen", GLM_STYLE))
+    ids = {t: template.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>", "<|im_start|>")}
+    assert after(template, [40, ids["<|im_end|>"]], USER) == "Go on<|im_start|>"
+    assert after(template, [40, ids["<|endoftext|>"]], USER) == "<|im_end|>Go on<|im_start|>"
+    assert after(template, [40], USER) == "<|im_end|>Go on<|im_start|>"
+
+
+def test_a_reply_cut_off_behind_another_special_token_is_still_closed():
+    template = HFChatTemplate(make_tokenizer("qwen"))
+    start = template.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert after(template, [40, start], USER).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_a_template_that_looks_up_the_call_finds_it():
+    template = HFChatTemplate(with_template("qwen", LOOKS_UP_CALLS.replace("\\\\", "\\")))
+    call = make_tool_call("calculator", {"x": "1"}, 0)
+    reply = {"role": "assistant", "content": "b", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call["id"], "name": "calculator", "content": "3"}
+    eos = template.tokenizer.eos_token_id
+    assert "<|im_start|>tool 0" in after(template, [40, eos], result, reply=reply)
+
+
+def test_tools_are_written_once_even_by_a_template_that_puts_them_before_the_last_message():
+    turns = [(([40], True), "user", "one"), (([41], True), "user", "two")]
+    template, _, prompts = play("mistral", turns)
+    assert template.tokenizer.decode(prompts[-1].token_ids.tolist()).count("[AVAILABLE_TOOLS]") == 1
+
+
+def test_two_calls_at_once_can_be_rendered_afresh_where_the_template_allows_one():
+    template = HFChatTemplate(make_tokenizer("llama3"))
+    calls = [make_tool_call("calculator", {"x": str(n)}, n) for n in range(2)]
+    text = template.apply(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": calls}]
+    ).prompt_text
+    assert text.count("<tool_call>") == 2

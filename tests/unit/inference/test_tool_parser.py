@@ -120,3 +120,16 @@ def test_no_text_makes_a_parser_raise(text):
             assert result.tool_calls is None or all(
                 json.loads(c["function"]["arguments"]) is not None for c in result.tool_calls
             )
+
+
+def test_hostile_text_neither_recurses_nor_takes_long():
+    deep = "[" * 5000
+    assert hermes(f"<tool_call>{deep}</tool_call>").parse_error
+    assert llama('{"name": ' + deep).parse_error
+    assert xml("<function=a>" * 20_000).parse_error
+    assert xml("<function=a>" + "<parameter=b>" * 20_000 + "</function>").parse_error
+
+
+def test_lone_surrogates_do_not_travel():
+    (call,) = hermes('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>').tool_calls
+    json.dumps(call, ensure_ascii=False).encode("utf-8")

@@ -7,7 +7,7 @@ from ludic.inference import ScriptedClient
 from ludic.interaction import Delegate, DelegatingProtocol
 from ludic.types import ConfigError, Rollout, StopReason
 from tests.fakes import CountingEnv, RecordingClient, make_agent
-from tests.unit.agents.test_tool_agents import ask, call
+from tests.unit.agents.test_tool_agents import add, ask, call
 
 
 def order(task="count", to="helper"):
@@ -98,7 +98,38 @@ async def test_a_childs_tokens_are_limited():
     delegates = helpers(["<a>inc</a>"] * 9, make_env=lambda task: CountingEnv(9), max_steps=9)
     _, child = await run([order(), "<a>inc</a>"], delegates, max_child_tokens=15)
     assert child.stop is StopReason.TOKEN_BUDGET and child.meta["episode_truncated"] is True
-    assert len(child.env_steps) == 2
+    assert sum(len(s.trace.completion_token_ids) for s in child.agent_steps) == 15
+
+
+async def test_a_childs_tokens_are_limited_inside_one_turn_too():
+    def looping():
+        return make_agent(lambda request: call("add", a=1, b=2), cls=ReActAgent, tools=[add], max_react_steps=99)
+
+    _, child = await run([order(), "<a>inc</a>"], {"helper": Delegate(make_agent=looping)}, max_child_tokens=200)
+    assert child.stop.is_truncation  # its only turn ends on a reply that was cut off
+    assert sum(len(s.trace.completion_token_ids) for s in child.agent_steps) == 200
+
+
+async def test_a_failing_child_keeps_its_steps_and_its_own_children():
+    delegates: dict[str, Delegate] = {}
+    delegates["leaf"] = Delegate(make_agent=lambda: make_agent(["<a>leaf</a>"]))
+    delegates["mid"] = Delegate(make_agent=lambda: boss([order(to="leaf")], delegates))  # then its script runs out
+    root, mid, leaf = await run([order(to="mid"), "<a>inc</a>"], delegates, max_depth=2)
+    assert mid.stop is StopReason.FAILED and mid.failure.error == "ConfigError" and len(mid.steps) == 1
+    assert leaf.stop is StopReason.TERMINATED and leaf.meta["parent_rollout_id"] == mid.id
+    assert root.stop is StopReason.TERMINATED and root.meta["child_rollout_ids"] == [mid.id]
+
+
+async def test_results_stand_in_the_order_of_the_calls():
+    def handler(calls):
+        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "asked"} for c in calls]
+
+    delegates = helpers()
+    replies = [order() + call("ask", question="why") + call("add", a=1, b=2), "<a>inc</a>"]
+    agent = boss(replies, delegates, external_tools=[ask], tools=[add])
+    protocol = DelegatingProtocol(agent, delegates=delegates, external_tool_handler=handler)
+    rollouts = await protocol.run(env=CountingEnv(1), max_steps=2)
+    assert [m["content"] for m in rollouts[0].agent_steps[1].prompt_messages[-3:]] == ["four", "asked", "3"]
 
 
 async def test_a_failing_child_is_recorded_and_told_to_the_parent():
@@ -111,7 +142,7 @@ async def test_a_failing_child_is_recorded_and_told_to_the_parent():
     assert parent.stop is StopReason.TERMINATED
 
 
-@pytest.mark.parametrize("bad", [order(to="nobody"), order(task=" "), call("delegate")])
+@pytest.mark.parametrize("bad", [order(to="nobody"), order(to=["helper"]), order(task=" "), call("delegate")])
 async def test_a_wrong_order_is_answered_with_what_is_needed(bad):
     rollouts = await run([bad, "<a>inc</a>"], helpers())
     assert len(rollouts) == 1
@@ -162,5 +193,7 @@ def test_the_tool_lists_the_sub_agents():
 def test_limits_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="at least one delegate"):
         DelegatingProtocol(make_agent([]), delegates={})
+    with pytest.raises(ConfigError, match="max_child_tokens=0"):
+        DelegatingProtocol(make_agent([]), delegates=helpers(), max_child_tokens=0)
     with pytest.raises(ConfigError, match="max_depth=0"):
         DelegatingProtocol(make_agent([]), delegates=helpers(), max_depth=0)

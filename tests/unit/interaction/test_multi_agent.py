@@ -100,6 +100,44 @@ async def test_a_reply_that_cannot_be_read_leaves_the_env_where_it_was():
     assert again.prompt_messages[-1]["content"].startswith("Invalid action format")
 
 
+async def test_a_player_without_room_left_still_hears_how_it_ends():
+    from ludic import registry
+
+    env = registry.envs.make("tic_tac_toe_duel")
+    players = {"X": make_agent(["<a>A1</a>", "<a>A2</a>"], max_prompt_tokens=800), "O": make_agent(["<a>B1</a>"] * 3)}
+    by_role = await run(MultiAgentProtocol(players), env)
+    assert by_role["X"].stop is StopReason.CONTEXT_FULL
+    assert by_role["X"].env_steps[-1].reward == -1.0 and by_role["X"].steps[-1].truncated
+
+
+async def test_the_facts_of_an_agents_own_move_survive_the_moves_of_others():
+    from ludic import registry
+
+    env = registry.envs.make("tic_tac_toe_duel")
+    players = {
+        "X": make_agent([f"<a>{m}</a>" for m in ("A1", "A2", "A3")]),
+        "O": make_agent([f"<a>{m}</a>" for m in ("B1", "B2")]),
+    }
+    by_role = await run(MultiAgentProtocol(players), env)
+    assert [s.info["agent_move"] for s in by_role["X"].env_steps] == ["A1", "A2", "A3"]
+    assert [s.info["agent_move"] for s in by_role["O"].env_steps] == ["B1", "B2"]
+    assert by_role["O"].env_steps[-1].info["result"] == "loss"
+
+
+async def test_a_thing_that_happens_twice_is_told_twice():
+    class Bot(Relay):
+        def step(self, actions):
+            outcomes = super().step(actions)
+            return {
+                r: StepOutcome("the bot drew a card", o.reward, o.truncated, o.terminated) for r, o in outcomes.items()
+            }
+
+    by_role = await run(
+        MultiAgentProtocol(agents(a=["<a>1</a>", "<a>1</a>"])), Bot(5, roles=("a", "bot1", "bot2", "bot3"))
+    )
+    assert by_role["a"].agent_steps[1].prompt_messages[-1]["content"].count("drew a card") == 4
+
+
 class Simultaneous(LudicEnv):
     """Both act at once, for two rounds; a missing action is noted."""
 

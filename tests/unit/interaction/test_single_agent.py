@@ -31,9 +31,11 @@ async def test_an_episode_alternates_agent_and_env_steps_until_the_env_ends_it()
     assert first.prev_obs == "count=0" and first.next_obs == "count=1" and not first.terminated
     assert last.terminated and last.next_obs is None and last.info["count"] == 2
     assert rollout.stop is StopReason.TERMINATED
+    assert last.info["final_obs"] == "count=2"
     assert rollout.meta == {
-        "agent_id": "agent_0", "agent_name": "agent", "env_name": "CountingEnv",
-        "episode_truncated": False, "truncation_reason": None,
+        "agent_id": "agent_0", "agent_name": "agent", "model": "fake", "env_name": "CountingEnv", "env_seed": None,
+        "sampling_seed": None, "episode_id": rollout.meta["episode_id"], "episode_truncated": False,
+        "truncation_reason": None,
     }  # fmt: skip
 
 
@@ -213,7 +215,98 @@ async def test_a_model_that_never_stops_calling_external_tools_is_stopped():
     assert rollout.steps[-1].truncated
 
 
+async def test_a_handler_that_raises_or_hangs_is_something_the_model_reads():
+    async def hang(calls):
+        await asyncio.sleep(60)
+
+    def explode(calls):
+        raise ConnectionError("gone")
+
+    for handler, words in ((hang, "0.01 s"), (explode, "gone")):
+        replies = [call("ask", question="why"), "<a>inc</a>", "<a>inc</a>"]
+        agent = make_agent(replies, cls=ReActAgent, external_tools=[ask])
+        protocol = {"external_tool_handler": handler, "external_tool_timeout_s": 0.01}
+        rollout = await run(None, agent=agent, protocol=protocol)
+        answer = rollout.agent_steps[1].prompt_messages[-1]["content"]
+        assert answer.startswith("Error") and words in answer and rollout.stop is StopReason.TERMINATED
+
+
+async def test_answers_are_shown_in_the_order_of_the_calls_whatever_the_handler_does():
+    def backwards(calls):
+        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": c["id"]} for c in reversed(calls)]
+
+    replies = [call("ask", question="1") + call("ask", question="2"), "<a>inc</a>", "<a>inc</a>"]
+    agent = make_agent(replies, cls=ReActAgent, external_tools=[ask])
+    rollout = await run(None, agent=agent, protocol={"external_tool_handler": backwards})
+    assert [m["content"] for m in rollout.agent_steps[1].prompt_messages[-2:]] == ["call00000", "call00001"]
+
+
+async def test_external_rounds_count_towards_the_shot_clock():
+    def handler(calls):
+        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "x"} for c in calls]
+
+    agent = make_agent(lambda r: call("ask", question="why"), cls=ReActAgent, external_tools=[ask], max_react_steps=3)
+    rollout = await run(None, agent=agent, max_steps=1, protocol={"external_tool_handler": handler})
+    assert len(rollout.agent_steps) == 3 and rollout.steps[-1].action_target == "env"
+
+
 # --- bad input ---
+
+
+async def test_one_agent_cannot_be_in_two_episodes_at_once():
+    class GivesWay(ScriptedClient):
+        async def complete_tokens(self, request):
+            await asyncio.sleep(0)
+            return await super().complete_tokens(request)
+
+    protocol = SingleAgentProtocol(make_agent(GivesWay(lambda request: "<a>inc</a>")))
+    runs = [protocol.run(env=CountingEnv(2), max_steps=5) for _ in range(2)]
+    results = await asyncio.gather(*runs, return_exceptions=True)
+    assert isinstance(results[1], ValueError) and "one agent" in str(results[1])
+    assert results[0][0].stop is StopReason.TERMINATED
+    await protocol.run(env=CountingEnv(2), max_steps=5)  # one after the other is fine
+
+
+async def test_an_agent_is_free_again_after_a_failure():
+    agent = make_agent(["<a>inc</a>"])
+    with pytest.raises(ValueError, match="no replies left"):
+        await run(None, agent=agent)
+    agent.client = ScriptedClient(["<a>inc</a>"] * 2)
+    assert (await run(None, agent=agent)).stop is StopReason.TERMINATED
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [StepOutcome(None, 0.0), StepOutcome("x", None), StepOutcome("x", float("nan")), StepOutcome("x", 0.0, info=[1])],
+)
+async def test_an_outcome_with_wrong_fields_is_named(outcome):
+    class Wrong(CountingEnv):
+        def env_step(self, action):
+            return outcome
+
+    with pytest.raises(EnvContractError, match="obs must be text, reward a finite number"):
+        await run(["<a>inc</a>"], env=Wrong())
+
+
+@pytest.mark.parametrize("bad", [{"max_steps": 0}, {"env": CountingEnv}])
+async def test_a_run_that_cannot_work_is_refused(bad):
+    with pytest.raises(ValueError, match="max_steps=0|environment object"):
+        await SingleAgentProtocol(make_agent([])).run(**{"env": CountingEnv(), "max_steps": 1, **bad})
+
+
+async def test_an_env_that_ends_silently_on_the_last_allowed_step_is_not_truncated():
+    class Silent(CountingEnv):
+        @property
+        def active_agents(self):
+            return [] if self.count >= 2 else super().active_agents
+
+        def env_step(self, action):
+            self.count += 1
+            return StepOutcome("x", 0.0)
+
+    for limit in (2, 3):
+        rollout = await run(["<a>inc</a>"] * 3, env=Silent(), max_steps=limit)
+        assert rollout.stop is StopReason.NOBODY_ACTIVE and not rollout.steps[-1].truncated
 
 
 async def test_an_env_with_two_agents_is_refused_with_advice():
@@ -300,9 +393,11 @@ async def test_a_tool_loop_that_fills_the_context_keeps_its_calls():
     assert all(step.action_target == "internal" for step in rollout.agent_steps)
 
 
-async def test_a_token_budget_ends_the_episode_after_the_turn_that_passes_it():
+async def test_a_token_budget_cuts_the_reply_that_reaches_it_and_ends_the_episode():
     rollout = await run(["<a>inc</a>"] * 9, env=CountingEnv(9), protocol={"max_tokens": 25})
-    assert rollout.stop is StopReason.TOKEN_BUDGET and len(rollout.env_steps) == 3
+    assert rollout.stop is StopReason.TOKEN_BUDGET and len(rollout.env_steps) == 2
+    assert sum(len(s.trace.completion_token_ids) for s in rollout.agent_steps) == 25
+    assert rollout.steps[-1].info["incomplete_completion"] and rollout.steps[-1].truncated
 
 
 def test_the_seeds_name_is_an_alias():

@@ -1,0 +1,5 @@
+"""The embedded engine: a policy server in your own process."""
+
+from ludic.inference.local.engine import EngineClosed, LocalEngine, QueueFull
+
+__all__ = ["LocalEngine", "EngineClosed", "QueueFull"]

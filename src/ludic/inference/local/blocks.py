@@ -1,0 +1,133 @@
+"""Which KV block holds what: allocation, sharing by prefix, eviction. Numbers only; the tensors are elsewhere.
+
+A sequence's keys and values live in blocks of `block_size` tokens. A block that is full never changes again, so it can
+be shared: it is published under (policy version, all tokens up to its end), and the next sequence that begins the same
+way takes it over instead of computing it. Blocks that nobody uses stay published until their space is needed, least
+recently used first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ludic.types import ConfigError
+
+Chain = int
+"""Stands for a whole prefix: the number of a (parent chain, tokens of a block) pair, so that no two prefixes meet."""
+
+
+class BlockPool:
+    """Reference-counted blocks with an index of published prefixes."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(f"BlockPool(num_blocks={num_blocks}, block_size={block_size}): both must be positive.")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._users = [0] * num_blocks
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Published blocks without users, least recently used first."""
+        self._chains: dict[tuple[Chain, bytes], Chain] = {}
+        self._block_of: dict[Chain, int] = {}
+        self._published_as: dict[int, tuple[Chain, tuple[Chain, bytes]]] = {}
+        self._next_chain = 1
+
+    # --- counting ---
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be had now: free ones and idle published ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # --- taking and giving back ---
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` blocks for one user, or None (and nothing taken) when there are not as many."""
+        if count > self.num_available:
+            return None
+        taken = []
+        for _ in range(count):
+            block = self._free.pop() if self._free else self._evict()
+            self._users[block] = 1
+            taken.append(block)
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more user for blocks found by `match`."""
+        for block in blocks:
+            if self._users[block] == 0:
+                del self._idle[block]
+            self._users[block] += 1
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """One user fewer. Later blocks of a prefix are evicted before earlier ones, which more sequences share."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                if block in self._published_as:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        self._unpublish(block)
+        return block
+
+    # --- sharing ---
+
+    def root(self, version: int) -> Chain:
+        """The empty prefix under one policy version."""
+        return self._chain(0, version.to_bytes(8, "little", signed=True))
+
+    def match(self, version: int, tokens: bytes, token_bytes: int) -> tuple[list[int], Chain]:
+        """Blocks that hold the longest published prefix of `tokens` (raw array bytes), and its chain."""
+        chain, found = self.root(version), []
+        step = self.block_size * token_bytes
+        for start in range(0, len(tokens) - step + 1, step):
+            following = self._chains.get((chain, tokens[start : start + step]))
+            block = self._block_of.get(following) if following is not None else None
+            if following is None or block is None:
+                break
+            found.append(block)
+            chain = following
+        return found, chain
+
+    def publish(self, block: int, parent: Chain, tokens: bytes) -> Chain:
+        """A block that has been filled. If the same prefix is published already, the older block keeps the name."""
+        chain = self._chain(parent, tokens)
+        if chain not in self._block_of and block not in self._published_as:
+            self._block_of[chain] = block
+            self._published_as[block] = (chain, (parent, tokens))
+        return chain
+
+    def forget_all(self) -> None:
+        """No published prefix is valid any more (new weights). Blocks in use stay with their users."""
+        for block in list(self._published_as):
+            self._unpublish(block)
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._chains.clear()
+
+    def _chain(self, parent: Chain, tokens: bytes) -> Chain:
+        key = (parent, tokens)
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._next_chain
+            self._next_chain += 1
+            self._chains[key] = chain
+        return chain
+
+    def _unpublish(self, block: int) -> None:
+        chain, key = self._published_as.pop(block)
+        del self._block_of[chain]
+        # Longer prefixes keep their numbers: if this block is published again it gets a new one, and they are
+        # never found again, because a number is never given twice.
+        self._chains.pop(key, None)

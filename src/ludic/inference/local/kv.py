@@ -1,0 +1,223 @@
+"""The tensors behind the block pool, and what attention does with them on a CPU.
+
+Keys and values of every token live in a pool of slots (slot = block × block size + offset). For decoding, the running
+sequences also have dense rows, so that a step reads them without gathering: a row is filled from the pool once, when
+its sequence joins, and grows by one token per step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Letters: T flat tokens, L context length, R rows, H query heads, K key/value heads, G = H / K, D head size, S slots.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVShape:
+    """What one token takes in every layer."""
+
+    heads: tuple[tuple[int, int], ...]
+    """(K, D) of each layer."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(2 * k * d for k, d in self.heads) * self.dtype.itemsize
+
+
+class KVPool:
+    """One [S, K, D] tensor of keys and one of values per layer; the last block is scratch for padding."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int) -> None:
+        self.shape = shape
+        self.block_size = block_size
+        self.scratch_slot = num_blocks * block_size
+        num_slots = (num_blocks + 1) * block_size
+        make = lambda k, d: torch.zeros(num_slots, k, d, dtype=shape.dtype, device=shape.device)  # noqa: E731
+        self.keys = [make(k, d) for k, d in shape.heads]
+        self.values = [make(k, d) for k, d in shape.heads]
+
+    def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
+        """Slots of the tokens start … end of a sequence that has these blocks."""
+        first = start // self.block_size
+        table = torch.tensor(blocks[first : -(-end // self.block_size)], dtype=torch.long)
+        offsets = torch.arange(self.block_size)
+        flat = (table[:, None] * self.block_size + offsets).flatten()
+        return flat[start - first * self.block_size : end - first * self.block_size]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's share of a flat prefill: tokens `start` … `end` of it, at `flat` in the batch."""
+
+    flat: int
+    start: int
+    end: int
+    slots_L: Tensor
+    """Where the tokens before `start` are stored; empty at the beginning of a sequence."""
+
+
+class PrefillState:
+    """Several prompts (or pieces of them) in one flat batch."""
+
+    def __init__(self, pool: KVPool | None, spans: list[Span], new_slots_T: Tensor | None) -> None:
+        self._pool = pool
+        self._spans = spans
+        self._new_slots_T = new_slots_T
+
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        out_THD = torch.zeros_like(query_THD)
+        if self._pool is not None and self._new_slots_T is not None:
+            self._pool.keys[layer].index_copy_(0, self._new_slots_T, key_TKD)
+            self._pool.values[layer].index_copy_(0, self._new_slots_T, value_TKD)
+        for span in self._spans:
+            here = slice(span.flat, span.flat + span.end - span.start)
+            key, value = key_TKD[here], value_TKD[here]
+            if span.start and self._pool is not None:
+                key = torch.cat([self._pool.keys[layer][span.slots_L], key])
+                value = torch.cat([self._pool.values[layer][span.slots_L], value])
+            mask = _causal_mask(span.start, span.end, sliding_window, query_THD.device)
+            out_THD[here] = _attend(
+                query_THD[here].transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                mask,
+                scaling,
+                softcap,
+            ).transpose(0, 1)
+        return out_THD
+
+
+def _causal_mask(start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+    """[T, L]: token i of the span sees itself and what is before it, within the window."""
+    positions_T = torch.arange(start, end, device=device)[:, None]
+    positions_L = torch.arange(end, device=device)[None]
+    mask = positions_L <= positions_T
+    if window is not None:
+        mask &= positions_L > positions_T - window
+    return mask
+
+
+def _attend(
+    query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, mask: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    if softcap is None:
+        out: Tensor = F.scaled_dot_product_attention(
+            query_HTD[None], key_KLD[None], value_KLD[None], attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+        return out[0]
+    num_groups = query_HTD.shape[0] // key_KLD.shape[0]
+    key, value = (x.repeat_interleave(num_groups, dim=0) for x in (key_KLD, value_KLD))
+    scores = torch.tanh(query_HTD @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_HTD.dtype) @ value
+
+
+class DenseRows:
+    """Keys and values of the running sequences as [R, K, L, D], one row each."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._num_rows = self._length = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Make room; contents stay."""
+        if num_rows <= self._num_rows and length <= self._length:
+            return
+        rows = max(num_rows, self._num_rows)
+        capacity = self._length if length <= self._length else -(-max(length, self._length * 5 // 4) // 64) * 64
+        self.keys = [self._grown(x, layer, rows, capacity) for layer, x in enumerate(self.keys or self._pool.keys)]
+        self.values = [
+            self._grown(x, layer, rows, capacity) for layer, x in enumerate(self.values or self._pool.values)
+        ]
+        self._num_rows, self._length = rows, capacity
+
+    def _grown(self, old: Tensor, layer: int, rows: int, length: int) -> Tensor:
+        k, d = self._pool.shape.heads[layer]
+        new = torch.zeros(rows, k, length, d, dtype=old.dtype, device=old.device)
+        if old.dim() == 4:
+            new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def load(self, row: int, slots_L: Tensor) -> None:
+        """Fill a row from the pool."""
+        length = len(slots_L)
+        for layer in range(len(self.keys)):
+            self.keys[layer][row, :, :length] = self._pool.keys[layer][slots_L].transpose(0, 1)
+            self.values[layer][row, :, :length] = self._pool.values[layer][slots_L].transpose(0, 1)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for layer in range(len(self.keys)):
+            self.keys[layer][target, :, :length] = self.keys[layer][source, :, :length]
+            self.values[layer][target, :, :length] = self.values[layer][source, :, :length]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.keys, self.values = [], []
+        self._num_rows = self._length = 0
+
+
+class DecodeState:
+    """One new token for every row."""
+
+    def __init__(self, pool: KVPool, rows: DenseRows, positions_R: Tensor, slots_R: Tensor, length: int) -> None:
+        self._pool = pool
+        self._rows = rows
+        self._row_index_R = torch.arange(len(positions_R))
+        self._positions_R = positions_R
+        self._slots_R = slots_R
+        self._length = length
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self._pool.keys[layer].index_copy_(0, self._slots_R, key_TKD)
+        self._pool.values[layer].index_copy_(0, self._slots_R, value_TKD)
+        keys, values = self._rows.keys[layer], self._rows.values[layer]
+        keys[self._row_index_R, :, self._positions_R] = key_TKD
+        values[self._row_index_R, :, self._positions_R] = value_TKD
+        num_rows, num_heads, size = query_THD.shape
+        kv_heads = key_TKD.shape[1]
+        # Query heads that share a key head stand where query positions would: no key is repeated.
+        query_RKGD = query_THD.view(num_rows, kv_heads, num_heads // kv_heads, size)
+        key_RKLD, value_RKLD = keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
+        mask = self._mask(sliding_window)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(query_RKGD, key_RKLD, value_RKLD, attn_mask=mask, scale=scaling)
+        else:
+            scores = torch.tanh(query_RKGD @ key_RKLD.transpose(-1, -2) * (scaling / softcap)) * softcap
+            out = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1) @ value_RKLD
+        return out.reshape(num_rows, num_heads, size)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            positions_L = torch.arange(self._length)[None]
+            mask = positions_L <= self._positions_R[:, None]
+            if window is not None:
+                mask &= positions_L > self._positions_R[:, None] - window
+            self._masks[window] = mask[:, None, None, :]
+        return self._masks[window]

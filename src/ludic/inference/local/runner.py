@@ -1,0 +1,162 @@
+"""Runs the model for the scheduler, on a CPU: flat batches in, logits of the tokens that matter out.
+
+transformers' modules are used as they are; only attention is ours. Batches are padded to a minimum number of tokens,
+because matrix products with very few rows take another path through the math library and round differently: with the
+padding, a request gets the same numbers alone and in company.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span
+from ludic.inference.local.sequence import Chunk, Sequence
+from ludic.models.attention import SKIP_MASK, AttentionState
+
+MIN_TOKENS = 16
+
+
+class CPURunner:
+    """Prefill by spans, decode by rows."""
+
+    def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self.pool = KVPool(shape, num_blocks, block_size)
+        self._rows = DenseRows(self.pool)
+        self._row_owner: list[Sequence | None] = []
+
+    # --- prompts ---
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[Chunk]) -> Tensor:
+        """Compute pieces of prompts; logits for those that reach the end of their sequence, in order."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        spans, slots, last = [], [], []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            before = self.pool.slots(sequence.blocks, 0, chunk.start)
+            spans.append(Span(len(tokens), chunk.start, chunk.end, before))
+            slots.append(self.pool.slots(sequence.blocks, chunk.start, chunk.end))
+            tokens += sequence.tokens[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
+            if chunk.reaches_the_end:
+                last.append(len(tokens) - 1)
+        padding = max(0, MIN_TOKENS - len(tokens))
+        slots.append(torch.full((padding,), self.pool.scratch_slot))
+        state = PrefillState(self.pool, spans, torch.cat(slots))
+        return self._forward(tokens + [0] * padding, positions + [0] * padding, state, last)
+
+    @torch.inference_mode()
+    def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]:
+        """Log-probability of every token but the first of each sequence; nothing is stored."""
+        lengths = [len(tokens) for tokens in sequences]
+        flat = [int(t) for tokens in sequences for t in tokens]
+        positions = [p for length in lengths for p in range(length)]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        padding = max(0, MIN_TOKENS - len(flat))
+        spans = [Span(int(start), 0, length, torch.empty(0)) for start, length in zip(starts, lengths, strict=False)]
+        state = PrefillState(None, spans, None)
+        scored = [i for start, length in zip(starts, lengths, strict=False) for i in range(start, start + length - 1)]
+        targets = torch.tensor([flat[i + 1] for i in scored])
+        logps = self._score_flat(flat + [0] * padding, positions + [0] * padding, state, scored, targets, temperature)
+        return list(np.split(logps, np.cumsum([length - 1 for length in lengths])[:-1]))
+
+    def _score_flat(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        state: AttentionState,
+        where: list[int],
+        targets: Tensor,
+        temperature: float,
+    ) -> np.ndarray[Any, Any]:
+        logits_NV = self._forward(tokens, positions, state, where).float() / temperature
+        chosen_N = logits_NV.gather(-1, targets[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
+        return chosen_N.numpy()
+
+    # --- decoding ---
+
+    @torch.inference_mode()
+    def decode(self, sequences: Seq[Sequence]) -> tuple[Tensor, list[Sequence]]:
+        """Logits after the newest token of every sequence, and the sequences in the order of the logits."""
+        for sequence in sequences:
+            if sequence.row < 0:
+                self._join(sequence)
+        self._close_gaps()
+        owners = [owner for owner in self._row_owner if owner is not None]
+        assert len(owners) == len(sequences), "the rows are those of the decoding sequences"
+        positions = [owner.num_computed for owner in owners]
+        length = max(positions) + 1
+        num_rows = max(len(owners), MIN_TOKENS)
+        self._rows.reserve(num_rows, length)
+        size = self.pool.block_size
+        slots = [owner.blocks[p // size] * size + p % size for owner, p in zip(owners, positions, strict=True)]
+        padding = num_rows - len(owners)
+        state = DecodeState(
+            self.pool,
+            self._rows,
+            torch.tensor(positions + [0] * padding),
+            torch.tensor(slots + [self.pool.scratch_slot] * padding),
+            length,
+        )
+        tokens = [owner.tokens[-1] for owner in owners] + [0] * padding
+        return self._forward(tokens, positions + [0] * padding, state, list(range(len(owners)))), owners
+
+    def leave(self, sequence: Sequence) -> None:
+        """Its row is free for another."""
+        if sequence.row >= 0:
+            self._row_owner[sequence.row] = None
+            sequence.row = -1
+
+    def release(self) -> None:
+        """Give back the dense rows; sequences that go on will fill theirs again."""
+        for owner in self._row_owner:
+            if owner is not None:
+                owner.row = -1
+        self._row_owner = []
+        self._rows.release()
+
+    def _join(self, sequence: Sequence) -> None:
+        row = next((i for i, owner in enumerate(self._row_owner) if owner is None), len(self._row_owner))
+        if row == len(self._row_owner):
+            self._row_owner.append(None)
+        self._row_owner[row] = sequence
+        sequence.row = row
+        self._rows.reserve(max(len(self._row_owner), MIN_TOKENS), sequence.num_computed + 1)
+        self._rows.load(row, self.pool.slots(sequence.blocks, 0, sequence.num_computed))
+
+    def _close_gaps(self) -> None:
+        """Move the last rows into free ones, so that the batch is the first rows and no others."""
+        owners = self._row_owner
+        gap = 0
+        while True:
+            while owners and owners[-1] is None:
+                owners.pop()
+            gap = next((i for i in range(gap, len(owners)) if owners[i] is None), -1)
+            if gap < 0:
+                return
+            last = owners.pop()
+            assert last is not None, "empty rows at the end were dropped"
+            self._rows.move(last.row, gap, last.num_computed)
+            owners[gap] = last
+            last.row = gap
+
+    # --- the model ---
+
+    def _forward(self, tokens: list[int], positions: list[int], state: AttentionState, where: list[int]) -> Tensor:
+        """Logits [N, V] at the flat positions `where`."""
+        padded = where + [0] * max(0, MIN_TOKENS - len(where))  # the head is a matrix product too
+        out = self.model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.tensor([positions]),
+            attention_mask=SKIP_MASK,
+            use_cache=False,
+            logits_to_keep=torch.tensor(padded) if where else 1,
+            ludic_state=state,
+        )
+        logits: Tensor = out.logits[0, : len(where)]
+        return logits

@@ -1,0 +1,194 @@
+"""Who computes what next: continuous batching over a block pool.
+
+A step has two parts: pieces of prompts, first come first served within a token budget, and one or more decoding rounds
+for every sequence whose prompt is done. When blocks run out, the youngest sequence gives its own back and waits for its
+turn again; nothing fails for want of memory unless a single sequence is larger than the pool.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from ludic.inference.local.blocks import BlockPool
+from ludic.inference.local.sequence import TOKEN_BYTES, Chunk, Sequence, tokens_as_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How much one step may hold."""
+
+    max_sequences: int
+    """Sequences running at the same time."""
+    max_prefill_tokens: int
+    """Prompt tokens computed in one step; longer prompts are computed in pieces."""
+    max_rounds: int = 1
+    """Decoding rounds between two looks at the queues. More than one saves host time on a GPU; a sequence that
+    stops in between wastes the rest of its rounds."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step."""
+
+    prefill: list[Chunk] = field(default_factory=list)
+    decode: list[Sequence] = field(default_factory=list)
+    num_rounds: int = 1
+    preempted: list[Sequence] = field(default_factory=list)
+    """Sequences that lost their blocks in favour of older ones."""
+
+
+class Scheduler:
+    """Two queues and a pool."""
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        """By number, in order of admission."""
+        self.version = 0
+        self.num_preemptions = 0
+        self.num_prefix_tokens = 0
+        """Prompt tokens that did not have to be computed."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def plan(self) -> Plan:
+        """Choose the parts of the next step and make sure that they have blocks."""
+        plan = Plan()
+        budget = self._continue_prompts(plan, self.limits.max_prefill_tokens)
+        self._admit_waiting(plan, budget)
+        self._plan_decoding(plan)
+        return plan
+
+    # --- prompts ---
+
+    def _continue_prompts(self, plan: Plan, budget: int) -> int:
+        for sequence in list(self.running.values()):
+            if not sequence.is_decoding and sequence.number in self.running:
+                budget -= self._plan_chunk(sequence, budget, plan)
+        return budget
+
+    def _admit_waiting(self, plan: Plan, budget: int) -> None:
+        # Whoever was just preempted must not come straight back for the blocks it gave up.
+        while budget > 0 and self.waiting and len(self.running) < self.limits.max_sequences and not plan.preempted:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.waiting.popleft()
+            self.running[sequence.number] = sequence
+            budget -= self._plan_chunk(sequence, budget, plan)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the blocks of its known prefix, if the rest can be had as well."""
+        # The last token must be computed in any case: its output says what comes next.
+        known = tokens_as_bytes(sequence.tokens[:-1])
+        shared, chain = self.pool.match(self.version, known, TOKEN_BYTES)
+        self.pool.share(shared)
+        rest = self.pool.take(self.pool.blocks_for(len(sequence.tokens)) - len(shared))
+        if rest is None:
+            self.pool.give_back(shared)
+            return False
+        sequence.blocks, sequence.chain = [*shared, *rest], chain
+        sequence.num_published = len(shared)
+        sequence.num_computed = len(shared) * self.pool.block_size
+        self.num_prefix_tokens += sequence.num_computed
+        return True
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        length = min(sequence.num_pending, budget)
+        if length > 0:
+            plan.prefill.append(Chunk(sequence, sequence.num_computed, length))
+        return max(length, 0)
+
+    def computed(self, chunk: Chunk) -> None:
+        """A piece of a prompt has been computed."""
+        chunk.sequence.num_computed = chunk.end
+        self._publish(chunk.sequence)
+
+    # --- decoding ---
+
+    def _plan_decoding(self, plan: Plan) -> None:
+        in_prefill = {chunk.sequence.number for chunk in plan.prefill}
+        decoding = [s for s in self.running.values() if s.is_decoding and s.number not in in_prefill]
+        if not decoding:
+            return
+        plan.num_rounds = self._num_rounds(decoding, plan)
+        for sequence in decoding:
+            if sequence.number in self.running:
+                self._make_room(sequence, len(sequence.tokens) + plan.num_rounds - 1, plan)
+        plan.decode = [sequence for sequence in decoding if sequence.number in self.running]
+
+    def _num_rounds(self, decoding: list[Sequence], plan: Plan) -> int:
+        """Many rounds only while nobody waits for a place, and not far past the end of the shortest."""
+        if self.limits.max_rounds == 1 or plan.prefill or self.waiting:
+            return 1
+        return max(1, min(self.limits.max_rounds, min(sequence.num_left for sequence in decoding)))
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> None:
+        """Blocks for the first `num_tokens` tokens; the youngest give way, at last the sequence itself."""
+        missing = -(-num_tokens // self.pool.block_size) - len(sequence.blocks)
+        while missing > 0:
+            taken = self.pool.take(missing)
+            if taken is not None:
+                sequence.blocks.extend(taken)
+                return
+            victim = self.running[max(self.running)]
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return
+
+    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+        del self.running[victim.number]
+        self.pool.give_back(victim.blocks)
+        victim.forget_computed()
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+        plan.preempted.append(victim)
+        plan.prefill = [chunk for chunk in plan.prefill if chunk.sequence is not victim]
+
+    def decoded(self, sequence: Sequence) -> None:
+        """New tokens were sampled; all but the newest have been through the model."""
+        sequence.num_computed = len(sequence.tokens) - 1
+        if (sequence.num_published + 1) * self.pool.block_size <= sequence.num_computed:
+            self._publish(sequence)
+
+    # --- common ---
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Full blocks can be shared from now on."""
+        size = self.pool.block_size
+        while (sequence.num_published + 1) * size <= sequence.num_computed:
+            start = sequence.num_published * size
+            if not sequence.num_published:
+                sequence.chain = self.pool.root(self.version)
+            key = tokens_as_bytes(sequence.tokens[start : start + size])
+            sequence.chain = self.pool.publish(sequence.blocks[sequence.num_published], sequence.chain, key)
+            sequence.num_published += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Finished, failed or cancelled: its blocks go back, and stay findable by prefix."""
+        if self.running.pop(sequence.number, None) is not None:
+            self.pool.give_back(sequence.blocks)
+            sequence.blocks = []
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def new_version(self, version: int) -> list[Sequence]:
+        """The weights have changed: no key or value computed so far may be used again.
+
+        Running sequences begin again as if they had just arrived, before those that were waiting; they are returned.
+        """
+        self.version = version
+        restarted = list(self.running.values())
+        for sequence in restarted:
+            self.pool.give_back(sequence.blocks)
+            sequence.forget_computed()
+        self.waiting.extendleft(reversed(restarted))
+        self.running = {}
+        self.pool.forget_all()
+        return restarted

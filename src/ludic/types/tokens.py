@@ -78,7 +78,7 @@ class TokenLog:
         return self._size
 
     def append(self, ids: TokenIds) -> None:
-        new = token_array(ids)
+        new = ids if type(ids) is np.ndarray and ids.dtype is _INT32 else token_array(ids)
         end = self._size + len(new)
         if end > len(self._buffer):
             # Doubling: the buffers that earlier views keep alive add up to less than the newest one.

@@ -30,7 +30,7 @@ test: $(VENV)/.ready lint
 	$(BIN)/pytest tests
 
 test-fast: $(VENV)/.ready
-	$(BIN)/pytest tests/unit tests/contract tests/golden
+	$(BIN)/pytest tests/unit tests/contract tests/golden -m "not integration and not diagnostic"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -144,7 +144,9 @@ class Registry:
             owner = point.dist.name if point.dist is not None else "plugin"
             key = f"{owner}/{point.name}"
             if key not in self._entries:
-                self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.value)
+                # A plugin's parser or tool is the callable itself; everything else is a class or factory.
+                bind = self.kind in ("parser", "tool")
+                self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.value, bind=bind)
 
 
 def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

@@ -98,13 +98,17 @@ class Agent:
     # --- what happens to the agent ---
 
     def sit_down(self) -> None:
-        """An episode begins. An agent has one memory, so it can be in one episode at a time."""
+        """An episode begins."""
+        self.require_free()
+        self._is_seated = True
+
+    def require_free(self) -> None:
+        """An agent has one memory, so it can be in one episode at a time."""
         if self._is_seated:
             raise ConfigError(
                 f"This {type(self).__name__} is in an episode already. An agent remembers one conversation: make one agent "
                 "(and one protocol) per concurrent episode."
             )
-        self._is_seated = True
 
     def stand_up(self) -> None:
         self._is_seated = False
@@ -186,7 +190,7 @@ class Agent:
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:
             info["finish_reason"] = response.finish_reason
-        if prompt.rewrote_history:
+        if prompt.is_new_segment:
             info["new_segment"] = True
         self.last_info = info
         if self.chat_template.reply_prefix:
@@ -230,6 +234,11 @@ class Agent:
             raise TokenMismatch(
                 f"{type(self.client).__name__} answered for a prompt of {len(echoed)} tokens that differs from the "
                 f"{len(sent)} tokens sent. The server must take token ids as they are (no template, no added BOS)."
+            )
+        if request.return_.return_chosen_logprobs and response.completion_logprobs is None:
+            raise ConfigError(
+                f"{type(self.client).__name__} was asked for log-probs of the sampled tokens and gave none; training on "
+                "this rollout would need them. Use a client that returns them, or ReturnSpec.for_eval()."
             )
 
     def _remember(self, call: ModelCall) -> None:

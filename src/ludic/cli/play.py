@@ -4,6 +4,7 @@ import ast
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import json
 import random
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -102,16 +104,27 @@ def _factory(id: str) -> tuple[Callable[..., AnyEnv], Mapping[str, Any]]:
     if ":" not in id:
         return partial(registry.envs.make, id), dict(registry.envs.spec(id).example)
     place, _, name = id.rpartition(":")
-    sys.path.insert(0, str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd()))
     try:
-        found: Callable[..., AnyEnv] = getattr(
-            importlib.import_module(Path(place).stem if place.endswith(".py") else place), name
-        )
-    except (ImportError, AttributeError) as error:
+        found: Callable[..., AnyEnv] = getattr(_module(place), name)
+    except (ImportError, AttributeError, OSError) as error:
         raise ConfigError(
             f"Cannot load the env {id!r}: {error}. Write module:Class or path/to/file.py:Class."
         ) from error
     return found, {}
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    # By path and under a name of its own: a file called math.py must not turn into the standard library's.
+    spec = importlib.util.spec_from_file_location(f"ludic_user_{Path(place).stem}", place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pickling looks classes up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _sample(path: Path, index: int) -> dict[str, Any]:
@@ -240,6 +253,6 @@ def _show_rollout(rollout: Rollout, delay: float) -> None:
         console.print(escape(f"\n{rollout.env_steps[-1].info.get('final_obs', '')}"))
     tokens = sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
     console.print(
-        f"\n[bold]{rollout.stop}[/bold]: total reward {rollout.total_reward:+g} in {len(rollout.env_steps)} turns, "
+        f"\n[bold]{rollout.stop}[/bold]: total reward {rollout.total_reward:+g} in {len(rollout.env_steps)} turn(s), "
         f"{tokens} sampled tokens"
     )

@@ -20,6 +20,8 @@ class Prompt:
     """At hand only at the start of a segment."""
     rewrote_history: bool = False
     """The messages did not extend those of the call before, so a new segment was started."""
+    is_new_segment: bool = False
+    """A fresh rendering in the middle of a conversation, for whatever reason."""
 
 
 class Conversation:
@@ -71,6 +73,7 @@ class Conversation:
         )
 
     def _start(self, messages: list[Message], tools: ToolSchemas | None, *, rewrote: bool) -> Prompt:
+        is_first = self._tokens is None
         rendered = self._template.apply(messages, tools=tools)
         self._tokens = TokenLog(rendered.prompt_token_ids)
         # Copies: a context that edits a message in place must not change what is on record as having been shown.
@@ -82,4 +85,5 @@ class Conversation:
             messages=MessageView(self._messages),
             text=rendered.prompt_text,
             rewrote_history=rewrote,
+            is_new_segment=not is_first,
         )

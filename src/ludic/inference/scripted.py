@@ -4,6 +4,7 @@ It keeps the whole contract of a real one (token ids in and out, log-probs, limi
 tried, demonstrated and measured without weights.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ class ScriptedClient:
         self.version = version
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
+        await asyncio.sleep(0)  # as with a real server, other episodes go on meanwhile
         num_tokens = len(request.prompt_token_ids)
         if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
             raise PromptTooLong(num_tokens, self.max_prompt_tokens)

@@ -129,6 +129,7 @@ class DelegatingProtocol(SingleAgentProtocol):
         timeout_s: float | None = None,
     ) -> list[Rollout]:
         """The parent's rollout first, then those of all its descendants."""
+        self.agent.require_free()
         episode = _Episode(sampling_seed=sampling_seed, env_seed=env_seed, inference=inference, timeout_s=timeout_s)
         self._episode = episode
         own = await super().run(

@@ -54,6 +54,8 @@ class MultiAgentProtocol(InteractionProtocol):
     ) -> list[Rollout]:
         check_run(env, max_steps)
         self._check_roles(env)
+        for agent in self.agents.values():
+            agent.require_free()  # before anything of an episode that is going on is touched
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
         handler = self._external_tools if self.external_tool_handler is not None else None

@@ -51,6 +51,7 @@ class SingleAgentProtocol(InteractionProtocol):
         timeout_s: float | None = None,
     ) -> list[Rollout]:
         check_run(env, max_steps)
+        self.agent.require_free()  # before anything of an episode that is going on is touched
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
         seat = Seat(

@@ -58,7 +58,7 @@ def test_a_scripted_agent_can_be_watched(env):
 
 def test_a_longer_game_can_be_watched_up_to_a_limit():
     result = runner.invoke(app, ["play", "twenty_forty_eight", "--watch", "--seed", "1", "--max-steps", "5"])
-    assert "max_steps" in result.output and "5 turns" in result.output
+    assert "max_steps" in result.output and "5 turn(s)" in result.output
 
 
 def test_samples_come_from_a_file(tmp_path: Path):

@@ -69,7 +69,11 @@ def test_every_part_has_a_row():
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_package_imports_only_what_it_may(package: str):
-    extra = {f.name: bad for f in files_of(package) if (bad := ludic_imports(f) - {package.split(".")[0]} - MAY_IMPORT[package])}
+    extra = {
+        f.name: bad
+        for f in files_of(package)
+        if (bad := ludic_imports(f) - {package.split(".")[0]} - MAY_IMPORT[package])
+    }
     assert not extra, f"ludic.{package} reaches too far: {extra}. Move the shared name down to ludic.types."
 
 

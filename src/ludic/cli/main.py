@@ -9,6 +9,7 @@ from ludic import __version__
 from ludic.cli.demo import demo
 from ludic.cli.listing import envs, parts
 from ludic.cli.play import play
+from ludic.cli.serve import serve
 from ludic.types import LudicError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(play)
 app.command()(envs)
 app.command()(parts)
 app.command()(demo)
+app.command()(serve)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ state travels through the model as a keyword argument, so one module can serve s
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -19,6 +20,8 @@ from ludic.types import ConfigError
 NAME = "ludic"
 SKIP_MASK = torch.empty(0, 0, 0, 0)
 """Passed as attention_mask: transformers hands a 4D mask through as it is, so none is built."""
+_NOT_SUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
+"""What some models hand to their attention function beside the usual: sinks, biases, a choice of keys."""
 
 
 # Letters: T flat tokens of all sequences, H query heads, K key/value heads, D head size.
@@ -55,9 +58,14 @@ def ludic_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The registered function; tensors arrive as [1, heads, T, D] and leave as [1, T, heads, D]."""
     if ludic_state is None:
+        if softcap is not None:
+            return _softcapped(query, key, value, attention_mask, scaling, softcap, dropout), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    special = [name for name in _NOT_SUPPORTED if kwargs.get(name) is not None]
+    if special:
+        raise NotImplementedError(f"it uses {', '.join(special)}")
     attended = ludic_state.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
@@ -70,27 +78,71 @@ def ludic_attention(
     return attended.unsqueeze(0), None
 
 
+def _softcapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float,
+    dropout: float,
+) -> Tensor:
+    """SDPA has no soft-capping, and leaving it out would make a trainer's log-probs differ from the engine's."""
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
+    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    num_new, length = scores.shape[-2:]
+    if mask is None:
+        mask = torch.ones(num_new, length, dtype=torch.bool, device=query.device).tril(length - num_new)
+    if mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
 AttentionInterface.register(NAME, ludic_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class _Probe:
-    """Counts the layers that reach the registered function."""
+    """Writes down what each layer hands to the registered function."""
 
     def __init__(self) -> None:
-        self.layers: set[int] = set()
+        self.heads: dict[int, tuple[int, int]] = {}
+        self.windows: dict[int, int | None] = {}
 
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, **kwargs: Any) -> Tensor:
-        self.layers.add(layer)
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        *,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if query_THD.shape[-1] != value_TKD.shape[-1] or key_TKD.shape != value_TKD.shape:
+            raise NotImplementedError("its keys and values differ in size")
+        self.heads[layer] = (key_TKD.shape[1], key_TKD.shape[2])
+        self.windows[layer] = sliding_window
         return query_THD
 
 
-def route_attention(model: Any) -> None:
-    """Send the model's attention through `ludic_attention`, and make sure that every layer really goes there."""
-    num_layers = model.config.get_text_config().num_hidden_layers
+def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
+    """Send the model's attention through `ludic_attention`, and make sure that every layer really goes there.
+
+    What comes back is the number of key/value heads and their size, layer by layer.
+    """
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ConfigError(f"{type(model).__name__} is not a transformers model: it has no config.")
+    config = model.config.get_text_config()
+    probe = _Probe()
+    before = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
-        probe = _Probe()
         device = model.get_input_embeddings().weight.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
         with torch.no_grad():
@@ -101,13 +153,31 @@ def route_attention(model: Any) -> None:
                 use_cache=False,
                 ludic_state=probe,
             )
-    except (TypeError, ValueError, NotImplementedError) as error:
+        _check_probe(probe, config)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        model.config._attn_implementation = before
         raise ConfigError(
             f"{type(model).__name__} cannot be served by the embedded engine: its attention does not go through "
-            f"transformers' AttentionInterface ({error}). Serve it with vLLM."
+            f"transformers' AttentionInterface, or not in the usual way ({error}). Serve it with vLLM."
         ) from error
-    if probe.layers != set(range(num_layers)):
-        raise ConfigError(
-            f"{type(model).__name__} cannot be served by the embedded engine: {len(probe.layers)} of its {num_layers} "
-            "layers use the registered attention function (state-space or otherwise special layers?). Serve it with vLLM."
+    return tuple(probe.heads[layer] for layer in range(config.num_hidden_layers))
+
+
+def _check_probe(probe: _Probe, config: Any) -> None:
+    """Whether what the layers handed over is all that decides their attention."""
+    num_layers = config.num_hidden_layers
+    if set(probe.heads) != set(range(num_layers)):
+        raise ValueError(
+            f"{len(probe.heads)} of its {num_layers} layers use the registered function; state-space layers?"
         )
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"it has layers of the kind {', '.join(sorted(unknown))}")
+    # Some models only say in their mask, which we do not build, that a layer looks back no further than a window.
+    window = getattr(config, "sliding_window", None) or 0
+    is_declared = "sliding_attention" in kinds or (
+        not getattr(config, "layer_types", None) and getattr(config, "use_sliding_window", True)
+    )
+    if is_declared and 0 < window < config.max_position_embeddings and not any(probe.windows.values()):
+        raise ValueError("its sliding window is not handed to the attention function")

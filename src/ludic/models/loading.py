@@ -31,7 +31,8 @@ def load_model(
 ) -> LoadedModel:
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, or "smollm2-135m"."""
     if not isinstance(source, (str, Path)):
-        return LoadedModel(source, tokenizer, getattr(source.config, "_name_or_path", "") or type(source).__name__)
+        name = getattr(getattr(source, "config", None), "_name_or_path", "") or type(source).__name__
+        return LoadedModel(source, tokenizer, name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or best_dtype(device)
     folder, gguf = _locate(str(source))
@@ -45,9 +46,9 @@ def load_model(
     try:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **tokenizer_settings)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **settings)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"Cannot load the model {str(source)!r}: {str(error).splitlines()[0]} Give a folder with config.json and "
+            f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
             f"weights, a .gguf file, a hub id that this machine can reach, or {SMOLLM2!r}."
         ) from error
     return LoadedModel(model.to(device).eval(), tokenizer, str(source))

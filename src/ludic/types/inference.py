@@ -40,8 +40,14 @@ class SamplingParams:
     """Go on to max_tokens whatever the model says (for benchmarks)."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"SamplingParams.temperature={self.temperature}; it must be 0 (greedy) or more.")
+        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"SamplingParams.temperature={self.temperature}; it must be 0 (greedy) or at least 0.001, below which "
+                "nothing is left to draw."
+            )
+        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        if any(not stop or (not stop.isprintable() and "\ud800" <= max(stop) <= "\udfff") for stop in stops):
+            raise ConfigError(f"SamplingParams.stop={stops!r}; a stop string is a piece of text that can be written.")
         if self.max_tokens < 1:
             raise ConfigError(f"SamplingParams.max_tokens={self.max_tokens}; a model call must be allowed 1 token.")
         if not 0 < self.top_p <= 1:

@@ -11,8 +11,9 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future as ThreadFuture
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,9 @@ import torch
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import KVShape
 from ludic.inference.local.memory import free_memory
-from ludic.inference.local.runner import CPURunner
-from ludic.inference.local.sampling import sample
+from ludic.inference.local.runner import CPURunner, Runner
 from ludic.inference.local.scheduler import Limits, Plan, Scheduler
-from ludic.inference.local.sequence import Sequence
+from ludic.inference.local.sequence import Sampled, Sequence
 from ludic.inference.local.stopping import StopRule
 from ludic.models.attention import route_attention
 from ludic.models.loading import load_model
@@ -51,6 +51,16 @@ class QueueFull(LudicError, RuntimeError):
     """More requests than the engine keeps waiting."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChunk:
+    """What a stream has sampled since its last chunk."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    response: ChatResponse | None = None
+    """The whole completion; on the last chunk only."""
+
+
 class LocalEngine:
     """Continuous batching, prefix sharing and live weights, in one object."""
 
@@ -61,42 +71,52 @@ class LocalEngine:
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        max_sequences: int = 64,
+        max_sequences: int | None = None,
         max_model_len: int | None = None,
-        max_prefill_tokens: int = 2048,
+        max_prefill_tokens: int | None = None,
         block_size: int = 16,
-        kv_memory_fraction: float = 0.3,
+        kv_memory_fraction: float | None = None,
         kv_tokens: int | None = None,
         max_queue: int = 100_000,
+        compile_layers: bool = True,
         seed: int = 0,
         version: int = 0,
     ) -> None:
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        heads = route_attention(self.model)
         config = self.model.config.get_text_config()
-        route_attention(self.model)
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
-        self._eos_ids = _eos_ids(self.model, self.tokenizer)
-        self._shape = _kv_shape(self.model)
-        num_blocks = _num_blocks(
-            self._shape, block_size, kv_memory_fraction, kv_tokens, max_sequences, self.max_model_len
-        )
+        self._eos_ids = frozenset(i for i in _eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
+        self._shape = _kv_shape(self.model, heads)
+        on_gpu = self._shape.device.type == "cuda"
+        max_sequences = max_sequences or (512 if on_gpu else 64)
+        max_prefill_tokens = max_prefill_tokens or (16_384 if on_gpu else 2048)
+        # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
+        fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
+        num_blocks = _num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
         self._scheduler = Scheduler(
             BlockPool(num_blocks, block_size),
-            Limits(max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens),
+            Limits(
+                max_sequences=max_sequences,
+                max_prefill_tokens=max_prefill_tokens,
+                max_rounds=16 if on_gpu else 1,
+            ),
         )
         self._scheduler.version = version
-        self._runner: CPURunner | None = None
+        self._runner: Runner | None = None
         self._stop_rule = StopRule(self._decode, self.max_model_len)
         self._max_queue = max_queue
+        self._compile_layers = compile_layers
         self._seed = seed
         self._numbers = itertools.count()
         # Everything below is shared with the worker and guarded by the condition.
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
         self._scoring: list[tuple[np.ndarray[Any, Any], float, ThreadFuture[np.ndarray[Any, Any]]]] = []
-        self._num_open = 0
+        self._open: set[Sequence] = set()
+        """Every request that has not been answered, wherever it is: what must be told when the engine ends."""
         self._num_pauses = 0
         self._is_stepping = False
         self._is_closed = False
@@ -130,6 +150,40 @@ class LocalEngine:
             response.completion_logprobs = None
         return response, {}
 
+    async def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The same completion, in pieces as they are sampled; the last one has the whole.
+
+        Closing the generator early takes the request out of the batch: iterate within `contextlib.aclosing`.
+        """
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[tuple[list[int], list[float], bool, BaseException | None]] = asyncio.Queue()
+        num_sent = 0
+
+        def post(sequence: Sequence, is_last: bool, error: BaseException | None) -> None:  # in the worker thread
+            nonlocal num_sent
+            logprobs = sequence.logprobs[num_sent:]
+            ids = sequence.tokens[sequence.num_prompt + num_sent :]
+            num_sent += len(logprobs)
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever waited
+                loop.call_soon_threadsafe(arrived.put_nowait, (ids, logprobs, is_last, error))
+
+        def on_token(sequence: Sequence) -> None:
+            if sequence.finish_reason is None:  # the last token comes with the whole
+                post(sequence, False, None)
+
+        sequence = self._submit(request, lambda sequence, error: post(sequence, True, error), on_token)
+        is_last = False
+        try:
+            while not is_last:
+                ids, logprobs, is_last, error = await arrived.get()
+                if error is not None:
+                    raise error
+                response = sequence.response(self._decode) if is_last else None
+                yield TokenChunk(token_ids=ids, logprobs=logprobs, response=response)
+        finally:
+            if not is_last:
+                self._cancel(sequence)
+
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
     ) -> np.ndarray[Any, Any]:
@@ -138,6 +192,8 @@ class LocalEngine:
         tokens = np.concatenate([prompt, completion])
         if not len(prompt):
             raise ConfigError("score_tokens needs at least one prompt token: the first token has no log-probability.")
+        if temperature <= 0:
+            raise ConfigError(f"score_tokens(temperature={temperature}): greedy choices have no log-probability.")
         self._check_ids(tokens)
         if len(tokens) > self.max_model_len:
             raise PromptTooLong(len(tokens), self.max_model_len)
@@ -170,7 +226,24 @@ class LocalEngine:
             "policy_version": scheduler.version,
         }
 
-    def _submit(self, request: TokenCompletionRequest, deliver: Any) -> Sequence:
+    @property
+    def failure(self) -> str | None:
+        """Why it answers no more; None while it does."""
+        try:
+            self._require_alive()
+        except EngineClosed as error:
+            return str(error)
+        return None
+
+    @property
+    def max_total_tokens(self) -> int:
+        """What one request may hold, prompt and completion: the model's limit, or the cache's where that is less."""
+        pool = self._scheduler.pool
+        return min(self.max_model_len, pool.num_blocks * pool.block_size)
+
+    def _submit(
+        self, request: TokenCompletionRequest, deliver: Any, on_token: Callable[[Sequence], None] | None = None
+    ) -> Sequence:
         self._check(request)
         number = next(self._numbers)
         stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -180,14 +253,15 @@ class LocalEngine:
             deliver=deliver,
             seed=request.seed if request.seed is not None else derive_seed(self._seed, number),
             stop_ids=stop_ids if request.sampling.ignore_eos else stop_ids | self._eos_ids,
+            on_token=on_token,
         )
         with self._changed:
             self._require_alive()
-            if self._num_open >= self._max_queue:
+            if len(self._open) >= self._max_queue:
                 raise QueueFull(
-                    f"{self._num_open} requests are open already (max_queue={self._max_queue}). Send fewer at once."
+                    f"{len(self._open)} requests are open already (max_queue={self._max_queue}). Send fewer at once."
                 )
-            self._num_open += 1
+            self._open.add(sequence)
             self._incoming.append(sequence)
             self._changed.notify_all()
         return sequence
@@ -205,6 +279,8 @@ class LocalEngine:
         unknown = [i for i in params.stop_token_ids if not 0 <= i < self.vocab_size]
         if unknown:
             raise ConfigError(f"stop_token_ids {unknown} are not in the vocabulary of {self.vocab_size} tokens.")
+        if params.stop and self.tokenizer is None:
+            raise ConfigError(f"stop={params.stop!r} needs a tokenizer; give LocalEngine one, or use stop_token_ids.")
         wanted = len(ids) + params.max_tokens
         if wanted > self.max_model_len:
             raise PromptTooLong(
@@ -222,10 +298,12 @@ class LocalEngine:
             )
 
     def _require_alive(self) -> None:
-        if self._death is not None:
-            raise EngineClosed(f"The engine has died: {type(self._death).__name__}: {self._death}. Make a new one.")
-        if self._is_closed:
-            raise EngineClosed("The engine has been shut down.")
+        if self._death is not None or self._is_closed:
+            raise self._reason_to_refuse()
+
+    def _reason_to_refuse(self) -> EngineClosed:
+        """A new one for everybody: tracebacks of different tasks do not go together."""
+        return _died(self._death) if self._death is not None else EngineClosed("The engine has been shut down.")
 
     # --- weights ---
 
@@ -238,8 +316,9 @@ class LocalEngine:
         self.pause()
         try:
             yield
-            self._begin_version(version)
         finally:
+            # Also when it failed half way: these are no longer the weights that the cache was computed with.
+            self._begin_version(version)
             self.resume()
 
     def new_version(self, version: int | None = None) -> int:
@@ -254,13 +333,17 @@ class LocalEngine:
         """Copy new values into the model, all or nothing, and begin a new version."""
         own = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
         unknown = sorted(set(params) - set(own))
-        wrong = sorted(n for n, t in params.items() if n in own and tuple(t.shape) != tuple(own[n].shape))
+        try:
+            values = {name: torch.as_tensor(params[name]) for name in params}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"These weights are not all tensors ({sorted(params)[:3]} …): {error}") from error
+        wrong = sorted(n for n, t in values.items() if n in own and t.shape != own[n].shape)
         if unknown or wrong:
             raise ConfigError(
                 f"These weights do not fit {self.name}: unknown names {unknown[:3]}, wrong shapes {wrong[:3]}. Nothing was changed."
             )
         with self.updating(None if version is None else int(version)), torch.no_grad():
-            for name, tensor in params.items():
+            for name, tensor in values.items():
                 own[name].copy_(tensor)
         return str(self.version)
 
@@ -351,35 +434,35 @@ class LocalEngine:
         if plan.prefill:
             self._prefill(runner, plan)
         if plan.decode:
-            logits_NV, sequences = runner.decode(plan.decode)
-            self._sample(logits_NV, sequences)
+            self._absorb(runner.decode(plan.decode, plan.num_rounds))
 
-    def _prefill(self, runner: CPURunner, plan: Plan) -> None:
-        logits_NV = runner.prefill(plan.prefill)
+    def _prefill(self, runner: Runner, plan: Plan) -> None:
+        sampled = runner.prefill(plan.prefill)
         for chunk in plan.prefill:
             self._scheduler.computed(chunk)
-        self._sample(logits_NV, [chunk.sequence for chunk in plan.prefill if chunk.reaches_the_end])
+        self._absorb(sampled)
 
-    def _sample(self, logits_NV: torch.Tensor, sequences: list[Sequence]) -> None:
-        if not sequences:
-            return
-        tokens, logprobs = sample(logits_NV, sequences)
+    def _absorb(self, sampled: list[Sampled]) -> None:
+        """New tokens: append them, see who is done."""
         version = self._scheduler.version
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            sequence.append(token, logprob, version)
+        for sequence, tokens, logprobs in sampled:
+            self._stop_rule.absorb(sequence, tokens, logprobs, version)
             self._scheduler.decoded(sequence)
-            self._stop_rule.apply(sequence)
             if sequence.on_token is not None:
                 sequence.on_token(sequence)
             if sequence.finish_reason is not None:
                 self._finish(sequence, None)
 
     def _score(self) -> None:
-        with self._changed:
-            jobs, self._scoring = self._scoring, []
-        for tokens, temperature, answer in jobs:
+        for _ in range(len(self._scoring)):
+            with self._changed:
+                tokens, temperature, answer = self._scoring.pop(0)
             if answer.set_running_or_notify_cancel():
-                answer.set_result(self._ready_runner().score([tokens], temperature)[0])
+                try:
+                    answer.set_result(self._ready_runner().score([tokens], temperature)[0])
+                except BaseException as error:
+                    answer.set_exception(_died(error))
+                    raise
 
     def _drop_cancelled(self) -> None:
         for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
@@ -391,34 +474,54 @@ class LocalEngine:
         if self._runner is not None:
             self._runner.leave(sequence)
         with self._changed:
-            self._num_open -= 1
+            self._open.discard(sequence)
         sequence.deliver(sequence, error)
 
     def _fail_everything(self) -> None:
         with self._changed:
-            open_ones = [*self._incoming, *self._scheduler.waiting, *self._scheduler.running.values()]
+            open_ones, self._open = sorted(self._open, key=lambda sequence: sequence.number), set()
             scoring, self._scoring = self._scoring, []
             self._incoming = []
-        try:
-            self._require_alive()
-        except EngineClosed as error:
+        for sequence in open_ones:
+            sequence.deliver(sequence, self._reason_to_refuse())
+        for _, _, answer in scoring:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(self._reason_to_refuse())
+        if self._death is None:  # else the books may be what broke
             for sequence in open_ones:
-                self._finish(sequence, error)
-            for _, _, answer in scoring:
-                if answer.set_running_or_notify_cancel():
-                    answer.set_exception(error)
+                self._scheduler.remove(sequence)
 
-    def _ready_runner(self) -> CPURunner:
+    def _ready_runner(self) -> Runner:
         if self._runner is None:
-            pool = self._scheduler.pool
-            self._runner = CPURunner(self.model, self._shape, pool.num_blocks, pool.block_size)
+            self._runner = self._make_runner()
         return self._runner
+
+    def _make_runner(self) -> Runner:
+        pool, limits = self._scheduler.pool, self._scheduler.limits
+        if self._shape.device.type == "cpu":
+            return CPURunner(self.model, self._shape, pool.num_blocks, pool.block_size)
+        from ludic.inference.local.cuda_runner import CUDARunner  # triton, which only a GPU machine has
+
+        return CUDARunner(
+            self.model,
+            self._shape,
+            pool.num_blocks,
+            pool.block_size,
+            max_sequences=limits.max_sequences,
+            max_length=self.max_model_len,
+            max_rounds=limits.max_rounds,
+            compile_layers=self._compile_layers,
+        )
 
     def _decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             return ""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _died(error: BaseException) -> EngineClosed:
+    return EngineClosed(f"The engine has died: {type(error).__name__}: {error}. Make a new one.")
 
 
 # --- facts about a model -----------------------------------------------------------------------------------------
@@ -435,21 +538,19 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _kv_shape(model: Any) -> KVShape:
-    config = model.config.get_text_config()
-    heads = config.num_key_value_heads or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _kv_shape(model: Any, heads: tuple[tuple[int, int], ...]) -> KVShape:
     weight = model.get_input_embeddings().weight
-    return KVShape(heads=((heads, size),) * config.num_hidden_layers, dtype=weight.dtype, device=weight.device)
+    return KVShape(heads=heads, dtype=weight.dtype, device=weight.device)
 
 
 def _num_blocks(
     shape: KVShape, block_size: int, fraction: float, kv_tokens: int | None, max_sequences: int, max_length: int
 ) -> int:
     """As many as the given number of tokens, or the given fraction of free memory, or all that could ever be used."""
+    if block_size < 1:
+        raise ConfigError(f"block_size={block_size}; a block holds at least one token.")
     if kv_tokens is None:
-        # Half of it: the dense rows of the decoding sequences take about as much again.
-        affordable = int(free_memory(shape.device) * fraction / 2) // shape.bytes_per_token
+        affordable = int(free_memory(shape.device) * fraction) // shape.bytes_per_token
         kv_tokens = min(affordable, max_sequences * max_length)
     if kv_tokens < block_size:
         raise ConfigError(f"The KV cache would hold {kv_tokens} tokens; raise kv_tokens or kv_memory_fraction.")

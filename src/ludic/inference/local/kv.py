@@ -158,6 +158,9 @@ class DenseRows:
         """Fill a row from the pool."""
         length = len(slots_L)
         for layer in range(len(self.keys)):
+            # A masked NaN is still a NaN: what broken weights once left here must not be looked at again.
+            self.keys[layer][row, :, length:] = 0
+            self.values[layer][row, :, length:] = 0
             self.keys[layer][row, :, :length] = self._pool.keys[layer][slots_L].transpose(0, 1)
             self.values[layer][row, :, :length] = self._pool.values[layer][slots_L].transpose(0, 1)
 

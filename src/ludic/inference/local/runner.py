@@ -6,17 +6,30 @@ padding, a request gets the same numbers alone and in company.
 """
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span
-from ludic.inference.local.sequence import Chunk, Sequence
+from ludic.inference.local.sampling import sample
+from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import SKIP_MASK, AttentionState
 
 MIN_TOKENS = 16
+
+
+class Runner(Protocol):
+    """What the engine asks of a device."""
+
+    def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]: ...
+
+    def decode(self, sequences: Seq[Sequence], num_rounds: int) -> list[Sampled]: ...
+
+    def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]: ...
+
+    def leave(self, sequence: Sequence) -> None: ...
 
 
 class CPURunner:
@@ -31,8 +44,8 @@ class CPURunner:
     # --- prompts ---
 
     @torch.inference_mode()
-    def prefill(self, chunks: Seq[Chunk]) -> Tensor:
-        """Compute pieces of prompts; logits for those that reach the end of their sequence, in order."""
+    def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]:
+        """Compute pieces of prompts; a first token for those that reach the end of their sequence."""
         tokens: list[int] = []
         positions: list[int] = []
         spans, slots, last = [], [], []
@@ -48,7 +61,8 @@ class CPURunner:
         padding = max(0, MIN_TOKENS - len(tokens))
         slots.append(torch.full((padding,), self.pool.scratch_slot))
         state = PrefillState(self.pool, spans, torch.cat(slots))
-        return self._forward(tokens + [0] * padding, positions + [0] * padding, state, last)
+        logits_NV = self._forward(tokens + [0] * padding, positions + [0] * padding, state, last)
+        return _sampled(logits_NV, [chunk.sequence for chunk in chunks if chunk.reaches_the_end])
 
     @torch.inference_mode()
     def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]:
@@ -81,8 +95,9 @@ class CPURunner:
     # --- decoding ---
 
     @torch.inference_mode()
-    def decode(self, sequences: Seq[Sequence]) -> tuple[Tensor, list[Sequence]]:
-        """Logits after the newest token of every sequence, and the sequences in the order of the logits."""
+    def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> list[Sampled]:
+        """One token for every sequence."""
+        assert num_rounds == 1, "on a CPU the host is not what costs time"
         for sequence in sequences:
             if sequence.row < 0:
                 self._join(sequence)
@@ -104,7 +119,8 @@ class CPURunner:
             length,
         )
         tokens = [owner.tokens[-1] for owner in owners] + [0] * padding
-        return self._forward(tokens, positions + [0] * padding, state, list(range(len(owners)))), owners
+        logits_NV = self._forward(tokens, positions + [0] * padding, state, list(range(len(owners))))
+        return _sampled(logits_NV, owners)
 
     def leave(self, sequence: Sequence) -> None:
         """Its row is free for another."""
@@ -160,3 +176,10 @@ class CPURunner:
         )
         logits: Tensor = out.logits[0, : len(where)]
         return logits
+
+
+def _sampled(logits_NV: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    if not sequences:
+        return []
+    tokens, logprobs = sample(logits_NV, sequences)
+    return [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]

@@ -17,6 +17,7 @@ _MINUS_INFINITY = float("-inf")
 
 
 # Letters: N sequences, V vocabulary.
+@torch.inference_mode()
 def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
     """One token per sequence, and its log-probability."""
     logits_NV = logits_NV.float()

@@ -74,20 +74,33 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
-        # Whoever was just preempted must not come straight back for the blocks it gave up.
-        while budget > 0 and self.waiting and len(self.running) < self.limits.max_sequences and not plan.preempted:
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
+        """First come, first served. Who goes on like a prompt that is just being computed waits for it, in its place:
+        the members of a group compute their common prompt once."""
+        in_work = {self._next_block(s, s.chain, s.num_published) for s in self.running.values() if not s.is_decoding}
+        held_back: list[Sequence] = []
+        while budget > 0 and self.waiting and len(self.running) + len(held_back) < self.limits.max_sequences:
+            sequence = self.waiting.popleft()
+            # The last token must be computed in any case: its output says what comes next.
+            shared, chain = self.pool.match(self.version, tokens_as_bytes(sequence.tokens[:-1]), TOKEN_BYTES)
+            following = self._next_block(sequence, chain, len(shared))
+            if following is not None and following in in_work:
+                held_back.append(sequence)
+                continue
+            if not self._admit(sequence, shared, chain):
+                held_back.append(sequence)
                 break
-            self.waiting.popleft()
             self.running[sequence.number] = sequence
+            in_work.add(following)
             budget -= self._plan_chunk(sequence, budget, plan)
+        self.waiting.extendleft(reversed(held_back))
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _next_block(self, sequence: Sequence, chain: int, num_blocks: int) -> tuple[int, bytes] | None:
+        """What the first block behind a known prefix will be published as."""
+        start, end = num_blocks * self.pool.block_size, (num_blocks + 1) * self.pool.block_size
+        return (chain, tokens_as_bytes(sequence.tokens[start:end])) if end < len(sequence.tokens) else None
+
+    def _admit(self, sequence: Sequence, shared: list[int], chain: int) -> bool:
         """Give a waiting sequence the blocks of its known prefix, if the rest can be had as well."""
-        # The last token must be computed in any case: its output says what comes next.
-        known = tokens_as_bytes(sequence.tokens[:-1])
-        shared, chain = self.pool.match(self.version, known, TOKEN_BYTES)
         self.pool.share(shared)
         rest = self.pool.take(self.pool.blocks_for(len(sequence.tokens)) - len(shared))
         if rest is None:
@@ -120,14 +133,15 @@ class Scheduler:
         plan.num_rounds = self._num_rounds(decoding, plan)
         for sequence in decoding:
             if sequence.number in self.running:
-                self._make_room(sequence, len(sequence.tokens) + plan.num_rounds - 1, plan)
+                num_rounds = min(plan.num_rounds, sequence.num_left)
+                self._make_room(sequence, len(sequence.tokens) + num_rounds - 1, plan)
         plan.decode = [sequence for sequence in decoding if sequence.number in self.running]
 
     def _num_rounds(self, decoding: list[Sequence], plan: Plan) -> int:
-        """Many rounds only while nobody waits for a place, and not far past the end of the shortest."""
-        if self.limits.max_rounds == 1 or plan.prefill or self.waiting:
+        """Many rounds only where no prompt waits for its next piece and the device can sample by itself."""
+        if self.limits.max_rounds == 1 or plan.prefill or not all(sequence.is_plain for sequence in decoding):
             return 1
-        return max(1, min(self.limits.max_rounds, min(sequence.num_left for sequence in decoding)))
+        return min(self.limits.max_rounds, max(sequence.num_left for sequence in decoding))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> None:
         """Blocks for the first `num_tokens` tokens; the youngest give way, at last the sequence itself."""
@@ -146,7 +160,8 @@ class Scheduler:
         del self.running[victim.number]
         self.pool.give_back(victim.blocks)
         victim.forget_computed()
-        self.waiting.appendleft(victim)
+        place = next((i for i, other in enumerate(self.waiting) if other.number > victim.number), len(self.waiting))
+        self.waiting.insert(place, victim)
         self.num_preemptions += 1
         plan.preempted.append(victim)
         plan.prefill = [chunk for chunk in plan.prefill if chunk.sequence is not victim]
@@ -154,25 +169,27 @@ class Scheduler:
     def decoded(self, sequence: Sequence) -> None:
         """New tokens were sampled; all but the newest have been through the model."""
         sequence.num_computed = len(sequence.tokens) - 1
-        if (sequence.num_published + 1) * self.pool.block_size <= sequence.num_computed:
-            self._publish(sequence)
 
     # --- common ---
 
     def _publish(self, sequence: Sequence) -> None:
         """Full blocks can be shared from now on."""
         size = self.pool.block_size
-        while (sequence.num_published + 1) * size <= sequence.num_computed:
-            start = sequence.num_published * size
-            if not sequence.num_published:
-                sequence.chain = self.pool.root(self.version)
-            key = tokens_as_bytes(sequence.tokens[start : start + size])
-            sequence.chain = self.pool.publish(sequence.blocks[sequence.num_published], sequence.chain, key)
-            sequence.num_published += 1
+        first, end = sequence.num_published, sequence.num_computed // size
+        if first >= end:
+            return
+        if first == 0:
+            sequence.chain = self.pool.root(self.version)
+        data, width = tokens_as_bytes(sequence.tokens[first * size : end * size]), size * TOKEN_BYTES
+        for number in range(first, end):
+            key = data[(number - first) * width : (number - first + 1) * width]
+            sequence.chain = self.pool.publish(sequence.blocks[number], sequence.chain, key)
+        sequence.num_published = end
 
     def remove(self, sequence: Sequence) -> None:
         """Finished, failed or cancelled: its blocks go back, and stay findable by prefix."""
         if self.running.pop(sequence.number, None) is not None:
+            self._publish(sequence)  # what was sampled is the beginning of the next turn's prompt
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []
         elif sequence in self.waiting:
@@ -181,14 +198,14 @@ class Scheduler:
     def new_version(self, version: int) -> list[Sequence]:
         """The weights have changed: no key or value computed so far may be used again.
 
-        Running sequences begin again as if they had just arrived, before those that were waiting; they are returned.
+        Running sequences begin again as if they had just arrived, each in its place by number; they are returned.
         """
         self.version = version
         restarted = list(self.running.values())
         for sequence in restarted:
             self.pool.give_back(sequence.blocks)
             sequence.forget_computed()
-        self.waiting.extendleft(reversed(restarted))
+        self.waiting = deque(sorted([*restarted, *self.waiting], key=lambda sequence: sequence.number))
         self.running = {}
         self.pool.forget_all()
         return restarted

@@ -40,8 +40,15 @@ class Sequence:
     """Set when a stop string ended the completion: the text before it."""
     on_token: Callable[["Sequence"], None] | None = None
 
+    is_plain: bool = True
+    """Sampled by temperature alone: the device can do it without the host."""
+
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt_token_ids.tolist()
+        p = self.request.sampling
+        is_filtered = p.top_k or p.top_p < 1 or p.min_p or p.min_tokens
+        is_penalised = p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
+        self.is_plain = not (is_filtered or is_penalised)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -77,6 +84,14 @@ class Sequence:
             self.runs[-1][1] += 1
         else:
             self.runs.append([version, 1])
+
+    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        if self.runs and self.runs[-1][0] == version:
+            self.runs[-1][1] += len(tokens)
+        else:
+            self.runs.append([version, len(tokens)])
 
     def forget_computed(self) -> None:
         """Everything has to be computed again (preempted, or the weights have changed)."""
@@ -117,3 +132,6 @@ def tokens_as_bytes(tokens: list[int]) -> bytes:
 
 
 TOKEN_BYTES = 4
+
+Sampled = tuple[Sequence, list[int], list[float]]
+"""A sequence, the tokens that were sampled for it, and their log-probabilities."""

@@ -12,6 +12,19 @@ class StopRule:
         self._decode = decode
         self._max_length = max_length
 
+    def absorb(self, sequence: Sequence, tokens: list[int], logprobs: list[float], version: int) -> None:
+        """Append what was sampled, up to where the sequence ends; what lies behind its end is dropped."""
+        params = sequence.sampling
+        room = min(params.max_tokens - len(sequence.logprobs), self._max_length - len(sequence.tokens))
+        if len(tokens) < room and not params.stop and sequence.stop_ids.isdisjoint(tokens):
+            sequence.extend(tokens, logprobs, version)
+            return
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            sequence.append(token, logprob, version)
+            self.apply(sequence)
+            if sequence.finish_reason is not None:
+                return
+
     def apply(self, sequence: Sequence) -> None:
         """Set the finish reason if the newest token ended the sequence."""
         params = sequence.sampling

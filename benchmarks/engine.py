@@ -1,0 +1,208 @@
+"""The embedded engine against `transformers.generate` and the hardware's own limit, in one run.
+
+End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU (SmolLM2-135M's shape in fp32,
+a group with a shared prompt, and a tiny model where Python overhead rules) or on a CUDA GPU (random weights in bf16,
+prompt 128, 256 new tokens). The limit is what one decoding step must at least take: multiplying all weights on a CPU
+(measured matrix-product speed), reading all weights and keys on a GPU (measured copy speed).
+
+    .venv/bin/python benchmarks/engine.py            # what this machine has
+    .venv/bin/python benchmarks/engine.py --threads 1
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from ludic.inference.local import LocalEngine
+from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
+
+
+def smollm2() -> Any:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+def qwen() -> Any:
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+            num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+def tiny() -> Any:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=4, max_position_embeddings=2048,
+        )
+    )  # fmt: skip
+
+
+def make(build: Callable[[], Any], device: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = build().eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def sync(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run_generate(model: Any, prompts: list[list[int]], num_new: int) -> float:
+    ids = torch.tensor(prompts, device=model.device)
+    sync(model)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, min_new_tokens=num_new, do_sample=True,
+            top_k=0, pad_token_id=0,
+        )  # fmt: skip
+    sync(model)
+    return time.perf_counter() - started
+
+
+def run_engine(engine: LocalEngine, prompts: list[list[int]], num_new: int) -> float:
+    sampling = SamplingParams(temperature=1.0, max_tokens=num_new, ignore_eos=True)
+
+    async def all_at_once() -> None:
+        requests = [
+            TokenCompletionRequest(
+                model="", prompt_token_ids=prompt, sampling=sampling, return_=ReturnSpec.for_rl(), seed=number
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        await asyncio.gather(*(engine.complete_tokens(request) for request in requests))
+
+    started = time.perf_counter()
+    asyncio.run(all_at_once())
+    return time.perf_counter() - started
+
+
+def limit_s(model: Any, batch: int, context: int) -> float:
+    """Least time of one decoding step."""
+    num_params = sum(p.numel() for p in model.parameters())
+    if model.device.type == "cpu":
+        return 2 * num_params * batch / _cpu_flops()
+    config = model.config
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    return (num_params + kv * batch * context) * 2 / _gpu_bandwidth()
+
+
+def _cpu_flops() -> float:
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    a @ b
+    started = time.perf_counter()
+    for _ in range(10):
+        a @ b
+    return 10 * 2 * 1024**3 / (time.perf_counter() - started)
+
+
+def _gpu_bandwidth() -> float:
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(10):
+        target.copy_(source)
+    torch.cuda.synchronize()
+    return 10 * 2 * source.numel() / (time.perf_counter() - started)
+
+
+def compare(
+    name: str,
+    model: Any,
+    prompts: list[list[int]],
+    num_new: int,
+    *,
+    baseline: list[list[int]] | None = None,
+    repeat: int = 2,
+) -> None:
+    """One row. `baseline` are other prompts of the same shape, so that no prefix is cached."""
+    batch, prompt_length = len(prompts), len(prompts[0])
+    generate_s = run_generate(model, prompts[: min(batch, 128)], num_new) * (1 if batch <= 128 else float("nan"))
+    engine = LocalEngine(model, max_sequences=batch, max_model_len=prompt_length + num_new)
+    warm_up = np.random.default_rng(1).integers(3, model.config.vocab_size, size=(batch, prompt_length)).tolist()
+    for count in {batch, 1}:  # captures (and compiles) what the run will need
+        run_engine(engine, warm_up[:count], 20)
+    seconds = []
+    for _ in range(repeat):
+        engine.new_version()  # forget every prefix
+        seconds.append(run_engine(engine, prompts, num_new))
+    engine.close()
+    model.set_attn_implementation("sdpa")
+    ours_s = min(seconds)
+    total = batch * num_new
+    bound = limit_s(model, batch, prompt_length + num_new // 2) * num_new
+    generated = f"{total / generate_s:12,.0f}" if generate_s == generate_s else "           —"
+    ratio = f"{generate_s / ours_s:8.2f}x" if generate_s == generate_s else "        —"
+    print(
+        f"{name:38} {batch:5d} {generated} {total / ours_s:12,.0f} {ratio} {ours_s / num_new * 1e3:9.2f} "
+        f"{bound / num_new * 1e3:9.2f} {bound / ours_s:8.1%}"
+    )
+
+
+def header() -> None:
+    print(
+        f"{'':38} {'batch':>5} {'generate':>12} {'ours':>12} {'ratio':>9} {'ms/step':>9} {'limit ms':>9} {'of limit':>8}"
+        "\n(tokens per second; ms/step includes the prompts)"
+    )
+
+
+def on_cpu() -> None:
+    rng = np.random.default_rng(0)
+    model = make(smollm2, "cpu", torch.float32)
+    compare("SmolLM2-135M fp32, 32 → 64", model, rng.integers(3, 49152, size=(32, 32)).tolist(), 64, repeat=1)
+    shared = rng.integers(3, 49152, size=400).tolist()
+    compare("SmolLM2-135M fp32, group, 400 shared", model, [shared] * 8, 64, repeat=1)
+    model = make(tiny, "cpu", torch.float32)
+    compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(64, 16)).tolist(), 64)
+
+
+def on_gpu() -> None:
+    rng = np.random.default_rng(0)
+    for name, build, batches in (
+        ("SmolLM2-135M shape", smollm2, (128, 1024)),
+        ("Qwen2.5-1.5B shape", qwen, (128, 512)),
+    ):
+        model = make(build, "cuda", torch.bfloat16)
+        for batch in batches:
+            prompts = rng.integers(3, model.config.vocab_size, size=(batch, 128)).tolist()
+            compare(f"{name} bf16, 128 → 256", model, prompts, 256)
+        del model
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--threads", type=int, default=None)
+    options = arguments.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {device}")
+    header()
+    if torch.cuda.is_available():
+        on_gpu()
+    else:
+        on_cpu()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`ludic serve`: a model behind an OpenAI-compatible HTTP server. See docs/serving.md."""
+
+import asyncio
+import contextlib
+import signal
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from ludic.types import ConfigError
+
+
+class Dtype(StrEnum):
+    """What the weights are held in; `auto` is what this hardware is fast at."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="A folder, a hub id, a .gguf file, or smollm2-135m.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback it wants a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LUDIC_API_KEY", help="Clients must send it as a bearer token.")
+    ] = None,
+    max_sequences: Annotated[int | None, typer.Option(help="Requests computed at the same time.", min=1)] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.", min=1)] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.AUTO,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen on any host without a key.")] = False,
+) -> None:
+    """Serve a model over HTTP, in the way of OpenAI's API."""
+    # Here and not above: torch takes seconds to load, and `ludic --help` should not.
+    from ludic.inference.local.server import check_host
+
+    check_host(host, api_key, insecure)  # before a large model is loaded for nothing
+    engine = _load(model, max_sequences, max_model_len, dtype, device)
+    try:
+        asyncio.run(_serve_until_stopped(engine, host, port, api_key, insecure))
+    finally:
+        engine.close()
+    print("Stopped.")
+
+
+def _load(model: str, max_sequences: int | None, max_model_len: int | None, dtype: Dtype, device: str | None) -> Any:
+    import torch
+
+    from ludic.inference.local import LocalEngine
+
+    try:
+        where = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {device!r} is no device; try cpu, cuda or cuda:1.") from error
+    if where is not None and where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {device}: PyTorch sees no GPU here. Leave it out to use the CPU.")
+    return LocalEngine(
+        model,
+        dtype=None if dtype is Dtype.AUTO else getattr(torch, dtype),
+        device=where,
+        max_sequences=max_sequences,
+        max_model_len=max_model_len,
+    )
+
+
+async def _serve_until_stopped(engine: Any, host: str, port: int, api_key: str | None, insecure: bool) -> None:
+    from ludic.inference.local.server import serve
+
+    def announce(address: str) -> None:
+        print(f"Serving {engine.name} at {address}/v1 (Ctrl-C stops)", flush=True)
+
+    serving = asyncio.create_task(
+        serve(engine, host, port, model_name=engine.name, api_key=api_key, insecure=insecure, on_ready=announce)
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
+            loop.add_signal_handler(number, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving

@@ -1,0 +1,350 @@
+"""Runs the model on a GPU: packed prefill, and decoding as CUDA graphs.
+
+A decoding round is one graph: forward pass with paged attention, sampling, and the bookkeeping for the next round, all
+on the device. So several rounds can follow each other without the host; it reads their tokens together. Graphs are
+captured per batch size (rounded up to a bucket), the first time that size is needed.
+
+The decoder layers are compiled for the capture, which fuses their many small kernels and halves the time of a round. The
+compiled code lives on in the graphs only: the module itself is left as it was, for the trainer and everybody else.
+"""
+
+import contextlib
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludic.inference.local.kv import KVPool, KVShape
+from ludic.inference.local.sampling import sample
+from ludic.inference.local.sequence import Chunk, Sampled, Sequence
+from ludic.inference.local.triton_kernels import paged_decode, sample_rows
+from ludic.models.attention import SKIP_MASK, AttentionState
+from ludic.models.varlen import varlen_attention
+
+
+class PackedState:
+    """Several prompts (or pieces of them) in one flat batch: block-diagonal, causal."""
+
+    def __init__(
+        self, pool: KVPool | None, new_slots_T: Tensor | None, all_slots_L: Tensor | None, spans: Seq[tuple[int, int]]
+    ) -> None:
+        """`spans` are (new tokens, tokens with everything before them) of each sequence."""
+        device = torch.device("cuda")
+        self._pool, self._new_slots_T, self._all_slots_L = pool, new_slots_T, all_slots_L
+        lengths_q, lengths_k = [q for q, _ in spans], [k for _, k in spans]
+        self._cu_q = torch.tensor([0, *np.cumsum(lengths_q)], dtype=torch.int32, device=device)
+        self._cu_k = torch.tensor([0, *np.cumsum(lengths_k)], dtype=torch.int32, device=device)
+        self._max_q, self._max_k = max(lengths_q), max(lengths_k)
+
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if self._pool is not None and self._new_slots_T is not None:
+            self._pool.keys[layer].index_copy_(0, self._new_slots_T, key_TKD)
+            self._pool.values[layer].index_copy_(0, self._new_slots_T, value_TKD)
+            if self._all_slots_L is not None:
+                key_TKD = self._pool.keys[layer].index_select(0, self._all_slots_L)
+                value_TKD = self._pool.values[layer].index_select(0, self._all_slots_L)
+        return varlen_attention(
+            query_THD, key_TKD, value_TKD, self._cu_q, self._cu_k, self._max_q, self._max_k,
+            scaling=scaling, sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
+
+
+class PagedState:
+    """One new token for every row, read through block tables."""
+
+    def __init__(self, pool: KVPool, slots_R: Tensor, tables: Tensor, lengths_R: Tensor) -> None:
+        self._pool, self._slots_R, self._tables, self._lengths_R = pool, slots_R, tables, lengths_R
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys.index_copy_(0, self._slots_R, key_TKD)
+        values.index_copy_(0, self._slots_R, value_TKD)
+        return paged_decode(
+            query_THD, keys, values, self._tables, self._lengths_R, block_size=self._pool.block_size,
+            scaling=scaling, sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
+
+
+class CUDARunner:
+    """Prefill packed, decode by graph."""
+
+    def __init__(
+        self,
+        model: Any,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_sequences: int,
+        max_length: int,
+        max_rounds: int,
+        compile_layers: bool = True,
+    ) -> None:
+        self.model = model
+        self._layers = _CompiledLayers(model) if compile_layers else None
+        self.pool = KVPool(shape, num_blocks, block_size)
+        self._mask = SKIP_MASK.cuda()
+        self._buckets = sorted({*(b for b in _BUCKETS if b < max_sequences), max_sequences})
+        self._rows: list[Sequence | None] = []
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # Rounds may run past the end of a sequence; what they write there goes to the scratch block.
+        self._num_extra = -(-max_rounds // block_size) + 1
+        self._make_buffers(max_sequences, -(-max_length // block_size) + self._num_extra, max_rounds)
+
+    def _make_buffers(self, max_rows: int, max_blocks: int, max_rounds: int) -> None:
+        """What graphs read and write; the host side mirrors what it uploads."""
+        new = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
+        self._tokens = new(max_rows, dtype=torch.long)
+        self._positions = new(max_rows, dtype=torch.long)
+        self._seeds = new(max_rows, dtype=torch.long)
+        self._temperatures = new(max_rows, dtype=torch.float32)
+        self._tables = new(max_rows, max_blocks, dtype=torch.int32)
+        self._round = new(1, dtype=torch.long)
+        self._out_tokens = new(max_rounds, max_rows, dtype=torch.long)
+        self._out_logprobs = new(max_rounds, max_rows, dtype=torch.float32)
+        scratch = self.pool.scratch_slot // self.pool.block_size
+        self._host_tables = np.full((max_rows, max_blocks), scratch, dtype=np.int32)
+        self._table_lengths = [0] * max_rows
+
+    # --- prompts ---
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]:
+        """Compute pieces of prompts; a first token for those that reach the end of their sequence."""
+        size = self.pool.block_size
+        tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
+        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+        slots = [_slots(c.sequence.blocks, c.start, c.end, size) for c in chunks]
+        everything = None
+        if any(chunk.start for chunk in chunks):
+            everything = _to_gpu(np.concatenate([_slots(c.sequence.blocks, 0, c.end, size) for c in chunks]))
+        spans = [(chunk.length, chunk.end) for chunk in chunks]
+        state = PackedState(self.pool, _to_gpu(np.concatenate(slots)), everything, spans)
+        ends = np.cumsum([chunk.length for chunk in chunks]) - 1
+        ready = [i for i, chunk in enumerate(chunks) if chunk.reaches_the_end]
+        logits_NV = self._forward(tokens, positions, state, ends[ready])
+        return self._sample_logits(logits_NV, [chunks[i].sequence for i in ready])
+
+    @torch.inference_mode()
+    def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]:
+        """Log-probability of every token but the first of each sequence; nothing is stored."""
+        lengths = [len(tokens) for tokens in sequences]
+        flat = np.concatenate(sequences)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        starts = np.cumsum([0, *lengths])
+        where = np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=False)])
+        state = PackedState(None, None, None, [(length, length) for length in lengths])
+        scores = []
+        logits_NV = self._forward(flat, positions, state, where)
+        targets = _to_gpu(flat[where + 1].astype(np.int64))
+        for piece, target in zip(logits_NV.split(1024), targets.split(1024), strict=True):
+            scaled = piece.float() / temperature
+            scores.append(scaled.gather(-1, target[:, None])[:, 0] - scaled.logsumexp(dim=-1))
+        return list(np.split(torch.cat(scores).cpu().numpy(), np.cumsum([n - 1 for n in lengths])[:-1]))
+
+    def _sample_logits(self, logits_NV: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+        if not sequences:
+            return []
+        if all(sequence.is_plain for sequence in sequences):
+            seeds = _to_gpu(np.array([s.seed for s in sequences], dtype=np.int64))
+            positions = _to_gpu(np.array([len(s.tokens) - 1 for s in sequences], dtype=np.int64))
+            temperatures = _to_gpu(np.array([s.sampling.temperature for s in sequences], dtype=np.float32))
+            drawn, logps = sample_rows(logits_NV, seeds, positions, temperatures)
+            tokens, logprobs = drawn.tolist(), logps.tolist()
+        else:
+            tokens, logprobs = sample(logits_NV.cpu(), sequences)
+        return [(s, [t], [p]) for s, t, p in zip(sequences, tokens, logprobs, strict=True)]
+
+    def _forward(
+        self, tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], state: AttentionState, where: Any
+    ) -> Tensor:
+        out = self.model(
+            input_ids=_to_gpu(tokens.astype(np.int64))[None],
+            position_ids=_to_gpu(positions.astype(np.int64))[None],
+            attention_mask=self._mask,
+            use_cache=False,
+            logits_to_keep=_to_gpu(np.asarray(where, dtype=np.int64)) if len(where) else 1,
+            ludic_state=state,
+        )
+        logits: Tensor = out.logits[0, : len(where)]
+        return logits
+
+    # --- decoding ---
+
+    @torch.inference_mode()
+    def decode(self, sequences: Seq[Sequence], num_rounds: int) -> list[Sampled]:
+        """`num_rounds` tokens for every sequence."""
+        self._seat(sequences)
+        owners = [owner for owner in self._rows if owner is not None]
+        bucket = next(b for b in self._buckets if b >= len(owners))
+        self._upload(owners, bucket)
+        graph, logits = self._graph(bucket)
+        for _ in range(num_rounds):
+            graph.replay()
+        count = len(owners)
+        if num_rounds == 1 and not all(owner.is_plain for owner in owners):
+            return self._sample_logits(logits[:count], owners)
+        tokens = self._out_tokens[:num_rounds, :count].t().tolist()
+        logprobs = self._out_logprobs[:num_rounds, :count].t().tolist()
+        return list(zip(owners, tokens, logprobs, strict=True))
+
+    def leave(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self._rows[sequence.row] = None
+            sequence.row = -1
+
+    def _seat(self, sequences: Seq[Sequence]) -> None:
+        """Every sequence has a row, and the rows are the first ones."""
+        free = [i for i, owner in enumerate(self._rows) if owner is None]
+        for sequence in sequences:
+            if sequence.row < 0:
+                row = free.pop() if free else len(self._rows)
+                if row == len(self._rows):
+                    self._rows.append(None)
+                self._rows[row] = sequence
+                sequence.row = row
+                self._table_lengths[row] = 0
+        while self._rows and self._rows[-1] is None:
+            self._rows.pop()
+        for gap in sorted(i for i in free if i < len(self._rows)):
+            if gap >= len(self._rows):
+                break
+            last = self._rows.pop()
+            assert last is not None, "empty rows at the end were dropped"
+            self._rows[gap] = last
+            last.row = gap
+            self._table_lengths[gap] = 0
+            while self._rows and self._rows[-1] is None:
+                self._rows.pop()
+
+    def _upload(self, owners: list[Sequence], bucket: int) -> None:
+        count = len(owners)
+        for row, owner in enumerate(owners):
+            known, blocks = self._table_lengths[row], owner.blocks
+            if known == 0:
+                self._host_tables[row] = self.pool.scratch_slot // self.pool.block_size
+            if known != len(blocks):
+                self._host_tables[row, known : len(blocks)] = blocks[known:]
+                self._table_lengths[row] = len(blocks)
+        width = max(self._table_lengths[:count]) + self._num_extra
+        self._tables[:count, :width].copy_(torch.from_numpy(self._host_tables[:count, :width]))
+        if bucket > count:
+            self._tables[count:bucket].fill_(self.pool.scratch_slot // self.pool.block_size)
+        state = np.zeros((3, bucket), dtype=np.int64)
+        state[0, :count] = [owner.tokens[-1] for owner in owners]
+        state[1, :count] = [len(owner.tokens) - 1 for owner in owners]
+        state[2, :count] = [owner.seed for owner in owners]
+        uploaded = _to_gpu(state)
+        self._tokens[:bucket], self._positions[:bucket], self._seeds[:bucket] = uploaded[0], uploaded[1], uploaded[2]
+        temperatures = np.zeros(bucket, dtype=np.float32)
+        temperatures[:count] = [owner.sampling.temperature for owner in owners]
+        self._temperatures[:bucket] = _to_gpu(temperatures)
+        self._round.zero_()
+
+    def _graph(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        if bucket not in self._graphs:
+            with self._layers if self._layers is not None else contextlib.nullcontext():
+                self._graphs[bucket] = self._capture(bucket)
+        return self._graphs[bucket]
+
+    def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        changed = (self._tokens, self._positions, self._round)
+        saved = [buffer.clone() for buffer in changed]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels are compiled and buffers allocated before the capture
+                self._one_round(bucket)
+                self._round.zero_()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool_handle()):
+            logits = self._one_round(bucket)
+        for buffer, value in zip(changed, saved, strict=True):
+            buffer.copy_(value)
+        return graph, logits
+
+    def _pool_handle(self) -> Any:
+        return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+
+    def _one_round(self, bucket: int) -> Tensor:
+        tokens, positions = self._tokens[:bucket], self._positions[:bucket]
+        tables, size = self._tables[:bucket], self.pool.block_size
+        slots = tables.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
+        state = PagedState(self.pool, slots, tables, (positions + 1).int())
+        logits: Tensor = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=self._mask,
+            use_cache=False,
+            ludic_state=state,
+        ).logits[0]
+        drawn, logprobs = sample_rows(logits, self._seeds[:bucket], positions, self._temperatures[:bucket])
+        self._out_tokens[:, :bucket].index_copy_(0, self._round, drawn[None])
+        self._out_logprobs[:, :bucket].index_copy_(0, self._round, logprobs[None])
+        tokens.copy_(drawn)
+        positions.add_(1)
+        self._round.add_(1)
+        return logits
+
+
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+
+
+class _CompiledLayers:
+    """While entered, the model's decoder layers run compiled."""
+
+    def __init__(self, model: Any) -> None:
+        depth = model.config.get_text_config().num_hidden_layers
+        stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+        self._layers = list(stacks[0]) if stacks else []
+        self._calls = [torch.compile(layer._call_impl) for layer in self._layers]
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        # Every layer is a case of its own to the compiler (its weights, its number).
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(self._layers))
+        torch._dynamo.config.accumulated_recompile_limit = max(
+            torch._dynamo.config.accumulated_recompile_limit, 64 * len(self._layers)
+        )
+        self._before = [layer._compiled_call_impl for layer in self._layers]
+        for layer, call in zip(self._layers, self._calls, strict=True):
+            layer._compiled_call_impl = call
+
+    def __exit__(self, *exc: object) -> None:
+        for layer, before in zip(self._layers, self._before, strict=True):
+            layer._compiled_call_impl = before
+
+
+def _slots(blocks: list[int], start: int, end: int, size: int) -> np.ndarray[Any, Any]:
+    first = start // size
+    table = np.array(blocks[first : -(-end // size)], dtype=np.int64)
+    flat = (table[:, None] * size + np.arange(size)).reshape(-1)
+    return flat[start - first * size : end - first * size]
+
+
+def _to_gpu(array: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(array).cuda(non_blocking=True)

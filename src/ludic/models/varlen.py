@@ -1,0 +1,62 @@
+"""Attention over sequences of different lengths laid end to end, on a GPU: block-diagonal and causal.
+
+Uses PyTorch's own variable-length flash attention where it can express the case, and SDPA sequence by sequence where it
+cannot (logit soft-capping).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+# Letters: T query tokens, L key tokens, H query heads, K key/value heads, D head size.
+def varlen_attention(
+    query_THD: Tensor,
+    key_LKD: Tensor,
+    value_LKD: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Each sequence's queries are its last tokens: query i of n sees all keys but the n − i − 1 last ones."""
+    if softcap is None and query_THD.dtype in (torch.bfloat16, torch.float16):
+        window_left = -1 if sliding_window is None else sliding_window - 1
+        out = torch.ops.aten._flash_attention_forward(
+            query_THD.contiguous(), key_LKD.contiguous(), value_LKD.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, True, False,
+            scale=scaling, window_size_left=window_left, window_size_right=0,
+        )[0]  # fmt: skip
+        return out
+    return _one_by_one(query_THD, key_LKD, value_LKD, cu_q, cu_k, scaling, sliding_window, softcap)
+
+
+def _one_by_one(
+    query_THD: Tensor, key_LKD: Tensor, value_LKD: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    outs = []
+    bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
+    for (q0, q1), (k0, k1) in zip(zip(bounds_q, bounds_q[1:]), zip(bounds_k, bounds_k[1:]), strict=True):  # noqa: B905, RUF007
+        query, key, value = (
+            query_THD[q0:q1].transpose(0, 1),
+            key_LKD[k0:k1].transpose(0, 1),
+            value_LKD[k0:k1].transpose(0, 1),
+        )
+        positions_k = torch.arange(k1 - k0, device=query.device)
+        positions_q = positions_k[k1 - k0 - (q1 - q0) :, None]
+        mask = positions_k[None] <= positions_q
+        if window is not None:
+            mask &= positions_k[None] > positions_q - window
+        group = query.shape[0] // key.shape[0]
+        key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=scaling)[0]
+        else:
+            scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+            out = torch.softmax(scores.float().masked_fill(~mask, float("-inf")), -1).to(query.dtype) @ value
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)

@@ -1,0 +1,385 @@
+"""What cannot work is refused with a message that helps; what breaks fails loudly, and nothing hangs."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ludic.inference.local import EngineClosed, LocalEngine, QueueFull
+from ludic.types import ConfigError, OutOfRoom, PromptTooLong
+from tests.unit.inference.local.tiny_models import (
+    VOCAB,
+    Gate,
+    ask,
+    ask_all,
+    eventually,
+    family_greedy,
+    in_time,
+    make_engine,
+    new_model,
+    request,
+    shared_model,
+    some_prompt,
+    tokens,
+)
+
+# --- requests that are refused ---
+
+
+@pytest.mark.parametrize(
+    "prompt, settings, error, message",
+    [
+        ([], {}, ConfigError, "prompt is empty"),
+        ([1, VOCAB], {}, ConfigError, r"ids from 1 to 128, but the model knows 0 to 127.*tokenizer"),
+        ([-1, 2], {}, ConfigError, "ids from -1 to 2"),
+        ([1] * 97, {}, PromptTooLong, r"97 of the prompt and max_tokens=16"),
+        ([1] * 90, {"max_tokens": 7}, PromptTooLong, "limit is 96.*90 of the prompt and max_tokens=7"),
+        ([1], {"max_tokens": 10_000}, PromptTooLong, "limit is 96"),
+        ([1, 2], {"stop_token_ids": (5, VOCAB)}, ConfigError, r"stop_token_ids \[128\] are not in the vocabulary"),
+        ([1, 2], {"stop_token_ids": (-1,)}, ConfigError, r"stop_token_ids \[-1\]"),
+        ([1, 2], {"stop": "end"}, ConfigError, "stop.*tokenizer"),
+    ],
+)
+async def test_a_request_that_cannot_work_is_refused_and_the_engine_lives(prompt, settings, error, message):
+    async with make_engine(max_model_len=96) as engine:
+        with pytest.raises(error, match=message):
+            await ask(engine, prompt, **settings)
+        assert engine.stats["kv_blocks_used"] == engine.stats["waiting"] == 0
+        assert tokens(await ask(engine, [1, 2])) == family_greedy("llama", (1, 2), 16)
+
+
+@pytest.mark.parametrize("prompt_length, max_tokens", [(96 - 16, 16), (95, 1), (1, 95)])
+async def test_a_request_may_fill_the_model_to_the_last_token(prompt_length, max_tokens):
+    async with make_engine(max_model_len=96) as engine:
+        answer = await ask(engine, some_prompt(prompt_length), max_tokens=max_tokens)
+    assert tokens(answer) == family_greedy("llama", some_prompt(prompt_length), max_tokens)
+
+
+async def test_a_request_larger_than_the_cache_is_refused_and_one_as_large_is_served():
+    async with make_engine(kv_tokens=32) as engine:
+        with pytest.raises(PromptTooLong, match="limit is 32.*raise kv_tokens") as caught:
+            await ask(engine, some_prompt(20), max_tokens=13)
+        assert isinstance(caught.value, OutOfRoom), "an agent ends its episode by it"
+        answer = await ask(engine, some_prompt(20), max_tokens=12)
+    assert tokens(answer) == family_greedy("llama", some_prompt(20), 12)
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"stop": [""]}, {"stop": ["end", ""]}], ids=str)
+def test_what_no_engine_could_do_cannot_even_be_asked_for(settings):
+    with pytest.raises(ConfigError, match=rf"SamplingParams.{next(iter(settings))}="):
+        request([1], **settings)
+
+
+@pytest.mark.parametrize(
+    "prompt, completion, settings, error, message",
+    [
+        ([], [1], {}, ConfigError, "at least one prompt token"),
+        ([1], [VOCAB], {}, ConfigError, "the model knows 0 to 127"),
+        ([1] * 90, [1] * 7, {}, PromptTooLong, "97 tokens, but the limit is 96"),
+        ([1], [2], {"temperature": 0.0}, ConfigError, "temperature"),
+    ],
+)
+async def test_scores_that_cannot_be_given_are_refused(prompt, completion, settings, error, message):
+    async with make_engine(max_model_len=96) as engine:
+        with pytest.raises(error, match=message):
+            await in_time(engine.score_tokens(prompt, completion, **settings))
+        assert len(await in_time(engine.score_tokens([1], [2, 3]))) == 2
+
+
+async def test_an_eos_token_outside_the_vocabulary_does_no_harm():
+    model = new_model()
+    model.generation_config.eos_token_id = [VOCAB + 5, 3]
+    async with make_engine(model) as engine:
+        assert await ask(engine, [1, 2], min_tokens=4)
+
+
+async def test_a_full_queue_refuses_and_serves_again_when_there_is_room():
+    async with make_engine(new_model(), max_queue=3) as engine:
+        gate = Gate(engine.model, at_call=1)
+        first = [asyncio.create_task(ask(engine, [n + 1, 2])) for n in range(3)]
+        await gate.reached()
+        await eventually(lambda: engine.stats["waiting"] + engine.stats["running"] == 3)
+        with pytest.raises(QueueFull, match=r"3 requests are open already \(max_queue=3\)"):
+            await ask(engine, [9, 2])
+        gate.open()
+        assert len(await in_time(asyncio.gather(*first))) == 3
+        assert len(await ask_all(engine, [request([n + 1, 2]) for n in range(3)])) == 3
+
+
+@pytest.mark.parametrize("settings", [{"kv_tokens": 2}, {"block_size": 0}], ids=str)
+def test_an_engine_that_cannot_work_is_refused(settings):
+    with pytest.raises(ConfigError):
+        make_engine(**settings)
+
+
+# --- models that cannot be served ---
+
+_SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+_ATTENTION: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 32,
+}
+UNSERVABLE: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "no attention": ("Mamba", "MambaForCausalLM", _SMALL, ""),
+    "attention of its own": ("Bloom", "BloomForCausalLM", {**_SMALL, "n_layer": 2, "n_head": 4}, ""),
+    "attention sinks": (
+        "GptOss",
+        "GptOssForCausalLM",
+        {**_SMALL, **_ATTENTION, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "s_aux",
+    ),
+    "chunked attention": (
+        "Llama4Text",
+        "Llama4ForCausalLM",
+        {**_SMALL, **_ATTENTION, "num_local_experts": 2, "intermediate_size_mlp": 32},
+        "chunked_attention",
+    ),
+    "a window only in its mask": (
+        "Phimoe",
+        "PhimoeForCausalLM",
+        {**_SMALL, **_ATTENTION, "num_local_experts": 2, "sliding_window": 5},
+        "sliding window",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVABLE)
+def test_a_model_whose_attention_cannot_be_routed_is_refused(name):
+    config, kind, settings, reason = UNSERVABLE[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, f"{config}Config")(**settings)).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=f"{kind} cannot be served by the embedded engine.*{reason}.*vLLM"):
+        make_engine(model)
+    assert model.config._attn_implementation == before, "whoever refuses leaves the model as it was"
+
+
+def test_something_that_is_no_model_is_refused():
+    with pytest.raises(ConfigError, match="Linear is not a transformers model"):
+        make_engine(torch.nn.Linear(2, 2))
+
+
+def test_a_model_that_is_not_there_is_refused_with_advice(tmp_path):
+    with pytest.raises(ConfigError, match="no GGUF file"):
+        LocalEngine(tmp_path / "missing.gguf")
+    with pytest.raises(ConfigError, match=r"Give a folder with config.json"):
+        LocalEngine(tmp_path)
+
+
+# --- cancelling ---
+
+
+async def cancelled_at(gate: Gate, engine: LocalEngine, victim: "asyncio.Task[Any]") -> None:
+    await gate.reached()
+    victim.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await victim
+    gate.open()
+    await eventually(lambda: engine.stats["kv_blocks_used"] == engine.stats["running"] == 0, "blocks come back")
+
+
+async def test_a_request_cancelled_while_queued_leaves_the_queue():
+    async with make_engine(new_model(), max_sequences=1) as engine:
+        gate = Gate(engine.model, at_call=1)
+        first = asyncio.create_task(ask(engine, [1, 2]))
+        await gate.reached()
+        second = asyncio.create_task(ask(engine, [3, 4], max_tokens=200))
+        await eventually(lambda: engine.stats["waiting"] == 1)
+        await cancelled_at(gate, engine, second)
+        assert tokens(await first) == family_greedy("llama", (1, 2), 16)
+        assert engine.stats["waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    "at_call, settings", [(1, {}), (3, {"max_prefill_tokens": 8}), (6, {})], ids=["prefill", "later chunk", "decoding"]
+)
+async def test_a_request_cancelled_while_it_runs_gives_its_blocks_back(at_call, settings):
+    async with make_engine(new_model(), **settings) as engine:
+        gate = Gate(engine.model, at_call=at_call)
+        await cancelled_at(gate, engine, asyncio.create_task(ask(engine, some_prompt(40), max_tokens=200)))
+        assert tokens(await ask(engine, some_prompt(40))) == family_greedy("llama", some_prompt(40), 16)
+
+
+async def test_cancelling_some_of_a_batch_does_not_disturb_the_others():
+    prompts = [some_prompt(5 + n) for n in range(12)]
+    async with make_engine(kv_tokens=160) as engine:
+        tasks = [asyncio.create_task(ask(engine, prompt)) for prompt in prompts]
+        for victim in tasks[::3]:
+            await asyncio.sleep(0.01)
+            victim.cancel()
+        done = await in_time(asyncio.gather(*tasks, return_exceptions=True))
+        await eventually(lambda: engine.stats["kv_blocks_used"] == 0)
+    for n, (prompt, answer) in enumerate(zip(prompts, done, strict=True)):
+        if n % 3:
+            assert tokens(answer) == family_greedy("llama", prompt, 16)
+
+
+async def test_a_timeout_is_a_cancellation():
+    async with make_engine(new_model()) as engine:
+        gate = Gate(engine.model, at_call=2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(engine, [1, 2], max_tokens=200), timeout=0.2)
+        gate.open()
+        await eventually(lambda: engine.stats["kv_blocks_used"] == engine.stats["running"] == 0)
+
+
+async def test_cancelling_a_score_does_no_harm():
+    async with make_engine(new_model()) as engine:
+        gate = Gate(engine.model, at_call=1)
+        scores = [asyncio.create_task(engine.score_tokens([1, 2], [3, 4])) for _ in range(3)]
+        await gate.reached()
+        for score in scores[:2]:
+            score.cancel()
+        gate.open()
+        assert len(await in_time(scores[2])) == 2
+        assert len(await in_time(engine.score_tokens([1], [2]))) == 1
+
+
+# --- crashes ---
+
+
+class Bomb:
+    """Makes the model raise from a chosen forward pass on."""
+
+    def __init__(self, model: Any, *, at_call: int, error: BaseException) -> None:
+        self._calls_left, self._error = at_call, error
+        model.register_forward_pre_hook(self._on_forward)
+
+    def _on_forward(self, *_: Any) -> None:
+        self._calls_left -= 1
+        if self._calls_left <= 0:
+            raise self._error
+
+
+@pytest.mark.parametrize("at_call", [2, 3, 7])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the device is on fire"), torch.OutOfMemoryError("the device is on fire")], ids=repr
+)
+async def test_a_crash_in_the_worker_reaches_everybody_and_the_engine_says_it_is_dead(at_call, error, caplog):
+    engine = make_engine(new_model(), max_sequences=2)
+    Bomb(engine.model, at_call=at_call, error=error)
+    tasks = [asyncio.create_task(ask(engine, some_prompt(6 + n), max_tokens=100)) for n in range(5)]
+    tasks.append(asyncio.create_task(asyncio.to_thread(asyncio.run, ask(engine, [1], max_tokens=100))))
+    for answer in await in_time(asyncio.gather(*tasks, return_exceptions=True)):
+        assert isinstance(answer, EngineClosed) and "the device is on fire" in str(answer)
+    assert "worker died" in caplog.text
+    for late in (ask(engine, [1, 2]), engine.score_tokens([1], [2])):
+        with pytest.raises(EngineClosed, match=f"has died: {type(error).__name__}: the device is on fire.*new one"):
+            await in_time(late)
+    with pytest.raises(EngineClosed, match="on fire"):
+        engine.new_version()
+    with pytest.raises(EngineClosed, match="on fire"):
+        engine.pause()
+    await in_time(asyncio.to_thread(engine.close))
+
+
+async def test_a_crash_while_scoring_reaches_those_who_wait_for_scores():
+    engine = make_engine(new_model())
+    Bomb(engine.model, at_call=1, error=RuntimeError("the device is on fire"))
+    tasks = [asyncio.create_task(engine.score_tokens([1, 2], [3, 4])) for _ in range(3)]
+    for score in await in_time(asyncio.gather(*tasks, return_exceptions=True)):
+        assert isinstance(score, EngineClosed) and "on fire" in str(score)
+    engine.close()
+
+
+async def test_a_crash_leaves_nobody_waiting_even_when_the_books_are_in_disorder():
+    engine = make_engine(new_model())
+    gate = Gate(engine.model, at_call=3)
+    tasks = [asyncio.create_task(ask(engine, some_prompt(9 + n), max_tokens=50)) for n in range(4)]
+    await gate.reached()
+    for sequence in engine._scheduler.running.values():
+        sequence.blocks.append(10**6)  # no such block
+    gate.open()
+    answers = await in_time(asyncio.gather(*tasks, return_exceptions=True))
+    assert all(isinstance(answer, EngineClosed) for answer in answers)
+    engine.close()
+
+
+# --- shutting down ---
+
+
+async def test_closing_fails_what_is_open_and_refuses_what_comes():
+    engine = make_engine(new_model(), max_sequences=2)
+    gate = Gate(engine.model, at_call=3)
+    tasks = [asyncio.create_task(ask(engine, some_prompt(4 + n), max_tokens=100)) for n in range(4)]
+    await gate.reached()
+    tasks.append(asyncio.create_task(engine.score_tokens([1], [2])))
+    await asyncio.sleep(0.01)
+    closing = asyncio.create_task(asyncio.to_thread(engine.close))
+    gate.open()
+    await in_time(closing)
+    for answer in await in_time(asyncio.gather(*tasks, return_exceptions=True)):
+        assert isinstance(answer, EngineClosed) and "shut down" in str(answer)
+    with pytest.raises(EngineClosed, match="shut down"):
+        await ask(engine, [1, 2])
+    assert engine.stats["kv_blocks_used"] == 0
+    engine.close()
+
+
+async def test_an_engine_closes_while_it_is_paused():
+    engine = make_engine()
+    engine.pause()
+    waiting = asyncio.create_task(ask(engine, [1, 2]))
+    await eventually(lambda: engine.stats["waiting"] == 1)
+    await in_time(asyncio.to_thread(engine.close))
+    with pytest.raises(EngineClosed):
+        await in_time(waiting)
+    engine.resume()
+
+
+async def test_the_context_manager_closes():
+    async with make_engine() as engine:
+        await ask(engine, [1, 2])
+    with pytest.raises(EngineClosed):
+        await ask(engine, [1, 2])
+
+
+# --- several users ---
+
+
+async def test_several_event_loops_use_one_engine():
+    prompts = [some_prompt(3 + n) for n in range(6)]
+    engine = make_engine()
+    answers: dict[int, list[list[int]]] = {}
+
+    def user(number: int) -> None:
+        asyncio.run(work(number))
+
+    async def work(number: int) -> None:
+        got = await ask_all(engine, [request(prompt) for prompt in prompts[number % 2 :: 2]])
+        answers[number] = [tokens(answer) for answer in got]
+
+    threads = [threading.Thread(target=user, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    await work(4)
+    for thread in threads:
+        await in_time(asyncio.to_thread(thread.join))
+    for number in range(5):
+        assert answers[number] == [family_greedy("llama", prompt, 16) for prompt in prompts[number % 2 :: 2]]
+    engine.close()
+
+
+async def test_a_loop_that_ends_with_open_requests_does_not_hurt_the_engine():
+    async def leave_early() -> None:
+        left_open = asyncio.ensure_future(engine.complete_tokens(request([1, 2], max_tokens=100)))
+        await asyncio.sleep(0.02)
+        assert not left_open.done()
+
+    async with make_engine() as engine:
+        await asyncio.to_thread(asyncio.run, leave_early())
+        assert tokens(await ask(engine, [5, 6])) == family_greedy("llama", (5, 6), 16)
+        await eventually(lambda: engine.stats["kv_blocks_used"] == 0)
+
+
+async def test_two_engines_share_one_model():
+    async with make_engine() as one, make_engine() as two:
+        answers = await asyncio.gather(*(ask(engine, some_prompt(4 + n)) for n in range(4) for engine in (one, two)))
+    expected = [family_greedy("llama", some_prompt(4 + n), 16) for n in range(4) for _ in range(2)]
+    assert [tokens(answer) for answer in answers] == expected
+    assert shared_model() is one.model is two.model

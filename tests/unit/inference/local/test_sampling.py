@@ -1,0 +1,228 @@
+"""Tokens are drawn from the distribution that was asked for, and the same request draws the same tokens anywhere."""
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.inference.local.sampling import sample
+from ludic.inference.local.sequence import Sequence
+from tests.unit.inference.local.tiny_models import ask_all, make_engine, reference_model, request, some_prompt, tokens
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -1.0, 0.25, -2.0, 0.75])
+NUM_DRAWS = 2000
+
+
+def make_sequence(
+    seed: int = 0,
+    *,
+    prompt: tuple[int, ...] = (0,),
+    written: tuple[int, ...] = (),
+    stop_ids: tuple[int, ...] = (),
+    **sampling: Any,
+) -> Sequence:
+    sequence = Sequence(
+        number=seed,
+        request=request(prompt, **{"temperature": 1.0, **sampling}),
+        deliver=lambda sequence, error: None,
+        seed=seed,
+        stop_ids=frozenset(stop_ids),
+    )
+    for token in written:
+        sequence.append(token, -1.0, 0)
+    return sequence
+
+
+def processed(logits_V: torch.Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray[Any, Any]:
+    """The distribution, worked out the slow way: one token after the other."""
+    weights = {token: math.exp(logit / temperature) for token, logit in enumerate(logits_V.tolist())}
+    ranked = sorted(weights, key=lambda token: -weights[token])
+    if top_k:
+        ranked = ranked[:top_k]
+    if top_p < 1:
+        total, kept, mass = sum(weights[token] for token in ranked), [], 0.0
+        for token in ranked:
+            kept.append(token)
+            mass += weights[token] / total
+            if mass >= top_p:
+                break
+        ranked = kept
+    ranked = [token for token in ranked if weights[token] >= min_p * weights[ranked[0]]]
+    total = sum(weights[token] for token in ranked)
+    return np.array([weights[t] / total if t in ranked else 0.0 for t in range(len(logits_V))])
+
+
+def assert_drawn_from(drawn: list[int], probs_V: np.ndarray[Any, Any]) -> None:
+    """Chi-square, at a p-value of about 3e-5 (z = 4, by the Wilson-Hilferty approximation)."""
+    counts_V = np.bincount(drawn, minlength=len(probs_V))
+    possible = probs_V > 0
+    assert counts_V[~possible].sum() == 0, "a token that was ruled out"
+    expected = probs_V[possible] * len(drawn)
+    statistic = ((counts_V[possible] - expected) ** 2 / expected).sum()
+    freedom = max(possible.sum() - 1, 1)
+    limit = freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < limit, f"chi-square {statistic:.1f} is above {limit:.1f}: {counts_V} for {expected}"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 1},
+        {"top_k": 4},
+        {"top_k": 50},
+        {"top_p": 0.6},
+        {"top_p": 0.05},
+        {"min_p": 0.2},
+        {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.15},
+    ],
+    ids=str,
+)
+def test_frequencies_and_logprobs_are_those_of_the_processed_softmax(setting):
+    sequences = [make_sequence(seed, **setting) for seed in range(NUM_DRAWS)]
+    drawn, logprobs = sample(LOGITS.repeat(NUM_DRAWS, 1), sequences)
+    probs_V = processed(LOGITS, **setting)
+    assert_drawn_from(drawn, probs_V)
+    np.testing.assert_allclose(logprobs, np.log(probs_V[drawn]), atol=1e-5)
+
+
+def test_one_seed_draws_from_the_softmax_at_every_position():
+    sequences = [make_sequence(7, prompt=(0,) * (1 + n)) for n in range(1000)]
+    drawn, _ = sample(LOGITS.repeat(1000, 1), sequences)
+    assert_drawn_from(drawn, processed(LOGITS))
+
+
+async def test_frequencies_of_the_engine_are_those_of_the_model():
+    prompt = some_prompt(9)
+    async with make_engine() as engine:
+        answers = await ask_all(
+            engine, [request(prompt, temperature=1.5, max_tokens=1, seed=n) for n in range(NUM_DRAWS // 4)]
+        )
+    logits_V = reference_model()(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+    probs_V = (logits_V / 1.5).softmax(-1).numpy()
+    drawn = np.concatenate([answer.completion_token_ids for answer in answers])
+    common = np.argsort(-probs_V)[:5]  # the rest together, so that every class is large enough
+    classes = np.full(len(probs_V), 5)
+    classes[common] = np.arange(5)
+    assert_drawn_from(classes[drawn].tolist(), np.bincount(classes, weights=probs_V))
+
+
+# --- penalties, by hand ---
+
+
+@pytest.mark.parametrize(
+    "setting, expected",
+    [
+        # Positive logits are divided, negative ones multiplied, for tokens of the prompt and of the reply.
+        ({"repetition_penalty": 2.0}, [1.0, 1.0, 0.25, 0.0, -1.0, 1.5, -1.0, 0.25, -2.0, 0.75]),
+        # Only the reply counts: token 4 twice, token 2 once.
+        ({"frequency_penalty": 0.5}, [2.0, 1.0, 0.0, 0.0, -1.5, 1.5, -1.0, 0.25, -2.0, 0.75]),
+        ({"presence_penalty": 0.5}, [2.0, 1.0, 0.0, 0.0, -1.0, 1.5, -1.0, 0.25, -2.0, 0.75]),
+        ({"frequency_penalty": 0.5, "presence_penalty": -1.0}, [2.0, 1.0, 1.0, 0.0, -0.5, 1.5, -1.0, 0.25, -2.0, 0.75]),
+        (
+            {"repetition_penalty": 2.0, "frequency_penalty": 0.5},
+            [1.0, 1.0, -0.25, 0.0, -2.0, 1.5, -1.0, 0.25, -2.0, 0.75],
+        ),
+    ],
+)
+def test_penalties_are_as_worked_out_by_hand(setting, expected):
+    written = {"prompt": (0, 0, 3), "written": (4, 2, 4)}
+    sequences = [make_sequence(seed, **written, **setting) for seed in range(NUM_DRAWS // 2)]
+    drawn, logprobs = sample(LOGITS.repeat(len(sequences), 1), sequences)
+    probs_V = processed(torch.tensor(expected))
+    assert_drawn_from(drawn, probs_V)
+    np.testing.assert_allclose(logprobs, np.log(probs_V[drawn]), atol=1e-5)
+
+
+def test_a_penalty_counts_before_a_greedy_choice():
+    (token,), _ = sample(LOGITS.repeat(1, 1), [make_sequence(prompt=(0,), temperature=0.0, repetition_penalty=3.0)])
+    assert token == 5
+
+
+def test_greedy_rows_among_sampled_rows_take_the_likeliest():
+    settings = [{"temperature": 0.0}, {}, {"temperature": 0.0, "top_k": 3}, {"temperature": 0.3, "top_p": 0.5}]
+    sequences = [make_sequence(n, **settings[n % 4]) for n in range(400)]
+    drawn, logprobs = sample(LOGITS.repeat(400, 1), sequences)
+    assert set(drawn[0::4]) == set(drawn[2::4]) == {0}
+    np.testing.assert_allclose(logprobs[0::2], math.log(processed(LOGITS)[0]), atol=1e-5)
+    assert_drawn_from(drawn[1::4], processed(LOGITS))
+    assert_drawn_from(drawn[3::4], processed(LOGITS, temperature=0.3, top_p=0.5))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_stop_token_comes_before_min_tokens(temperature):
+    stops = {"stop_ids": (0, 5), "min_tokens": 2, "temperature": temperature}
+    early = [make_sequence(n, written=(1,), **stops) for n in range(300)]
+    late = [make_sequence(n, written=(1, 1), **stops) for n in range(300)]
+    assert not {0, 5} & set(sample(LOGITS.repeat(300, 1), early)[0])
+    assert {0} <= set(sample(LOGITS.repeat(300, 1), late)[0])
+
+
+def test_min_tokens_without_any_stop_token_changes_nothing():
+    one, other = make_sequence(3, min_tokens=5), make_sequence(3)
+    assert sample(LOGITS.repeat(1, 1), [one]) == sample(LOGITS.repeat(1, 1), [other])
+
+
+def test_a_half_precision_model_is_sampled_in_full_precision():
+    logits_NV = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sequences = [make_sequence(n, top_p=0.9) for n in range(5)]
+    assert sample(logits_NV.clone(), sequences) == sample(logits_NV.float(), sequences)
+
+
+# --- seeds ---
+
+SEEDED = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 2.0, "min_p": 0.02, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+]
+
+
+def seeded_requests():
+    return [request(some_prompt(2 + 9 * n), seed=100 + n, max_tokens=10, **setting) for n, setting in enumerate(SEEDED)]
+
+
+@pytest.fixture(scope="module")
+def answers_alone():
+    async def ask_one_by_one():
+        async with make_engine() as engine:
+            return [(await ask_all(engine, [r]))[0] for r in seeded_requests()]
+
+    return asyncio.run(ask_one_by_one())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{}, {"max_prefill_tokens": 5, "block_size": 16}, {"kv_tokens": 100, "max_sequences": 6}],
+    ids=str,
+)
+async def test_a_seeded_request_gets_the_same_tokens_alone_and_in_any_company(setting, answers_alone):
+    company = [request(some_prompt(1 + n, seed=1), temperature=1.0, max_tokens=3 + n) for n in range(12)]
+    async with make_engine(**setting) as engine:
+        first = await ask_all(engine, [*company[:6], *seeded_requests(), *company[6:]])
+        again = await ask_all(engine, [*seeded_requests(), *company])  # this time with prefix hits
+        assert engine.stats["prefix_tokens_reused"] > 0
+    alone = answers_alone
+    assert [tokens(answer) for answer in first[6:10]] == [tokens(answer) for answer in alone]
+    assert [tokens(answer) for answer in again[:4]] == [tokens(answer) for answer in alone]
+    for other, answer in zip([*first[6:10], *again[:4]], [*alone, *alone], strict=True):
+        np.testing.assert_allclose(other.completion_logprobs, answer.completion_logprobs, atol=1e-4)
+
+
+async def test_different_seeds_differ_and_unseeded_requests_draw_from_the_engines_seed():
+    requests = [request(some_prompt(5), temperature=1.5, max_tokens=8) for _ in range(4)]
+    drawn = []
+    for seed in (1, 1, 2):
+        async with make_engine(seed=seed) as engine:
+            drawn.append([tokens(answer) for answer in await ask_all(engine, requests)])
+            seeded = await ask_all(
+                engine, [request(some_prompt(5), temperature=1.5, seed=n, max_tokens=8) for n in range(10)]
+            )
+    assert len({tuple(tokens(answer)) for answer in seeded}) == 10
+    assert drawn[0] == drawn[1] != drawn[2] and len({tuple(text) for text in drawn[0]}) == 4

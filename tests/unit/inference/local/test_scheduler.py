@@ -1,0 +1,283 @@
+"""Who computes what next: a scheduler driven by hand, without a model."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludic.inference.local.blocks import BlockPool
+from ludic.inference.local.scheduler import Limits, Plan, Scheduler
+from ludic.inference.local.sequence import Sequence
+from ludic.types import SamplingParams, TokenCompletionRequest
+
+SIZE = 4
+
+
+def make_scheduler(num_blocks: int = 64, *, max_sequences: int = 8, max_prefill_tokens: int = 1000) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks, SIZE), Limits(max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens)
+    )
+
+
+def make_sequence(number: int, prompt: list[int] | int, max_tokens: int = 8) -> Sequence:
+    """A prompt given as a length has tokens of its own, which no other shares."""
+    ids = prompt if isinstance(prompt, list) else [1000 * number + n for n in range(prompt)]
+    request = TokenCompletionRequest(
+        model="m", prompt_token_ids=ids, sampling=SamplingParams(max_tokens=max_tokens, temperature=1.0)
+    )
+    return Sequence(number=number, request=request, deliver=lambda sequence, error: None, seed=number)
+
+
+def add(scheduler: Scheduler, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        scheduler.add(sequence)
+
+
+def step(scheduler: Scheduler) -> tuple[dict[int, int], list[int], list[int]]:
+    """One step as the engine does it: ({sequence: prompt tokens computed}, decoded ones, preempted ones)."""
+    plan = scheduler.plan()
+    check(scheduler, plan)
+    sampled = [chunk.sequence for chunk in plan.prefill if chunk.reaches_the_end]
+    for chunk in plan.prefill:
+        scheduler.computed(chunk)
+    for sequence in [*sampled, *plan.decode]:
+        sequence.append(7, -1.0, scheduler.version)
+        scheduler.decoded(sequence)
+        if sequence.num_left == 0:
+            sequence.finish_reason = "length"
+            scheduler.remove(sequence)
+    prefilled = {chunk.sequence.number: chunk.length for chunk in plan.prefill}
+    return prefilled, [s.number for s in plan.decode], [s.number for s in plan.preempted]
+
+
+def check(scheduler: Scheduler, plan: Plan) -> None:
+    """What must hold of every plan."""
+    planned = [chunk.sequence for chunk in plan.prefill] + plan.decode
+    assert len({s.number for s in planned}) == len(planned), "nobody is computed twice in a step"
+    assert all(scheduler.running[s.number] is s for s in planned)
+    assert sum(chunk.length for chunk in plan.prefill) <= scheduler.limits.max_prefill_tokens
+    assert len(scheduler.running) <= scheduler.limits.max_sequences
+    for chunk in plan.prefill:
+        assert chunk.start == chunk.sequence.num_computed and chunk.end <= len(chunk.sequence.tokens)
+        assert len(chunk.sequence.blocks) * SIZE >= chunk.end
+    for sequence in plan.decode:
+        assert len(sequence.blocks) * SIZE >= len(sequence.tokens)
+    used = {block for s in scheduler.running.values() for block in s.blocks}
+    assert scheduler.pool.num_used == len(used), "every used block has an owner that runs"
+    assert all(not s.blocks and not s.num_computed for s in scheduler.waiting)
+
+
+def test_nothing_to_do_is_an_empty_plan():
+    scheduler = make_scheduler()
+    assert not scheduler.has_work and step(scheduler) == ({}, [], [])
+
+
+def test_prompts_are_computed_first_and_then_decoded_to_the_end():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence(0, 5, max_tokens=3), make_sequence(1, 2, max_tokens=2))
+    assert step(scheduler) == ({0: 5, 1: 2}, [], [])
+    assert step(scheduler) == ({}, [0, 1], [])
+    assert step(scheduler) == ({}, [0], [])
+    assert not scheduler.has_work and scheduler.pool.num_used == 0
+
+
+def test_newcomers_join_while_others_decode():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence(0, 5))
+    step(scheduler)
+    add(scheduler, make_sequence(1, 6))
+    assert step(scheduler) == ({1: 6}, [0], [])
+    assert step(scheduler) == ({}, [0, 1], [])
+
+
+def test_a_long_prompt_is_computed_in_pieces_while_others_decode():
+    scheduler = make_scheduler(max_prefill_tokens=6)
+    add(scheduler, make_sequence(0, 3), make_sequence(1, 14), make_sequence(2, 4))
+    assert step(scheduler) == ({0: 3, 1: 3}, [], [])
+    assert step(scheduler) == ({1: 6}, [0], [])
+    assert step(scheduler) == ({1: 5, 2: 1}, [0], [])
+    assert step(scheduler) == ({2: 3}, [0, 1], [])
+
+
+def test_no_more_run_at_once_than_allowed_and_the_first_to_come_are_served_first():
+    scheduler = make_scheduler(max_sequences=2)
+    add(scheduler, *(make_sequence(n, 3, max_tokens=2) for n in range(5)))
+    assert step(scheduler)[0].keys() == {0, 1}
+    assert step(scheduler) == ({}, [0, 1], [])
+    assert step(scheduler)[0].keys() == {2, 3}
+    assert step(scheduler) == ({}, [2, 3], [])
+    assert step(scheduler)[0].keys() == {4}
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_memory():
+    scheduler = make_scheduler(num_blocks=4)
+    add(scheduler, make_sequence(0, 8, max_tokens=4), make_sequence(1, 12, max_tokens=1), make_sequence(2, 1))
+    assert step(scheduler)[0] == {0: 8}
+    for _ in range(3):
+        assert step(scheduler) == ({}, [0], [])
+    assert step(scheduler)[0].keys() == {1, 2}
+
+
+def test_when_memory_runs_out_the_youngest_gives_way_and_comes_back():
+    scheduler = make_scheduler(num_blocks=4)
+    old, young = make_sequence(0, 7, max_tokens=6), make_sequence(1, 8, max_tokens=3)
+    add(scheduler, old, young)
+    assert step(scheduler)[0] == {0: 7, 1: 8}
+    # The young one has filled its two blocks and needs a third, but there is none that a younger one could give.
+    assert step(scheduler) == ({}, [0], [1])
+    assert len(old.logprobs) == 2 and len(young.logprobs) == 1, "what it has sampled is kept"
+    while old.finish_reason is None:
+        assert step(scheduler) == ({}, [0], [])
+    assert step(scheduler)[0] == {1: 5}, "the block that the old one did not need is still known"
+    while scheduler.has_work:
+        step(scheduler)
+    assert len(young.logprobs) == 3 and len(old.logprobs) == 6
+    assert scheduler.num_preemptions == 1 and scheduler.pool.num_used == 0
+
+
+def test_the_preempted_return_in_the_order_in_which_they_came():
+    scheduler = make_scheduler(num_blocks=6)
+    sequences = [make_sequence(n, 7, max_tokens=12) for n in range(3)]
+    add(scheduler, *sequences, make_sequence(3, 4))
+    preempted = []
+    while scheduler.has_work:
+        preempted += step(scheduler)[2]
+        numbers = [s.number for s in scheduler.waiting]
+        assert numbers == sorted(numbers)
+    assert preempted[0] == 2 and all(len(s.logprobs) == 12 for s in sequences)
+
+
+def test_a_sequence_as_large_as_the_pool_runs_alone():
+    scheduler = make_scheduler(num_blocks=3)
+    add(scheduler, make_sequence(0, 6, max_tokens=6), make_sequence(1, 6, max_tokens=6))
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_known_prefix_is_not_computed_again():
+    scheduler = make_scheduler()
+    prompt = list(range(10))
+    add(scheduler, make_sequence(0, prompt, max_tokens=3))
+    while scheduler.has_work:
+        step(scheduler)
+    add(scheduler, make_sequence(1, prompt), make_sequence(2, [*prompt[:8], 99]), make_sequence(3, prompt[:8]))
+    # Two full blocks are known; the last token of a prompt is computed in any case, so the third request uses one.
+    assert step(scheduler)[0] == {1: 2, 2: 1, 3: 4}
+    assert scheduler.num_prefix_tokens == 8 + 8 + 4
+
+
+def test_the_next_turn_reuses_prompt_and_reply():
+    scheduler = make_scheduler()
+    first = make_sequence(0, 6, max_tokens=7)
+    add(scheduler, first)
+    while scheduler.has_work:
+        step(scheduler)
+    add(scheduler, make_sequence(1, [*first.tokens, 50, 51]))
+    assert step(scheduler)[0] == {1: 15 - 12}
+
+
+def test_the_members_of_a_group_compute_their_common_prompt_once():
+    scheduler = make_scheduler()
+    prompt = list(range(10))
+    add(scheduler, *(make_sequence(n, prompt) for n in range(4)), make_sequence(4, 5))
+    assert step(scheduler) == ({0: 10, 4: 5}, [], []), "a stranger does not wait for the group"
+    assert step(scheduler) == ({1: 2, 2: 2, 3: 2}, [0, 4], [])
+    assert scheduler.num_prefix_tokens == 3 * 8
+
+
+def test_the_members_of_a_group_keep_their_places_while_the_first_computes():
+    scheduler = make_scheduler(max_sequences=3)
+    groups = [make_sequence(3 * group + n, [100 * group + i for i in range(9)]) for group in range(2) for n in range(3)]
+    add(scheduler, *groups)
+    assert step(scheduler)[0] == {0: 9}
+    assert step(scheduler)[0] == {1: 1, 2: 1}
+
+
+def test_a_group_with_a_long_prompt_waits_until_all_of_it_is_there():
+    scheduler = make_scheduler(max_prefill_tokens=8)
+    prompt = list(range(21))
+    add(scheduler, *(make_sequence(n, prompt) for n in range(3)))
+    assert [step(scheduler)[0] for _ in range(4)] == [{0: 8}, {0: 8}, {0: 5}, {1: 1, 2: 1}]
+    assert scheduler.num_prefix_tokens == 2 * 20
+
+
+def test_when_the_first_of_a_group_is_cancelled_the_next_computes():
+    scheduler = make_scheduler(max_prefill_tokens=4)
+    first, second = make_sequence(0, list(range(10))), make_sequence(1, list(range(10)))
+    add(scheduler, first, second)
+    assert step(scheduler)[0] == {0: 4}
+    scheduler.remove(first)
+    assert step(scheduler)[0] == {1: 4}
+    assert scheduler.num_prefix_tokens == 4
+
+
+def test_new_weights_restart_everything():
+    scheduler = make_scheduler(max_sequences=2)
+    sequences = [make_sequence(n, list(range(9)), max_tokens=6) for n in range(3)]
+    add(scheduler, *sequences)
+    step(scheduler)
+    step(scheduler)
+    before = [len(s.logprobs) for s in sequences]
+    reused = scheduler.num_prefix_tokens
+    assert scheduler.new_version(1) == sequences[:2]
+    assert scheduler.pool.num_used == 0 and not scheduler.running
+    assert [s.number for s in scheduler.waiting] == [0, 1, 2]
+    assert step(scheduler)[0][0] == 9 + before[0], "all its tokens, and none from the old weights' cache"
+    assert scheduler.num_prefix_tokens == reused
+    while scheduler.has_work:
+        step(scheduler)
+    assert [s.runs for s in sequences] == [[[0, n], [1, 6 - n]] if n else [[1, 6]] for n in before]
+
+
+def test_removing_gives_blocks_back_whatever_state_the_request_is_in():
+    scheduler = make_scheduler(max_prefill_tokens=6, max_sequences=2)
+    decoding, prefilling, queued = make_sequence(0, 4), make_sequence(1, 10), make_sequence(2, 4)
+    add(scheduler, decoding, prefilling, queued)
+    step(scheduler)
+    assert decoding.is_decoding and prefilling.num_computed == 2 and queued in scheduler.waiting
+    for sequence in (queued, prefilling, decoding):
+        scheduler.remove(sequence)
+    assert not scheduler.has_work and scheduler.pool.num_used == 0
+    scheduler.remove(decoding)
+    assert scheduler.pool.num_used == 0, "removing twice does no harm"
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.integers(0, 1), min_size=1, max_size=14), st.integers(1, 10)),
+        st.tuples(st.sampled_from(["step", "step", "cancel", "new version"]), st.integers(0, 9), st.just(0)),
+    ),
+    max_size=50,
+)
+
+
+@given(
+    events=EVENTS,
+    num_blocks=st.integers(6, 12),
+    max_sequences=st.integers(1, 5),
+    max_prefill_tokens=st.integers(1, 20),
+)
+@settings(max_examples=100, deadline=None)
+def test_whatever_happens_everybody_gets_all_tokens(events, num_blocks, max_sequences, max_prefill_tokens):
+    scheduler = make_scheduler(num_blocks, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens)
+    sequences: list[Sequence] = []
+    cancelled = set()
+    for name, argument, max_tokens in events:
+        if name == "add":
+            sequences.append(make_sequence(len(sequences), argument, max_tokens))
+            scheduler.add(sequences[-1])
+        elif name == "new version":
+            scheduler.new_version(scheduler.version + 1)
+        elif name == "step":
+            step(scheduler)
+        elif sequences:
+            victim = sequences[argument % len(sequences)]
+            if victim.finish_reason is None:
+                cancelled.add(victim.number)
+                scheduler.remove(victim)
+    for _ in range(4000):
+        if not scheduler.has_work:
+            break
+        step(scheduler)
+    assert not scheduler.has_work and scheduler.pool.num_used == 0
+    for sequence in sequences:
+        assert sequence.number in cancelled or len(sequence.logprobs) == sequence.sampling.max_tokens

@@ -1,0 +1,257 @@
+"""New weights: no token comes from what the old ones computed, and requests live through the change."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.types import ConfigError, TokenTrace
+from tests.unit.inference.local.tiny_models import (
+    Gate,
+    ask,
+    ask_all,
+    copy_of,
+    eventually,
+    greedy,
+    in_time,
+    make_engine,
+    new_model,
+    plain_logprobs,
+    request,
+    some_prompt,
+    tokens,
+)
+
+NUM_NEW = 24
+PROMPTS = [some_prompt(length) for length in (2, 13, 30)]
+
+
+def requests(max_tokens: int = 6):
+    return [request(prompt, max_tokens=max_tokens) for prompt in PROMPTS]
+
+
+def by_transformers(model, max_tokens: int = 6):
+    reference = copy_of(model)
+    return [greedy(reference, prompt, max_tokens) for prompt in PROMPTS]
+
+
+async def answers(engine):
+    return [tokens(answer) for answer in await ask_all(engine, requests())]
+
+
+def change(model, seed: int = 1) -> None:
+    """In place, as an optimizer would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha-tied", "gemma3-sliding"])
+async def test_after_sync_weights_everything_comes_from_the_new_weights(family):
+    model, other = new_model(family), new_model(family, seed=9)
+    async with make_engine(model) as engine:
+        assert await answers(engine) == by_transformers(model)
+        assert engine.sync_weights(dict(other.named_parameters())) == "1"
+        for _ in range(2):  # once computed, once out of the new cache
+            assert await answers(engine) == by_transformers(other) == by_transformers(model)
+        np.testing.assert_allclose(
+            await engine.score_tokens(PROMPTS[0], PROMPTS[1]),
+            plain_logprobs(copy_of(other), PROMPTS[0], PROMPTS[1]),
+            atol=1e-4,
+        )
+
+
+async def test_after_a_change_in_place_a_new_version_forgets_what_was_computed():
+    model = new_model()
+    async with make_engine(model) as engine:
+        old = await answers(engine)
+        reused = engine.stats["prefix_tokens_reused"]
+        change(model)
+        assert engine.new_version() == 1
+        assert await answers(engine) == by_transformers(model) != old
+        assert engine.stats["prefix_tokens_reused"] == reused, "nothing of the old cache was used"
+        with engine.updating():
+            change(model, seed=2)
+        assert await answers(engine) == by_transformers(model)
+        assert engine.version == await engine.get_policy_version() == engine.stats["policy_version"] == 2
+
+
+async def test_an_optimizer_step_on_the_shared_model_is_served():
+    model = new_model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    async with make_engine(model) as engine:
+        for step in range(3):
+            answer = (await ask_all(engine, requests()))[1]
+            assert tokens(answer) == by_transformers(model)[1]
+            assert answer.version_runs == ((step, 6),)
+            ids = torch.tensor([PROMPTS[2]])
+            model(input_ids=ids, labels=ids).loss.backward()
+            with engine.updating():
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("version", [7, "7", None])
+async def test_a_version_can_be_named(version):
+    async with make_engine(new_model(), version=3) as engine:
+        assert (await ask(engine, PROMPTS[0])).version_runs == ((3, 16),)
+        committed = engine.sync_weights({}, version=version)
+        assert committed == str(engine.version) == ("4" if version is None else "7")
+        assert (await ask(engine, PROMPTS[0])).version_runs == ((int(committed), 16),)
+
+
+async def test_going_back_to_an_old_version_number_does_not_bring_back_its_cache():
+    model = new_model()
+    async with make_engine(model) as engine:
+        await answers(engine)
+        for version in (1, 0):
+            change(model, seed=version)
+            engine.new_version(version)
+            assert await answers(engine) == by_transformers(model)
+
+
+async def test_partial_weights_change_only_what_they_name():
+    model = new_model()
+    async with make_engine(model) as engine:
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        engine.sync_weights({"lm_head.weight": torch.flip(before["lm_head.weight"], [0])})
+        changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+        assert changed == {"lm_head.weight"}
+        assert await answers(engine) == by_transformers(model)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"model.nothing.weight": torch.zeros(1)}, r"unknown names \['model.nothing.weight'\]"),
+        ({"lm_head.weight": torch.zeros(3, 3)}, r"wrong shapes \['lm_head.weight'\]"),
+        ({"model.norm.weight": np.zeros(32, dtype=object)}, "model.norm.weight"),
+        ({"model.norm.weight": "not a tensor"}, "model.norm.weight"),
+    ],
+)
+async def test_weights_that_do_not_fit_are_refused_and_nothing_changes(bad, message):
+    model = new_model()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    good = {"model.embed_tokens.weight": torch.zeros_like(model.model.embed_tokens.weight)}
+    async with make_engine(model) as engine:
+        old = await answers(engine)
+        with pytest.raises(ConfigError, match=message):
+            engine.sync_weights({**good, **bad})
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+        assert engine.version == 0 and await answers(engine) == old
+
+
+async def test_numpy_weights_and_other_dtypes_are_taken():
+    model, other = new_model(), new_model(seed=9)
+    async with make_engine(model) as engine:
+        engine.sync_weights({name: p.double().numpy() for name, p in other.named_parameters()})
+        assert await answers(engine) == by_transformers(other)
+
+
+async def test_weights_that_were_broken_leave_nothing_behind():
+    model = new_model()
+    good = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    async with make_engine(model) as engine:
+        engine.sync_weights({name: torch.full_like(p, float("nan")) for name, p in good.items()})
+        await ask_all(engine, requests(max_tokens=20))
+        engine.sync_weights(good)
+        assert await answers(engine) == by_transformers(model)
+
+
+async def test_a_failed_update_still_ends_the_old_version():
+    """The weights may be half changed; what was computed from the old ones must not be mixed with them."""
+    model = new_model()
+    async with make_engine(model) as engine:
+        await answers(engine)
+        with pytest.raises(RuntimeError, match="half way"), engine.updating():
+            change(model)
+            raise RuntimeError("half way")
+        assert await answers(engine) == by_transformers(model)
+        assert engine.version == 1
+
+
+# --- in the middle of generation ---
+
+
+@pytest.mark.parametrize("at_call", [3, 8])
+async def test_requests_survive_an_update_and_go_on_under_the_new_weights(at_call):
+    model = new_model()
+    old = copy_of(model)
+    async with make_engine(model, max_prefill_tokens=20) as engine:
+        gate = Gate(model, at_call=at_call)
+        running = asyncio.create_task(ask_all(engine, requests(max_tokens=NUM_NEW)))
+        await gate.reached()
+        update = threading.Thread(target=lambda: engine.sync_weights(dict(new_model(seed=9).named_parameters())))
+        update.start()
+        gate.open()
+        finished = await in_time(running)
+        update.join(30)
+        assert engine.version == 1 and engine.stats["kv_blocks_used"] == 0
+    new = copy_of(model)
+    num_switched = 0
+    for prompt, answer in zip(PROMPTS, finished, strict=True):
+        written = tokens(answer)
+        assert len(written) == sum(run.length for run in answer.version_runs) == NUM_NEW
+        trace = TokenTrace(prompt, written, answer.completion_logprobs, version_runs=answer.version_runs)
+        assert [run.version for run in trace.version_runs] in ([0, 1], [1])
+        under_old = sum(run.length for run in answer.version_runs if run.version == 0)
+        num_switched += under_old > 0
+        assert written[:under_old] == greedy(old, prompt, NUM_NEW)[:under_old]
+        assert written[under_old:] == greedy(new, [*prompt, *written[:under_old]], NUM_NEW - under_old)
+        plain = [
+            *plain_logprobs(old, prompt, written)[:under_old],
+            *plain_logprobs(new, prompt, written)[under_old:],
+        ]
+        np.testing.assert_allclose(answer.completion_logprobs, plain, atol=1e-4)
+    assert num_switched, "the update was to fall into the middle"
+
+
+async def test_many_updates_in_a_row_keep_run_lengths_that_add_up():
+    model = new_model()
+    async with make_engine(model, kv_tokens=120) as engine:
+        running = asyncio.create_task(ask_all(engine, [*requests(max_tokens=30), *requests(max_tokens=20)]))
+        while not running.done():
+            await asyncio.to_thread(engine.new_version)
+            await asyncio.sleep(0.02)
+        for answer in await running:
+            lengths = [run.length for run in answer.version_runs]
+            versions = [run.version for run in answer.version_runs]
+            assert sum(lengths) == len(answer.completion_token_ids) and min(lengths) > 0
+            assert versions == sorted(set(versions))
+    assert engine.version > 2
+
+
+async def test_nothing_moves_while_the_engine_is_paused():
+    async with make_engine(new_model()) as engine:
+        engine.pause()
+        engine.pause()
+        waiting = asyncio.create_task(ask(engine, PROMPTS[0]))
+        await eventually(lambda: engine.stats["waiting"] == 1)
+        engine.resume()
+        await asyncio.sleep(0.05)
+        assert not waiting.done() and engine.stats["running"] == 0, "paused twice, resumed once"
+        engine.resume()
+        assert len((await in_time(waiting)).completion_token_ids) == 16
+
+
+async def test_the_cache_can_be_released_between_and_during_requests():
+    model = new_model()
+    async with make_engine(model) as engine:
+        expected = by_transformers(model)
+        assert await answers(engine) == expected
+        engine.release_cache()
+        engine.release_cache()
+        assert await answers(engine) == expected and engine.version == 0
+        gate = Gate(model, at_call=4)
+        running = asyncio.create_task(ask_all(engine, requests()))
+        await gate.reached()
+        release = threading.Thread(target=engine.release_cache)
+        release.start()
+        gate.open()
+        assert [tokens(answer) for answer in await in_time(running)] == expected
+        release.join(30)

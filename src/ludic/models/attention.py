@@ -95,10 +95,8 @@ def _softcapped(
     num_new, length = scores.shape[-2:]
     if mask is None:
         mask = torch.ones(num_new, length, dtype=torch.bool, device=query.device).tril(length - num_new)
-    if mask.dtype is torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + mask
+    is_bool = mask.dtype is torch.bool
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if is_bool else scores + mask
     weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
     return (weights @ value).transpose(1, 2).contiguous()
 

@@ -213,7 +213,8 @@ class DecodeState:
             out = F.scaled_dot_product_attention(query_RKGD, key_RKLD, value_RKLD, attn_mask=mask, scale=scaling)
         else:
             scores = torch.tanh(query_RKGD @ key_RKLD.transpose(-1, -2) * (scaling / softcap)) * softcap
-            out = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1) @ value_RKLD
+            scores = scores.masked_fill(~mask, float("-inf"))
+            out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_THD.dtype) @ value_RKLD
         return out.reshape(num_rows, num_heads, size)
 
     def _mask(self, window: int | None) -> Tensor:

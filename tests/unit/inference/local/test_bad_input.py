@@ -48,12 +48,12 @@ async def test_a_request_that_cannot_work_is_refused_and_the_engine_lives(prompt
         with pytest.raises(error, match=message):
             await ask(engine, prompt, **settings)
         assert engine.stats["kv_blocks_used"] == engine.stats["waiting"] == 0
-        assert tokens(await ask(engine, [1, 2])) == family_greedy("llama", (1, 2), 16)
+        assert tokens(await ask(engine, [1, 2], max_tokens=3)) == family_greedy("llama", (1, 2), 16)[:3]
 
 
-@pytest.mark.parametrize("prompt_length, max_tokens", [(96 - 16, 16), (95, 1), (1, 95)])
+@pytest.mark.parametrize("prompt_length, max_tokens", [(40, 8), (47, 1), (1, 47)])
 async def test_a_request_may_fill_the_model_to_the_last_token(prompt_length, max_tokens):
-    async with make_engine(max_model_len=96) as engine:
+    async with make_engine(max_model_len=48) as engine:
         answer = await ask(engine, some_prompt(prompt_length), max_tokens=max_tokens)
     assert tokens(answer) == family_greedy("llama", some_prompt(prompt_length), max_tokens)
 
@@ -306,7 +306,7 @@ async def test_a_crash_leaves_nobody_waiting_even_when_the_books_are_in_disorder
 async def test_closing_fails_what_is_open_and_refuses_what_comes():
     engine = make_engine(new_model(), max_sequences=2)
     gate = Gate(engine.model, at_call=3)
-    tasks = [asyncio.create_task(ask(engine, some_prompt(4 + n), max_tokens=100)) for n in range(4)]
+    tasks = [asyncio.create_task(ask(engine, some_prompt(4 + n), max_tokens=200)) for n in range(4)]
     await gate.reached()
     tasks.append(asyncio.create_task(engine.score_tokens([1], [2])))
     await asyncio.sleep(0.01)

@@ -13,7 +13,7 @@ from ludic.inference.local.sequence import Sequence
 from tests.unit.inference.local.tiny_models import ask_all, make_engine, reference_model, request, some_prompt, tokens
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -1.0, 0.25, -2.0, 0.75])
-NUM_DRAWS = 2000
+NUM_DRAWS = 1200
 
 
 def make_sequence(
@@ -101,7 +101,7 @@ async def test_frequencies_of_the_engine_are_those_of_the_model():
     prompt = some_prompt(9)
     async with make_engine() as engine:
         answers = await ask_all(
-            engine, [request(prompt, temperature=1.5, max_tokens=1, seed=n) for n in range(NUM_DRAWS // 4)]
+            engine, [request(prompt, temperature=1.5, max_tokens=1, seed=n) for n in range(NUM_DRAWS // 2)]
         )
     logits_V = reference_model()(input_ids=torch.tensor([prompt])).logits[0, -1].double()
     probs_V = (logits_V / 1.5).softmax(-1).numpy()

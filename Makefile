@@ -10,7 +10,7 @@ PIP    := $(BIN)/pip --disable-pip-version-check
 help:
 	@echo "make train      set up, then run the main job"
 	@echo "make test       set up, then run every check and test that this machine can run"
-	@echo "make test-fast  unit, contract and golden tests only"
+	@echo "make test-fast  unit, contract and golden tests that take no model (under a minute)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the orchestration benchmark"
 
@@ -30,7 +30,7 @@ test: $(VENV)/.ready lint
 	$(BIN)/pytest tests
 
 test-fast: $(VENV)/.ready
-	$(BIN)/pytest tests/unit tests/contract tests/golden -m "not integration and not diagnostic"
+	$(BIN)/pytest tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -121,3 +121,23 @@ def test_compiled_layers_leave_the_module_alone():
     complete(engine, prompts(4))
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)
     engine.close()
+
+
+def test_a_seeded_request_draws_the_same_beside_one_with_filters():
+    from ludic.inference.local import LocalEngine
+
+    engine = LocalEngine(tiny(), kv_tokens=20_000, compile_layers=False)
+    prompt = [7, 8, 9]
+
+    async def run(*others: SamplingParams) -> list[int]:
+        plain = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+        requests = [
+            TokenCompletionRequest(model="", prompt_token_ids=prompt, sampling=params, seed=5)
+            for params in (plain, *others)
+        ]
+        answers = await asyncio.gather(*(engine.complete_tokens(request) for request in requests))
+        return answers[0][0].completion_token_ids.tolist()
+
+    filtered = SamplingParams(temperature=1.0, top_k=3, max_tokens=20, ignore_eos=True)
+    assert asyncio.run(run()) == asyncio.run(run(filtered, filtered))
+    engine.close()

@@ -168,15 +168,12 @@ class CUDARunner:
     def _sample_logits(self, logits_NV: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         if not sequences:
             return []
-        if all(sequence.is_plain for sequence in sequences):
-            seeds = _to_gpu(np.array([s.seed for s in sequences], dtype=np.int64))
-            positions = _to_gpu(np.array([len(s.tokens) - 1 for s in sequences], dtype=np.int64))
-            temperatures = _to_gpu(np.array([s.sampling.temperature for s in sequences], dtype=np.float32))
-            drawn, logps = sample_rows(logits_NV, seeds, positions, temperatures)
-            tokens, logprobs = drawn.tolist(), logps.tolist()
-        else:
-            tokens, logprobs = sample(logits_NV.cpu(), sequences)
-        return [(s, [t], [p]) for s, t, p in zip(sequences, tokens, logprobs, strict=True)]
+        seeds = _to_gpu(np.array([s.seed for s in sequences], dtype=np.int64))
+        positions = _to_gpu(np.array([len(s.tokens) - 1 for s in sequences], dtype=np.int64))
+        temperatures = _to_gpu(np.array([s.sampling.temperature for s in sequences], dtype=np.float32))
+        drawn, logps = sample_rows(logits_NV, seeds, positions, temperatures)
+        sampled = [(s, [t], [p]) for s, t, p in zip(sequences, drawn.tolist(), logps.tolist(), strict=True)]
+        return _with_filters(logits_NV, sampled)
 
     def _forward(
         self, tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], state: AttentionState, where: Any
@@ -205,11 +202,10 @@ class CUDARunner:
         for _ in range(num_rounds):
             graph.replay()
         count = len(owners)
-        if num_rounds == 1 and not all(owner.is_plain for owner in owners):
-            return self._sample_logits(logits[:count], owners)
         tokens = self._out_tokens[:num_rounds, :count].t().tolist()
         logprobs = self._out_logprobs[:num_rounds, :count].t().tolist()
-        return list(zip(owners, tokens, logprobs, strict=True))
+        sampled = list(zip(owners, tokens, logprobs, strict=True))
+        return _with_filters(logits[:count], sampled) if num_rounds == 1 else sampled
 
     def leave(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
@@ -337,6 +333,17 @@ class _CompiledLayers:
     def __exit__(self, *exc: object) -> None:
         for layer, before in zip(self._layers, self._before, strict=True):
             layer._compiled_call_impl = before
+
+
+def _with_filters(logits_NV: Tensor, sampled: list[Sampled]) -> list[Sampled]:
+    """Rows that ask for filters or penalties are drawn again on the host; the others keep their own numbers."""
+    rows = [row for row, (sequence, _, _) in enumerate(sampled) if not sequence.is_plain]
+    if rows:
+        sequences = [sampled[row][0] for row in rows]
+        tokens, logprobs = sample(logits_NV[rows].cpu(), sequences)
+        for row, sequence, token, logprob in zip(rows, sequences, tokens, logprobs, strict=True):
+            sampled[row] = (sequence, [token], [logprob])
+    return sampled
 
 
 def _slots(blocks: list[int], start: int, end: int, size: int) -> np.ndarray[Any, Any]:

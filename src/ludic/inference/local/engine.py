@@ -251,7 +251,8 @@ class LocalEngine:
             number=number,
             request=request,
             deliver=deliver,
-            seed=request.seed if request.seed is not None else derive_seed(self._seed, number),
+            # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger one would kill the worker.
+            seed=(request.seed if request.seed is not None else derive_seed(self._seed, number)) & ((1 << 63) - 1),
             stop_ids=stop_ids if request.sampling.ignore_eos else stop_ids | self._eos_ids,
             on_token=on_token,
         )

@@ -215,6 +215,13 @@ async def test_a_seeded_request_gets_the_same_tokens_alone_and_in_any_company(se
         np.testing.assert_allclose(other.completion_logprobs, answer.completion_logprobs, atol=1e-4)
 
 
+async def test_any_integer_is_a_seed():
+    seeds = [0, -1, 2**63, 2**64 + 5, 10**30]
+    async with make_engine() as engine:
+        answers = await ask_all(engine, [request(some_prompt(5), temperature=1.5, seed=seed) for seed in seeds])
+    assert len({tuple(tokens(answer)) for answer in answers}) >= len(seeds) - 1
+
+
 async def test_different_seeds_differ_and_unseeded_requests_draw_from_the_engines_seed():
     requests = [request(some_prompt(5), temperature=1.5, max_tokens=8) for _ in range(4)]
     drawn = []

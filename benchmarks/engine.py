@@ -136,6 +136,7 @@ def compare(
 ) -> None:
     """One row. `baseline` are other prompts of the same shape, so that no prefix is cached."""
     batch, prompt_length = len(prompts), len(prompts[0])
+    run_generate(model, prompts[:1], 4)
     generate_s = run_generate(model, prompts[: min(batch, 128)], num_new) * (1 if batch <= 128 else float("nan"))
     engine = LocalEngine(model, max_sequences=batch, max_model_len=prompt_length + num_new)
     warm_up = np.random.default_rng(1).integers(3, model.config.vocab_size, size=(batch, prompt_length)).tolist()
@@ -172,7 +173,8 @@ def on_cpu() -> None:
     shared = rng.integers(3, 49152, size=400).tolist()
     compare("SmolLM2-135M fp32, group, 400 shared", model, [shared] * 8, 64, repeat=1)
     model = make(tiny, "cpu", torch.float32)
-    compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(64, 16)).tolist(), 64)
+    for batch in (1, 8, 64):
+        compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(batch, 16)).tolist(), 64)
 
 
 def on_gpu() -> None:

@@ -6,7 +6,7 @@ With one, the state decides: the embedded engine passes a paged KV cache, the tr
 state travels through the model as a keyword argument, so one module can serve several users at the same time.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,20 +24,20 @@ _NOT_SUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
 """What some models hand to their attention function beside the usual: sinks, biases, a choice of keys."""
 
 
+class AttentionRules(NamedTuple):
+    """What a layer asks of its attention beside causality."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
 # Letters: T flat tokens of all sequences, H query heads, K key/value heads, D head size.
 class AttentionState(Protocol):
     """What the attention of one forward pass looks at."""
 
     def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         """Store the new keys and values, and attend: [T, H, D]."""
         ...
@@ -71,9 +71,7 @@ def ludic_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        sliding_window=sliding_window,
-        softcap=softcap,
+        AttentionRules(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap),
     )
     return attended.unsqueeze(0), None
 
@@ -113,19 +111,12 @@ class _Probe:
         self.windows: dict[int, int | None] = {}
 
     def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        *,
-        sliding_window: int | None,
-        **kwargs: Any,
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         if query_THD.shape[-1] != value_TKD.shape[-1] or key_TKD.shape != value_TKD.shape:
             raise NotImplementedError("its keys and values differ in size")
         self.heads[layer] = (key_TKD.shape[1], key_TKD.shape[2])
-        self.windows[layer] = sliding_window
+        self.windows[layer] = rules.sliding_window
         return query_THD
 
 

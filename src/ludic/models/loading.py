@@ -31,6 +31,7 @@ def load_model(
 ) -> LoadedModel:
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, or "smollm2-135m"."""
     if not isinstance(source, (str, Path)):
+        _check_is_as_asked(source, dtype, device)
         name = getattr(getattr(source, "config", None), "_name_or_path", "") or type(source).__name__
         return LoadedModel(source, tokenizer, name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -52,6 +53,20 @@ def load_model(
             f"weights, a .gguf file, a hub id that this machine can reach, or {SMOLLM2!r}."
         ) from error
     return LoadedModel(model.to(device).eval(), tokenizer, str(source))
+
+
+def _check_is_as_asked(model: Any, dtype: torch.dtype | None, device: str | torch.device | None) -> None:
+    """A model object is shared, not converted: what is asked beside it must be what it is."""
+    first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
+    if first is None:
+        return
+    if (dtype is not None and first.dtype is not dtype) or (
+        device is not None and first.device.type != torch.device(device).type
+    ):
+        raise ConfigError(
+            f"dtype={dtype} and device={device} were asked for, but the model given is {first.dtype} on {first.device}; a "
+            "model object is served as it is. Convert it first: model.to(device, dtype)."
+        )
 
 
 def best_dtype(device: torch.device) -> torch.dtype:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ludic.models.attention import AttentionRules
+
 
 # Letters: T query tokens, L key tokens, H query heads, K key/value heads, D head size.
 def varlen_attention(
@@ -18,26 +20,23 @@ def varlen_attention(
     cu_k: Tensor,
     max_q: int,
     max_k: int,
-    *,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    rules: AttentionRules,
 ) -> Tensor:
     """Each sequence's queries are its last tokens: query i of n sees all keys but the n − i − 1 last ones."""
-    if softcap is None and query_THD.dtype in (torch.bfloat16, torch.float16):
-        window_left = -1 if sliding_window is None else sliding_window - 1
+    if rules.softcap is None and query_THD.dtype in (torch.bfloat16, torch.float16):
+        window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
         out = torch.ops.aten._flash_attention_forward(
             query_THD.contiguous(), key_LKD.contiguous(), value_LKD.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, True, False,
-            scale=scaling, window_size_left=window_left, window_size_right=0,
+            scale=rules.scaling, window_size_left=window_left, window_size_right=0,
         )[0]  # fmt: skip
         return out
-    return _one_by_one(query_THD, key_LKD, value_LKD, cu_q, cu_k, scaling, sliding_window, softcap)
+    return _one_by_one(query_THD, key_LKD, value_LKD, cu_q, cu_k, rules)
 
 
 def _one_by_one(
-    query_THD: Tensor, key_LKD: Tensor, value_LKD: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float,
-    window: int | None, softcap: float | None,
+    query_THD: Tensor, key_LKD: Tensor, value_LKD: Tensor, cu_q: Tensor, cu_k: Tensor, rules: AttentionRules
 ) -> Tensor:  # fmt: skip
+    scaling, window, softcap = rules
     outs = []
     bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
     for (q0, q1), (k0, k1) in zip(zip(bounds_q, bounds_q[1:]), zip(bounds_k, bounds_k[1:]), strict=True):  # noqa: B905, RUF007

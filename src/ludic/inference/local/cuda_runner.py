@@ -20,7 +20,7 @@ from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import paged_decode, sample_rows
-from ludic.models.attention import SKIP_MASK, AttentionState
+from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.varlen import varlen_attention
 
 
@@ -39,15 +39,7 @@ class PackedState:
         self._max_q, self._max_k = max(lengths_q), max(lengths_k)
 
     def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         if self._pool is not None and self._new_slots_T is not None:
             self._pool.keys[layer].index_copy_(0, self._new_slots_T, key_TKD)
@@ -55,10 +47,7 @@ class PackedState:
             if self._all_slots_L is not None:
                 key_TKD = self._pool.keys[layer].index_select(0, self._all_slots_L)
                 value_TKD = self._pool.values[layer].index_select(0, self._all_slots_L)
-        return varlen_attention(
-            query_THD, key_TKD, value_TKD, self._cu_q, self._cu_k, self._max_q, self._max_k,
-            scaling=scaling, sliding_window=sliding_window, softcap=softcap,
-        )  # fmt: skip
+        return varlen_attention(query_THD, key_TKD, value_TKD, self._cu_q, self._cu_k, self._max_q, self._max_k, rules)
 
 
 class PagedState:
@@ -69,23 +58,12 @@ class PagedState:
 
     @torch.compiler.disable
     def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         keys.index_copy_(0, self._slots_R, key_TKD)
         values.index_copy_(0, self._slots_R, value_TKD)
-        return paged_decode(
-            query_THD, keys, values, self._tables, self._lengths_R, block_size=self._pool.block_size,
-            scaling=scaling, sliding_window=sliding_window, softcap=softcap,
-        )  # fmt: skip
+        return paged_decode(query_THD, keys, values, self._tables, self._lengths_R, self._pool.block_size, rules)
 
 
 class CUDARunner:
@@ -128,6 +106,9 @@ class CUDARunner:
         scratch = self.pool.scratch_slot // self.pool.block_size
         self._host_tables = np.full((max_rows, max_blocks), scratch, dtype=np.int32)
         self._table_lengths = [0] * max_rows
+
+    def weights_changed(self) -> None:
+        """Graphs read the parameters where they are."""
 
     # --- prompts ---
 
@@ -206,6 +187,9 @@ class CUDARunner:
         logprobs = self._out_logprobs[:num_rounds, :count].t().tolist()
         sampled = list(zip(owners, tokens, logprobs, strict=True))
         return _with_filters(logits[:count], sampled) if num_rounds == 1 else sampled
+
+    def keep(self, sequence: Sequence) -> None:
+        """Rounds write to the pool itself."""
 
     def leave(self, sequence: Sequence) -> None:
         if sequence.row >= 0:

@@ -20,14 +20,18 @@ import numpy as np
 import torch
 
 from ludic.inference.local.blocks import BlockPool
-from ludic.inference.local.kv import KVShape
 from ludic.inference.local.memory import free_memory
 from ludic.inference.local.runner import CPURunner, Runner
 from ludic.inference.local.scheduler import Limits, Plan, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence
+from ludic.inference.local.sizing import check_rope, eos_ids, kv_shape, num_blocks
 from ludic.inference.local.stopping import StopRule
+from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
+from ludic.models.forward import make_forward
 from ludic.models.loading import load_model
+from ludic.models.packing import packed_bytes
+from ludic.models.view import WeightsWatch, shared_view
 from ludic.types import (
     ChatResponse,
     ConfigError,
@@ -79,25 +83,28 @@ class LocalEngine:
         kv_tokens: int | None = None,
         max_queue: int = 100_000,
         compile_layers: bool = True,
+        pack_weights: bool | None = None,
         seed: int = 0,
         version: int = 0,
     ) -> None:
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        heads = route_attention(self.model)
+        heads = route_attention(shared_view(self.model))
+        self._watch = WeightsWatch(self.model)
         config = self.model.config.get_text_config()
         self.max_model_len = max_model_len or config.max_position_embeddings
+        check_rope(config)
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
-        self._eos_ids = frozenset(i for i in _eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
-        self._shape = _kv_shape(self.model, heads)
+        self._eos_ids = frozenset(i for i in eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
+        self._shape = kv_shape(self.model, heads)
         on_gpu = self._shape.device.type == "cuda"
         max_sequences = max_sequences or (512 if on_gpu else 64)
         max_prefill_tokens = max_prefill_tokens or (16_384 if on_gpu else 2048)
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
         fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
-        num_blocks = _num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
+        pool_blocks = num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
         self._scheduler = Scheduler(
-            BlockPool(num_blocks, block_size),
+            BlockPool(pool_blocks, block_size),
             Limits(
                 max_sequences=max_sequences,
                 max_prefill_tokens=max_prefill_tokens,
@@ -109,6 +116,7 @@ class LocalEngine:
         self._stop_rule = StopRule(self._decode, self.max_model_len)
         self._max_queue = max_queue
         self._compile_layers = compile_layers
+        self._pack_weights = pack_weights
         self._seed = seed
         self._numbers = itertools.count()
         # Everything below is shared with the worker and guarded by the condition.
@@ -353,6 +361,11 @@ class LocalEngine:
         if self._runner is not None:
             for sequence in restarted:
                 self._runner.leave(sequence)
+        if self._watch.is_replaced(self.model):
+            self._runner = None
+        elif self._runner is not None:
+            self._runner.weights_changed()
+        self._watch = WeightsWatch(self.model)
 
     # --- standing still ---
 
@@ -426,6 +439,13 @@ class LocalEngine:
             return True
 
     def _step(self) -> None:
+        if self._watch.has_changed():
+            logger.warning(
+                "the weights have changed, but nobody said so; version %d begins. Use `with engine.updating():` "
+                "around the optimizer step, or call new_version() after it.",
+                self.version + 1,
+            )
+            self._begin_version(None)
         self._drop_cancelled()
         self._score()
         plan = self._scheduler.plan()
@@ -471,9 +491,10 @@ class LocalEngine:
                 self._finish(sequence, None)
 
     def _finish(self, sequence: Sequence, error: BaseException | None) -> None:
-        self._scheduler.remove(sequence)
         if self._runner is not None:
+            self._runner.keep(sequence)
             self._runner.leave(sequence)
+        self._scheduler.remove(sequence)
         with self._changed:
             self._open.discard(sequence)
         sequence.deliver(sequence, error)
@@ -499,12 +520,15 @@ class LocalEngine:
 
     def _make_runner(self) -> Runner:
         pool, limits = self._scheduler.pool, self._scheduler.limits
+        view = shared_view(self.model)  # the engine's own modules over the model's parameters
+        view.set_attn_implementation(ATTENTION_NAME)
         if self._shape.device.type == "cpu":
-            return CPURunner(self.model, self._shape, pool.num_blocks, pool.block_size)
+            forward = make_forward(view, pack=self._is_packed(view))
+            return CPURunner(forward, self._shape, pool.num_blocks, pool.block_size)
         from ludic.inference.local.cuda_runner import CUDARunner  # triton, which only a GPU machine has
 
         return CUDARunner(
-            self.model,
+            view,
             self._shape,
             pool.num_blocks,
             pool.block_size,
@@ -513,6 +537,12 @@ class LocalEngine:
             max_rounds=limits.max_rounds,
             compile_layers=self._compile_layers,
         )
+
+    def _is_packed(self, view: Any) -> bool:
+        """Whether to keep a second copy of the matrices; by default, where memory is plentiful."""
+        if self._pack_weights is None:
+            return packed_bytes(view) < free_memory(self._shape.device) // 4
+        return self._pack_weights
 
     def _decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:
@@ -523,36 +553,3 @@ class LocalEngine:
 
 def _died(error: BaseException) -> EngineClosed:
     return EngineClosed(f"The engine has died: {type(error).__name__}: {error}. Make a new one.")
-
-
-# --- facts about a model -----------------------------------------------------------------------------------------
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that the model or its tokenizer ends a sequence with."""
-    found: set[int] = set()
-    configured = getattr(model, "generation_config", None) or model.config
-    eos = configured.eos_token_id
-    found |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return frozenset(found)
-
-
-def _kv_shape(model: Any, heads: tuple[tuple[int, int], ...]) -> KVShape:
-    weight = model.get_input_embeddings().weight
-    return KVShape(heads=heads, dtype=weight.dtype, device=weight.device)
-
-
-def _num_blocks(
-    shape: KVShape, block_size: int, fraction: float, kv_tokens: int | None, max_sequences: int, max_length: int
-) -> int:
-    """As many as the given number of tokens, or the given fraction of free memory, or all that could ever be used."""
-    if block_size < 1:
-        raise ConfigError(f"block_size={block_size}; a block holds at least one token.")
-    if kv_tokens is None:
-        affordable = int(free_memory(shape.device) * fraction) // shape.bytes_per_token
-        kv_tokens = min(affordable, max_sequences * max_length)
-    if kv_tokens < block_size:
-        raise ConfigError(f"The KV cache would hold {kv_tokens} tokens; raise kv_tokens or kv_memory_fraction.")
-    return -(-kv_tokens // block_size)

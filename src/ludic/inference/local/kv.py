@@ -2,14 +2,17 @@
 
 Keys and values of every token live in a pool of slots (slot = block × block size + offset). For decoding, the running
 sequences also have dense rows, so that a step reads them without gathering: a row is filled from the pool once, when
-its sequence joins, and grows by one token per step.
+its sequences join, and grows by one token per step. What was decoded goes back to the pool when a sequence is done.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ludic.models.attention import AttentionRules
 
 # Letters: T flat tokens, L context length, R rows, H query heads, K key/value heads, G = H / K, D head size, S slots.
 
@@ -29,13 +32,15 @@ class KVShape:
 
 
 class KVPool:
-    """One [S, K, D] tensor of keys and one of values per layer; the last block is scratch for padding."""
+    """One [S, K, D] tensor of keys and one of values per layer; the last block is for padding to write to."""
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int) -> None:
         self.shape = shape
         self.block_size = block_size
         self.scratch_slot = num_blocks * block_size
-        num_slots = (num_blocks + 1) * block_size
+        self.zero_slot = self.scratch_slot + block_size
+        """Never written."""
+        num_slots = self.zero_slot + 1
         make = lambda k, d: torch.zeros(num_slots, k, d, dtype=shape.dtype, device=shape.device)  # noqa: E731
         self.keys = [make(k, d) for k, d in shape.heads]
         self.values = [make(k, d) for k, d in shape.heads]
@@ -69,15 +74,7 @@ class PrefillState:
         self._new_slots_T = new_slots_T
 
     def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         out_THD = torch.zeros_like(query_THD)
         if self._pool is not None and self._new_slots_T is not None:
@@ -89,14 +86,13 @@ class PrefillState:
             if span.start and self._pool is not None:
                 key = torch.cat([self._pool.keys[layer][span.slots_L], key])
                 value = torch.cat([self._pool.values[layer][span.slots_L], value])
-            mask = _causal_mask(span.start, span.end, sliding_window, query_THD.device)
+            mask = _causal_mask(span.start, span.end, rules.sliding_window, query_THD.device)
             out_THD[here] = _attend(
                 query_THD[here].transpose(0, 1),
                 key.transpose(0, 1),
                 value.transpose(0, 1),
                 mask,
-                scaling,
-                softcap,
+                rules,
             ).transpose(0, 1)
         return out_THD
 
@@ -111,17 +107,15 @@ def _causal_mask(start: int, end: int, window: int | None, device: torch.device)
     return mask
 
 
-def _attend(
-    query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, mask: Tensor, scaling: float, softcap: float | None
-) -> Tensor:
-    if softcap is None:
+def _attend(query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, mask: Tensor, rules: AttentionRules) -> Tensor:
+    if rules.softcap is None:
         out: Tensor = F.scaled_dot_product_attention(
-            query_HTD[None], key_KLD[None], value_KLD[None], attn_mask=mask, scale=scaling, enable_gqa=True
+            query_HTD[None], key_KLD[None], value_KLD[None], attn_mask=mask, scale=rules.scaling, enable_gqa=True
         )
         return out[0]
     num_groups = query_HTD.shape[0] // key_KLD.shape[0]
     key, value = (x.repeat_interleave(num_groups, dim=0) for x in (key_KLD, value_KLD))
-    scores = torch.tanh(query_HTD @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    scores = torch.tanh(query_HTD @ key.transpose(-1, -2) * (rules.scaling / rules.softcap)) * rules.softcap
     scores = scores.masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_HTD.dtype) @ value
 
@@ -154,15 +148,22 @@ class DenseRows:
             new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
-    def load(self, row: int, slots_L: Tensor) -> None:
-        """Fill a row from the pool."""
-        length = len(slots_L)
-        for layer in range(len(self.keys)):
+    def load(self, rows_N: Tensor, slots_NL: Tensor) -> None:
+        """Fill rows from the pool; `slots_NL` are padded with a slot of zeros."""
+        length = slots_NL.shape[1]
+        for dense, pool in self._stores():
             # A masked NaN is still a NaN: what broken weights once left here must not be looked at again.
-            self.keys[layer][row, :, length:] = 0
-            self.values[layer][row, :, length:] = 0
-            self.keys[layer][row, :, :length] = self._pool.keys[layer][slots_L].transpose(0, 1)
-            self.values[layer][row, :, :length] = self._pool.values[layer][slots_L].transpose(0, 1)
+            dense[rows_N, :, length:] = 0
+            dense[rows_N, :, :length] = pool[slots_NL].transpose(1, 2)
+
+    def store(self, row: int, start: int, slots_L: Tensor) -> None:
+        """Copy what a row has from `start` on back to the pool."""
+        for dense, pool in self._stores():
+            pool[slots_L] = dense[row, :, start : start + len(slots_L)].transpose(0, 1)
+
+    def _stores(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.keys, self._pool.keys, strict=True)
+        yield from zip(self.values, self._pool.values, strict=True)
 
     def move(self, source: int, target: int, length: int) -> None:
         for layer in range(len(self.keys)):
@@ -178,44 +179,45 @@ class DenseRows:
 class DecodeState:
     """One new token for every row."""
 
-    def __init__(self, pool: KVPool, rows: DenseRows, positions_R: Tensor, slots_R: Tensor, length: int) -> None:
-        self._pool = pool
+    def __init__(self, rows: DenseRows, positions_R: Tensor, length: int) -> None:
         self._rows = rows
-        self._row_index_R = torch.arange(len(positions_R))
         self._positions_R = positions_R
-        self._slots_R = slots_R
         self._length = length
         self._masks: dict[int | None, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
-        self._pool.keys[layer].index_copy_(0, self._slots_R, key_TKD)
-        self._pool.values[layer].index_copy_(0, self._slots_R, value_TKD)
         keys, values = self._rows.keys[layer], self._rows.values[layer]
-        keys[self._row_index_R, :, self._positions_R] = key_TKD
-        values[self._row_index_R, :, self._positions_R] = value_TKD
+        place = self._place(keys)
+        size = key_TKD.shape[-1]
+        keys.view(-1, size).index_copy_(0, place, key_TKD.reshape(-1, size))
+        values.view(-1, size).index_copy_(0, place, value_TKD.reshape(-1, size))
         num_rows, num_heads, size = query_THD.shape
         kv_heads = key_TKD.shape[1]
         # Query heads that share a key head stand where query positions would: no key is repeated.
         query_RKGD = query_THD.view(num_rows, kv_heads, num_heads // kv_heads, size)
         key_RKLD, value_RKLD = keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
-        mask = self._mask(sliding_window)
-        if softcap is None:
-            out = F.scaled_dot_product_attention(query_RKGD, key_RKLD, value_RKLD, attn_mask=mask, scale=scaling)
+        mask = self._mask(rules.sliding_window)
+        if rules.softcap is None:
+            out = F.scaled_dot_product_attention(query_RKGD, key_RKLD, value_RKLD, attn_mask=mask, scale=rules.scaling)
         else:
-            scores = torch.tanh(query_RKGD @ key_RKLD.transpose(-1, -2) * (scaling / softcap)) * softcap
-            scores = scores.masked_fill(~mask, float("-inf"))
+            scores = (
+                torch.tanh(query_RKGD @ key_RKLD.transpose(-1, -2) * (rules.scaling / rules.softcap)) * rules.softcap
+            )
+            scores = scores + mask
             out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_THD.dtype) @ value_RKLD
         return out.reshape(num_rows, num_heads, size)
+
+    def _place(self, dense: Tensor) -> Tensor:
+        """Where the new keys go in the flattened rows, for every row and head."""
+        _, heads, capacity, _ = dense.shape
+        if heads not in self._places:
+            rows_R1 = torch.arange(len(self._positions_R))[:, None]
+            first_RK = (rows_R1 * heads + torch.arange(heads)) * capacity
+            self._places[heads] = (first_RK + self._positions_R[:, None]).flatten()
+        return self._places[heads]
 
     def _mask(self, window: int | None) -> Tensor:
         if window not in self._masks:
@@ -223,5 +225,6 @@ class DecodeState:
             mask = positions_L <= self._positions_R[:, None]
             if window is not None:
                 mask &= positions_L > self._positions_R[:, None] - window
-            self._masks[window] = mask[:, None, None, :]
+            # As numbers to add: SDPA would turn a boolean mask into one, in every layer.
+            self._masks[window] = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))[:, None, None, :]
         return self._masks[window]

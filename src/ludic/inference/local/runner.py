@@ -1,8 +1,7 @@
 """Runs the model for the scheduler, on a CPU: flat batches in, logits of the tokens that matter out.
 
-transformers' modules are used as they are; only attention is ours. Batches are padded to a minimum number of tokens,
-because matrix products with very few rows take another path through the math library and round differently: with the
-padding, a request gets the same numbers alone and in company.
+Batches are padded to a minimum number of tokens, because matrix products with very few rows take another path through
+the math library and round differently: with the padding, a request gets the same numbers alone and in company.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,9 +14,8 @@ from torch import Tensor
 from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
-from ludic.models.attention import SKIP_MASK, AttentionState
-
-MIN_TOKENS = 16
+from ludic.models.attention import AttentionState
+from ludic.models.forward import Forward
 
 
 class Runner(Protocol):
@@ -29,17 +27,25 @@ class Runner(Protocol):
 
     def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]: ...
 
+    def keep(self, sequence: Sequence) -> None: ...
+
     def leave(self, sequence: Sequence) -> None: ...
+
+    def weights_changed(self) -> None: ...
 
 
 class CPURunner:
     """Prefill by spans, decode by rows."""
 
-    def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_size: int) -> None:
-        self.model = model
+    def __init__(self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int) -> None:
+        self._model = forward
+        self._min_rows = forward.min_rows
         self.pool = KVPool(shape, num_blocks, block_size)
         self._rows = DenseRows(self.pool)
         self._row_owner: list[Sequence | None] = []
+
+    def weights_changed(self) -> None:
+        self._model.refresh()
 
     # --- prompts ---
 
@@ -58,7 +64,7 @@ class CPURunner:
             positions += range(chunk.start, chunk.end)
             if chunk.reaches_the_end:
                 last.append(len(tokens) - 1)
-        padding = max(0, MIN_TOKENS - len(tokens))
+        padding = max(0, self._min_rows - len(tokens))
         slots.append(torch.full((padding,), self.pool.scratch_slot))
         state = PrefillState(self.pool, spans, torch.cat(slots))
         logits_NV = self._forward(tokens + [0] * padding, positions + [0] * padding, state, last)
@@ -71,7 +77,7 @@ class CPURunner:
         flat = [int(t) for tokens in sequences for t in tokens]
         positions = [p for length in lengths for p in range(length)]
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        padding = max(0, MIN_TOKENS - len(flat))
+        padding = max(0, self._min_rows - len(flat))
         spans = [Span(int(start), 0, length, torch.empty(0)) for start, length in zip(starts, lengths, strict=False)]
         state = PrefillState(None, spans, None)
         scored = [i for start, length in zip(starts, lengths, strict=False) for i in range(start, start + length - 1)]
@@ -98,29 +104,25 @@ class CPURunner:
     def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> list[Sampled]:
         """One token for every sequence."""
         assert num_rounds == 1, "on a CPU the host is not what costs time"
-        for sequence in sequences:
-            if sequence.row < 0:
-                self._join(sequence)
+        self._join([sequence for sequence in sequences if sequence.row < 0])
         self._close_gaps()
         owners = [owner for owner in self._row_owner if owner is not None]
         assert len(owners) == len(sequences), "the rows are those of the decoding sequences"
         positions = [owner.num_computed for owner in owners]
         length = max(positions) + 1
-        num_rows = max(len(owners), MIN_TOKENS)
+        num_rows = max(len(owners), self._min_rows)
         self._rows.reserve(num_rows, length)
-        size = self.pool.block_size
-        slots = [owner.blocks[p // size] * size + p % size for owner, p in zip(owners, positions, strict=True)]
         padding = num_rows - len(owners)
-        state = DecodeState(
-            self.pool,
-            self._rows,
-            torch.tensor(positions + [0] * padding),
-            torch.tensor(slots + [self.pool.scratch_slot] * padding),
-            length,
-        )
+        state = DecodeState(self._rows, torch.tensor(positions + [0] * padding), length)
         tokens = [owner.tokens[-1] for owner in owners] + [0] * padding
         logits_NV = self._forward(tokens, positions + [0] * padding, state, list(range(len(owners))))
         return _sampled(logits_NV, owners)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Whatever of it is not in the pool yet goes there, for whoever continues from it."""
+        if sequence.row >= 0 and sequence.num_computed > sequence.num_pooled:
+            slots = self.pool.slots(sequence.blocks, sequence.num_pooled, sequence.num_computed)
+            self._rows.store(sequence.row, sequence.num_pooled, slots)
 
     def leave(self, sequence: Sequence) -> None:
         """Its row is free for another."""
@@ -136,14 +138,22 @@ class CPURunner:
         self._row_owner = []
         self._rows.release()
 
-    def _join(self, sequence: Sequence) -> None:
-        row = next((i for i, owner in enumerate(self._row_owner) if owner is None), len(self._row_owner))
-        if row == len(self._row_owner):
-            self._row_owner.append(None)
-        self._row_owner[row] = sequence
-        sequence.row = row
-        self._rows.reserve(max(len(self._row_owner), MIN_TOKENS), sequence.num_computed + 1)
-        self._rows.load(row, self.pool.slots(sequence.blocks, 0, sequence.num_computed))
+    def _join(self, sequences: list[Sequence]) -> None:
+        """Rows for sequences whose prompts are done, filled from the pool."""
+        if not sequences:
+            return
+        free = [i for i, owner in enumerate(self._row_owner) if owner is None]
+        missing = max(0, len(sequences) - len(free))
+        free += range(len(self._row_owner), len(self._row_owner) + missing)
+        self._row_owner += [None] * missing
+        length = max(sequence.num_computed for sequence in sequences)
+        self._rows.reserve(max(len(self._row_owner), self._min_rows), length + 1)
+        slots_NL = torch.full((len(sequences), length), self.pool.zero_slot)
+        for number, (sequence, row) in enumerate(zip(sequences, free, strict=False)):
+            self._row_owner[row], sequence.row = sequence, row
+            sequence.num_pooled = sequence.num_computed
+            slots_NL[number, : sequence.num_computed] = self.pool.slots(sequence.blocks, 0, sequence.num_computed)
+        self._rows.load(torch.tensor([sequence.row for sequence in sequences]), slots_NL)
 
     def _close_gaps(self) -> None:
         """Move the last rows into free ones, so that the batch is the first rows and no others."""
@@ -165,17 +175,9 @@ class CPURunner:
 
     def _forward(self, tokens: list[int], positions: list[int], state: AttentionState, where: list[int]) -> Tensor:
         """Logits [N, V] at the flat positions `where`."""
-        padded = where + [0] * max(0, MIN_TOKENS - len(where))  # the head is a matrix product too
-        out = self.model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.tensor([positions]),
-            attention_mask=SKIP_MASK,
-            use_cache=False,
-            logits_to_keep=torch.tensor(padded) if where else 1,
-            ludic_state=state,
-        )
-        logits: Tensor = out.logits[0, : len(where)]
-        return logits
+        padded = where + [0] * max(0, self._min_rows - len(where))  # the head is a matrix product too
+        ids_T, positions_T, where_N = torch.tensor(tokens), torch.tensor(positions), torch.tensor(padded)
+        return self._model.logits(ids_T, positions_T, state, where_N)[: len(where)]
 
 
 def _sampled(logits_NV: Tensor, sequences: list[Sequence]) -> list[Sampled]:

@@ -14,6 +14,7 @@ from ludic.types import derive_seed
 
 _SEED_RANGE = float(1 << 48)
 _MINUS_INFINITY = float("-inf")
+_MAX_CHUNK = 512
 
 
 # Letters: N sequences, V vocabulary.
@@ -32,21 +33,45 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
     if bool((temperatures_N != 1).any()):
         logits_NV /= temperatures_N[:, None]
     _filter(logits_NV, sequences)
-    drawn_N = _draw(logits_NV, sequences)
-    if bool(greedy_N.any()):
-        drawn_N = torch.where(greedy_N, logits_NV.argmax(dim=-1), drawn_N)
-    return _with_logprobs(logits_NV, drawn_N)
+    return _draw(logits_NV, greedy_N, sequences)
 
 
-def _draw(logits_NV: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """Inverse transform sampling: the first token whose cumulative probability passes a uniform number."""
-    uniforms = [derive_seed(s.seed, len(s.tokens)) / _SEED_RANGE for s in sequences]
-    weights_NV = torch.exp(logits_NV - logits_NV.amax(dim=-1, keepdim=True))
-    # Doubles: over a large vocabulary a float sum loses the rare tokens.
-    cumulative_NV = weights_NV.cumsum(dim=-1, dtype=torch.float64)
-    targets_N1 = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative_NV[:, -1:]
-    drawn_N = torch.searchsorted(cumulative_NV, targets_N1, right=True)[:, 0]
-    return drawn_N.clamp_(max=logits_NV.shape[-1] - 1)
+def _draw(logits_NV: Tensor, greedy_N: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
+    """Inverse transform sampling, then the log-probability of what was drawn."""
+    highest_N1, best_N1 = logits_NV.max(dim=-1, keepdim=True)
+    weights_NV = (logits_NV - highest_N1).exp_()
+    uniforms_N1 = torch.tensor(
+        [[derive_seed(s.seed, len(s.tokens)) / _SEED_RANGE] for s in sequences], dtype=torch.float64
+    )
+    drawn_N1, total_N1 = _invert(weights_NV, uniforms_N1)
+    drawn_N1 = torch.where(greedy_N[:, None], best_N1, drawn_N1)
+    logprobs_N1 = (logits_NV.gather(-1, drawn_N1) - highest_N1).double() - total_N1.log()
+    return drawn_N1[:, 0].tolist(), logprobs_N1[:, 0].tolist()
+
+
+def _invert(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulative weight passes its uniform share of the total; and the total.
+
+    In two steps, over chunks and within one, so that sums are taken in double precision (over a large vocabulary a
+    float sum loses the rare tokens) without a second array of that size.
+    """
+    num_rows, vocab = weights_NV.shape
+    width = min(vocab & -vocab, _MAX_CHUNK)  # the largest power of two that divides it
+    chunks_NCW = weights_NV.view(num_rows, -1, width)
+    until_NC = chunks_NCW.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    total_N1 = until_NC[:, -1:]
+    chunk_N1 = _first_above(until_NC, uniforms_N1 * total_N1)
+    within_NW = chunks_NCW[torch.arange(num_rows), chunk_N1[:, 0]].double()
+    before_N1 = until_NC.gather(-1, chunk_N1) - within_NW.sum(dim=-1, keepdim=True)
+    place_N1 = _first_above(within_NW.cumsum(dim=-1), uniforms_N1 * total_N1 - before_N1)
+    return chunk_N1 * width + place_N1, total_N1
+
+
+def _first_above(cumulative_NX: Tensor, targets_N1: Tensor) -> Tensor:
+    """Index of the first value above the target; one below the last is always found, so no empty place is drawn."""
+    below_last = torch.nextafter(cumulative_NX[:, -1:], torch.zeros(1, dtype=torch.float64))
+    targets_N1 = torch.minimum(targets_N1, below_last)
+    return torch.searchsorted(cumulative_NX, targets_N1, right=True)
 
 
 def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list[float]]:

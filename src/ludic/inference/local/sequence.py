@@ -32,6 +32,8 @@ class Sequence:
     num_published: int = 0
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
+    num_pooled: int = 0
+    """Of these, how many are in the pool's blocks; the runner may hold the rest elsewhere."""
     finish_reason: str | None = None
     row: int = -1
     """Place in the runner's decode batch; -1 while it has none."""

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ludic.models.attention import AttentionRules
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _TOKENS_PER_LOOP = 64
 
@@ -94,16 +96,14 @@ def paged_decode(
     values_SKD: Tensor,
     tables: Tensor,
     lengths_T: Tensor,
-    *,
     block_size: int,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    rules: AttentionRules,
 ) -> Tensor:
     """Attention of one new token per sequence over its blocks."""
     num_rows, num_heads, size = query_THD.shape
     kv_heads = keys_SKD.shape[1]
     group = num_heads // kv_heads
+    scaling, sliding_window, softcap = rules
     splits = _num_splits(num_rows * kv_heads, query_THD.device)
     out_THD = torch.empty(num_rows, num_heads, size, dtype=query_THD.dtype, device=query_THD.device)
     partial = (

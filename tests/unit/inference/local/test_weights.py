@@ -250,6 +250,7 @@ async def test_the_cache_can_be_released_between_and_during_requests():
         engine.release_cache()
         assert await answers(engine) == expected and engine.version == 0
         gate = Gate(model, at_call=4)
+        engine.release_cache()  # the engine's own modules are made anew, with the gate
         running = asyncio.create_task(ask_all(engine, requests()))
         await gate.reached()
         release = threading.Thread(target=engine.release_cache)
@@ -257,3 +258,56 @@ async def test_the_cache_can_be_released_between_and_during_requests():
         gate.open()
         assert [tokens(answer) for answer in await in_time(running)] == expected
         release.join(30)
+
+
+# --- changes that nobody announces ---
+
+
+async def test_a_step_that_was_not_announced_is_noticed(caplog):
+    model = new_model()
+    async with make_engine(model) as engine:
+        await answers(engine)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        assert await answers(engine) == by_transformers(model)
+        assert engine.version == 1 and "nobody said so" in caplog.text
+
+
+async def test_a_model_in_training_mode_is_sampled_without_dropout():
+    model = new_model(attention_dropout=0.5)
+    expected = by_transformers(model)
+    model.train()
+    async with make_engine(model) as engine:
+        assert await answers(engine) == expected
+    assert model.training
+
+
+async def test_an_adapter_put_around_the_model_later_is_served_from_the_next_version():
+    peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+    model = new_model()
+    async with make_engine(model) as engine:
+        before = await answers(engine)
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.5)
+        engine.new_version()
+        after = await answers(engine)
+        assert after == by_transformers(model) and after != before
+
+
+@pytest.mark.parametrize("asked", [{"dtype": torch.float16}, {"device": "meta"}], ids=str)
+def test_a_model_object_is_not_converted(asked):
+    with pytest.raises(ConfigError, match="served as it is"):
+        make_engine(new_model(), **asked)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_batch_are_refused(kind):
+    extra = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, **extra}
+    model = new_model(rope_parameters=rope, original_max_position_embeddings=64)
+    with pytest.raises(ConfigError, match="changes with the longest sequence"):
+        make_engine(model)

@@ -1,0 +1,118 @@
+"""One forward pass over flat tokens, for the engine on a CPU: from token ids to the logits that matter.
+
+There are three ways, from the general to the fast; all give the same numbers up to rounding:
+
+- the model's own modules as they are,
+- the model's own modules with packed linear layers,
+- for decoders of the Llama family: the same arithmetic with fewer and larger operations (`lean`).
+"""
+
+import logging
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
+from ludic.models.lean import LeanForward, is_lean
+from ludic.models.packing import MIN_ROWS_PACKED, MIN_ROWS_PLAIN, PackedLinear, is_packable
+
+logger = logging.getLogger(__name__)
+
+
+# Letters: T flat tokens, N positions that are looked at, V vocabulary.
+class Forward(Protocol):
+    """What the runner calls."""
+
+    @property
+    def min_rows(self) -> int:
+        """Rows from which a row's result does not depend on the others."""
+        ...
+
+    def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
+        """[N, V] at the flat positions `where_N`."""
+        ...
+
+    def refresh(self) -> None:
+        """The weights have changed."""
+        ...
+
+
+def make_forward(view: Any, *, pack: bool) -> Forward:
+    """The fastest way for this model. `view` must be the caller's own tree: its modules may be replaced."""
+    if not pack:
+        return ModuleForward(view, [])
+    if is_lean(view):
+        lean = LeanForward(view)
+        if _agree(lean, ModuleForward(view, []), view.config.vocab_size):
+            return lean
+        logger.warning("%s is not computed as expected of its family; its own modules are used", type(view).__name__)
+    return ModuleForward(view, pack_linears(view))
+
+
+class ModuleForward:
+    """Through transformers' own modules."""
+
+    def __init__(self, model: Any, packed: list[PackedLinear]) -> None:
+        self._model = model
+        self._packed = packed
+        self.min_rows = MIN_ROWS_PACKED if packed and _is_complete(model) else MIN_ROWS_PLAIN
+
+    def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
+        out: Tensor = self._model(
+            input_ids=ids_T[None],
+            position_ids=positions_T[None],
+            attention_mask=SKIP_MASK,
+            use_cache=False,
+            logits_to_keep=where_N,
+            ludic_state=state,
+        ).logits[0]
+        return out
+
+    def refresh(self) -> None:
+        for layer in self._packed:
+            layer.refresh()
+
+
+def pack_linears(model: nn.Module) -> list[PackedLinear]:
+    """Replace every linear layer of this tree by a packed one."""
+    packed = []
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if is_packable(child):
+                layer = PackedLinear(child)  # type: ignore[arg-type]
+                setattr(parent, name, layer)
+                packed.append(layer)
+    return packed
+
+
+def _is_complete(model: nn.Module) -> bool:
+    """Whether no matrix product is left outside packed layers (mixtures of experts have some)."""
+    known = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, PackedLinear))}
+    return all(id(p) in known for p in model.parameters() if p.dim() >= 2)
+
+
+class _WithinItself:
+    """Each token sees only itself: enough to tell two ways of computing apart, and needs no cache."""
+
+    def __init__(self) -> None:
+        self.rules: dict[int, AttentionRules] = {}
+
+    def attend(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> Tensor:
+        self.rules[layer] = rules
+        group = query_THD.shape[1] // value_TKD.shape[1]
+        weight = torch.sigmoid((query_THD * key_TKD.repeat_interleave(group, dim=1)).sum(-1, keepdim=True))
+        return weight * value_TKD.repeat_interleave(group, dim=1)
+
+
+@torch.inference_mode()
+def _agree(one: Forward, other: Forward, vocab_size: int) -> bool:
+    """Whether two ways ask the same of attention and come to the same logits."""
+    ids_T, positions_T = torch.arange(16) % vocab_size, torch.arange(0, 48, 3)
+    states = _WithinItself(), _WithinItself()
+    a, b = (w.logits(ids_T, positions_T, s, torch.arange(16)) for w, s in zip((one, other), states, strict=True))
+    return states[0].rules == states[1].rules and torch.allclose(
+        a, b, rtol=1e-3, atol=1e-3 * float(b.nan_to_num().std()) + 1e-6, equal_nan=True
+    )

@@ -1,0 +1,132 @@
+"""The three ways of computing a forward pass on a CPU agree, row by row, whatever else is in the batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from ludic.inference.local.kv import PrefillState, Span
+from ludic.models.attention import route_attention
+from ludic.models.forward import ModuleForward, make_forward
+from ludic.models.lean import LeanForward
+from ludic.models.packing import PackedLinear, packed_bytes
+from ludic.models.view import WeightsWatch, shared_view
+from tests.unit.inference.local.tiny_models import FAMILIES, new_model
+
+LEAN = {"llama", "llama-mha-tied", "qwen2", "qwen3", "mistral-sliding"}
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (512, 520)], ids=["small", "large"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_layer_equals_the_linear_ones_side_by_side(shape, has_bias):
+    torch.manual_seed(0)
+    linears = [nn.Linear(*shape, bias=has_bias), nn.Linear(shape[0], 3, bias=has_bias)]
+    packed = PackedLinear(*linears)
+    x = torch.randn(5, shape[0])
+    with torch.inference_mode():
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        assert torch.allclose(packed(x), expected, atol=1e-5)
+        assert torch.allclose(packed(x[None]), expected[None], atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (100, 77), (512, 520), (1536, 576)], ids=str)
+def test_a_row_of_a_packed_layer_does_not_depend_on_the_others(shape):
+    torch.manual_seed(0)
+    packed = PackedLinear(nn.Linear(*shape, bias=False))
+    x = torch.randn(70, shape[0])
+    with torch.inference_mode():
+        everything = packed(x)
+        for count in (2, 3, 5, 8, 9, 16, 33, 64):
+            assert torch.equal(packed(x[:count].contiguous()), everything[:count]), count
+
+
+def test_a_packed_layer_sees_new_weights_only_after_refresh():
+    linear = nn.Linear(8, 4)
+    packed = PackedLinear(linear)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        before = packed(x)
+        linear.weight.mul_(2)
+        assert torch.equal(packed(x), before)
+        packed.refresh()
+        assert torch.allclose(packed(x), linear(x), atol=1e-6)
+
+
+def routed_view(model):
+    view = shared_view(model)
+    route_attention(view)
+    return view
+
+
+@torch.inference_mode()
+def logits(way, tokens):
+    """Two sequences end to end."""
+    half = len(tokens) // 2
+    spans = [Span(0, 0, half, torch.empty(0)), Span(half, 0, len(tokens) - half, torch.empty(0))]
+    positions = torch.cat([torch.arange(half), torch.arange(len(tokens) - half)])
+    return way.logits(torch.tensor(tokens), positions, PrefillState(None, spans, None), torch.arange(len(tokens)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_three_ways_agree(family):
+    model = new_model(family)
+    plain, fast = make_forward(routed_view(model), pack=False), make_forward(routed_view(model), pack=True)
+    assert isinstance(plain, ModuleForward)
+    assert isinstance(fast, LeanForward if family in LEAN else ModuleForward)
+    assert fast.min_rows == 2 and plain.min_rows == 16
+    tokens = torch.randint(0, 128, (24,)).tolist()
+    assert torch.allclose(logits(fast, tokens), logits(plain, tokens), atol=2e-4, rtol=1e-4)
+
+
+def test_wide_layers_agree_too():
+    model = new_model("llama", hidden_size=256, intermediate_size=1024, head_dim=64)
+    plain, fast = make_forward(routed_view(model), pack=False), make_forward(routed_view(model), pack=True)
+    tokens = torch.randint(0, 128, (24,)).tolist()
+    assert torch.allclose(logits(fast, tokens), logits(plain, tokens), atol=1e-3, rtol=1e-3)
+
+
+def test_biases_in_the_mlp_and_attention_are_kept():
+    model = new_model("llama", mlp_bias=True, attention_bias=True)
+    plain, fast = make_forward(routed_view(model), pack=False), make_forward(routed_view(model), pack=True)
+    assert isinstance(fast, LeanForward)
+    tokens = list(range(20))
+    assert torch.allclose(logits(fast, tokens), logits(plain, tokens), atol=2e-4, rtol=1e-4)
+
+
+def test_a_model_that_only_looks_like_its_family_is_computed_by_its_own_modules(caplog):
+    view = routed_view(new_model())
+    view.model.layers[1].mlp.act_fn = nn.GELU()
+    assert isinstance(make_forward(view, pack=True), ModuleForward)
+    assert "not computed as expected" in caplog.text
+
+
+def test_hooks_are_called():
+    model = new_model()
+    calls = []
+    model.model.layers[0].register_forward_hook(lambda *args: calls.append(1))
+    way = make_forward(routed_view(model), pack=True)
+    assert isinstance(way, ModuleForward)
+    calls.clear()
+    logits(way, list(range(20)))
+    assert calls == [1]
+
+
+def test_a_view_shares_tensors_and_nothing_else():
+    model = new_model()
+    model.train()
+    view = shared_view(model)
+    assert all(a is b for a, b in zip(model.parameters(), view.parameters(), strict=True))
+    assert model.training and not view.training
+    route_attention(view)
+    assert model.config._attn_implementation == "eager" and view.config._attn_implementation == "ludic"
+    assert packed_bytes(view) == sum(m.weight.numel() * 4 for m in model.modules() if type(m) is nn.Linear)
+
+
+def test_a_change_of_the_weights_is_noticed():
+    model = new_model()
+    watch = WeightsWatch(model)
+    assert not watch.has_changed() and not watch.is_replaced(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    assert watch.has_changed() and not watch.is_replaced(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    assert watch.is_replaced(model)

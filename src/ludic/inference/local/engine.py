@@ -78,7 +78,7 @@ class LocalEngine:
         max_sequences: int | None = None,
         max_model_len: int | None = None,
         max_prefill_tokens: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         kv_memory_fraction: float | None = None,
         kv_tokens: int | None = None,
         max_queue: int = 100_000,
@@ -98,6 +98,8 @@ class LocalEngine:
         self._eos_ids = frozenset(i for i in eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
         self._shape = kv_shape(self.model, heads)
         on_gpu = self._shape.device.type == "cuda"
+        # What follows the last full block is computed by every member of a group. On a GPU a block is what a kernel reads.
+        block_size = block_size if block_size is not None else (16 if on_gpu else 4)
         max_sequences = max_sequences or (512 if on_gpu else 64)
         max_prefill_tokens = max_prefill_tokens or (16_384 if on_gpu else 2048)
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.tokens import LogprobArray, TokenArray, logprob_array, token_array
+from ludic.types.tokens import LogprobArray, TokenArray, VersionRun, logprob_array, token_array
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, step index)."""
@@ -35,6 +35,20 @@ class SampleAttachments:
     """Optional arrays that ride along with a sample."""
 
     actor_logps: ActorTokenLogps | None = None
+    token_weights: LogprobArray | None = None
+    """One weight per action token, where turns of one item were credited differently; it wins over `SAWItem.weight`."""
+    temperature: float | None = None
+    """What the action tokens were sampled with; the trainer's log-probs use the same. None means 1."""
+    version_runs: tuple[VersionRun, ...] = ()
+    """Which policy version sampled which action tokens, in order; empty when nobody said."""
+
+    def __post_init__(self) -> None:
+        if self.token_weights is not None:
+            weights = logprob_array(self.token_weights, "token_weights")
+            if not np.isfinite(weights).all():
+                raise ValueError("token_weights holds values that are not finite.")
+            object.__setattr__(self, "token_weights", weights)
+        object.__setattr__(self, "version_runs", tuple(VersionRun(*run) for run in self.version_runs))
 
 
 def _mask_array(mask: Sequence[int] | npt.NDArray[Any], name: str, length: int) -> npt.NDArray[np.bool_]:
@@ -70,6 +84,18 @@ class SAWItem:
         put(self, "action_mask", _mask_array(self.action_mask, "action_mask", len(ids)))
         if not np.isfinite(self.weight):
             raise ValueError(f"SAWItem.weight={self.weight}; a weight must be finite.")
+        _check_lengths(self)
+
+    @property
+    def token_weights(self) -> LogprobArray:
+        """One weight per action token."""
+        own = self.attachments.token_weights
+        return own if own is not None else np.full(self.num_action_tokens, self.weight, dtype=np.float32)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that sampled any of its tokens; None when nobody said."""
+        return min((run.version for run in self.attachments.version_runs), default=None)
 
     @property
     def actor_logps(self) -> LogprobArray | None:
@@ -79,6 +105,17 @@ class SAWItem:
     @property
     def num_action_tokens(self) -> int:
         return int(self.action_mask.sum())
+
+
+def _check_lengths(item: SAWItem) -> None:
+    """What is said token by token is said of every action token."""
+    attached = item.attachments
+    lengths = {"token_weights": None if attached.token_weights is None else len(attached.token_weights)}
+    lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
+    lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
+    wrong = {name: length for name, length in lengths.items() if length not in (None, item.num_action_tokens)}
+    if wrong:
+        raise ValueError(f"SAWItem has {item.num_action_tokens} action tokens, but {wrong} of its attachments.")
 
 
 @runtime_checkable

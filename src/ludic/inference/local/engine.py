@@ -55,6 +55,10 @@ class QueueFull(LudicError, RuntimeError):
     """More requests than the engine keeps waiting."""
 
 
+class RequestAborted(LudicError, RuntimeError):
+    """The request was taken out of the batch by `abort`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChunk:
     """What a stream has sampled since its last chunk."""
@@ -277,6 +281,16 @@ class LocalEngine:
             self._changed.notify_all()
         return sequence
 
+    def abort(self) -> int:
+        """Take every open request out; each fails with `RequestAborted`. How many there were comes back."""
+        with self._changed:
+            open_ones = list(self._open)
+            for sequence in open_ones:
+                sequence.abort_reason = RequestAborted("The request was aborted.")
+                sequence.is_cancelled = True
+            self._changed.notify_all()
+        return len(open_ones)
+
     def _cancel(self, sequence: Sequence) -> None:
         sequence.is_cancelled = True
         with self._changed:
@@ -490,7 +504,7 @@ class LocalEngine:
     def _drop_cancelled(self) -> None:
         for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
             if sequence.is_cancelled:
-                self._finish(sequence, None)
+                self._finish(sequence, sequence.abort_reason)
 
     def _finish(self, sequence: Sequence, error: BaseException | None) -> None:
         if self._runner is not None:

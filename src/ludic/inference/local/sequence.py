@@ -38,6 +38,8 @@ class Sequence:
     row: int = -1
     """Place in the runner's decode batch; -1 while it has none."""
     is_cancelled: bool = False
+    abort_reason: BaseException | None = None
+    """What to tell whoever still waits for a cancelled sequence."""
     text: str | None = None
     """Set when a stop string ended the completion: the text before it."""
     on_token: Callable[["Sequence"], None] | None = None

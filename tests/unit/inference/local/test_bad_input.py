@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from ludic.inference.local import EngineClosed, LocalEngine, QueueFull
+from ludic.inference.local import EngineClosed, LocalEngine, QueueFull, RequestAborted
 from ludic.types import ConfigError, OutOfRoom, PromptTooLong
 from tests.unit.inference.local.tiny_models import (
     VOCAB,
@@ -226,6 +226,19 @@ async def test_a_timeout_is_a_cancellation():
             await asyncio.wait_for(ask(engine, [1, 2], max_tokens=200), timeout=0.2)
         gate.open()
         await eventually(lambda: engine.stats["kv_blocks_used"] == engine.stats["running"] == 0)
+
+
+async def test_abort_ends_everything_that_is_open_and_nothing_that_comes():
+    async with make_engine(new_model(), max_sequences=2) as engine:
+        gate = Gate(engine.model, at_call=2)
+        tasks = [asyncio.create_task(ask(engine, [n + 1, 2], max_tokens=50)) for n in range(5)]
+        await gate.reached()
+        assert engine.abort() == 5
+        gate.open()
+        answers = await in_time(asyncio.gather(*tasks, return_exceptions=True))
+        assert [type(answer) for answer in answers] == [RequestAborted] * 5
+        await eventually(lambda: engine.stats["kv_blocks_used"] == engine.stats["running"] == 0)
+        assert await ask(engine, [1, 2])
 
 
 async def test_cancelling_a_score_does_no_harm():

@@ -65,5 +65,11 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
     "tool": {
         "calculator": Builtin("ludic.tools.calculator:calculator", bind=True),
     },
-    "algorithm": {},
+    "algorithm": {
+        name: Builtin(f"ludic.training.algorithms:make_{name}")
+        for name in (
+            "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "reinforce", "reinforce_baseline",
+            "reinforce_pp", "scalerl", "sft",
+        )
+    },
 }

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ludic.interaction.base import InteractionProtocol
-from ludic.types import Failure, Rollout, StopReason
+from ludic.types import ConfigError, Failure, Rollout, StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -13,9 +13,14 @@ logger = logging.getLogger(__name__)
 async def run_or_record(
     protocol: InteractionProtocol, run: Callable[[], Awaitable[list[Rollout]]], *, meta: dict[str, Any]
 ) -> list[Rollout]:
-    """The rollouts of an episode; if it raises, what was collected until then, marked as failed."""
+    """The rollouts of an episode; if it raises, what was collected until then, marked as failed.
+
+    A ConfigError is no failed episode: the set-up is wrong, every other episode would fail the same way, so it travels on.
+    """
     try:
         rollouts = await run()
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001 - one bad episode must not cancel its siblings
         logger.warning("An episode failed: %s: %s (%s)", type(error).__name__, error, meta)
         rollouts = protocol.unfinished

@@ -9,6 +9,7 @@ from ludic.types.errors import (
     OutOfRoom,
     ParserContractError,
     PromptTooLong,
+    RequestsExhausted,
     ResetNeeded,
     SnapshotUnsupported,
     TemplateError,
@@ -32,15 +33,26 @@ from ludic.types.interfaces import (
     ChatClient,
     CreditAssigner,
     Evaluator,
+    FollowsVersions,
+    InPlacePublisher,
     PolicyPublisher,
     SampleFilter,
     StateFromStepFn,
+    Stateful,
     StepSelector,
     TokenizeFn,
     TrainingLogger,
     VersionedClient,
 )
 from ludic.types.messages import JSON, Message, MessageView, ToolCall
+from ludic.types.reducers import (
+    NormalizeBy,
+    Reducer,
+    ReducerKind,
+    apply_reducers_to_records,
+    default_reducers,
+    percent_keys,
+)
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest
 from ludic.types.rollout import Failure, Rollout, is_parse_failure, load_rollouts, save_rollouts
 from ludic.types.samples import (
@@ -77,7 +89,7 @@ from ludic.types.tokens import (
 )
 
 __all__ = [
-    "JSON", "Message", "MessageView", "ToolCall",
+    "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions",
@@ -89,6 +101,7 @@ __all__ = [
     "RolloutStepKey",
     "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
     "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
+    "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
     "derive_seed",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "TokenMismatch", "OutOfRoom",

@@ -82,3 +82,7 @@ class PromptTooLong(OutOfRoom, ValueError):
         self.limit = limit
         advice = advice or "Raise the limit, shorten the observations, or use a context that drops old turns."
         super().__init__(f"The prompt has {num_tokens} tokens, but the limit is {limit}. {advice}")
+
+
+class RequestsExhausted(LudicError, RuntimeError):
+    """There are no more requests: the data has been used up. A trainer ends its run there."""

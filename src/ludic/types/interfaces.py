@@ -1,6 +1,7 @@
 """The interfaces between the parts. Whoever has these methods fits; nothing needs to inherit."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.types.inference import ChatResponse, TokenCompletionRequest
@@ -37,6 +38,22 @@ class BatchSource(Protocol):
     async def next_batch(self) -> SAWBatch: ...
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """Has something that a resumed run must get back: a position, a tracker, a generator of its own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class FollowsVersions(Protocol):
+    """Wants to know which policy version is being trained, to bound how far behind its batches are."""
+
+    def notify_version(self, version: int) -> None: ...
+
+
 class CreditAssigner(Protocol):
     """From finished rollouts to one weight per step; it sees a whole batch, so siblings can be compared."""
 
@@ -47,6 +64,15 @@ class PolicyPublisher(Protocol):
     """Hands new weights to whatever serves the policy."""
 
     def publish(self, state_dict: Mapping[str, Any], version: int | None = None) -> None: ...
+
+
+@runtime_checkable
+class InPlacePublisher(PolicyPublisher, Protocol):
+    """Whatever serves the policy holds the trainer's own parameters."""
+
+    def updating(self, version: int | None = None) -> AbstractContextManager[None]:
+        """Entered around a change of the weights; the server stands still meanwhile."""
+        ...
 
 
 class Evaluator(Protocol):

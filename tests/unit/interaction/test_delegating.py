@@ -23,6 +23,19 @@ def helpers(replies=("<a>four</a>",), **kwargs):
     return {"helper": Delegate(make_agent=lambda: make_agent(list(replies)), **kwargs)}
 
 
+def then_breaks(*replies):
+    """Says these, and then its server is gone."""
+    script = iter(replies)
+
+    def reply(request):
+        try:
+            return next(script)
+        except StopIteration:
+            raise ConnectionError("server gone") from None
+
+    return ScriptedClient(reply)
+
+
 async def run(replies, delegates, *, env=None, **kwargs) -> list[Rollout]:
     protocol = DelegatingProtocol(boss(replies, delegates), delegates=delegates, **kwargs)
     return await protocol.run(env=env or CountingEnv(1), max_steps=5, sampling_seed=1, env_seed=2)
@@ -113,9 +126,9 @@ async def test_a_childs_tokens_are_limited_inside_one_turn_too():
 async def test_a_failing_child_keeps_its_steps_and_its_own_children():
     delegates: dict[str, Delegate] = {}
     delegates["leaf"] = Delegate(make_agent=lambda: make_agent(["<a>leaf</a>"]))
-    delegates["mid"] = Delegate(make_agent=lambda: boss([order(to="leaf")], delegates))  # then its script runs out
+    delegates["mid"] = Delegate(make_agent=lambda: boss(then_breaks(order(to="leaf")), delegates))
     root, mid, leaf = await run([order(to="mid"), "<a>inc</a>"], delegates, max_depth=2)
-    assert mid.stop is StopReason.FAILED and mid.failure.error == "ConfigError" and len(mid.steps) == 1
+    assert mid.stop is StopReason.FAILED and mid.failure.error == "ConnectionError" and len(mid.steps) == 1
     assert leaf.stop is StopReason.TERMINATED and leaf.meta["parent_rollout_id"] == mid.id
     assert root.stop is StopReason.TERMINATED and root.meta["child_rollout_ids"] == [mid.id]
 
@@ -133,7 +146,7 @@ async def test_results_stand_in_the_order_of_the_calls():
 
 
 async def test_a_failing_child_is_recorded_and_told_to_the_parent():
-    delegates = helpers([])  # nothing to say: the script runs out
+    delegates = {"helper": Delegate(make_agent=lambda: make_agent(then_breaks()))}
     parent, child = await run([order(), "<a>inc</a>"], delegates)
     assert (
         child.failure is not None and child.stop is StopReason.FAILED and child.meta["parent_rollout_id"] == parent.id

@@ -21,6 +21,7 @@ from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import paged_decode, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
+from ludic.models.compiling import allow_cases, decoder_layers
 from ludic.models.varlen import varlen_attention
 
 
@@ -298,18 +299,12 @@ class _CompiledLayers:
     """While entered, the model's decoder layers run compiled."""
 
     def __init__(self, model: Any) -> None:
-        depth = model.config.get_text_config().num_hidden_layers
-        stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
-        self._layers = list(stacks[0]) if stacks else []
+        self._layers = decoder_layers(model)
         self._calls = [torch.compile(layer._call_impl) for layer in self._layers]
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        # Every layer is a case of its own to the compiler (its weights, its number).
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(self._layers))
-        torch._dynamo.config.accumulated_recompile_limit = max(
-            torch._dynamo.config.accumulated_recompile_limit, 64 * len(self._layers)
-        )
+        allow_cases(len(self._layers))
         self._before = [layer._compiled_call_impl for layer in self._layers]
         for layer, call in zip(self._layers, self._calls, strict=True):
             layer._compiled_call_impl = call

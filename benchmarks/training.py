@@ -1,0 +1,190 @@
+"""The training step against the plain ways of doing it, in one run.
+
+- packed against padded, on a skewed length distribution (tokens per second, and how much of the padded batch is padding);
+- log-probs in chunks against full logits (peak memory, and that the gradients are the same);
+- on a GPU: trained tokens per second of two model shapes, with and without compiled layers;
+- on a GPU: a whole GRPO step, phase by phase (generation with the embedded engine on the same weights, update).
+
+    .venv/bin/python benchmarks/training.py                 # what this machine has
+    .venv/bin/python benchmarks/training.py --only speed
+"""
+
+import argparse
+import asyncio
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from engine import make, qwen, smollm2, tiny
+
+from ludic.models.compiling import compile_layers
+from ludic.models.head import Head, chosen_logps
+from ludic.training.losses import TokenClippedSurrogateLoss
+from ludic.training.policy import TrainedPolicy
+from ludic.training.update import accumulate_gradients
+from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
+
+ON_GPU = torch.cuda.is_available()
+
+
+def sync() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def samples(lengths: list[int], vocab: int, prompt_share: float = 0.3) -> list[SAWItem]:
+    rng = np.random.default_rng(0)
+    items = []
+    for length in lengths:
+        num_prompt = max(1, int(length * prompt_share))
+        mask = np.arange(length) >= num_prompt
+        logps = ActorTokenLogps(np.full(length - num_prompt, -np.log(vocab), dtype=np.float32))
+        ids = rng.integers(0, vocab, size=length).astype(np.int32)
+        items.append(SAWItem(ids, None, mask, float(rng.normal()), {}, SampleAttachments(actor_logps=logps)))
+    return items
+
+
+def skewed_lengths(count: int, shortest: int, longest: int) -> list[int]:
+    """Many short, few long: log-normal, cut at both ends."""
+    rng = np.random.default_rng(1)
+    drawn = np.exp(rng.normal(np.log(shortest * 3), 0.8, size=count))
+    return [int(n) for n in np.clip(drawn, shortest, longest)]
+
+
+def step_seconds(
+    model: Any, items: list[SAWItem], *, packed: bool, budget: int, repeat: int = 3, compiled: bool = False
+) -> float:
+    policy = TrainedPolicy(model, packed=packed)
+    if compiled:
+        compile_layers(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=ON_GPU, foreach=not ON_GPU)
+    seconds = []
+    for _ in range(repeat + 2):
+        sync()
+        started = time.perf_counter()
+        accumulate_gradients(policy, TokenClippedSurrogateLoss(), items, micro_token_budget=budget).means()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        sync()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[2:])
+
+
+def packed_against_padded() -> None:
+    build, count, shortest, longest, budget = (smollm2, 512, 64, 2048, 16_384) if ON_GPU else (tiny, 64, 16, 512, 2048)
+    model = make(build, "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32).train()
+    items = samples(skewed_lengths(count, shortest, longest), model.config.vocab_size)
+    total = sum(len(item.input_ids) for item in items)
+    # The usual padded micro-batch takes samples as they come; ours sorts by length even there.
+    padded = step_seconds(model, items, packed=False, budget=budget)
+    packed = step_seconds(model, items, packed=True, budget=budget)
+    naive = sum(8 * max(len(i.input_ids) for i in items[k : k + 8]) for k in range(0, len(items), 8))
+    print(
+        f"packed against padded, {count} samples of {shortest}–{longest} tokens ({total:,} in all):\n"
+        f"  padded (sorted by length)  {total / padded:12,.0f} tok/s\n"
+        f"  packed                     {total / packed:12,.0f} tok/s   {padded / packed:.2f}x, no padding\n"
+        f"  (batches of 8 in arrival order would be {1 - total / naive:.0%} padding)"
+    )
+
+
+# --- memory ---
+
+
+def head_memory(way: str) -> None:
+    """In a process of its own: peak memory of the last layer's forward and backward."""
+    tokens, vocab, width = (16_384, 151_936, 1536) if ON_GPU else (1024, 151_936, 64)
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    torch.manual_seed(0)
+    hidden = (torch.randn(tokens, width, device=device, dtype=dtype) / 10).requires_grad_()
+    weight = (torch.randn(vocab, width, device=device, dtype=dtype) / 10).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device=device)
+    before = _peak_bytes(reset=True)
+    if way == "chunks":
+        logps, _ = chosen_logps(hidden, Head(weight), targets)
+    else:
+        logits = (hidden @ weight.t()).float()
+        logps = logits.log_softmax(dim=-1).gather(-1, targets[:, None])[:, 0]
+    (logps * torch.linspace(-1, 1, tokens, device=device)).sum().backward()
+    sync()
+    assert hidden.grad is not None and weight.grad is not None
+    sums = float(hidden.grad.double().abs().sum()), float(weight.grad.double().abs().sum())
+    print(f"{_peak_bytes() - before} {sums[0]} {sums[1]}")
+
+
+def _peak_bytes(reset: bool = False) -> int:
+    if ON_GPU:
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def chunks_against_full_logits() -> None:
+    results = {}
+    for way in ("full", "chunks"):
+        out = subprocess.run(
+            [sys.executable, __file__, "--head", way], capture_output=True, text=True, check=True
+        ).stdout.split()
+        results[way] = int(out[0]), float(out[1]), float(out[2])
+    (full, full_h, full_w), (chunked, chunk_h, chunk_w) = results["full"], results["chunks"]
+    tokens = 16_384 if ON_GPU else 1024
+    print(
+        f"last layer, vocabulary 151,936, {tokens:,} tokens: peak memory over what is there before\n"
+        f"  full logits  {full / 2**30:6.2f} GiB\n"
+        f"  in chunks    {chunked / 2**30:6.2f} GiB   {full / max(chunked, 1):.1f}x less; "
+        f"|gradients| differ by {abs(full_h - chunk_h) / full_h:.1e} and {abs(full_w - chunk_w) / full_w:.1e}"
+    )
+
+
+# --- speed on a GPU ---
+
+
+def trained_tokens_per_second() -> None:
+    peak = 989e12  # bf16 dense, H100/H200
+    for name, build in (("SmolLM2-135M shape", smollm2), ("Qwen2.5-1.5B shape", qwen)):
+        for compiled in (False, True):
+            model = make(build, "cuda", torch.bfloat16).train()
+            items = samples([1024] * 16, model.config.vocab_size)
+            seconds = step_seconds(model, items, packed=True, budget=16_384, compiled=compiled)
+            num_params = sum(p.numel() for p in model.parameters())
+            rate = 16_384 / seconds
+            print(
+                f"{name:22} bf16, 16 × 1024 tokens, {'compiled' if compiled else 'eager   '}: {rate:10,.0f} tok/s, "
+                f"MFU {6 * num_params * rate / peak:.2f}, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+            )
+            del model
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--only", choices=["packing", "memory", "speed", "grpo"], default=None)
+    arguments.add_argument("--head", choices=["full", "chunks"], default=None, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.head:
+        head_memory(options.head)
+        return
+    device = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {device}")
+    if options.only in (None, "memory"):
+        chunks_against_full_logits()
+    if options.only in (None, "packing"):
+        packed_against_padded()
+    if ON_GPU and options.only in (None, "speed"):
+        trained_tokens_per_second()
+    if ON_GPU and options.only in (None, "grpo"):
+        from grpo_step import grpo_step
+
+        asyncio.run(grpo_step())
+
+
+if __name__ == "__main__":
+    main()

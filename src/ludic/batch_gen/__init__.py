@@ -1,0 +1,37 @@
+"""From requests to training batches: playing episodes, crediting them, stitching their tokens into items."""
+
+from ludic.batch_gen.async_source import AsyncRolloutBatchSource
+from ludic.batch_gen.chat_items import make_chat_template_step_to_item
+from ludic.batch_gen.curriculum import (
+    Curriculum,
+    EasiestFirstCurriculum,
+    SuccessBandCurriculum,
+    TaskCurriculum,
+    UniformCurriculum,
+)
+from ludic.batch_gen.dynamic_sampling import DynamicSampling
+from ludic.batch_gen.engine import Progress, RolloutEngine
+from ludic.batch_gen.groups import TooManyFailures
+from ludic.batch_gen.offline import OfflineBatchSource
+from ludic.batch_gen.requests import (
+    DatasetRequests,
+    MixedRequests,
+    RequestsFn,
+    make_dataset_queue_requests_fn,
+    make_dataset_sequence_requests_fn,
+    make_requests_fn_from_queue,
+)
+from ludic.batch_gen.sources import RolloutBatchSource
+from ludic.batch_gen.stitching import stitch_rollout, stitch_rollouts
+from ludic.batch_gen.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.types import RequestsExhausted
+
+__all__ = [
+    "RolloutEngine", "Progress", "TooManyFailures",
+    "RequestStrategy", "IdentityStrategy", "GRPORequestStrategy", "DynamicSampling",
+    "Curriculum", "TaskCurriculum", "UniformCurriculum", "EasiestFirstCurriculum", "SuccessBandCurriculum",
+    "RequestsFn", "RequestsExhausted", "DatasetRequests", "MixedRequests", "make_requests_fn_from_queue",
+    "make_dataset_queue_requests_fn", "make_dataset_sequence_requests_fn",
+    "stitch_rollout", "stitch_rollouts",
+    "RolloutBatchSource", "AsyncRolloutBatchSource", "OfflineBatchSource", "make_chat_template_step_to_item",
+]  # fmt: skip

@@ -1,0 +1,89 @@
+"""From played episodes to a batch: settle failures, assign credit, stitch, filter, count."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+from ludic.batch_gen.episodes import Episode
+from ludic.batch_gen.groups import Settled, settle
+from ludic.batch_gen.stitching import stitch_rollout
+from ludic.types import ConfigError, CreditAssigner, SampleFilter, SAWBatch, SAWItem
+
+
+class HasCreditAssigner(Protocol):
+    """As much of an algorithm as batch generation needs."""
+
+    @property
+    def credit_assigner(self) -> CreditAssigner: ...
+
+
+def credit_of(credit_assigner: CreditAssigner | None, algorithm: HasCreditAssigner | None) -> CreditAssigner:
+    """The assigner, whichever of the two ways it was given."""
+    if (credit_assigner is None) == (algorithm is None):
+        raise ConfigError(
+            "Give either credit_assigner=… or algorithm=… (whose credit_assigner is used); "
+            f"{'both' if algorithm is not None else 'neither'} was given."
+        )
+    if algorithm is not None:
+        return algorithm.credit_assigner
+    assert credit_assigner is not None, "one of the two is given"
+    return credit_assigner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembly:
+    """How episodes become items."""
+
+    credit_assigner: CreditAssigner
+    sample_filter: SampleFilter | None = None
+    """True keeps an item."""
+    per_turn: bool = False
+    """One item per turn, instead of one per stretch of conversation that only grew."""
+
+    def batch(self, episodes: Sequence[Episode]) -> SAWBatch:
+        settled = settle(episodes)
+        rollouts = settled.rollouts
+        weights = self.credit_assigner.compute(rollouts) if rollouts else {}
+        items = [
+            item
+            for episode in settled.episodes
+            for rollout in episode.rollouts
+            for item in stitch_rollout(
+                rollout, weights, per_turn=self.per_turn, require_logprobs=_asked_for_logprobs(episode)
+            )
+        ]
+        kept = items if self.sample_filter is None else [item for item in items if self.sample_filter(item)]
+        return SAWBatch(items=kept, meta=_meta(episodes, settled, items, kept))
+
+
+def _asked_for_logprobs(episode: Episode) -> bool:
+    inference = episode.plan.request.inference
+    return inference is not None and inference.return_.return_chosen_logprobs
+
+
+def _meta(
+    episodes: Sequence[Episode], settled: Settled, items: Sequence[SAWItem], kept: Sequence[SAWItem]
+) -> dict[str, Any]:
+    counts = {
+        "target_rollouts": len(episodes),
+        "num_samples_before_filter": len(items),
+        "num_samples": len(kept),
+        "num_samples_filtered": len(items) - len(kept),
+        "num_rollouts": len(settled.rollouts),
+        "num_failed": settled.num_failed,
+        "num_retried": settled.num_retried,
+        "num_groups_dropped": settled.num_groups_dropped,
+    }
+    averages = {
+        "avg_total_reward": _mean([rollout.total_reward for rollout in settled.rollouts]),
+        "avg_completion_length": _mean([item.meta["completion_length"] for item in kept]),
+        "avg_prompt_length": _mean([item.meta["prompt_length"] for item in kept]),
+        "avg_turns": _mean([len({s.turn_id for s in r.agent_steps}) for r in settled.rollouts]),
+    }
+    metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
+    return {**counts, **averages, "rollout_metrics": metrics}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

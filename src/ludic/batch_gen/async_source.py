@@ -1,0 +1,151 @@
+"""`AsyncRolloutBatchSource`: generation runs ahead of training, by a bounded number of policy versions.
+
+A batch that is begun while `k` others wait or are being trained on will be trained `k` updates later: that is its lag.
+So a new batch is begun only when `k` updates are within `max_lag`. This is pacing: nothing is generated to be thrown away.
+When the trainer waits and nothing is ready, `k` is 0: a batch is begun in any case, and could not be any fresher.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ludic.types import BatchSource, ConfigError, SAWBatch, Stateful
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A batch that is being made or is ready."""
+
+    version: int
+    """Policy version at the start of its generation."""
+    source_state: dict[str, Any]
+    """Position of the inner source before it: where a resume has to begin to make it again."""
+
+
+class AsyncRolloutBatchSource:
+    """Batches of `source`, made in a background task.
+
+    The trainer calls `notify_version` after each update. `versions_per_batch` is how far the version moves per batch (more
+    than 1 where a batch is trained on in several optimizer steps, or weights are published only every few). Training must
+    leave the event loop free while it computes (a thread), or nothing overlaps. Close it, or use `async with`.
+    """
+
+    def __init__(
+        self, source: BatchSource, *, max_lag: int = 1, max_batches: int = 2, versions_per_batch: int = 1
+    ) -> None:
+        if max_lag < 0:
+            raise ConfigError(f"max_lag={max_lag}; it must be 0 (generate only when asked) or more.")
+        if max_batches < 1:
+            raise ConfigError(f"max_batches={max_batches}; there must be room for one finished batch.")
+        if versions_per_batch < 1:
+            raise ConfigError(f"versions_per_batch={versions_per_batch}; training on a batch makes a new version.")
+        self._source = source
+        self._max_lag = max_lag
+        self._max_batches = max_batches
+        self._versions_per_batch = versions_per_batch
+        self._version = 0
+        self._ready: deque[tuple[_Begun, SAWBatch]] = deque()
+        self._in_progress: _Begun | None = None
+        self._is_training = False
+        self._go = asyncio.Event()
+        """Something changed on the trainer's side; generation looks again whether it may begin."""
+        self._filled = asyncio.Event()
+        """A batch is ready, or generation has ended."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    # --- the trainer's side ---
+
+    async def next_batch(self) -> SAWBatch:
+        """The oldest finished batch; its meta says at which version it was begun and how many updates ago that was."""
+        if self._is_closed:
+            raise ConfigError("This AsyncRolloutBatchSource is closed; make a new one.")
+        task = self._task or self._start()
+        self._is_training = False  # whoever asks for the next batch is done with the last one
+        self._go.set()
+        begun, batch = await self._wait_for_batch(task)
+        self._is_training = True
+        self._go.set()
+        lag = self._version - begun.version
+        batch.meta |= {"source": "async_rollout", "generated_at_version": begun.version, "lag": lag}
+        batch.meta.setdefault("rollout_metrics", {})["lag"] = float(lag)
+        return batch
+
+    get_next_batch = next_batch
+
+    def notify_version(self, version: int) -> None:
+        """The policy that generates now is this one. May be called from any thread."""
+        self._version = version
+        self._is_training = False
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._go.set)
+
+    async def close(self) -> None:
+        """Cancel what is being generated, and wait until it has ended."""
+        self._is_closed = True
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def __aenter__(self) -> "AsyncRolloutBatchSource":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _wait_for_batch(self, task: asyncio.Task[None]) -> tuple[_Begun, SAWBatch]:
+        while not self._ready:
+            if task.done():
+                task.result()  # raises what ended it; RequestsExhausted too, after the last batch
+            self._filled.clear()
+            await self._filled.wait()
+        return self._ready.popleft()
+
+    # --- the background's side ---
+
+    def _start(self) -> asyncio.Task[None]:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._generate(), name="generate batches ahead")
+        self._task.add_done_callback(lambda _: self._filled.set())
+        return self._task
+
+    async def _generate(self) -> None:
+        while True:
+            while not self._may_begin():
+                self._go.clear()
+                await self._go.wait()
+            self._in_progress = _Begun(version=self._version, source_state=self._source_state())
+            batch = await self._source.next_batch()
+            self._ready.append((self._in_progress, batch))
+            self._in_progress = None
+            self._filled.set()
+
+    def _may_begin(self) -> bool:
+        num_ahead = len(self._ready) + self._is_training
+        return len(self._ready) < self._max_batches and num_ahead * self._versions_per_batch <= self._max_lag
+
+    # --- resume ---
+
+    def _source_state(self) -> dict[str, Any]:
+        return self._source.state_dict() if isinstance(self._source, Stateful) else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the first batch that was not handed out begins: batches made ahead are made again after a resume."""
+        pending = self._ready[0][0] if self._ready else self._in_progress
+        return {
+            "version": self._version,
+            "source": self._source_state() if pending is None else pending.source_state,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._task is not None:
+            raise ConfigError("Load the state before the first next_batch; generation has begun already.")
+        self._version = state["version"]
+        if isinstance(self._source, Stateful):
+            self._source.load_state_dict(state["source"])

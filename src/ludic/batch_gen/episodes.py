@@ -1,0 +1,177 @@
+"""One request, one episode: seeds, a fresh env and protocol, a deadline, another try.
+
+What a failure is and how it becomes data is `ludic.interaction.run_or_record`'s business; here is only how often an
+episode is tried and what is noted on its rollouts.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ludic.batch_gen.factories import Factories
+from ludic.interaction import InteractionProtocol, run_or_record
+from ludic.types import ConfigError, Failure, Rollout, RolloutRequest, derive_seed, new_id
+
+logger = logging.getLogger(__name__)
+
+_ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeLimits:
+    """What an episode may take."""
+
+    max_steps: int
+    """Turns."""
+    timeout_s: float | None = None
+    """For each model call."""
+    episode_timeout_s: float | None = None
+    """For the whole episode."""
+    max_retries: int = 1
+    """How often a failed episode is tried again, with the same seeds."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1:
+            raise ConfigError(f"max_steps={self.max_steps}; an episode needs at least one turn.")
+        if self.max_retries < 0:
+            raise ConfigError(f"max_retries={self.max_retries}; it must be 0 (never try again) or more.")
+        for name, seconds in (("timeout_s", self.timeout_s), ("episode_timeout_s", self.episode_timeout_s)):
+            if seconds is not None and seconds <= 0:
+                raise ConfigError(f"{name}={seconds}; give a positive number of seconds, or None for no limit.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodePlan:
+    """One episode to be played: a request with its seeds settled."""
+
+    index: int
+    """Number of the episode, counted over the engine's (or the batch source's) life."""
+    request: RolloutRequest
+    env_seed: int
+    sampling_seed: int
+
+    @property
+    def group_id(self) -> str | None:
+        return self.request.meta.get("group_id")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """One played episode."""
+
+    plan: EpisodePlan
+    rollouts: list[Rollout]
+    """One per agent perspective, and one per delegated sub-task."""
+    num_attempts: int = 1
+    """0 when it was read back from a file instead of played."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the episode failed. A delegated sub-task that failed was told to its parent; that is no failure."""
+        return next((r.failure for r in self.rollouts if r.failure and "parent_step_id" not in r.meta), None)
+
+
+def plan_episodes(requests: Iterable[RolloutRequest], *, first_index: int, seed: int) -> Iterator[EpisodePlan]:
+    """One plan per episode, in the order of the requests. Seeds depend on the request and its number, on nothing else."""
+    index = first_index
+    for request in requests:
+        for repeat in range(request.num_episodes):
+            env_seed, sampling_seed = request.env_seed, request.sampling_seed
+            if env_seed is None:
+                env_seed = derive_seed(seed, _ENV_SEEDS, index)
+            if sampling_seed is None:
+                sampling_seed = derive_seed(seed, _SAMPLING_SEEDS, index)
+            elif request.num_episodes > 1:
+                sampling_seed = derive_seed(sampling_seed, repeat)  # or all its episodes would be one
+            yield EpisodePlan(index=index, request=request, env_seed=env_seed, sampling_seed=sampling_seed)
+            index += 1
+
+
+async def play_episode(plan: EpisodePlan, factories: Factories, limits: EpisodeLimits) -> Episode:
+    """The episode of a plan, tried again if it fails; what the last try came to."""
+    num_attempts = 0
+    while True:
+        num_attempts += 1
+        rollouts = await _play_once(plan, factories, limits)
+        episode = Episode(plan=plan, rollouts=rollouts, num_attempts=num_attempts)
+        if episode.failure is None or num_attempts > limits.max_retries:
+            return episode
+        logger.warning("Episode %d failed (%s); trying again.", plan.index, episode.failure.error)
+
+
+async def _play_once(plan: EpisodePlan, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
+    protocol = factories.make_protocol(plan.request)
+
+    async def run() -> list[Rollout]:
+        return await _within_deadline(plan, protocol, factories, limits)
+
+    return await run_or_record(protocol, run, meta=_meta(plan, limits))
+
+
+async def _within_deadline(
+    plan: EpisodePlan, protocol: InteractionProtocol, factories: Factories, limits: EpisodeLimits
+) -> list[Rollout]:
+    try:
+        async with asyncio.timeout(limits.episode_timeout_s) as deadline:
+            return await _with_env(plan, protocol, factories, limits)
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise TimeoutError(f"The episode took longer than episode_timeout_s={limits.episode_timeout_s:g}.") from error
+
+
+async def _with_env(
+    plan: EpisodePlan, protocol: InteractionProtocol, factories: Factories, limits: EpisodeLimits
+) -> list[Rollout]:
+    env = factories.make_env(plan.request)
+    try:
+        return await protocol.run(
+            env=env,
+            max_steps=limits.max_steps,
+            env_seed=plan.env_seed,
+            sampling_seed=plan.sampling_seed,
+            inference=plan.request.inference,
+            timeout_s=limits.timeout_s,
+        )
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Nobody cancelled us: a client or an env let its own cancellation escape. That is its failure, not our end.
+        raise RuntimeError("Something inside the episode was cancelled, and the episode with it.") from error
+    finally:
+        await env.async_close()
+
+
+def _meta(plan: EpisodePlan, limits: EpisodeLimits) -> dict[str, Any]:
+    request = plan.request
+    return {
+        **request.meta,
+        "episode_idx": plan.index,
+        "request_meta": dict(request.meta),
+        "engine": {
+            "episode_run": new_id(),
+            "max_steps": limits.max_steps,
+            "timeout_s": limits.timeout_s,
+            "env_kind": request.env.kind,
+            "protocol_kind": request.protocol.kind,
+            "env_seed": plan.env_seed,
+            "sampling_seed": plan.sampling_seed,
+            "forced_env_seed": request.env_seed,
+            "forced_sampling_seed": request.sampling_seed,
+            "return_spec": _return_spec(request),
+        },
+    }
+
+
+def _return_spec(request: RolloutRequest) -> dict[str, Any] | None:
+    if request.inference is None:
+        return None
+    wanted = request.inference.return_
+    return {
+        "return_token_ids": wanted.return_token_ids,
+        "return_chosen_logprobs": wanted.return_chosen_logprobs,
+        "top_logprobs_k": wanted.top_logprobs_k,
+    }

@@ -1,0 +1,74 @@
+"""What becomes of failed episodes: siblings live, incomplete groups go, and a run that mostly fails stops."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ludic.batch_gen.episodes import Episode
+from ludic.types import ConfigError, LudicError, Rollout
+
+_NUM_SHOWN = 3
+
+
+class TooManyFailures(LudicError, RuntimeError):
+    """More episodes failed than the run allows."""
+
+
+class FailureLimit:
+    """Counts failed episodes and stops the run as soon as the limit is sure to be passed."""
+
+    def __init__(self, max_failed_share: float, *, num_episodes: int) -> None:
+        if not 0 <= max_failed_share <= 1:
+            raise ConfigError(f"max_failed_share={max_failed_share}; it is a share of the episodes, from 0 to 1.")
+        self._share = max_failed_share
+        self._num_episodes = num_episodes
+        self.num_failed = 0
+        self._first: list[str] = []
+
+    def count(self, episode: Episode) -> None:
+        failure = episode.failure
+        if failure is None:
+            return
+        self.num_failed += 1
+        if len(self._first) < _NUM_SHOWN:
+            self._first.append(f"episode {episode.plan.index}: {failure.error}: {failure.message}")
+        if self.num_failed > self._share * self._num_episodes:
+            raise TooManyFailures(
+                f"{self.num_failed} of {self._num_episodes} episodes failed, more than max_failed_share={self._share:g} "
+                f"allows. The first: {'; '.join(self._first)}. Fix what they name, or raise max_failed_share."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """Which episodes credit is assigned to, and what was left out."""
+
+    episodes: list[Episode]
+    """Those that count, in order; every group among them is whole."""
+    num_failed: int
+    num_groups_dropped: int
+    num_retried: int
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for episode in self.episodes for rollout in episode.rollouts if rollout.failure is None]
+
+
+def settle(episodes: Sequence[Episode]) -> Settled:
+    """Leave out failed episodes, and with each of them the whole group that it belongs to."""
+    failed = [episode for episode in episodes if episode.failure is not None]
+    broken = {episode.plan.group_id for episode in failed} - {None}
+    return Settled(
+        episodes=[e for e in episodes if e.failure is None and e.plan.group_id not in broken],
+        num_failed=len(failed),
+        num_groups_dropped=len(broken),
+        num_retried=sum(episode.num_attempts > 1 for episode in episodes),
+    )
+
+
+def by_group(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """Episodes of one group together, in the order in which the groups begin; one without a group stands alone."""
+    groups: dict[str | int, list[Episode]] = {}
+    for episode in episodes:
+        group_id = episode.plan.group_id
+        groups.setdefault(episode.plan.index if group_id is None else group_id, []).append(episode)
+    return list(groups.values())

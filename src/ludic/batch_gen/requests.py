@@ -1,0 +1,277 @@
+"""Where requests come from: functions that return the requests of the next batch.
+
+Made from a queue (each sample once) or from a sequence (over and over, in a new order each pass). What they return can
+be resumed where it has a position: see `DatasetRequests`.
+"""
+
+import asyncio
+import queue
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from ludic.batch_gen.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.types import (
+    ConfigError,
+    EnvSpec,
+    InferenceSpec,
+    ProtocolSpec,
+    RequestsExhausted,
+    RolloutRequest,
+    Stateful,
+    derive_seed,
+)
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+RequestsFn: TypeAlias = Callable[[], list[RolloutRequest]]
+OnEmpty: TypeAlias = Literal["raise", "return_empty"]
+Sample: TypeAlias = Any
+
+
+class TakesItems(Protocol[T_co]):
+    """`queue.Queue` and `asyncio.Queue` both are such a thing."""
+
+    def get_nowait(self) -> T_co: ...
+
+
+# --- from a queue ---
+
+
+def make_requests_fn_from_queue(
+    q: TakesItems[T],
+    *,
+    batch_size: int,
+    build_request: Callable[[T], RolloutRequest],
+    strategy: RequestStrategy | None = None,
+    on_empty: OnEmpty = "raise",
+) -> RequestsFn:
+    """Up to `batch_size` items per call, never waiting; the last batch may be smaller."""
+    _check_batch_size(batch_size)
+    if on_empty not in ("raise", "return_empty"):
+        raise ConfigError(f"on_empty={on_empty!r}; it must be 'raise' or 'return_empty'.")
+    expand = (strategy or IdentityStrategy()).expand
+
+    def next_requests() -> list[RolloutRequest]:
+        items = _take(q, batch_size)
+        if not items and on_empty == "raise":
+            raise RequestsExhausted("The queue of samples is empty.")
+        return expand([build_request(item) for item in items])
+
+    return next_requests
+
+
+def _take(q: TakesItems[T], limit: int) -> list[T]:
+    items: list[T] = []
+    while len(items) < limit:
+        try:
+            items.append(q.get_nowait())
+        except (queue.Empty, asyncio.QueueEmpty):
+            break
+    return items
+
+
+# --- from a dataset ---
+
+
+def _as_sample(sample: Sample) -> Mapping[str, Any]:
+    return {"sample": sample}
+
+
+def _no_meta(index: int, sample: Sample) -> Mapping[str, Any]:
+    return {}
+
+
+def _index(index: int) -> int:
+    return index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestBuilder:
+    """How a sample of a dataset becomes a request."""
+
+    env_kind: str
+    protocol_kind: str
+    inference: InferenceSpec | None = None
+    env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample
+    protocol_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta
+    """(index, sample) -> facts for the rollout's meta; `sample_index` is always among them."""
+    env_seed_fn: Callable[[int], int] = _index
+    sampling_seed_fn: Callable[[int], int] | None = None
+    """None: a new seed each time the sample is drawn, so that a second pass does not repeat the first."""
+
+    def build(self, index: int, sample: Sample, *, fresh_seed: int) -> RolloutRequest:
+        return RolloutRequest(
+            env=EnvSpec(self.env_kind, self.env_kwargs_fn(sample)),
+            protocol=ProtocolSpec(self.protocol_kind, self.protocol_kwargs),
+            env_seed=self.env_seed_fn(index),
+            sampling_seed=fresh_seed if self.sampling_seed_fn is None else self.sampling_seed_fn(index),
+            inference=self.inference,
+            meta={"sample_index": index, **self.request_meta_fn(index, sample)},
+        )
+
+
+def make_dataset_queue_requests_fn(
+    samples_q: TakesItems[tuple[int, Sample]],
+    *,
+    batch_size: int,
+    env_kind: str,
+    protocol_kind: str,
+    inference: InferenceSpec | None = None,
+    env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample,
+    protocol_kwargs: Mapping[str, Any] | None = None,
+    request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta,
+    env_seed_fn: Callable[[int], int] = _index,
+    sampling_seed_fn: Callable[[int], int] = _index,
+    group_size: int = 1,
+    on_empty: OnEmpty = "raise",
+) -> RequestsFn:
+    """Requests from a queue of (index, sample); a group size other than 1 expands each into a group."""
+    builder = RequestBuilder(
+        env_kind=env_kind,
+        protocol_kind=protocol_kind,
+        inference=inference,
+        env_kwargs_fn=env_kwargs_fn,
+        protocol_kwargs=protocol_kwargs or {},
+        request_meta_fn=request_meta_fn,
+        env_seed_fn=env_seed_fn,
+        sampling_seed_fn=sampling_seed_fn,
+    )
+    return make_requests_fn_from_queue(
+        samples_q,
+        batch_size=batch_size,
+        build_request=lambda pair: builder.build(pair[0], pair[1], fresh_seed=0),
+        strategy=_strategy_for(group_size),
+        on_empty=on_empty,
+    )
+
+
+def make_dataset_sequence_requests_fn(
+    samples: Sequence[Sample],
+    *,
+    batch_size: int,
+    env_kind: str,
+    protocol_kind: str,
+    inference: InferenceSpec | None = None,
+    env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample,
+    protocol_kwargs: Mapping[str, Any] | None = None,
+    request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta,
+    env_seed_fn: Callable[[int], int] = _index,
+    sampling_seed_fn: Callable[[int], int] | None = None,
+    group_size: int = 1,
+    shuffle: bool = False,
+    rng_seed: int = 0,
+) -> "DatasetRequests":
+    """Requests from a sequence, for ever; with `shuffle` in a new order each pass."""
+    builder = RequestBuilder(
+        env_kind=env_kind,
+        protocol_kind=protocol_kind,
+        inference=inference,
+        env_kwargs_fn=env_kwargs_fn,
+        protocol_kwargs=protocol_kwargs or {},
+        request_meta_fn=request_meta_fn,
+        env_seed_fn=env_seed_fn,
+        sampling_seed_fn=sampling_seed_fn,
+    )
+    return DatasetRequests(
+        samples,
+        builder,
+        batch_size=batch_size,
+        strategy=_strategy_for(group_size),
+        shuffle=shuffle,
+        rng_seed=rng_seed,
+    )
+
+
+class DatasetRequests:
+    """Goes through a sequence of samples again and again; its position survives a resume."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        builder: RequestBuilder,
+        *,
+        batch_size: int,
+        strategy: RequestStrategy,
+        shuffle: bool,
+        rng_seed: int,
+    ) -> None:
+        _check_batch_size(batch_size)
+        if len(samples) == 0:
+            raise ConfigError("There are no samples to make requests from.")
+        self._samples = samples
+        self._builder = builder
+        self._batch_size = batch_size
+        self._strategy = strategy
+        self._shuffle = shuffle
+        self._rng_seed = rng_seed
+        self._num_drawn = 0
+        self._order_of: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def epoch(self) -> int:
+        """How many passes are complete."""
+        return self._num_drawn // len(self._samples)
+
+    def __call__(self) -> list[RolloutRequest]:
+        return self._strategy.expand([self._next() for _ in range(self._batch_size)])
+
+    def _next(self) -> RolloutRequest:
+        epoch, position = divmod(self._num_drawn, len(self._samples))
+        index = self._order(epoch)[position]
+        fresh_seed = derive_seed(self._rng_seed, self._num_drawn)
+        self._num_drawn += 1
+        return self._builder.build(index, self._samples[index], fresh_seed=fresh_seed)
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._order_of[0] != epoch:
+            order = list(range(len(self._samples)))
+            if self._shuffle:
+                random.Random(derive_seed(self._rng_seed, epoch)).shuffle(order)
+            self._order_of = (epoch, order)
+        return self._order_of[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        strategy = self._strategy.state_dict() if isinstance(self._strategy, Stateful) else {}
+        return {"num_drawn": self._num_drawn, "num_samples": len(self._samples), "strategy": strategy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["num_samples"] != len(self._samples):
+            raise ConfigError(
+                f"The saved position is in a dataset of {state['num_samples']} samples, this one has {len(self._samples)}. "
+                "Resume with the data that the run was started with."
+            )
+        self._num_drawn = state["num_drawn"]
+        if isinstance(self._strategy, Stateful):
+            self._strategy.load_state_dict(state["strategy"])
+
+
+class MixedRequests:
+    """Several request functions side by side: every batch holds requests of each, so it may mix envs."""
+
+    def __init__(self, *parts: RequestsFn) -> None:
+        if not parts:
+            raise ConfigError("MixedRequests needs at least one request function.")
+        self._parts = parts
+
+    def __call__(self) -> list[RolloutRequest]:
+        return [request for part in self._parts for request in part()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() if isinstance(part, Stateful) else {} for part in self._parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, own in zip(self._parts, state["parts"], strict=True):
+            if isinstance(part, Stateful):
+                part.load_state_dict(own)
+
+
+def _strategy_for(group_size: int) -> RequestStrategy:
+    return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}; a batch needs at least one request.")

@@ -1,0 +1,271 @@
+"""From the model calls of a rollout to training items, token for token.
+
+A rollout's calls are read in order. As long as each prompt continues exactly what was sent and sampled before, they
+form one item, over turns and tool loops alike: sampled tokens are actions, all others are state. Where a prompt does
+not continue (a rewritten history), a new item starts. Nothing is retokenised and nothing raises for it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ludic.types import (
+    ActorTokenLogps,
+    AgentStep,
+    Rollout,
+    RolloutStepKey,
+    SampleAttachments,
+    SAWItem,
+    Step,
+    TokenTrace,
+    VersionRun,
+    is_parse_failure,
+)
+
+MAX_INFO_TEXT = 256
+"""Longer texts of a step's info are not copied into an item's meta."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The steps of one turn; the last of them closes it."""
+
+    steps: list[Step]
+
+    @property
+    def last(self) -> Step:
+        return self.steps[-1]
+
+    @property
+    def reward(self) -> float:
+        """What the turn adds to the rollout's total reward."""
+        return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One model call that sampled something, and the turn that it belongs to."""
+
+    step: AgentStep
+    turn: _Turn
+    ends_turn: bool
+    """The last of its turn."""
+
+    @property
+    def trace(self) -> TokenTrace:
+        return self.step.trace
+
+    @property
+    def kind(self) -> tuple[float | None, bool, bool]:
+        """Calls of one item agree in this, so that it can be said of the item."""
+        trace = self.trace
+        return trace.temperature, trace.completion_logprobs is not None, bool(trace.version_runs)
+
+
+def stitch_rollouts(
+    rollouts: Iterable[Rollout],
+    weights: Mapping[RolloutStepKey, float],
+    *,
+    per_turn: bool = False,
+    require_logprobs: bool = False,
+) -> list[SAWItem]:
+    """The items of all rollouts, in order; failed rollouts have none."""
+    return [
+        item
+        for rollout in rollouts
+        for item in stitch_rollout(rollout, weights, per_turn=per_turn, require_logprobs=require_logprobs)
+    ]
+
+
+def stitch_rollout(
+    rollout: Rollout,
+    weights: Mapping[RolloutStepKey, float],
+    *,
+    per_turn: bool = False,
+    require_logprobs: bool = False,
+) -> list[SAWItem]:
+    """The items of one rollout.
+
+    An action token weighs what the last step of its turn was credited with. `per_turn` starts a new item at every turn.
+    """
+    if rollout.failure is not None:
+        return []
+    calls = _calls(rollout)
+    if require_logprobs:
+        _require_logprobs(rollout, calls)
+    segments = _segments(calls, per_turn=per_turn)
+    return [_item(rollout, segment, number, weights) for number, segment in enumerate(segments)]
+
+
+# --- which calls belong together ---
+
+
+def _calls(rollout: Rollout) -> list[_Call]:
+    turns: dict[str, _Turn] = {}
+    last_calls: dict[str, str] = {}
+    sampling = [step for step in rollout.agent_steps if len(step.trace.completion_token_ids)]
+    for step in rollout.steps:
+        turns.setdefault(_turn_of(step), _Turn([])).steps.append(step)
+    for call in sampling:
+        last_calls[_turn_of(call)] = call.id
+    return [_Call(c, turns[_turn_of(c)], ends_turn=last_calls[_turn_of(c)] == c.id) for c in sampling]
+
+
+def _turn_of(step: Step) -> str:
+    return step.turn_id or step.id
+
+
+def _segments(calls: Sequence[_Call], *, per_turn: bool) -> list[list[_Call]]:
+    segments: list[list[_Call]] = []
+    for call in calls:
+        if (
+            segments
+            and _continues(segments[-1][-1], call)
+            and not (per_turn and segments[-1][-1].turn is not call.turn)
+        ):
+            segments[-1].append(call)
+        else:
+            segments.append([call])
+    return segments
+
+
+def _continues(before: _Call, call: _Call) -> bool:
+    """True when the prompt starts with everything that `before` was sent and sampled."""
+    prompt, sent, sampled = (
+        call.trace.prompt_token_ids,
+        before.trace.prompt_token_ids,
+        before.trace.completion_token_ids,
+    )
+    end = len(sent) + len(sampled)
+    return (
+        call.kind == before.kind
+        and len(prompt) >= end
+        and np.array_equal(prompt[: len(sent)], sent)
+        and np.array_equal(prompt[len(sent) : end], sampled)
+    )
+
+
+# --- one item ---
+
+
+def _item(rollout: Rollout, calls: list[_Call], number: int, weights: Mapping[RolloutStepKey, float]) -> SAWItem:
+    last = calls[-1].trace
+    # Each prompt contains all that went before, so the last call holds the whole sequence.
+    ids = np.concatenate([last.prompt_token_ids, last.completion_token_ids])
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    for call in calls:
+        start = len(call.trace.prompt_token_ids)
+        mask[start : start + len(call.trace.completion_token_ids)] = True
+    weight, token_weights = _weights(rollout, calls, weights)
+    return SAWItem(
+        input_ids=ids,
+        attention_mask=None,
+        action_mask=mask,
+        weight=weight,
+        meta=_meta(rollout, calls, number, num_tokens=len(ids)),
+        attachments=SampleAttachments(
+            actor_logps=_logprobs(calls),
+            token_weights=token_weights,
+            temperature=last.temperature,
+            version_runs=_version_runs(calls),
+        ),
+    )
+
+
+def _weights(
+    rollout: Rollout, calls: list[_Call], weights: Mapping[RolloutStepKey, float]
+) -> tuple[float, npt.NDArray[np.float32] | None]:
+    """The item's weight, and one per action token where its turns differ."""
+    by_call = [_weight(rollout, call, weights) for call in calls]
+    if len(set(by_call)) == 1:
+        return by_call[0], None
+    lengths = [len(call.trace.completion_token_ids) for call in calls]
+    return float(np.average(by_call, weights=lengths)), np.repeat(np.array(by_call, dtype=np.float32), lengths)
+
+
+def _weight(rollout: Rollout, call: _Call, weights: Mapping[RolloutStepKey, float]) -> float:
+    index = call.turn.last.index
+    try:
+        weight = float(weights[rollout.id, index])
+    except KeyError:
+        raise KeyError(
+            f"Credit assignment gave no weight to step {index} of rollout {rollout.id}; an assigner covers every step "
+            "of every rollout that it is given."
+        ) from None
+    if not np.isfinite(weight):
+        raise ValueError(f"Credit assignment gave step {index} of rollout {rollout.id} the weight {weight}.")
+    return weight
+
+
+def _logprobs(calls: list[_Call]) -> ActorTokenLogps | None:
+    found = [call.trace.completion_logprobs for call in calls]
+    present = [logprobs for logprobs in found if logprobs is not None]
+    return ActorTokenLogps(np.concatenate(present)) if present else None
+
+
+def _require_logprobs(rollout: Rollout, calls: Sequence[_Call]) -> None:
+    missing = [call.step.index for call in calls if call.trace.completion_logprobs is None]
+    if missing:
+        raise ValueError(
+            f"Log-probs of the sampled tokens were asked for, but steps {missing} of rollout {rollout.id} have none. Use a "
+            "client that returns them, or a ReturnSpec without return_chosen_logprobs."
+        )
+
+
+def _version_runs(calls: list[_Call]) -> tuple[VersionRun, ...]:
+    merged: list[VersionRun] = []
+    for run in (run for call in calls for run in call.trace.version_runs):
+        if merged and merged[-1].version == run.version:
+            merged[-1] = VersionRun(run.version, merged[-1].length + run.length)
+        else:
+            merged.append(run)
+    return tuple(merged)
+
+
+def _meta(rollout: Rollout, calls: list[_Call], number: int, *, num_tokens: int) -> dict[str, Any]:
+    last = calls[-1].turn.last
+    turns = list({id(call.turn): call.turn for call in calls}.values())
+    # A turn whose calls lie in two items counts where it ends.
+    ended = [call.turn for call in calls if call.ends_turn]
+    completion_length = sum(len(call.trace.completion_token_ids) for call in calls)
+    num_parse_errors = sum(is_parse_failure(call.step) for call in calls)
+    request_meta = rollout.meta.get("request_meta", {})
+    core = {
+        "rollout_id": rollout.id,
+        "group_id": request_meta.get("group_id"),
+        "agent_id": rollout.meta.get("agent_id"),
+        "delegate": rollout.meta.get("delegate"),
+        "env_name": rollout.meta.get("env_name"),
+        "segment": number,
+        "step_index": last.index,
+        "step_kind": last.kind,
+        "num_turns": len(turns),
+        "reward": sum(turn.reward for turn in ended),
+        "total_reward": rollout.total_reward,
+        "completion_length": completion_length,
+        "prompt_length": num_tokens - completion_length,
+        "truncated": last.truncated,
+        "terminated": last.terminated,
+        "episode_truncated": rollout.stop is not None and rollout.stop.is_truncation,
+        "stop": None if rollout.stop is None else rollout.stop.value,
+        "finish_reason": calls[-1].trace.finish_reason,
+        "parse_error": num_parse_errors > 0,
+        "num_parse_errors": num_parse_errors,
+        "request_meta": request_meta,
+    }
+    # Ludic's own facts go last: an env may add to them, not change them.
+    return {**_small_facts(last), **core}
+
+
+def _small_facts(step: Step) -> dict[str, Any]:
+    """What is worth filtering and averaging by: numbers, flags and short texts; no lists, messages or observations."""
+    return {
+        key: value
+        for key, value in step.info.items()
+        if value is None
+        or isinstance(value, (bool, int, float))
+        or (isinstance(value, str) and len(value) <= MAX_INFO_TEXT)
+    }

@@ -1,0 +1,219 @@
+"""Log-probabilities of chosen tokens without ever holding all logits.
+
+The last layer of a language model turns a few thousand numbers per token into as many as there are words. For 16k
+tokens and 152k words that is ten gigabytes, and as much again for its gradient. Here it is done in chunks: forward
+keeps two numbers per token, backward computes the chunk's logits again.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ludic.models.attention import AttentionState
+from ludic.types import ConfigError
+
+EntropyMode: TypeAlias = Literal["watch", "train"]
+_CHUNK_ELEMENTS = 1 << 27
+"""Logits held at a time: half a gigabyte in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands between a decoder's last hidden state and the logits."""
+
+    weight_VD: Tensor
+    softcap: float | None = None
+    """Gemma 2 squashes its logits: softcap · tanh(logits / softcap)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All logits of these hidden states, in fp32."""
+        logits = (hidden @ self.weight_VD.to(hidden.dtype).t()).float()
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def plain_model(model: Any) -> Any:
+    """The transformers model inside a peft wrapper (adapters are part of its layers), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_head(model: Any) -> Head:
+    """The model's head, proven: the decoder's output through it gives the model's own logits."""
+    inner = plain_model(model)
+    linear = inner.get_output_embeddings()
+    if linear is None or type(linear) is not torch.nn.Linear or linear.bias is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} has no plain output layer (found {type(linear).__name__}); its log-probabilities cannot be "
+            "computed in chunks."
+        )
+    head = Head(linear.weight, inner.config.get_text_config().to_dict().get("final_logit_softcapping"))
+    _check_head(inner, head)
+    return head
+
+
+@torch.no_grad()
+def _check_head(model: Any, head: Head) -> None:
+    device = head.weight_VD.device
+    if device.type == "meta":
+        return
+    was_training = model.training
+    model.eval()
+    ids = torch.arange(4, device=device)[None] % head.weight_VD.shape[0]
+    ours = head.logits(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    theirs = model(input_ids=ids, use_cache=False).logits.float()
+    model.train(was_training)
+    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max()) + 1e-6, equal_nan=True):
+        raise ConfigError(
+            f"{type(model).__name__} does something to its logits that Ludic does not know (a scale, a shift); its "
+            "log-probabilities would be wrong. Open an issue, or train with a loss on full logits."
+        )
+
+
+def hidden_states(model: Any, ids_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
+    """The decoder's last hidden states [T, D] of flat tokens."""
+    out: Tensor = (
+        plain_model(model)
+        .get_decoder()(
+            input_ids=ids_T[None],
+            position_ids=positions_T[None],
+            attention_mask=torch.empty(0, 0, 0, 0, device=ids_T.device),
+            use_cache=False,
+            ludic_state=state,
+        )
+        .last_hidden_state[0]
+    )
+    return out
+
+
+# Letters: A chosen tokens, D hidden size, V vocabulary, C tokens of one chunk.
+def chosen_logps(
+    hidden_AD: Tensor,
+    head: Head,
+    targets_A: Tensor,
+    inverse_temperature_A: Tensor | None = None,
+    *,
+    entropy: EntropyMode | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """log-probability of each target (and the entropy of its distribution), in fp32, differentiable.
+
+    An entropy that is only watched carries no gradient, which is cheaper.
+    """
+    scale = torch.ones_like(targets_A, dtype=torch.float32) if inverse_temperature_A is None else inverse_temperature_A
+    weight = head.weight_VD
+    if torch.is_autocast_enabled(hidden_AD.device.type):
+        dtype = torch.get_autocast_dtype(hidden_AD.device.type)
+        hidden_AD = hidden_AD.to(dtype)  # the weight is converted inside, so that its gradient is not rounded
+    logps, entropies = _ChosenLogps.apply(hidden_AD, weight, targets_A, scale, head.softcap, entropy)
+    return logps, entropies if entropy is not None else None
+
+
+class _ChosenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        softcap: float | None,
+        mode: EntropyMode | None,
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, with_entropy = hidden.shape[0], mode is not None
+        narrow_weight = weight.to(hidden.dtype)
+        normaliser = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
+        logps = torch.empty_like(normaliser)
+        entropy = torch.empty_like(normaliser) if with_entropy else torch.empty(0, device=hidden.device)
+        read = _fused(_read) if hidden.is_cuda else _read
+        for here in _chunks(num_tokens, weight.shape[0]):
+            logits = hidden[here] @ narrow_weight.t()
+            normaliser[here], logps[here], own = read(logits, targets[here], scale[here], softcap, with_entropy)
+            if own is not None:
+                entropy[here] = own
+        ctx.save_for_backward(hidden, weight, targets, scale, normaliser, entropy)
+        ctx.softcap, ctx.with_entropy = softcap, mode == "train"
+        if mode != "train":
+            ctx.mark_non_differentiable(entropy)
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> Any:
+        hidden, weight, targets, scale, normaliser, entropy = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        narrow_weight = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        slope = _fused(_slope) if hidden.is_cuda else _slope
+        for here in _chunks(hidden.shape[0], weight.shape[0]):
+            of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
+            logits = hidden[here] @ narrow_weight.t()
+            grad = slope(
+                logits, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
+            )
+            if grad_hidden is not None:
+                grad_hidden[here] = grad @ narrow_weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[here]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _chunks(num_tokens: int, vocab: int) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // vocab)
+    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+
+
+def _read(
+    logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, softcap: float | None, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log of the normaliser, log-prob of the target, entropy) of a chunk."""
+    x = _scaled(logits_CV, scale_C, softcap)
+    normaliser_C = x.logsumexp(dim=-1)
+    chosen_C = x.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
+    if not with_entropy:
+        return normaliser_C, chosen_C, None
+    log_probs = x - normaliser_C[:, None]
+    return normaliser_C, chosen_C, -_times_log(log_probs.exp(), log_probs).sum(dim=-1)
+
+
+def _slope(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    scale_C: Tensor,
+    normaliser_C: Tensor,
+    grad_logps_C: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    softcap: float | None,
+) -> Tensor:
+    """Gradient with respect to the raw logits of a chunk, in their own precision."""
+    x = _scaled(logits_CV, scale_C, softcap)
+    log_probs = x - normaliser_C[:, None]
+    probs = log_probs.exp()
+    is_target = torch.arange(x.shape[1], device=x.device)[None] == targets_C[:, None]
+    grad = (is_target.float() - probs) * grad_logps_C[:, None]
+    if of_entropy is not None:
+        entropy_C, grad_entropy_C = of_entropy
+        # d entropy / d logit = −p · (log p + entropy)
+        grad = grad - (_times_log(probs, log_probs) + probs * entropy_C[:, None]) * grad_entropy_C[:, None]
+    grad = grad * scale_C[:, None]
+    if softcap is not None:
+        grad = grad * (1 - (x / (scale_C[:, None] * softcap)).square())
+    return grad.to(logits_CV.dtype)
+
+
+def _scaled(logits_CV: Tensor, scale_C: Tensor, softcap: float | None) -> Tensor:
+    x = logits_CV.float()
+    if softcap is not None:
+        x = torch.tanh(x / softcap) * softcap
+    return x * scale_C[:, None]
+
+
+def _times_log(probs: Tensor, log_probs: Tensor) -> Tensor:
+    """p · log p, which is 0 where p is."""
+    return torch.where(probs > 0, probs * log_probs, 0.0)
+
+
+@cache
+def _fused(function: Any) -> Any:
+    """One kernel instead of a dozen passes over memory; compiled at the first use on a GPU."""
+    return torch.compile(function, dynamic=True)

@@ -1,0 +1,118 @@
+"""Attention for training: sequences laid end to end, each seeing only itself and what came before.
+
+The third mode of the registered attention function. On a GPU in half precision it is one variable-length flash call.
+Elsewhere, neighbours of similar length are put side by side, padded at the right (under a causal mask, padding on the
+right changes nothing before it), and computed by one SDPA call per neighbourhood.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ludic.models.attention import AttentionRules
+from ludic.models.varlen import varlen_attention
+
+_MAX_WASTE = 1.25
+"""A neighbourhood takes at most this many times the tokens that are in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbourhood:
+    """Sequences that are computed together."""
+
+    start: int
+    end: int
+    """Flat tokens."""
+    lengths: tuple[int, ...]
+    places: Tensor | None
+    """Where each token goes among count × longest; None when all have one length."""
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+# Letters: T flat tokens, N sequences, L the longest of them, H query heads, K key/value heads, D head size.
+class PackedSequences:
+    """`AttentionState` of a forward pass over whole sequences, differentiable."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths = list(lengths)
+        self._device = device
+        bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
+        self._cu = torch.from_numpy(bounds).to(device)
+        self._max_length = max(self._lengths)
+        self._neighbourhoods: list[_Neighbourhood] | None = None
+
+    def attend(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> Tensor:
+        if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
+            longest = self._max_length
+            return varlen_attention(query_THD, key_TKD, value_TKD, self._cu, self._cu, longest, longest, rules)
+        if self._neighbourhoods is None:
+            self._neighbourhoods = _neighbourhoods(self._lengths, self._device)
+        whole = query_THD, key_TKD, value_TKD
+        outs = [_attend_together(hood, whole, rules) for hood in self._neighbourhoods]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _neighbourhoods(lengths: Sequence[int], device: torch.device) -> list[_Neighbourhood]:
+    """Consecutive sequences, as many as fit without much padding."""
+    found: list[_Neighbourhood] = []
+    start = first = 0
+    for i in range(1, len(lengths) + 1):
+        together = lengths[first : i + 1]
+        if i == len(lengths) or max(together) * len(together) > _MAX_WASTE * sum(together):
+            members = tuple(lengths[first:i])
+            end = start + sum(members)
+            found.append(_Neighbourhood(start, end, members, _places(members, device)))
+            start, first = end, i
+    return found
+
+
+def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
+    longest = max(lengths)
+    if all(length == longest for length in lengths):
+        return None
+    return torch.from_numpy(np.concatenate([i * longest + np.arange(n) for i, n in enumerate(lengths)])).to(device)
+
+
+def _attend_together(hood: _Neighbourhood, whole: tuple[Tensor, Tensor, Tensor], rules: AttentionRules) -> Tensor:
+    query_NHLD, key_NKLD, value_NKLD = (_side_by_side(hood, x[hood.start : hood.end]) for x in whole)
+    out_NHLD = causal_attention(query_NHLD, key_NKLD, value_NKLD, rules)
+    flat = out_NHLD.transpose(1, 2).reshape(-1, *whole[0].shape[1:])
+    return flat if hood.places is None else flat.index_select(0, hood.places)
+
+
+def _side_by_side(hood: _Neighbourhood, flat: Tensor) -> Tensor:
+    if hood.places is not None:
+        flat = flat.new_zeros(len(hood.lengths) * hood.longest, *flat.shape[1:]).index_copy(0, hood.places, flat)
+    return flat.view(len(hood.lengths), hood.longest, *flat.shape[1:]).transpose(1, 2)
+
+
+def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, rules: AttentionRules) -> Tensor:
+    """Plain attention of whole sequences, with the window and soft-capping that SDPA does not know."""
+    scaling, window, softcap = rules
+    if softcap is None and (window is None or window >= query_NHLD.shape[2]):
+        out: Tensor = F.scaled_dot_product_attention(
+            query_NHLD, key_NKLD, value_NKLD, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out
+    positions = torch.arange(query_NHLD.shape[2], device=query_NHLD.device)
+    mask = positions[None] <= positions[:, None]
+    if window is not None:
+        mask &= positions[None] > positions[:, None] - window
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query_NHLD, key_NKLD, value_NKLD, attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+    group = query_NHLD.shape[1] // key_NKLD.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key_NKLD, value_NKLD))
+    scores = torch.tanh(query_NHLD @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1).to(query_NHLD.dtype) @ value

@@ -1,0 +1,44 @@
+"""Everything for training under one name: `from ludic.training import RolloutEngine, Trainer, make_grpo`.
+
+Nothing is imported until it is asked for, so `ludic.training.MonteCarloReturn` loads no torch. This table is also the
+one place in `ludic.training` that names `ludic.batch_gen`: a loop needs both, and neither imports the other.
+"""
+
+import importlib
+from typing import Any
+
+_NAMES_BY_MODULE = {
+    "ludic.types": "EnvSpec ProtocolSpec RolloutRequest SAWItem SAWBatch Rollout Reducer",
+    "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource GRPORequestStrategy "
+    "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
+    "make_dataset_sequence_requests_fn make_chat_template_step_to_item",
+    "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
+    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn GAE gae",
+    "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
+    "keep_agent_steps combine any_of apply_filter default_step_selector",
+    "ludic.training.preprocess": "PreprocessFn compose_preprocess validate_actor_logps drop_zero_weight_samples "
+    "filter_zero_variance_groups",
+    "ludic.training.losses": "ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
+    "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss",
+    "ludic.training.algorithms": "RLAlgorithm make_grpo make_dr_grpo make_dapo make_gspo make_cispo make_sapo make_gmpo "
+    "make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft",
+    "ludic.training.trainer": "Trainer",
+    "ludic.training.config": "TrainerConfig",
+    "ludic.training.checkpoint": "CheckpointConfig CheckpointManager",
+    "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",
+}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

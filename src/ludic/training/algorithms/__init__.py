@@ -1,0 +1,32 @@
+"""Algorithms: a credit rule and a loss each, one short file per idea."""
+
+from ludic.training.algorithms.algorithm import RLAlgorithm
+from ludic.training.algorithms.cispo import make_cispo
+from ludic.training.algorithms.dapo import make_dapo
+from ludic.training.algorithms.dr_grpo import make_dr_grpo
+from ludic.training.algorithms.gmpo import make_gmpo
+from ludic.training.algorithms.grpo import make_grpo
+from ludic.training.algorithms.gspo import make_gspo
+from ludic.training.algorithms.reinforce import make_reinforce, make_reinforce_baseline
+from ludic.training.algorithms.reinforce_pp import make_reinforce_pp
+from ludic.training.algorithms.rloo import make_rloo
+from ludic.training.algorithms.sapo import make_sapo
+from ludic.training.algorithms.scalerl import make_scalerl
+from ludic.training.algorithms.sft import make_sft
+
+__all__ = [
+    "RLAlgorithm",
+    "make_grpo",
+    "make_dr_grpo",
+    "make_dapo",
+    "make_gspo",
+    "make_cispo",
+    "make_sapo",
+    "make_gmpo",
+    "make_rloo",
+    "make_reinforce",
+    "make_reinforce_baseline",
+    "make_reinforce_pp",
+    "make_scalerl",
+    "make_sft",
+]

@@ -1,0 +1,30 @@
+"""`RLAlgorithm`: a credit rule and a loss under one name. All that tells one method from another."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from ludic.training.losses import Loss
+from ludic.types import CreditAssigner, SAWBatch
+
+Preprocess: TypeAlias = Callable[[SAWBatch], SAWBatch]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLAlgorithm:
+    """What to learn from a batch of rollouts."""
+
+    name: str
+    credit_assigner: CreditAssigner
+    """From rollouts to one weight per step."""
+    loss: Loss
+    """From action tokens and their weights to a scalar."""
+    preprocess: Preprocess | None = None
+    """Runs on the samples before they become tensors: checks and filters."""
+
+    def compute_loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one padded batch with a single forward pass; the trainer packs instead."""
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return self.loss.compute(logits, batch)

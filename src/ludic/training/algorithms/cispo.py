@@ -1,0 +1,31 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): clip the importance weight, keep every token's gradient."""
+
+from ludic.training.algorithms.algorithm import RLAlgorithm
+from ludic.training.algorithms.common import checked, with_kl
+from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.losses import CISPOLoss
+
+
+def make_cispo(
+    *,
+    group_size: int = 8,
+    group_normalize_adv: bool = True,
+    positive_only: bool = False,
+    clip_eps_low: float = 1e6,
+    clip_eps_high: float = 0.2,
+    length_normalize: bool = True,
+    kl_coeff: float = 0.0,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "cispo",
+) -> RLAlgorithm:
+    """GRPO's credit; REINFORCE with token ratios capped at 1.2."""
+    loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(
+            group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+        ),
+        loss=with_kl(loss, kl_coeff),
+        preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
+    )

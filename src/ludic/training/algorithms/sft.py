@@ -1,0 +1,14 @@
+"""Supervised fine-tuning on action tokens: imitation with the same trainer."""
+
+from ludic.training.algorithms.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.losses import MaskedCausalLMCrossEntropyLoss
+
+
+def make_sft(*, length_normalize: bool = False, name: str = "sft") -> RLAlgorithm:
+    """Every action token counts the same."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ConstantCredit(1.0),
+        loss=MaskedCausalLMCrossEntropyLoss(length_normalize=length_normalize),
+    )

@@ -1,0 +1,92 @@
+"""`TrainerConfig`: the numbers of a training run, checked where they are set."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ludic.training.schedules import LRSchedule
+from ludic.types import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """How the trainer steps; what it learns is the algorithm's business."""
+
+    lr: float = 1e-5
+    learning_rate: float | None = None
+    """Another name of `lr`; it wins if both are given."""
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this norm; None leaves them."""
+    lr_schedule: LRSchedule | None = None
+    """Multiplies `lr` by a function of the step; None is constant."""
+
+    max_seq_len: int = 1024
+    too_long: Literal["raise", "truncate", "drop"] = "raise"
+    """What happens to a sample longer than `max_seq_len`."""
+    micro_token_budget: int = 8192
+    """Tokens in one forward pass. The gradient does not depend on it."""
+    packed: bool = True
+    """Samples end to end; False pads them, for models whose attention cannot be routed."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU."""
+    mixed_precision_dtype: Literal["bf16", "fp16"] | None = "bf16"
+    """On a GPU, fp32 parameters are used in this precision; on a CPU it has no effect."""
+
+    watch_entropy: bool = True
+    """Report the entropy of the policy at action tokens, at a small cost."""
+    max_lag: int | None = None
+    """Samples whose oldest token is more versions behind are dropped and counted; None keeps all."""
+    max_empty_batches: int = 8
+    """So many batches in a row with nothing to train on, and the run stops, saying why."""
+    sync_every_steps: int | None = None
+    """Publish after every n-th step; None is 1 with a publisher and never without, 0 is never."""
+
+    model_device: str | None = None
+    """Where to train; None is where the model is."""
+    pad_token_id: Any = 0
+    """Only for the padded form. An id, or a tokenizer to ask."""
+    seed: int = 0
+    log_every: int = 1
+    eval_at_start: bool = False
+    eval_every_n_steps: int | None = None
+    eval_concurrency: int = 32
+    eval_max_steps: int = 1
+    eval_timeout_s: float | None = None
+    parity_tolerance: float = 0.05
+    """Mean |log-prob difference| per token between sampler and trainer on the first batch above which a warning says so."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Anything else that should stand in the run's config file."""
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is not None:
+            self.lr = self.learning_rate
+        self.learning_rate = self.lr
+        if self.lr <= 0:
+            raise ConfigError(f"lr={self.lr}; it must be above 0.")
+        if self.micro_token_budget < self.max_seq_len or self.max_seq_len < 2:
+            raise ConfigError(
+                f"micro_token_budget={self.micro_token_budget} must be at least max_seq_len={self.max_seq_len}, and that at "
+                "least 2: the longest sample has to fit one micro-batch."
+            )
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ConfigError(f"max_grad_norm={self.max_grad_norm}; it must be above 0, or None for no clipping.")
+        if self.max_empty_batches < 1 or self.log_every < 1:
+            raise ConfigError(
+                f"max_empty_batches={self.max_empty_batches} and log_every={self.log_every} must be at least 1."
+            )
+        if self.max_lag is not None and self.max_lag < 0:
+            raise ConfigError(f"max_lag={self.max_lag}; it must be 0 or more, or None.")
+        self.pad_token_id = _pad_id(self.pad_token_id)
+
+
+def _pad_id(source: Any) -> int:
+    if isinstance(source, int):
+        return source
+    for name in ("pad_token_id", "eos_token_id"):
+        found = getattr(source, name, None)
+        if isinstance(found, int):
+            return found
+    raise ConfigError(f"pad_token_id={source!r}: give an id, or a tokenizer that has a pad or an eos token.")

@@ -1,0 +1,144 @@
+"""How a batch of rollouts falls into turns and groups: what the credit rules share.
+
+A turn is everything from asking an agent to act until it acts again. A group is the rollouts of one role from one
+starting point (`GRPORequestStrategy` gives them one group id). Failed rollouts belong to no group and get no weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ludic.types import ConfigError, Rollout, RolloutStepKey, Step
+
+Floats = npt.NDArray[np.float64]
+Weights = dict[RolloutStepKey, float]
+"""What a credit rule returns: one number per step."""
+
+
+# --- turns ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The model calls of one turn and the transition they led to."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def reward(self) -> float:
+        """Everything earned in the turn, penalties of single model calls included."""
+        return sum(step.reward for step in self.steps)
+
+
+def turns_of(rollout: Rollout) -> list[Turn]:
+    """Consecutive steps with one turn id; a step without a turn id is a turn of its own."""
+    by_turn = groupby(rollout.steps, key=lambda step: step.id if step.turn_id is None else step.turn_id)
+    return [Turn(tuple(steps)) for _, steps in by_turn]
+
+
+def turn_rewards(rollout: Rollout) -> Floats:
+    return np.array([turn.reward for turn in turns_of(rollout)], dtype=np.float64)
+
+
+def returns_to_go(rewards: Sequence[float] | Floats, gamma: float) -> Floats:
+    """G_t = r_t + gamma * G_{t+1}, with nothing after the last."""
+    returns = np.zeros(len(rewards), dtype=np.float64)
+    after = 0.0
+    for t in reversed(range(len(rewards))):
+        after = returns[t] = rewards[t] + gamma * after
+    return returns
+
+
+def is_truncated(rollout: Rollout) -> bool:
+    """True when a limit cut the episode off, so that more could have followed."""
+    if rollout.stop is not None:
+        return rollout.stop.is_truncation
+    return bool(rollout.steps) and rollout.steps[-1].truncated
+
+
+# --- groups ---------------------------------------------------------------------------------------------------
+
+
+class GroupKey(NamedTuple):
+    """Who is compared with whom. Agents of one episode play different roles, so each role has its own groups."""
+
+    group_id: str
+    agent_id: str | None
+    delegate: str | None
+    """Set for a sub-agent; its agent id may well be its parent's."""
+
+
+def finished(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """All but the failed ones. Weights are filed under rollout ids, so two rollouts must not share one."""
+    kept = [rollout for rollout in rollouts if rollout.failure is None]
+    if len({rollout.id for rollout in kept}) < len(kept):
+        ids = [rollout.id for rollout in kept]
+        twice = sorted({id for id in ids if ids.count(id) > 1})
+        raise ValueError(f"Rollout ids must be unique, but {twice[:3]} occur more than once. Was a file loaded twice?")
+    return kept
+
+
+def group_key(rollout: Rollout) -> GroupKey:
+    group_id = rollout.meta.get("request_meta", {}).get("group_id")
+    if group_id is None:
+        raise ValueError(
+            f"Rollout {rollout.id!r} has no group: meta['request_meta']['group_id'] is missing (its meta has "
+            f"{sorted(rollout.meta)}). Expand requests with GRPORequestStrategy(group_size=…), or use a credit rule "
+            "without groups, such as MonteCarloReturn."
+        )
+    return GroupKey(group_id, rollout.meta.get("agent_id"), rollout.meta.get("delegate"))
+
+
+def rollouts_by_group(
+    rollouts: Sequence[Rollout], *, group_size: int | None, allow_partial: bool
+) -> dict[GroupKey, list[Rollout]]:
+    """Finished rollouts by group, in the order they came. `group_size=None` expects no particular size."""
+    groups: dict[GroupKey, list[Rollout]] = {}
+    for rollout in finished(rollouts):
+        groups.setdefault(group_key(rollout), []).append(rollout)
+    if group_size is not None and not allow_partial:
+        for key, members in groups.items():
+            _check_size(key, len(members), group_size)
+    return groups
+
+
+def _check_size(key: GroupKey, size: int, group_size: int) -> None:
+    if size != group_size:
+        role = f"agent {key.agent_id!r}" + (f" (delegate {key.delegate!r})" if key.delegate else "")
+        raise ValueError(
+            f"Group {key.group_id!r} of {role} has {size} finished rollouts, but group_size={group_size}. Use the same "
+            "group_size in GRPORequestStrategy and let the engine drop incomplete groups, or pass allow_partial=True."
+        )
+
+
+# --- weights --------------------------------------------------------------------------------------------------
+
+
+def same_on_every_step(rollout: Rollout, weight: float) -> Weights:
+    return {(rollout.id, step.index): float(weight) for step in rollout.steps}
+
+
+def one_per_turn(rollout: Rollout, weights: Sequence[float] | Floats) -> Weights:
+    """Every step of a turn gets the turn's weight."""
+    pairs = zip(turns_of(rollout), weights, strict=True)
+    return {(rollout.id, step.index): float(weight) for turn, weight in pairs for step in turn.steps}
+
+
+# --- settings -------------------------------------------------------------------------------------------------
+
+
+def check_discount(rule: str, name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{rule}.{name}={value}; it must be between 0 and 1.")
+
+
+def check_group_size(rule: str, group_size: int) -> None:
+    if group_size < 2:
+        raise ConfigError(
+            f"{rule}.group_size={group_size}, but comparing siblings takes at least 2 rollouts. Raise it, or use "
+            "EpisodicReturn, which needs no group."
+        )

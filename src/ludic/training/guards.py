@@ -1,0 +1,70 @@
+"""Checks on the first batch: the mistakes that cost a day, because training goes on and merely learns worse.
+
+They warn and do not stop: each message says what was seen and what usually causes it.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ludic.models.lora import adapter_problem
+from ludic.types import SAWItem
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(model: Any) -> list[str]:
+    """What would keep training from having any effect."""
+    found = []
+    problem = adapter_problem(model)
+    if problem is not None:
+        found.append(f"The adapter is inactive: {problem}. Nothing would be learned.")
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        found.append("No parameter of the model requires a gradient. Nothing would be learned.")
+    return _warned(found)
+
+
+def check_masks(items: Sequence[SAWItem], tokenizer: Any = None) -> list[str]:
+    """Whether what is called an action looks like one."""
+    num_tokens = sum(len(item.input_ids) for item in items)
+    num_actions = sum(item.num_action_tokens for item in items)
+    found = []
+    if num_actions == num_tokens:
+        found.append("Every token is an action token: prompts would be trained on, too.")
+    if not any(item.token_weights.any() for item in items):
+        found.append("Every weight is zero: all rewards of each group are equal, or there are no rewards.")
+    first = items[0]
+    logger.info(
+        "first batch: %d samples, %d tokens, of which %d are actions; the first sample's actions: %s",
+        len(items),
+        num_tokens,
+        num_actions,
+        _shown(first, tokenizer),
+    )
+    return _warned(found)
+
+
+def _shown(item: SAWItem, tokenizer: Any) -> str:
+    ids = item.input_ids[item.action_mask][:40].tolist()
+    return repr(tokenizer.decode(ids)) if tokenizer is not None else str(ids)
+
+
+def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
+    """Whether the trainer gives the sampled tokens the probabilities that they were sampled with."""
+    difference = stats.get("logp_difference_abs")
+    if difference is None or difference <= tolerance:
+        return []
+    return _warned(
+        [
+            f"Sampler and trainer disagree: on the first batch, before any update, log-probs differ by {difference:.3f} nats per "
+            f"token on average (more than parity_tolerance={tolerance}). Usual causes: another precision, a sampling "
+            "temperature or top-p that the trainer does not know of, an adapter that only one of them has, or samples of "
+            "another model."
+        ]
+    )
+
+
+def _warned(messages: list[str]) -> list[str]:
+    for message in messages:
+        logger.warning(message)
+    return messages

@@ -1,0 +1,69 @@
+"""Stats as plain lines of text."""
+
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import IO
+
+
+class PrintLogger:
+    """Writes `[trainer] step 7 | train/loss 0.1234 | …`, a few numbers per line."""
+
+    def __init__(
+        self,
+        prefix: str = "[trainer]",
+        keys: Sequence[str] | None = None,
+        precision: int = 4,
+        max_items_per_line: int = 6,
+        *,
+        percent: Collection[str] = (),
+        stream: IO[str] | None = None,
+    ) -> None:
+        """`keys` chooses what is shown, in that order; `percent` are shown in percent; `stream` is stdout unless given."""
+        self._prefix = prefix
+        self._keys = keys
+        self._precision = precision
+        self._max_items_per_line = max_items_per_line
+        self._percent = percent
+        self._stream = stream
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        # sys.stdout is looked up now, since it may have been replaced since this logger was made.
+        stream = sys.stdout if self._stream is None else self._stream
+        for line in self.lines(step, stats):
+            stream.write(f"{line}\n")
+        stream.flush()
+
+    def lines(self, step: int, stats: Mapping[str, float]) -> list[str]:
+        percent = shown_in_percent(self._percent, stats)
+        texts = [
+            f"{name} {format_number(value, self._precision, name in percent)}"
+            for name, value in chosen(stats, self._keys).items()
+        ]
+        size = self._max_items_per_line
+        rows = [texts[start : start + size] for start in range(0, len(texts), size)] or [[]]
+        return [" | ".join([f"{self._prefix} step {step}", *row]) for row in rows]
+
+    def close(self) -> None:
+        """Nothing to finish."""
+
+
+def chosen(stats: Mapping[str, float], keys: Sequence[str] | None) -> Mapping[str, float]:
+    """All stats, or those asked for; a key without its prefix means the one that ends in it."""
+    if keys is None:
+        return stats
+    return {name: stats[name] for key in keys for name in stats if name == key or name.split("/", 1)[-1] == key}
+
+
+def shown_in_percent(percent: Collection[str], stats: Iterable[str]) -> set[str]:
+    return {name for name in stats if name in percent or name.split("/", 1)[-1] in percent}
+
+
+def format_number(value: float, precision: int, percent: bool = False) -> str:
+    """Whole numbers as such, very small and very large ones with an exponent."""
+    if percent:
+        return f"{100 * value:.{max(precision - 2, 0)}f}%"
+    if abs(value) < 1e15 and value == int(value):
+        return str(int(value))
+    if 10**-precision <= abs(value) < 1e6:
+        return f"{value:.{precision}f}"
+    return f"{value:.{precision}g}"

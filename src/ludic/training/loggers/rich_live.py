@@ -1,0 +1,106 @@
+"""Stats as a live table in the terminal: one panel per prefix, and a sparkline of the reward.
+
+Without a terminal (a pipe, a batch job) it writes plain lines instead.
+"""
+
+import atexit
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ludic.training.loggers.print import PrintLogger, chosen, format_number, shown_in_percent
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class RichLiveLogger:
+    """Shows the last value of every stat; numbers that come rarely, such as evaluations, stay."""
+
+    def __init__(
+        self,
+        keys: Sequence[str] | None = None,
+        spark_key: str = "avg_total_reward",
+        history: int = 100,
+        spark_window: int = 50,
+        *,
+        precision: int = 4,
+        percent: Collection[str] = (),
+        console: Console | None = None,
+    ) -> None:
+        """`keys` chooses what is shown; `history` values of `spark_key` are kept and the last `spark_window` drawn."""
+        self._keys = keys
+        self._spark_key = spark_key if "/" in spark_key else f"train/{spark_key}"
+        self._spark_window = spark_window
+        self._precision = precision
+        self._percent = percent
+        self._console = console or Console()
+        self._history: deque[float] = deque(maxlen=history)
+        self._latest: dict[str, float] = {}
+        self._live: Live | None = None
+        self._plain = PrintLogger(keys=keys, precision=precision, percent=percent, stream=self._console.file)
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        if not self._console.is_terminal:
+            self._plain.log(step, stats)
+            return
+        self._latest.update(stats)
+        if self._spark_key in stats:
+            self._history.append(stats[self._spark_key])
+        self._started().update(self._picture(step), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            atexit.unregister(self.close)
+
+    def _started(self) -> Live:
+        if self._live is None:
+            # Drawn on `log` only: no thread. A run that ends without `close` still gets its cursor back.
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+            atexit.register(self.close)
+        return self._live
+
+    def _picture(self, step: int) -> RenderableType:
+        shown = chosen(self._latest, self._keys)
+        groups: dict[str, list[str]] = {}
+        for name in shown:
+            prefix, slash, _ = name.partition("/")
+            groups.setdefault(prefix if slash else "other", []).append(name)
+        panels = [Panel(self._table(names), title=group, expand=False) for group, names in sorted(groups.items())]
+        return Group(Text(f"step {step}", style="bold"), Columns(panels), *self._spark_line())
+
+    def _table(self, names: Iterable[str]) -> Table:
+        percent = shown_in_percent(self._percent, self._latest)
+        table = Table.grid(padding=(0, 1))
+        for name in names:
+            number = format_number(self._latest[name], self._precision, name in percent)
+            table.add_row(name.split("/", 1)[-1], Text(number, justify="right"))
+        return table
+
+    def _spark_line(self) -> list[RenderableType]:
+        if not self._history:
+            return []
+        window = list(self._history)[-self._spark_window :]
+        real = [value for value in window if math.isfinite(value)] or [math.nan]
+        low, high = (format_number(value, self._precision) for value in (min(real), max(real)))
+        return [Text(f"{self._spark_key} {sparkline(window)} {low} … {high}")]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar per value, the lowest and the highest of them at the ends of the scale; a gap for what is not finite."""
+    real = [value for value in values if math.isfinite(value)]
+    low, spread = (min(real), max(real) - min(real)) if real else (0.0, 0.0)
+    top = len(BARS) - 1
+    return "".join(
+        (BARS[round((value - low) / spread * top)] if spread else BARS[top // 2]) if math.isfinite(value) else " "
+        for value in values
+    )

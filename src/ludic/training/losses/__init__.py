@@ -1,0 +1,57 @@
+"""Losses: from action tokens to a scalar. One file per idea."""
+
+from ludic.training.losses.base import Loss, selective_log_softmax, tokens_from_logits
+from ludic.training.losses.batch_normalized import BatchNormalized
+from ludic.training.losses.cispo import CISPOLoss
+from ludic.training.losses.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
+from ludic.training.losses.composite import CompositeLoss, LossTerm
+from ludic.training.losses.entropy import EntropyBonus
+from ludic.training.losses.gmpo import GMPOLoss
+from ludic.training.losses.kl import KLEstimator, KLLoss, TokenKLLoss
+from ludic.training.losses.mismatch import (
+    CorrectedLoss,
+    Correction,
+    SequenceMask,
+    SequenceTruncation,
+    TokenMask,
+    TokenTruncation,
+    mismatch_stats,
+)
+from ludic.training.losses.reinforce import ReinforceBaselineLoss, ReinforceLoss
+from ludic.training.losses.sapo import SAPOLoss
+from ludic.training.losses.supervised import MaskedCausalLMCrossEntropyLoss
+from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
+from ludic.training.losses.value import ValueLoss
+
+__all__ = [
+    "Loss",
+    "ActionTokens",
+    "BatchFacts",
+    "Reduction",
+    "Stats",
+    "ReinforceLoss",
+    "ReinforceBaselineLoss",
+    "ClippedSurrogateLoss",
+    "TokenClippedSurrogateLoss",
+    "CISPOLoss",
+    "SAPOLoss",
+    "GMPOLoss",
+    "MaskedCausalLMCrossEntropyLoss",
+    "KLLoss",
+    "TokenKLLoss",
+    "KLEstimator",
+    "EntropyBonus",
+    "BatchNormalized",
+    "ValueLoss",
+    "LossTerm",
+    "CompositeLoss",
+    "CorrectedLoss",
+    "Correction",
+    "TokenTruncation",
+    "SequenceTruncation",
+    "TokenMask",
+    "SequenceMask",
+    "mismatch_stats",
+    "selective_log_softmax",
+    "tokens_from_logits",
+]

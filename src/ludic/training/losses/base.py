@@ -1,0 +1,138 @@
+"""`Loss`: the contract, and the padded way in.
+
+A loss says what it wants beside log-probs, and turns action tokens into a scalar and statistics. `compute` is the same
+loss on the logits of a padded batch, as the seeds describe it; the trainer never uses it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
+from ludic.types import ConfigError
+
+E = TypeVar("E", bound=StrEnum)
+
+
+class Loss(ABC):
+    """From action tokens to a scalar that is minimised."""
+
+    needs_entropy: bool = False
+    needs_reference: bool = False
+    needs_old_logps: bool = True
+    needs_values: bool = False
+
+    @abstractmethod
+    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        """This micro-batch's share of the loss, and its statistics."""
+
+    def compute(self, logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a whole padded batch: logits [B, T, V] and the tensors of `collate_saw_items`."""
+        tokens = tokens_from_logits(logits, batch, with_entropy=self.needs_entropy)
+        loss, stats = self.of(tokens)
+        means = {name: torch.as_tensor(total) / max(count, 1e-12) for name, (total, count) in stats.items()}
+        return loss, {"loss": loss.detach(), **means}
+
+
+def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+    """log-softmax at one index of the last dimension, in fp32."""
+    logits = logits.float()
+    return logits.gather(-1, index[..., None])[..., 0] - logits.logsumexp(dim=-1)
+
+
+def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entropy: bool = False) -> ActionTokens:
+    """The action tokens of a padded batch; logits at t predict token t + 1."""
+    ids, mask = batch["input_ids"], batch["action_mask"]
+    if ids.shape[1] < 2:
+        raise ValueError(f"A sequence of {ids.shape[1]} tokens has nothing to predict; it needs at least 2.")
+    rows, columns = mask[:, 1:].bool().nonzero(as_tuple=True)
+    chosen = logits[rows, columns]
+    weight = batch["token_weight"][rows, columns + 1] if "token_weight" in batch else batch["weight"][rows]
+    entropy = None
+    if with_entropy:
+        log_probs = torch.log_softmax(chosen.float(), dim=-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    tokens = ActionTokens(
+        logps=selective_log_softmax(chosen, ids[rows, columns + 1]),
+        weights=weight,
+        item_index=rows,
+        num_items=ids.shape[0],
+        facts=_facts(batch["weight"], rows.shape[0]),
+        old_logps=_at_actions(batch, "actor_logps", rows, columns),
+        ref_logps=_at_actions(batch, "ref_logps", rows, columns),
+        entropy=entropy,
+    )
+    return tokens if tokens.old_logps is not None else _with_sample_logps(tokens, batch)
+
+
+def _with_sample_logps(tokens: ActionTokens, batch: Mapping[str, Tensor]) -> ActionTokens:
+    """Where only the sum over a sample is known: the difference is spread over its tokens, which leaves the sum exact."""
+    if "old_logp_action" not in batch:
+        return tokens
+    current = tokens.logps.detach()
+    difference_B = (batch["old_logp_action"] - tokens.item_sum(current)) / tokens.lengths
+    return replace(tokens, old_logps=current + tokens.spread(difference_B))
+
+
+def _at_actions(batch: Mapping[str, Tensor], key: str, rows: Tensor, columns: Tensor) -> Tensor | None:
+    if key not in batch:
+        return None
+    if batch[key].shape != batch["input_ids"].shape:
+        raise ValueError(f"{key} has shape {tuple(batch[key].shape)}, input_ids {tuple(batch['input_ids'].shape)}.")
+    return batch[key][rows, columns + 1]
+
+
+def _facts(weight_B: Tensor, num_tokens: int) -> BatchFacts:
+    weight_B = weight_B.double()  # in float32 the mean of equal weights can miss them, and a division by 1e-8 shows it
+    return BatchFacts(
+        num_items=weight_B.shape[0],
+        num_tokens=num_tokens,
+        weight_mean=float(weight_B.mean()),
+        weight_std=float(weight_B.std(unbiased=False)),
+    )
+
+
+def chosen_reduction(
+    length_normalize: bool, reduction: Reduction | str | None, constant_length: int | None
+) -> Reduction:
+    """`length_normalize` is the short form of the first two; `reduction` names any."""
+    chosen = (
+        named(Reduction, reduction, "reduction")
+        if reduction is not None
+        else (Reduction.SAMPLE_MEAN if length_normalize else Reduction.SAMPLE_SUM)
+    )
+    if chosen is Reduction.CONSTANT and (constant_length is None or constant_length < 1):
+        raise ConfigError(
+            f"reduction='constant' divides by a fixed length; give constant_length (got {constant_length}), for "
+            "instance max_tokens."
+        )
+    if chosen is not Reduction.CONSTANT and constant_length is not None:
+        raise ConfigError(
+            f"constant_length={constant_length} is only used by reduction='constant', but the reduction is {chosen.value!r}."
+        )
+    return chosen
+
+
+def named(kind: type[E], value: E | str, setting: str) -> E:
+    """The member of an enum that a setting names."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{setting}={value!r}; there are {', '.join(member.value for member in kind)}.") from None
+
+
+def require_not_negative(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 0:
+            raise ConfigError(f"{name}={value}; it must be 0 or more.")
+
+
+def require_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name}={value}; it must be above 0.")

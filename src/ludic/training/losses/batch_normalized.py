@@ -1,0 +1,19 @@
+"""Weights centred and scaled by the whole batch before another loss sees them."""
+
+from torch import Tensor
+
+from ludic.training.losses.base import Loss
+from ludic.training.losses.tokens import ActionTokens, Stats
+
+
+class BatchNormalized(Loss):
+    """(A − batch mean) / batch standard deviation, over samples; then the inner loss."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
+        self.needs_old_logps, self.needs_values = loss.needs_old_logps, loss.needs_values
+
+    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        facts = tokens.facts
+        return self.loss.of(tokens.centred(facts.weight_mean, facts.weight_std + 1e-8))

@@ -1,0 +1,136 @@
+"""What a loss sees: one entry per action token, flat, and which sample each belongs to.
+
+A loss never meets a model, a logit or padding. It gets log-probabilities that carry a gradient, and facts about the
+whole batch (not only this micro-batch), so that its result can be summed over micro-batches and over ranks: however a
+batch is split, the gradient is the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Stats: TypeAlias = Mapping[str, tuple[Tensor, Tensor | float]]
+"""Name → (sum, count): means are taken over the whole batch, at the end."""
+
+
+class Reduction(StrEnum):
+    """What the sum over action tokens is divided by."""
+
+    SAMPLE_SUM = "sample_sum"
+    """Samples: a sample counts as many times as it has tokens."""
+    SAMPLE_MEAN = "sample_mean"
+    """Each sample's own tokens, then samples: every sample counts the same."""
+    TOKEN_MEAN = "token_mean"
+    """All action tokens of the batch: every token counts the same."""
+    CONSTANT = "constant"
+    """Samples × a fixed length: as SAMPLE_SUM, on the scale of a mean (Dr. GRPO)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFacts:
+    """Numbers of the whole batch, over all micro-batches and ranks."""
+
+    num_items: int
+    num_tokens: int
+    """Action tokens."""
+    weight_mean: float = 0.0
+    """Over samples."""
+    weight_std: float = 1.0
+    """Over samples, of the population."""
+
+
+# Letters: A action tokens of the micro-batch, B its samples.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActionTokens:
+    """The action tokens of one micro-batch."""
+
+    logps: Tensor
+    """[A] under the policy that is trained; carries the gradient."""
+    weights: Tensor
+    """[A] what credit assignment says of each."""
+    item_index: Tensor
+    """[A] which sample of the micro-batch."""
+    num_items: int
+    facts: BatchFacts
+    old_logps: Tensor | None = None
+    """[A] under the policy that sampled them."""
+    ref_logps: Tensor | None = None
+    """[A] under a frozen reference."""
+    entropy: Tensor | None = None
+    """[A] of the policy's distribution at each token; carries a gradient."""
+    values: Tensor | None = None
+    """[A] of a value head; carries a gradient."""
+    returns: Tensor | None = None
+    """[A] what the value head should have said."""
+    old_values: Tensor | None = None
+    """[A] what it said before the update."""
+    correction: Tensor | None = None
+    """[A] what off-policy corrections have multiplied the weights by."""
+
+    def corrected(self, factors: Tensor) -> "ActionTokens":
+        """The weights times these factors."""
+        correction = factors if self.correction is None else self.correction * factors
+        return replace(self, weights=self.weights * factors, correction=correction)
+
+    def centred(self, shift: float, scale: float = 1.0) -> "ActionTokens":
+        """(A − shift) / scale, corrected as before: what a correction has masked must not come back as −shift."""
+        shift_A = shift if self.correction is None else shift * self.correction
+        return replace(self, weights=(self.weights - shift_A) / scale)
+
+    def require_old_logps(self, who: str) -> Tensor:
+        if self.old_logps is None:
+            raise KeyError(
+                f"{who} needs the log-probs of the policy that sampled the tokens (actor_logps). Sample with "
+                "InferenceSpec(return_=ReturnSpec.for_rl())."
+            )
+        return self.old_logps
+
+    def item_sum(self, values_A: Tensor) -> Tensor:
+        """[B] sums over each sample's tokens."""
+        return values_A.new_zeros(self.num_items).index_add(0, self.item_index, values_A)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] action tokens of each sample; at least 1, so that it can be divided by."""
+        return self.item_sum(torch.ones_like(self.logps)).clamp(min=1)
+
+    def item_mean(self, values_A: Tensor) -> Tensor:
+        return self.item_sum(values_A) / self.lengths
+
+    def spread(self, values_B: Tensor) -> Tensor:
+        """[A]: each sample's value at each of its tokens."""
+        return values_B.index_select(0, self.item_index)
+
+    @property
+    def item_weights(self) -> Tensor:
+        """[B]: for losses that look at whole samples."""
+        return self.item_mean(self.weights)
+
+    def reduce_tokens(self, values_A: Tensor, reduction: Reduction, constant_length: int | None = None) -> Tensor:
+        """This micro-batch's share of the batch's loss."""
+        facts = self.facts
+        if reduction is Reduction.TOKEN_MEAN:
+            return values_A.sum() / max(facts.num_tokens, 1)
+        if reduction is Reduction.SAMPLE_MEAN:
+            return self.item_mean(values_A).sum() / max(facts.num_items, 1)
+        total = values_A.sum() / max(facts.num_items, 1)
+        if reduction is Reduction.CONSTANT:
+            assert constant_length is not None, "checked where the loss is made"
+            return total / constant_length
+        return total
+
+    def reduce_items(self, values_B: Tensor) -> Tensor:
+        return values_B.sum() / max(self.facts.num_items, 1)
+
+
+def over_tokens(values_A: Tensor) -> tuple[Tensor, float]:
+    """(sum, count) of a statistic over tokens."""
+    return values_A.detach().float().sum(), float(values_A.shape[0])
+
+
+def over_items(values_B: Tensor) -> tuple[Tensor, float]:
+    return values_B.detach().float().sum(), float(values_B.shape[0])

@@ -1,0 +1,249 @@
+"""A model's weights as files, and back into the same model, bit for bit.
+
+A transformers model is written as `save_pretrained` writes it, so everything that reads Hugging Face folders reads a
+checkpoint; a peft model as its adapter alone; any other module as one safetensors file. Reading copies into the tensors
+that the model has, so whoever shares them (an engine, an optimizer) sees the new values.
+"""
+
+import logging
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_model
+
+from ludic.training.durable import read_json, write_json
+from ludic.types import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_FINGERPRINT = "base_fingerprint.json"
+_SAMPLES = 16
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+
+def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str = "5GB") -> None:
+    """The files of the model, in a form that its kind of model is usually shared in."""
+    own: Any = _uncompiled(model)
+    if _made_by("peft", "PeftModel", own):
+        _write_adapters(own, folder)
+    elif _made_by("transformers", "PreTrainedModel", own):
+        with _no_progress_bar():
+            own.save_pretrained(folder, max_shard_size=max_shard_size)
+    else:
+        save_model(own, str(folder / "model.safetensors"))
+
+
+def read_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Give the model the weights that `write_weights` wrote. What does not fit exactly is an error."""
+    model = _uncompiled(model)
+    if _made_by("peft", "PeftModel", model):
+        _read_adapters(model, folder)
+        return
+    target = model.state_dict()
+    stored = _stored_names(folder)
+    if _made_by("transformers", "PreTrainedModel", model) and _names_that_differ(stored, target):
+        _copy_all(_converted(model, folder), target, folder)
+    else:
+        _copy_all(_Stored(stored), target, folder)
+
+
+def _made_by(package: str, name: str, model: torch.nn.Module) -> bool:
+    """Only a package that is loaded can have made the model, so asking never loads one."""
+    module = sys.modules.get(package)
+    return module is not None and isinstance(model, getattr(module, name))
+
+
+def _uncompiled(model: torch.nn.Module) -> Any:
+    """The module itself: torch.compile wraps it and renames its weights."""
+    return model._orig_mod if _made_by("torch._dynamo.eval_frame", "OptimizedModule", model) else model
+
+
+# --- whole models ---------------------------------------------------------------------------------------------
+
+
+class _Stored(Mapping[str, torch.Tensor]):
+    """The tensors of several files, read one at a time."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _stored_names(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    if not found:
+        holds = sorted(path.name for path in folder.iterdir())
+        advice = (
+            "Wrap the model with peft first: it is an adapter." if ADAPTER_WEIGHTS in holds else "Was it cleaned up?"
+        )
+        raise ConfigError(f"{folder} has no model*.safetensors; it holds {', '.join(holds)}. {advice}")
+    return found
+
+
+def _names_that_differ(stored: Mapping[str, Any], target: Tensors) -> list[str]:
+    """Names on one side only. A tied weight is stored once, so one of its names is enough."""
+    by_place: dict[Any, list[str]] = {}
+    for name, tensor in target.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        by_place.setdefault(place, []).append(name)
+    missing = [name for names in by_place.values() if not any(name in stored for name in names) for name in names]
+    return missing + [name for name in stored if name not in target]
+
+
+def _copy_all(source: Tensors, target: Tensors, folder: Path) -> None:
+    differing = _names_that_differ(source, target)
+    if differing:
+        raise ConfigError(
+            f"The weights in {folder} are not those of this model: {len(differing)} names are on one side only, such as "
+            f"{', '.join(differing[:3])}. Build the model as it was when it was saved."
+        )
+    with torch.no_grad():
+        for name in source:
+            tensor = source[name]
+            _check_same_kind(name, tensor, target[name], folder)
+            target[name].copy_(tensor)
+
+
+def _check_same_kind(name: str, stored: torch.Tensor, own: torch.Tensor, folder: Path) -> None:
+    if stored.shape != own.shape or stored.dtype != own.dtype:
+        raise ConfigError(
+            f"{name} in {folder} is {tuple(stored.shape)} {stored.dtype}, but {tuple(own.shape)} {own.dtype} in this model; "
+            "converting would not restore what was saved. Load the model with the dtype and sizes it was trained with."
+        )
+
+
+def _converted(model: Any, folder: Path) -> Tensors:
+    """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows."""
+    with _no_progress_bar():
+        loaded, report = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    problems = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
+    if problems:
+        raise ConfigError(
+            f"The weights in {folder} are not those of a {type(model).__name__}: {problems}. Build the model as it was when "
+            "it was saved."
+        )
+    tensors: Tensors = loaded.state_dict()
+    return tensors
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging as hf_logging
+
+    was_on = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            hf_logging.enable_progress_bar()
+
+
+# --- adapters -------------------------------------------------------------------------------------------------
+
+
+def _write_adapters(model: Any, folder: Path) -> None:
+    _check_all_trained_is_in_an_adapter(model)
+    # Whether embeddings were resized would be looked up on the hub; the fingerprint answers it without.
+    model.save_pretrained(folder, save_embedding_layers=False)
+    write_json(folder / BASE_FINGERPRINT, _fingerprint(model, lambda parameter: not parameter.requires_grad))
+
+
+def _read_adapters(model: Any, folder: Path) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    for adapter in model.peft_config:
+        file = (folder if adapter == "default" else folder / adapter) / ADAPTER_WEIGHTS
+        if not file.is_file():
+            raise ConfigError(
+                f"There is no adapter {adapter!r} in {folder}: {file.name} is not there. The model has the adapters "
+                f"{', '.join(model.peft_config)}; a checkpoint of a whole model is loaded before it is wrapped by peft."
+            )
+        stored = load_file(file)
+        own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        differing = sorted(stored.keys() ^ own.keys())
+        if differing:
+            raise ConfigError(
+                f"The adapter {adapter!r} in {folder} is another one: {', '.join(differing[:3])} are on one side only. Use "
+                "the same LoraConfig (target_modules, modules_to_save) as when it was saved."
+            )
+        for name, tensor in stored.items():
+            _check_same_kind(name, tensor, own[name], folder)
+        _check_base(model, folder)
+        set_peft_model_state_dict(model, stored, adapter_name=adapter)
+
+
+def _check_all_trained_is_in_an_adapter(model: Any) -> None:
+    """Only adapters are written: a trained weight outside them would be lost."""
+    from peft import get_peft_model_state_dict
+
+    written = {
+        tensor.data_ptr()
+        for adapter in model.peft_config
+        for tensor in get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).values()
+    }
+    lost = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.data_ptr() not in written
+    ]
+    if lost:
+        raise ConfigError(
+            f"{len(lost)} trained parameters belong to no adapter, such as {lost[0]}, and an adapter's checkpoint would lose "
+            "them. Name their modules in LoraConfig.modules_to_save, or freeze them."
+        )
+
+
+def _check_base(model: torch.nn.Module, folder: Path) -> None:
+    """An adapter means something on top of its own base only."""
+    file = folder / BASE_FINGERPRINT
+    if not file.is_file():
+        raise ConfigError(f"{folder} is not the checkpoint of an adapter: it has no {BASE_FINGERPRINT}.")
+    saved = read_json(file)
+    own = _fingerprint(model, lambda _: True)
+    other = [name for name, value in saved.items() if own.get(name) != value]
+    if other:
+        raise ConfigError(
+            f"The adapter in {folder} was trained on another base: {len(other)} of its {len(saved)} frozen weights differ here, "
+            f"such as {other[0]}. Load the base that the run was started with, in the same dtype."
+        )
+
+
+def _fingerprint(model: torch.nn.Module, include: Callable[[torch.nn.Parameter], bool]) -> dict[str, str]:
+    """Shape, dtype and a few values of each weight: enough to tell one model from another, and fast."""
+    chosen = {
+        name: parameter for name, parameter in model.named_parameters() if include(parameter) and parameter.numel()
+    }
+    if not chosen:
+        return {}
+    with torch.no_grad():
+        rows_NK = torch.stack([_some_values(parameter) for parameter in chosen.values()]).cpu().numpy()
+    return {
+        name: f"{tuple(parameter.shape)} {parameter.dtype} {zlib.crc32(row_K.tobytes()):08x}"
+        for (name, parameter), row_K in zip(chosen.items(), rows_NK, strict=True)
+    }
+
+
+def _some_values(parameter: torch.Tensor) -> torch.Tensor:
+    flat = parameter.detach().reshape(-1)
+    return flat[torch.linspace(0, len(flat) - 1, _SAMPLES, device=flat.device).long()].float()

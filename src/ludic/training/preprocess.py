@@ -1,0 +1,127 @@
+"""Preprocess hooks: what an algorithm does to a batch before it becomes tensors.
+
+A hook takes a batch and returns one; the batch that it was given stays as it was.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ludic.types import ConfigError, LogprobArray, SAWBatch, SAWItem
+
+PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
+
+
+def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
+    """All hooks, one after the other."""
+
+    def composed(batch: SAWBatch) -> SAWBatch:
+        for fn in fns:
+            batch = fn(batch)
+        return batch
+
+    return composed
+
+
+def validate_actor_logps(batch: SAWBatch) -> SAWBatch:
+    """The batch itself, or a ValueError when an item lacks the log-probs that importance ratios are made of.
+
+    That they are numbers, one per action token, an item has checked when it was made.
+    """
+    missing = [i for i, item in enumerate(batch.items) if item.actor_logps is None]
+    if missing:
+        raise ValueError(
+            f"{_share(missing, batch)} no actor log-probs, which this algorithm's ratios need. Ask the sampler for "
+            "them: InferenceSpec(return_=ReturnSpec.for_rl())."
+        )
+    broken = [i for i, item in enumerate(batch.items) if not np.isfinite(_known_logps(item)).all()]
+    if broken:
+        raise ValueError(
+            f"{_share(broken, batch)} actor log-probs that are not finite. A token that was sampled has a probability "
+            "above 0; look at what the sampler returns."
+        )
+    return batch
+
+
+def _known_logps(item: SAWItem) -> LogprobArray:
+    assert item.actor_logps is not None, "missing ones were reported before"
+    return item.actor_logps
+
+
+def _share(indices: list[int], batch: SAWBatch) -> str:
+    shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
+    return f"{len(indices)} of {len(batch)} items (indices {shown}) have"
+
+
+def drop_zero_weight_samples(batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
+    """The batch without items that could not move the policy: |weight| ≤ eps on every action token.
+
+    Their share is in meta["zero_weight_frac"].
+    """
+    _check_eps("drop_zero_weight_samples", eps)
+    kept = [item for item in batch.items if _largest(item) > eps]
+    return _reduced(batch, kept, "zero_weight_frac")
+
+
+def _largest(item: SAWItem) -> float:
+    """The largest |weight| of an item: of its tokens where they have their own, which win over the item's."""
+    own = item.attachments.token_weights
+    return abs(item.weight) if own is None else float(np.abs(own).max(initial=0.0))
+
+
+def filter_zero_variance_groups(batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
+    """The batch without groups whose rollouts were all given the same weights: comparing them teaches nothing.
+
+    Weights are compared rollout by rollout, however many items (segments, turns) each was cut into. Items without a
+    group, and groups with one rollout, pass. The share of dropped items is in meta["zvp_filter_frac"].
+    """
+    _check_eps("filter_zero_variance_groups", eps)
+    groups: dict[Any, dict[Any, list[SAWItem]]] = {}
+    for item in batch.items:
+        if (key := _group_of(item)) is not None:
+            groups.setdefault(key, {}).setdefault(_rollout_of(item), []).append(item)
+    flat = {key for key, rollouts in groups.items() if _are_alike(rollouts.values(), eps)}
+    kept = [item for item in batch.items if _group_of(item) not in flat]
+    return _reduced(batch, kept, "zvp_filter_frac")
+
+
+def _group_of(item: SAWItem) -> tuple[Any, ...] | None:
+    """As in credit assignment: agents of one episode play different roles and are not compared."""
+    meta = item.meta
+    return None if meta.get("group_id") is None else (meta["group_id"], meta.get("agent_id"), meta.get("delegate"))
+
+
+def _rollout_of(item: SAWItem) -> Any:
+    """Items that do not name a rollout are rollouts of their own."""
+    return item.meta.get("rollout_id", id(item))
+
+
+def _are_alike(rollouts: Iterable[list[SAWItem]], eps: float) -> bool:
+    profiles = [_profile(items, eps) for items in rollouts]
+    if len(profiles) < 2 or len({len(profile) for profile in profiles}) > 1:
+        return False
+    spread = np.std(np.array(profiles, dtype=np.float64), axis=0, ddof=1)
+    return bool((spread <= eps).all())
+
+
+def _profile(items: list[SAWItem], eps: float) -> LogprobArray:
+    """The weights of a rollout in order, repetitions left out: how many tokens share a weight does not matter."""
+    weights = np.concatenate([_weights(item) for item in items])
+    is_new = np.abs(np.diff(weights, prepend=np.float32(np.inf))) > eps
+    return weights[is_new]
+
+
+def _weights(item: SAWItem) -> LogprobArray:
+    own = item.attachments.token_weights
+    return own if own is not None else np.array([item.weight], dtype=np.float32)
+
+
+def _reduced(batch: SAWBatch, kept: list[SAWItem], share_key: str) -> SAWBatch:
+    dropped = len(batch.items) - len(kept)
+    return SAWBatch(items=kept, meta={**batch.meta, share_key: dropped / len(batch.items) if batch.items else 0.0})
+
+
+def _check_eps(function: str, eps: float) -> None:
+    if not eps >= 0:
+        raise ConfigError(f"{function}(eps={eps}); it must be 0 or more.")

@@ -1,0 +1,359 @@
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from ludic.batch_gen import Progress, RolloutEngine, TooManyFailures
+from ludic.batch_gen.bounded import as_finished
+from ludic.inference import ScriptedClient
+from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest, StopReason
+from tests.unit.batch_gen.parts import SeededEnv, TotalReward, make_engine, other_tasks, request, summary
+
+
+class Slow(ScriptedClient):
+    """Notes how many calls are open at once; earlier calls take longer, so episodes finish out of order."""
+
+    def __init__(self, delay: float = 0.002) -> None:
+        super().__init__(lambda request: "<a>even</a>")
+        self.delay, self.num_open, self.most_open, self.num_begun = delay, 0, 0, 0
+
+    async def complete_tokens(self, request):
+        self.num_open += 1
+        self.num_begun += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            await asyncio.sleep(self.delay * (1 + 3 * (self.num_begun % 3 == 0)))
+            return await super().complete_tokens(request)
+        finally:
+            self.num_open -= 1
+
+
+# --- order, seeds, meta ---
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 64])
+async def test_results_are_in_request_order_and_the_same_at_every_concurrency(concurrency):
+    requests = [request() for _ in range(17)] + [request(num_episodes=3, sampling_seed=5), request(env_seed=1)]
+    alone = await make_engine().generate_rollouts(requests, max_steps=1, concurrency=1)
+    together = await make_engine().generate_rollouts(requests, max_steps=1, concurrency=concurrency)
+    assert summary(together) == summary(alone)
+    assert [r.meta["episode_idx"] for r in together] == list(range(21))
+
+
+async def test_seeds_come_from_the_request_or_from_the_engines_seed_and_the_episodes_number():
+    engine = make_engine(seed=1)
+    first, forced = await engine.generate_rollouts([request(), request(env_seed=7, sampling_seed=8)], max_steps=1)
+    (later,) = await engine.generate_rollouts([request()], max_steps=1)
+    (other_seed,) = await make_engine(seed=2).generate_rollouts([request()], max_steps=1)
+    assert (forced.meta["env_seed"], forced.meta["sampling_seed"]) == (7, 8)
+    seeds = [(r.meta["env_seed"], r.meta["sampling_seed"]) for r in (first, later, other_seed)]
+    assert len({seed for pair in seeds for seed in pair}) == 6
+    assert forced.meta["engine"]["forced_env_seed"] == 7 and first.meta["engine"]["forced_env_seed"] is None
+
+
+async def test_episodes_of_one_request_sample_differently():
+    rollouts = await make_engine().generate_rollouts(
+        [request(env_seed=1, sampling_seed=2, num_episodes=4)], max_steps=1
+    )
+    assert {r.meta["env_seed"] for r in rollouts} == {1}
+    assert len({r.meta["sampling_seed"] for r in rollouts}) == 4
+
+
+async def test_rollouts_say_which_request_they_answer_and_a_request_cannot_overwrite_that():
+    meta = {"task": "t", "agent_id": "liar", "episode_idx": "liar", "engine": "liar"}
+    (rollout,) = await make_engine().generate_rollouts([request(meta=meta)], max_steps=1, timeout_s=5)
+    assert rollout.meta["task"] == "t" and rollout.meta["request_meta"] == meta
+    assert rollout.meta["agent_id"] == "agent_0" and rollout.meta["episode_idx"] == 0
+    facts = rollout.meta["engine"]
+    assert (facts["max_steps"], facts["timeout_s"], facts["env_kind"], facts["protocol_kind"]) == (
+        1,
+        5,
+        "seeded",
+        "single",
+    )
+    assert facts["return_spec"]["return_chosen_logprobs"] is True
+
+
+# --- factories ---
+
+
+async def test_registered_envs_need_no_factory():
+    client = ScriptedClient(lambda request: "<a>up</a>")
+    rollouts = await make_engine(client).generate_rollouts([request("twenty_forty_eight")], max_steps=1)
+    assert rollouts[0].meta["env_name"] == "TwentyFortyEightEnv"
+
+
+async def test_unknown_kinds_are_key_errors_that_name_what_there_is_before_anything_runs():
+    client = Slow()
+    engine = make_engine(client)
+    with pytest.raises(KeyError, match="No env named 'seded'. Did you mean 'seeded'"):
+        await engine.generate_rollouts([request(), request("seded")], max_steps=1)
+    wrong = RolloutRequest(env=EnvSpec("seeded"), protocol=ProtocolSpec("singel"))
+    with pytest.raises(KeyError, match="No protocol named 'singel'. Did you mean 'single'"):
+        await engine.generate_rollouts([request(), wrong], max_steps=1)
+    assert client.num_begun == 0
+
+
+async def test_wrong_factory_arguments_stop_the_run_and_name_the_right_ones():
+    with pytest.raises(ConfigError, match="'seeded' cannot be made from \\['sise'\\].*fail_on"):
+        await make_engine().generate_rollouts([request(env={"sise": 3})], max_steps=1)
+
+
+async def test_a_protocol_factory_that_makes_something_else_is_named():
+    engine = RolloutEngine(env_registry={"seeded": SeededEnv}, protocol_registry={"single": dict})
+    with pytest.raises(ConfigError, match="returned dict"):
+        await engine.generate_rollouts([request()], max_steps=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_steps": 0}, {"max_steps": 1, "concurrency": 0}, {"max_steps": 1, "timeout_s": 0}],
+)
+async def test_impossible_limits_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        await make_engine().generate_rollouts([request()], **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"max_failed_share": 1.5}, {"resume": True}])
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        make_engine(**wrong)
+
+
+# --- concurrency and cancellation ---
+
+
+async def test_at_most_that_many_episodes_run_and_only_as_many_tasks_exist():
+    client = Slow()
+    most_tasks = 0
+
+    def watch(progress: Progress) -> None:
+        nonlocal most_tasks
+        most_tasks = max(most_tasks, len(other_tasks()))
+
+    engine = make_engine(client, on_progress=watch)
+    await engine.generate_rollouts([request() for _ in range(40)], max_steps=1, concurrency=5)
+    assert client.most_open == 5 and most_tasks <= 5 and client.num_begun == 40
+
+
+async def test_streaming_yields_episodes_as_they_finish():
+    engine = make_engine(Slow(0.005))
+    order = [
+        rollouts[0].meta["episode_idx"]
+        async for rollouts in engine.stream_rollouts([request() for _ in range(6)], max_steps=1, concurrency=3)
+    ]
+    assert sorted(order) == list(range(6)) and order != sorted(order)
+
+
+async def test_cancelling_half_way_leaves_no_task_and_no_open_env():
+    client = Slow(0.05)
+    before = SeededEnv.open_envs
+    run = make_engine(client).generate_rollouts([request() for _ in range(50)], max_steps=1, concurrency=8)
+    generating = asyncio.ensure_future(run)
+    while client.num_begun < 12:
+        await asyncio.sleep(0.005)
+    generating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await generating
+    assert not other_tasks() and client.num_open == 0 and SeededEnv.open_envs == before
+    num_begun = client.num_begun
+    await asyncio.sleep(0.1)
+    assert client.num_begun == num_begun < 50
+
+
+async def test_leaving_a_stream_ends_what_still_runs():
+    client = Slow(0.02)
+    before = SeededEnv.open_envs
+    async with aclosing(make_engine(client).stream_rollouts([request() for _ in range(30)], max_steps=1)) as stream:
+        async for _ in stream:
+            break
+    assert not other_tasks() and client.num_open == 0 and SeededEnv.open_envs == before
+
+
+async def test_a_slow_reader_of_a_stream_holds_generation_up():
+    client = Slow(0.0)
+    async with aclosing(
+        make_engine(client).stream_rollouts([request() for _ in range(50)], max_steps=1, concurrency=2)
+    ) as stream:
+        await anext(stream)
+        await asyncio.sleep(0.05)
+        assert client.num_begun <= 5
+
+
+async def test_a_mistake_in_the_set_up_stops_the_run_at_once_and_ends_the_other_episodes():
+    class Broken(Slow):
+        async def complete_tokens(self, request):
+            if self.num_begun == 9:
+                raise ConfigError("the client is set up wrongly")
+            return await super().complete_tokens(request)
+
+    client = Broken()
+    with pytest.raises(ConfigError, match="set up wrongly"):
+        await make_engine(client).generate_rollouts([request() for _ in range(99)], max_steps=1, concurrency=4)
+    assert client.num_begun < 15 and not other_tasks() and client.num_open == 0
+
+
+async def test_no_requests_give_no_rollouts():
+    assert await make_engine().generate_rollouts([], max_steps=1) == []
+
+
+async def test_bounded_jobs_pass_an_error_on_and_cancel_the_rest():
+    ended = []
+
+    async def job(number: int) -> int:
+        try:
+            await asyncio.sleep(0.001 if number == 2 else 5)
+            raise OSError("disk full")
+        finally:
+            ended.append(number)
+
+    with pytest.raises(OSError, match="disk full"):
+        async for _ in as_finished([lambda n=n: job(n) for n in range(8)], limit=4):
+            pass
+    assert sorted(ended) == [0, 1, 2, 3] and not other_tasks()
+
+
+# --- failures ---
+
+
+async def test_a_failed_episode_is_data_and_its_siblings_live():
+    before = SeededEnv.open_envs
+    requests = [request(), request(env={"fail_on": 1}), request()]
+    rollouts = await make_engine(max_retries=0).generate_rollouts(requests, max_steps=1)
+    assert [r.stop for r in rollouts] == [StopReason.TERMINATED, StopReason.FAILED, StopReason.TERMINATED]
+    failed = rollouts[1]
+    assert failed.failure.message == "broken env 1" and failed.meta["episode_idx"] == 1
+    assert len(failed.agent_steps) == 1, "what was sampled before the failure is kept"
+    assert SeededEnv.open_envs == before
+
+
+async def test_an_env_that_cannot_be_made_is_a_failed_episode():
+    def make(sample):
+        raise ValueError(f"bad sample {sample}")
+
+    requests = [request(), request(), request("picky", {"sample": 3})]
+    rollouts = await make_engine(env_registry={"picky": make}).generate_rollouts(requests, max_steps=1)
+    assert rollouts[2].failure.message == "bad sample 3" and rollouts[2].meta["engine"]["env_kind"] == "picky"
+
+
+async def test_a_failed_episode_is_tried_again_with_the_same_seeds():
+    seeds = []
+
+    class Flaky(SeededEnv):
+        def env_reset(self, *, seed=None):
+            seeds.append(seed)
+            if len(seeds) < 3:
+                raise ConnectionError("try later")
+            return super().env_reset(seed=seed)
+
+    engine = make_engine(env_registry={"flaky": Flaky}, max_retries=2)
+    batch = await engine.generate_batch([request("flaky")], max_steps=1, credit_assigner=TotalReward())
+    assert len(seeds) == 3 and len(set(seeds)) == 1
+    assert batch.meta["num_failed"] == 0 and batch.meta["num_retried"] == 1 and len(batch) == 1
+
+
+async def test_an_episode_that_takes_too_long_fails_with_the_deadline_in_its_message():
+    client = Slow(10)
+    before = SeededEnv.open_envs
+    engine = make_engine(client, episode_timeout_s=0.02, max_retries=0, max_failed_share=1)
+    (rollout,) = await engine.generate_rollouts([request()], max_steps=1)
+    assert rollout.failure.error == "TimeoutError" and "episode_timeout_s=0.02" in rollout.failure.message
+    assert client.num_open == 0 and SeededEnv.open_envs == before
+
+
+async def test_a_model_call_that_takes_too_long_is_told_from_the_episodes_deadline():
+    engine = make_engine(Slow(10), episode_timeout_s=9, max_retries=0, max_failed_share=1)
+    (rollout,) = await engine.generate_rollouts([request()], max_steps=1, timeout_s=0.01)
+    assert rollout.failure.error == "TimeoutError" and "timeout_s=0.01" in rollout.failure.message
+
+
+async def test_a_cancellation_that_escapes_from_a_client_is_that_episodes_failure():
+    class Cancels(ScriptedClient):
+        async def complete_tokens(self, request):
+            raise asyncio.CancelledError
+
+    engine = make_engine(Cancels([]), max_retries=0, max_failed_share=1)
+    rollouts = await asyncio.wait_for(engine.generate_rollouts([request(), request()], max_steps=1), 5)
+    assert [r.failure.error for r in rollouts] == ["RuntimeError", "RuntimeError"]
+
+
+async def test_too_many_failures_stop_the_run_early_and_name_the_first():
+    client = Slow(0)
+    requests = [request(env={"fail_on": i} if i < 6 else {}) for i in range(20)]
+    engine = make_engine(client, max_retries=0, max_failed_share=0.2)
+    with pytest.raises(
+        TooManyFailures, match=r"5 of 20 episodes failed.*episode 0: RuntimeError: broken env 0"
+    ) as info:
+        await engine.generate_rollouts(requests, max_steps=1, concurrency=1)
+    assert "broken env 2" in str(info.value) and "broken env 3" not in str(info.value)
+    assert client.num_begun <= 7, "the run does not go on once the limit is passed"
+
+
+async def test_exactly_the_allowed_share_may_fail():
+    requests = [request(env={"fail_on": i} if i < 2 else {}) for i in range(10)]
+    rollouts = await make_engine(max_retries=0, max_failed_share=0.2).generate_rollouts(requests, max_steps=1)
+    assert sum(r.failure is not None for r in rollouts) == 2
+
+
+async def test_progress_counts_every_episode():
+    seen: list[Progress] = []
+    requests = [request(), request(env={"fail_on": 1}), request()]
+    await make_engine(max_retries=0, on_progress=seen.append).generate_rollouts(requests, max_steps=1, concurrency=1)
+    assert [(p.num_done, p.num_failed, p.num_episodes) for p in seen] == [(1, 0, 3), (2, 1, 3), (3, 1, 3)]
+
+
+# --- batches ---
+
+
+async def test_an_incomplete_group_is_dropped_before_credit_and_counted():
+    credit = TotalReward()
+    grouped = [
+        request(meta={"group_id": g}, env={"fail_on": 1} if (g, i) == ("b", 1) else {}) for g in "abc" for i in range(3)
+    ]
+    batch = await make_engine(max_retries=0).generate_batch(grouped, max_steps=1, credit_assigner=credit)
+    assert [item.meta["group_id"] for item in batch.items] == ["a"] * 3 + ["c"] * 3
+    assert credit.seen == [6]
+    assert (batch.meta["num_failed"], batch.meta["num_groups_dropped"], batch.meta["num_rollouts"]) == (1, 1, 6)
+    assert batch.meta["target_rollouts"] == 9
+
+
+async def test_batch_meta_counts_and_averages_what_was_kept():
+    client = ScriptedClient(lambda request: "<a>even</a>")
+    requests = [request(env_seed=seed) for seed in range(8)]
+    right = await _rewards(client, requests)
+    batch = await make_engine(client).generate_batch(
+        requests, max_steps=1, credit_assigner=TotalReward(), sample_filter=lambda item: item.weight > 0.5
+    )
+    num_right = sum(reward > 1 for reward in right)
+    assert 0 < num_right < 8
+    meta = batch.meta
+    assert (meta["num_samples_before_filter"], meta["num_samples"], meta["num_samples_filtered"]) == (
+        8,
+        num_right,
+        8 - num_right,
+    )
+    assert meta["avg_total_reward"] == pytest.approx(sum(right) / 8)
+    assert meta["avg_completion_length"] == len("<a>even</a>") + 1
+    assert all(type(value) is float for value in meta["rollout_metrics"].values())
+    assert meta["rollout_metrics"]["num_samples"] == float(num_right)
+
+
+async def _rewards(client, requests):
+    return [r.total_reward for r in await make_engine(client).generate_rollouts(requests, max_steps=1)]
+
+
+async def test_credit_may_come_from_an_algorithm():
+    class Algorithm:
+        credit_assigner = TotalReward()
+
+    assert len(await make_engine().generate_batch([request()], algorithm=Algorithm())) == 1
+    for both_or_none in ({}, {"algorithm": Algorithm(), "credit_assigner": TotalReward()}):
+        with pytest.raises(ConfigError, match="either credit_assigner"):
+            await make_engine().generate_batch([request()], **both_or_none)
+
+
+async def test_a_batch_may_mix_envs():
+    client = ScriptedClient(lambda request: "<a>inc</a>")
+    requests = [request(), request("counting", {"target": 2}), request()]
+    batch = await make_engine(client).generate_batch(requests, max_steps=5, credit_assigner=TotalReward())
+    assert [item.meta["env_name"] for item in batch.items] == ["SeededEnv", "CountingEnv", "SeededEnv"]

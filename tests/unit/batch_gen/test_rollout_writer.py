@@ -1,0 +1,209 @@
+import asyncio
+import json
+import threading
+
+import pytest
+
+from ludic import registry
+from ludic.batch_gen import GRPORequestStrategy, RolloutEngine
+from ludic.batch_gen.episodes import Episode, EpisodePlan
+from ludic.batch_gen.writer import FinishedEpisodes, RolloutWriter, mend_last_line
+from ludic.inference import ScriptedClient
+from ludic.interaction import MultiAgentProtocol
+from ludic.types import ConfigError, EnvSpec, ProtocolSpec, Rollout, RolloutRequest, load_rollouts
+from tests.fakes import make_agent
+from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
+
+
+class Counting(ScriptedClient):
+    def __init__(self) -> None:
+        super().__init__(lambda request: "<a>even</a>")
+        self.num_calls = 0
+
+    async def complete_tokens(self, request):
+        self.num_calls += 1
+        return await super().complete_tokens(request)
+
+
+async def test_every_rollout_is_a_line_with_its_tokens(tmp_path):
+    path = tmp_path / "deep" / "rollouts.jsonl"
+    rollouts = await make_engine(jsonl_path=path).generate_rollouts([request() for _ in range(5)], max_steps=1)
+    stored = {r.id: r for r in load_rollouts(path)}
+    assert stored.keys() == {r.id for r in rollouts}
+    for rollout in rollouts:
+        assert stored[rollout.id].to_json() == rollout.to_json()
+        assert stored[rollout.id].agent_steps[0].trace == rollout.agent_steps[0].trace
+
+
+async def test_a_file_is_appended_to_and_failed_episodes_are_in_it(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    for _ in range(2):
+        engine = make_engine(jsonl_path=path, max_retries=0)
+        await engine.generate_rollouts([request(), request(env={"fail_on": 1})], max_steps=1)
+    stored = list(load_rollouts(path))
+    assert len(stored) == 4 and sum(r.failure is not None for r in stored) == 2
+
+
+async def test_a_resumed_run_plays_only_what_is_missing_and_gives_the_same_result(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    requests = [request(), request(env_seed=3, num_episodes=2), request(), request()]
+    whole = await make_engine(client=Counting()).generate_rollouts(requests, max_steps=1)
+    await make_engine(client=Counting(), jsonl_path=path).generate_rollouts(requests[:2], max_steps=1)
+    client = Counting()
+    progress = []
+    engine = make_engine(client, jsonl_path=path, resume=True, on_progress=progress.append)
+    resumed = await engine.generate_rollouts(requests, max_steps=1)
+    assert client.num_calls == 2 and summary(resumed) == summary(whole)
+    assert progress[-1].num_resumed == 3 and progress[-1].num_done == 5
+    assert len(list(load_rollouts(path))) == 5
+    again = make_engine(client, jsonl_path=path, resume=True)
+    batch = await again.generate_batch(requests, max_steps=1, credit_assigner=TotalReward())
+    assert client.num_calls == 2 and len(batch) == 5
+
+
+async def test_identical_requests_are_counted_not_merged(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    twin = request(env_seed=1, sampling_seed=1)
+    await make_engine(jsonl_path=path).generate_rollouts([twin], max_steps=1)
+    client = Counting()
+    rollouts = await make_engine(client, jsonl_path=path, resume=True).generate_rollouts([twin] * 3, max_steps=1)
+    assert client.num_calls == 2 and len({r.id for r in rollouts}) == 3
+
+
+async def test_a_group_that_was_finished_in_two_runs_is_one_group_in_the_batch_and_in_the_file(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+
+    def members():
+        return GRPORequestStrategy(4).expand([request(), request()])  # new group ids in every run
+
+    await make_engine(jsonl_path=path).generate_rollouts(members()[:6], max_steps=1)
+    engine = make_engine(jsonl_path=path, resume=True)
+    batch = await engine.generate_batch(members(), max_steps=1, credit_assigner=TotalReward())
+    groups = [item.meta["group_id"] for item in batch.items]
+    assert groups == [groups[0]] * 4 + [groups[4]] * 4 and groups[0] != groups[4]
+    assert sorted(r.meta["request_meta"]["group_id"] for r in load_rollouts(path)) == sorted(groups)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"env_seed": 2},
+        {"sampling_seed": 2},
+        {"kind": "counting"},
+        {"inference": None},
+        {"env": {"fail_on": None}},
+    ],
+)
+async def test_another_request_is_not_taken_for_a_finished_one(tmp_path, other):
+    path = tmp_path / "rollouts.jsonl"
+    await make_engine(jsonl_path=path).generate_rollouts([request(env_seed=1, sampling_seed=1)], max_steps=1)
+    client = Counting()
+    changed = request(**{"env_seed": 1, "sampling_seed": 1, **other})
+    await make_engine(client, jsonl_path=path, resume=True).generate_rollouts([changed], max_steps=1)
+    assert client.num_calls == 1
+
+
+async def test_failed_episodes_are_played_again(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    broken = request(env={"fail_on": 1}, env_seed=1, sampling_seed=1)
+    settings = {"max_retries": 0, "max_failed_share": 1, "jsonl_path": path}
+    await make_engine(**settings).generate_rollouts([broken], max_steps=1)
+    client = Counting()
+    await make_engine(client, resume=True, **settings).generate_rollouts([broken], max_steps=1)
+    assert client.num_calls == 1
+
+
+async def test_an_episode_of_which_only_a_part_was_written_is_played_again(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    game = RolloutRequest(env=EnvSpec("prisoners_dilemma", {"rounds": 1}), protocol=ProtocolSpec("duel"), inference=RL)
+
+    def engine(**settings):
+        ids = registry.envs.make("prisoners_dilemma").agent_ids
+        replies = ScriptedClient(lambda request: "<a>C</a>")
+        return RolloutEngine(
+            protocol_registry={"duel": lambda: MultiAgentProtocol({i: make_agent(replies) for i in ids})},
+            jsonl_path=path,
+            **settings,
+        )
+
+    await engine().generate_rollouts([game], max_steps=2)
+    first, second = path.read_text().splitlines()
+    path.write_text(first + "\n" + second[: len(second) // 2])
+    assert FinishedEpisodes(path).completed_ids == set()
+    rollouts = await engine(resume=True).generate_rollouts([game], max_steps=2)
+    assert len(rollouts) == 2 and len(list(load_rollouts(path))) == 3
+    assert len(FinishedEpisodes(path).completed_ids) == 1
+
+
+async def test_half_a_line_is_cut_off_before_the_next_is_written(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    await make_engine(jsonl_path=path).generate_rollouts([request(), request()], max_steps=1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    await make_engine(jsonl_path=path).generate_rollouts([request()], max_steps=1)
+    assert len(list(load_rollouts(path))) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'{"a": 1}\n{"b"', b'{"a": 1}\n'),
+        (b'{"a": 1}\n{"b": 2}', b'{"a": 1}\n{"b": 2}\n'),
+        (b'{"a": 1}\n', b'{"a": 1}\n'),
+        (b'{"a"', b""),
+        (b"", b""),
+        (b'{"a": 1}\n' + b'{"b": "' + b"x" * 200_000, b'{"a": 1}\n'),
+    ],
+)
+def test_a_last_line_is_mended(tmp_path, before, after):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(before)
+    mend_last_line(path)
+    assert path.read_bytes() == after
+
+
+async def test_requests_that_cannot_be_recognised_again_are_written_but_not_resumed(tmp_path):
+    path = tmp_path / "x.jsonl"
+    odd = [request(env={"fail_on": object()}), request(), request()]
+    rollouts = await make_engine(jsonl_path=path, max_retries=0).generate_rollouts(odd, max_steps=1)
+    assert len(list(load_rollouts(path))) == len(rollouts) == 3
+    with pytest.raises(ConfigError, match="not all JSON"):
+        await make_engine(jsonl_path=path, resume=True).generate_rollouts(odd, max_steps=1)
+
+
+async def test_the_event_loop_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    threads = []
+    original = Rollout.to_json
+
+    def to_json(self):
+        threads.append(threading.current_thread())
+        return original(self)
+
+    monkeypatch.setattr(Rollout, "to_json", to_json)
+    await make_engine(jsonl_path=tmp_path / "x.jsonl").generate_rollouts([request() for _ in range(4)], max_steps=1)
+    assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] is not threading.main_thread()
+
+
+async def test_a_disk_that_refuses_stops_the_run(tmp_path):
+    (tmp_path / "x.jsonl").mkdir()
+    with pytest.raises(OSError):
+        await make_engine(jsonl_path=tmp_path / "x.jsonl").generate_rollouts([request()], max_steps=1)
+
+
+async def test_lines_of_episodes_that_finish_together_do_not_mix(tmp_path):
+    path = tmp_path / "x.jsonl"
+    await make_engine(jsonl_path=path).generate_rollouts([request() for _ in range(60)], max_steps=1, concurrency=32)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 60 and sorted(json.loads(line)["meta"]["episode_idx"] for line in lines) == list(range(60))
+
+
+async def test_writing_survives_a_new_event_loop(tmp_path):
+    writer = RolloutWriter(tmp_path / "x.jsonl")
+    plan = EpisodePlan(index=0, request=request(), env_seed=0, sampling_seed=0)
+
+    def write() -> None:
+        asyncio.run(writer.write(Episode(plan=plan, rollouts=[Rollout(meta={"engine": {}})])))
+
+    await asyncio.to_thread(write)
+    await asyncio.to_thread(write)
+    assert len(list(load_rollouts(tmp_path / "x.jsonl"))) == 2

@@ -1,0 +1,144 @@
+"""The smallest thing that can be learned: one token in answer to one of two questions.
+
+Everything is real: a tiny Llama, the embedded engine on its weights, an agent, the rollout engine, the trainer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+from ludic.agents import Agent
+from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource, RolloutEngine
+from ludic.context import FullDialog
+from ludic.distributed import SharedWeightsPublisher
+from ludic.envs import SingleAgentEnv
+from ludic.inference import ByteTemplate
+from ludic.inference.local import LocalEngine
+from ludic.interaction import SingleAgentProtocol
+from ludic.parsers import ParseResult
+from ludic.training import RLAlgorithm, Trainer, TrainerConfig
+from ludic.types import (
+    EnvSpec,
+    InferenceSpec,
+    Info,
+    ProtocolSpec,
+    ReturnSpec,
+    RolloutRequest,
+    SamplingParams,
+    StepOutcome,
+    derive_seed,
+)
+
+
+class AsciiBandit(SingleAgentEnv):
+    """Asked x, answer with an ASCII character; asked y, with anything else. Chance is about one half."""
+
+    @property
+    def suggested_sysprompt(self) -> None:
+        return None
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+        self._wants_ascii = derive_seed(seed or 0, 1) % 2 == 0
+        return ("x" if self._wants_ascii else "y"), {}
+
+    def env_step(self, action: str) -> StepOutcome:
+        is_ascii = bool(action) and action.isascii()
+        reward = float(is_ascii == self._wants_ascii)
+        return StepOutcome("", reward, terminated=True)
+
+
+class ByteTokenizer:
+    """What an engine asks of a tokenizer, on the byte template's ids."""
+
+    eos_token_id = ByteTemplate.END
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return ByteTemplate().decode([i for i in ids if i < 256])
+
+
+def tiny_llama(seed: int = 0, **overrides: Any) -> Any:
+    transformers.set_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False, "eos_token_id": None,
+        "bos_token_id": None,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**settings, **overrides}))
+
+
+def whatever(text: str) -> ParseResult:
+    return ParseResult(action=text or "\ufffd", reward=0.0, obs=None)
+
+
+class BanditRequests:
+    """`count` new questions per batch."""
+
+    def __init__(self, count: int, temperature: float = 1.0) -> None:
+        self._count, self._position = count, 0
+        self._inference = InferenceSpec(
+            sampling=SamplingParams(temperature=temperature, max_tokens=1), return_=ReturnSpec.for_rl()
+        )
+
+    def __call__(self) -> list[RolloutRequest]:
+        first = self._position
+        self._position += self._count
+        return [
+            RolloutRequest(
+                env=EnvSpec("bandit"), protocol=ProtocolSpec("single"), env_seed=first + i, inference=self._inference
+            )
+            for i in range(self._count)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+
+
+def rollout_engine(client: Any) -> RolloutEngine:
+    def protocol() -> SingleAgentProtocol:
+        agent = Agent(
+            client=client,
+            model="tiny",
+            ctx=FullDialog(),
+            parser=whatever,
+            chat_template=ByteTemplate(),
+            reject_incomplete_completions=False,
+        )
+        return SingleAgentProtocol(agent)
+
+    return RolloutEngine(env_registry={"bandit": AsciiBandit}, protocol_registry={"single": protocol})
+
+
+def bandit_trainer(
+    algorithm: RLAlgorithm,
+    *,
+    group_size: int = 8,
+    num_prompts: int = 8,
+    model: Any = None,
+    make_source: Callable[[Any], Any] = lambda source: source,
+    **settings: Any,
+) -> tuple[Trainer, LocalEngine]:
+    """A trainer whose samples come from an engine on its own weights."""
+    model = tiny_llama() if model is None else model
+    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    source = RolloutBatchSource(
+        rollout_engine(engine),
+        requests_fn=BanditRequests(num_prompts),
+        algorithm=algorithm,
+        strategy=GRPORequestStrategy(group_size) if group_size > 1 else None,
+        max_steps=1,
+        concurrency=64,
+    )
+    config = settings.pop("cfg", None) or TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0)
+    trainer = Trainer(
+        model=model,
+        algo=algorithm,
+        batch_source=make_source(source),
+        cfg=config,
+        publisher=SharedWeightsPublisher(engine),
+        **settings,
+    )
+    return trainer, engine

@@ -1,0 +1,364 @@
+"""Presets: each is a credit rule and a loss, with the defaults of the specification."""
+
+import inspect
+import re
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ludic.training import algorithms
+from ludic.training.algorithms import (
+    RLAlgorithm,
+    make_cispo,
+    make_dapo,
+    make_dr_grpo,
+    make_gmpo,
+    make_grpo,
+    make_gspo,
+    make_reinforce,
+    make_reinforce_baseline,
+    make_reinforce_pp,
+    make_rloo,
+    make_sapo,
+    make_scalerl,
+    make_sft,
+)
+from ludic.training.credit_assignment import (
+    ConstantCredit,
+    GroupNormalizedReturn,
+    HybridNormalizedReturn,
+    LeaveOneOutReturn,
+    MonteCarloReturn,
+)
+from ludic.training.losses import (
+    BatchNormalized,
+    CISPOLoss,
+    ClippedSurrogateLoss,
+    CompositeLoss,
+    GMPOLoss,
+    MaskedCausalLMCrossEntropyLoss,
+    ReinforceBaselineLoss,
+    ReinforceLoss,
+    SAPOLoss,
+    TokenClippedSurrogateLoss,
+    TokenKLLoss,
+)
+from ludic.training.packing import collate_saw_items
+from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
+from tests.unit.training.hand_made import item, rollout, turn_weights
+
+DROP = {"drop_zero_weight": False, "drop_zero_weight_eps": 1e-4}
+GROUP = {"group_size": 8, "group_normalize_adv": True, "positive_only": False}
+DR = {"group_size": 8, "positive_only": False}
+
+# SPEC 12; dapo, rloo and reinforce_pp, which it does not name, as their files say.
+# name -> (parameters and defaults, credit rule, loss, what the loss was made with)
+PRESETS = {
+    "reinforce": (
+        {"gamma": 1.0, **DROP},
+        MonteCarloReturn,
+        ReinforceLoss,
+        {"length_normalize": False, "reduction": "sample_sum", "ratio_clip": 2.0},
+    ),
+    "reinforce_baseline": (
+        {"gamma": 1.0, "normalize_adv": False, **DROP},
+        MonteCarloReturn,
+        ReinforceBaselineLoss,
+        {"normalize": False, "length_normalize": False, "reduction": "sample_sum"},
+    ),
+    "grpo": (
+        {**GROUP, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **DROP},
+        GroupNormalizedReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
+    ),
+    "dr_grpo": (
+        {**DR, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "constant_length": None, "ratio_clip": None, **DROP},
+        GroupNormalizedReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "constant_length": None},
+    ),
+    "dapo": (
+        {"group_size": 8, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "filter_zvp": True, "zvp_filter_eps": 1e-6},
+        GroupNormalizedReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": "token_mean"},
+    ),
+    "gspo": (
+        {**GROUP, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True, "ratio_clip": None, **DROP},
+        GroupNormalizedReturn,
+        ClippedSurrogateLoss,
+        {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True, "ratio_clip": None},
+    ),
+    "cispo": (
+        {**GROUP, "clip_eps_low": 1e6, "clip_eps_high": 0.2, "length_normalize": True, "kl_coeff": 0.0, **DROP},
+        GroupNormalizedReturn,
+        CISPOLoss,
+        {"clip_eps_low": 1e6, "clip_eps_high": 0.2, "reduction": "sample_mean"},
+    ),
+    "sapo": (
+        {**GROUP, "tau_pos": 1.0, "tau_neg": 1.05, "length_normalize": False, **DROP},
+        GroupNormalizedReturn,
+        SAPOLoss,
+        {"tau_pos": 1.0, "tau_neg": 1.05, "reduction": "sample_sum"},
+    ),
+    "gmpo": (
+        {**GROUP, "clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "ratio_clip": None, **DROP},
+        GroupNormalizedReturn,
+        GMPOLoss,
+        {"clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "ratio_clip": None},
+    ),
+    "rloo": (
+        {"group_size": 4, "length_normalize": False, "ratio_clip": 2.0, **DROP},
+        LeaveOneOutReturn,
+        ReinforceLoss,
+        {"length_normalize": False, "reduction": "sample_sum", "ratio_clip": 2.0},
+    ),
+    "reinforce_pp": (
+        {"gamma": 1.0, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coeff": 0.0},
+        MonteCarloReturn,
+        BatchNormalized,
+        {},
+    ),
+    "scalerl": (
+        {
+            **DR, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "length_normalize": True, "kl_coeff": 0.0,
+            "filter_zvp": True, "zvp_filter_eps": 1e-6, **DROP,
+        },
+        HybridNormalizedReturn,
+        CISPOLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": "sample_mean"},
+    ),
+    "sft": ({"length_normalize": False}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": "sample_sum"}),
+}  # fmt: skip
+
+
+def maker(name):
+    return getattr(algorithms, f"make_{name}")
+
+
+def attributes(thing, names):
+    return {name: getattr(thing, name) for name in names}
+
+
+def test_the_table_names_every_preset():
+    assert {f"make_{name}" for name in PRESETS} == {name for name in algorithms.__all__ if name.startswith("make_")}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_specified_parts_and_defaults(name):
+    defaults, credit, loss, loss_settings = PRESETS[name]
+    parameters = inspect.signature(maker(name)).parameters
+    assert {key: p.default for key, p in parameters.items()} == {**defaults, "name": name}
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
+    made = maker(name)()
+    assert isinstance(made, RLAlgorithm) and made.name == name and maker(name)(name="mine").name == "mine"
+    assert type(made.credit_assigner) is credit and type(made.loss) is loss
+    assert attributes(made.loss, loss_settings) == loss_settings
+
+
+# --- credit ---------------------------------------------------------------------------------------------------
+
+GROUPED = {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo"}
+
+
+@pytest.mark.parametrize("name", sorted(GROUPED | {"scalerl", "rloo"}))
+def test_a_group_preset_compares_siblings(name):
+    good, bad = rollout([3.0]), rollout([1.0])
+    weights = maker(name)(group_size=2).credit_assigner.compute([good, bad])
+    # Mean 2, deviation 1; batch deviation 1 too. Dr. GRPO does not divide; RLOO compares with the other only: ±2.
+    expected = 2.0 if name == "rloo" else 1.0
+    assert turn_weights(weights, good) == pytest.approx([expected])
+    assert turn_weights(weights, bad) == pytest.approx([-expected])
+
+
+@pytest.mark.parametrize("name", sorted(GROUPED - {"dr_grpo"}))
+def test_only_dr_grpo_leaves_the_deviation_out(name):
+    rollouts = [rollout([6.0]), rollout([0.0])]  # mean 3, deviation 3
+    assert max(maker(name)(group_size=2).credit_assigner.compute(rollouts).values()) == pytest.approx(1.0)
+    assert max(make_dr_grpo(group_size=2).credit_assigner.compute(rollouts).values()) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("name", sorted(GROUPED - {"dapo"} | {"scalerl"}))
+def test_positive_only_reaches_the_credit_rule(name):
+    rollouts = [rollout([3.0]), rollout([1.0])]
+    assert min(maker(name)(group_size=2, positive_only=True).credit_assigner.compute(rollouts).values()) == 0.0
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline", "reinforce_pp"])
+def test_gamma_reaches_the_credit_rule(name):
+    of = rollout([0.0, 1.0])
+    assert turn_weights(maker(name)(gamma=0.5).credit_assigner.compute([of]), of) == [0.5, 1.0]
+
+
+# --- settings that reach the loss -----------------------------------------------------------------------------
+
+
+def test_clip_bounds_and_caps_reach_the_loss():
+    for make in (make_grpo, make_dr_grpo, make_gspo, make_gmpo):
+        made = make(clip_eps_low=0.11, clip_eps_high=0.22, ratio_clip=5.0)
+        expected = {"clip_eps_low": 0.11, "clip_eps_high": 0.22, "ratio_clip": 5.0}
+        assert attributes(made.loss, expected) == expected
+    for make in (make_dapo, make_cispo, make_scalerl):
+        made = make(clip_eps_low=0.11, clip_eps_high=0.22)
+        assert (made.loss.clip_eps_low, made.loss.clip_eps_high) == (0.11, 0.22)
+    assert (make_sapo(tau_pos=0.5, tau_neg=0.7).loss.tau_pos, make_sapo(tau_neg=0.7).loss.tau_neg) == (0.5, 0.7)
+    assert make_rloo(ratio_clip=None).loss.ratio_clip is None
+    assert make_reinforce_baseline(normalize_adv=True).loss.normalize
+
+
+def test_length_normalisation_reaches_the_loss():
+    for make in (make_grpo, make_cispo, make_sapo, make_scalerl, make_sft, make_rloo):
+        assert make(length_normalize=True).loss.reduction == "sample_mean"
+        assert make(length_normalize=False).loss.reduction == "sample_sum"
+    assert not make_gspo(length_normalize=False).loss.length_normalize
+    assert not make_gmpo(length_normalize=False).loss.length_normalize
+
+
+def test_dr_grpo_divides_by_a_constant_length_if_given():
+    loss = make_dr_grpo(constant_length=512).loss
+    assert (loss.reduction, loss.constant_length) == ("constant", 512)
+    with pytest.raises(ConfigError, match="constant_length"):
+        make_dr_grpo(constant_length=0)
+
+
+def test_reinforce_pp_normalises_over_the_batch_and_means_over_tokens():
+    inner = make_reinforce_pp(clip_eps_high=0.3).loss.loss
+    assert type(inner) is TokenClippedSurrogateLoss
+    assert (inner.clip_eps_low, inner.clip_eps_high, inner.reduction) == (0.2, 0.3, "token_mean")
+
+
+@pytest.mark.parametrize("make", [make_cispo, make_scalerl, make_reinforce_pp])
+def test_a_kl_coefficient_adds_a_kl_term(make):
+    plain, loss = make().loss, make(kl_coeff=0.05).loss
+    assert isinstance(loss, CompositeLoss)
+    policy, kl = loss.terms
+    assert (policy.name, type(policy.loss), kl.name, type(kl.loss)) == ("policy", type(plain), "kl", TokenKLLoss)
+    assert kl.loss.coeff == 0.05
+    to_reference = make is make_reinforce_pp
+    assert (kl.loss.to, kl.loss.estimator) == (("reference", "k2") if to_reference else ("actor", "k3"))
+    assert loss.needs_reference is to_reference and not plain.needs_reference
+
+
+@pytest.mark.parametrize("make", [make_grpo, make_dapo, make_gspo, make_cispo, make_gmpo, make_scalerl])
+def test_bad_settings_are_refused_where_they_are_given(make):
+    with pytest.raises(ConfigError, match="clip_eps_high=-1"):
+        make(clip_eps_high=-1)
+
+
+# --- preprocess -----------------------------------------------------------------------------------------------
+
+
+def logps():
+    return ActorTokenLogps([-0.5, -0.5])
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"sft"}))
+def test_a_preset_whose_loss_uses_ratios_asks_for_the_samplers_log_probs(name):
+    made = maker(name)()
+    assert made.loss.needs_old_logps
+    with pytest.raises(ValueError, match=r"1 of 2 items \(indices 1\).*ReturnSpec\.for_rl"):
+        made.preprocess(SAWBatch(items=[item(logps=logps()), item()]))
+    assert len(made.preprocess(SAWBatch(items=[item(logps=logps())]))) == 1
+
+
+def test_sft_takes_any_sample():
+    made = make_sft()
+    assert made.preprocess is None and not made.loss.needs_old_logps
+
+
+@pytest.mark.parametrize("name", sorted(name for name, row in PRESETS.items() if "drop_zero_weight" in row[0]))
+def test_zero_weights_are_dropped_only_if_asked(name):
+    batch = SAWBatch(items=[item(0.0, logps=logps()), item(5e-4, logps=logps()), item(1.0, logps=logps())])
+    assert len(maker(name)().preprocess(batch)) == 3
+    dropped = maker(name)(drop_zero_weight=True).preprocess(batch)
+    assert [kept.weight for kept in dropped.items] == [5e-4, 1.0]
+    assert dropped.meta["zero_weight_frac"] == pytest.approx(1 / 3)
+    wider = maker(name)(drop_zero_weight=True, drop_zero_weight_eps=1e-3).preprocess(batch)
+    assert [kept.weight for kept in wider.items] == [1.0]
+    assert len(batch) == 3  # the batch that was given stays as it was
+
+
+def test_a_sample_that_is_dropped_needs_no_log_probs():
+    batch = SAWBatch(items=[item(0.0), item(1.0, logps=logps())])
+    assert len(make_grpo(drop_zero_weight=True).preprocess(batch)) == 1
+
+
+@pytest.mark.parametrize("make", [make_dapo, make_scalerl])
+def test_groups_that_teach_nothing_are_filtered_unless_told_not_to(make):
+    flat = [item(0.0, logps=logps(), group_id="flat", rollout_id=f"f{i}") for i in range(2)]
+    mixed = [item(w, logps=logps(), group_id="mixed", rollout_id=f"m{w}") for w in (1.0, -1.0)]
+    batch = SAWBatch(items=flat + mixed)
+    kept = make().preprocess(batch)
+    assert kept.items == mixed and kept.meta["zvp_filter_frac"] == 0.5
+    assert make(filter_zvp=False).preprocess(batch).items == batch.items
+    assert make(zvp_filter_eps=10.0).preprocess(batch).items == []
+
+
+# --- in use ---------------------------------------------------------------------------------------------------
+
+
+class Bigram(torch.nn.Module):
+    """A language model in one table: the next word depends on this one."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(12, 12))
+
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_step_makes_the_better_sample_more_likely_and_the_worse_less(name):
+    attached = SampleAttachments(actor_logps=ActorTokenLogps([-log(12)] * 2))  # on-policy: all 12 words alike
+    good = SAWItem([9, 9, 9], None, [0, 1, 1], 1.0, {}, attached)
+    bad = SAWItem([3, 3, 3], None, [0, 1, 1], 1.0 if name == "sft" else -1.0, {}, attached)
+    model, made = Bigram(), maker(name)()
+    loss, stats = made.compute_loss(model, collate_saw_items([good, bad], pad_token_id=0))
+    loss.backward()
+    assert stats["loss"].item() == pytest.approx(loss.item())
+    up, down = model.table.grad[9, 9].item(), model.table.grad[3, 3].item()
+    assert up < 0 and (down < 0 if name == "sft" else down > 0)
+
+
+def test_an_algorithm_is_made_from_any_credit_rule_and_loss():
+    mine = RLAlgorithm(name="mine", credit_assigner=ConstantCredit(1.0), loss=CISPOLoss())
+    assert mine.preprocess is None
+    assert make_reinforce().credit_assigner is not make_reinforce().credit_assigner
+
+
+# --- documentation --------------------------------------------------------------------------------------------
+
+PAGES = Path(__file__).parents[3] / "docs" / "algorithms"
+HEADINGS = ["Idea", "Usage", "Metrics", "Details", "Paper settings"]
+
+
+def page_of(name):
+    return PAGES / f"{'reinforce' if name == 'reinforce_baseline' else name}.md"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_a_page_that_names_every_metric_of_its_loss(name):
+    text = page_of(name).read_text()
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == HEADINGS
+    attached = SampleAttachments(actor_logps=ActorTokenLogps([-1.0]))
+    batch = collate_saw_items([SAWItem([1, 2], None, [0, 1], 1.0, {}, attached)], pad_token_id=0)
+    _, stats = maker(name)().loss.compute(torch.zeros(1, 2, 4), batch)
+    assert {metric for metric in stats if f"`{metric}`" not in text} == set()
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
+def test_the_code_on_a_page_runs(page):
+    blocks = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})
+
+
+def test_the_overview_lists_every_preset():
+    text = (PAGES / "README.md").read_text()
+    assert [name for name in PRESETS if f"[`make_{name}`]({page_of(name).name})" not in text] == []

@@ -1,0 +1,65 @@
+"""`ludic.training` names everything and imports nothing until it is asked for."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import ludic.training
+
+TABLE = ludic.training._NAMES_BY_MODULE
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_light_names_load_no_torch():
+    light = ["ludic.training.credit_assignment", "ludic.training.filters", "ludic.training.preprocess"]
+    names = " ".join(TABLE[module] for module in light).split()
+    code = (
+        "import sys, ludic.training; ludic.training.MonteCarloReturn; "
+        f"from ludic.training import {', '.join(names)}; "
+        "print({'torch', 'transformers', 'ludic.batch_gen'} & set(sys.modules))"
+    )
+    assert run(code) == "set()"
+
+
+def test_importing_the_package_imports_none_of_its_parts():
+    code = "import sys, ludic.training; print([m for m in sys.modules if m.startswith('ludic.training.')])"
+    assert run(code) == "[]"
+
+
+@pytest.mark.parametrize("module", TABLE)
+def test_the_names_are_those_of_the_module(module):
+    loaded = importlib.import_module(module)
+    for name in TABLE[module].split():
+        assert getattr(ludic.training, name) is getattr(loaded, name)
+
+
+def test_no_name_is_claimed_by_two_modules():
+    names = " ".join(TABLE.values()).split()
+    assert len(names) == len(set(names))
+
+
+def test_an_unknown_name_is_an_attribute_error_as_usual():
+    with pytest.raises(AttributeError, match="'ludic.training' has no attribute 'make_gpro'"):
+        _ = ludic.training.make_gpro
+    with pytest.raises(ImportError, match="make_gpro"):
+        exec("from ludic.training import make_gpro")
+
+
+def test_dir_lists_what_there_is_without_importing_it():
+    listed = dir(ludic.training)
+    assert {"Trainer", "make_grpo", "MonteCarloReturn", "__name__"} <= set(listed)
+    assert set(ludic.training.__all__) <= set(listed)
+
+
+def test_submodules_can_be_imported_from_the_package():
+    from ludic.training import filters, preprocess
+
+    assert filters.drop_truncated is ludic.training.drop_truncated
+    assert preprocess.compose_preprocess is ludic.training.compose_preprocess

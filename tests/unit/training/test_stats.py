@@ -1,0 +1,144 @@
+"""Stats: independent of the split, named by rule, once per rollout."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.training.stats import StatSum, batch_stats, prefixed
+from ludic.types import ConfigError, Reducer, SAWItem
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+def test_names_get_the_prefix_of_their_kind():
+    named = prefixed(
+        {
+            "loss": 1,
+            "gpu_mem_alloc_mb": 2,
+            "tokens_per_s": 3,
+            "backward_s": 4,
+            "eval_accuracy": 5,
+            "eval/x": 6,
+            "perf/y": 7,
+        }
+        | {"loss/kl": 8, "eval_s": 9}
+    )
+    assert named == {
+        "train/loss": 1, "perf/gpu_mem_alloc_mb": 2, "perf/tokens_per_s": 3, "perf/backward_s": 4, "eval/accuracy": 5,
+        "eval/x": 6, "perf/y": 7, "train/loss/kl": 8, "perf/eval_s": 9,
+    }  # fmt: skip
+
+
+def test_two_stats_with_one_name_are_not_merged_silently():
+    with pytest.raises(ConfigError, match="'train/loss'"):
+        prefixed({"loss": 1, "train/loss": 2})
+
+
+# --- sums -------------------------------------------------------------------------------------------------------
+
+VALUES = [1.0, 2.0, 3.0, 10.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("splits", [[6], [1, 5], [2, 2, 2], [1] * 6, [5, 0, 1]])
+@pytest.mark.parametrize("as_cell", [float, torch.tensor], ids=["floats", "tensors"])
+def test_means_do_not_depend_on_how_the_batch_was_split(splits, as_cell):
+    sums = StatSum()
+    rest = list(VALUES)
+    for size in splits:
+        part, rest = rest[:size], rest[size:]
+        sums.add({"kl": (as_cell(float(sum(part))), as_cell(float(len(part))))})
+        if part:
+            sums.add_max({"ratio_max": as_cell(max(part))})
+    assert sums.means() == {"kl": 16.75 / 6, "ratio_max": 10.0}
+
+
+def test_tensors_and_numbers_of_any_kind_add_up_exactly():
+    sums = StatSum()
+    sums.add({"x": (torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor(2**24 + 1)), "y": (1, 2)})
+    sums.add({"x": (2.5, 2), "y": (torch.tensor(True), torch.tensor(1, dtype=torch.int32))})
+    assert sums.means() == {"x": 4.0 / (2**24 + 3), "y": 2 / 3}
+
+
+def test_a_mean_over_nothing_is_left_out():
+    sums = StatSum()
+    sums.add({"clip_fraction": (torch.tensor(0.0), 0), "loss": (1.0, 1)})
+    assert sums.means() == {"loss": 1.0}
+
+
+def test_a_nan_stays_visible():
+    sums = StatSum()
+    sums.add({"loss": (math.nan, 1)})
+    sums.add_max({"norm": 1.0})
+    sums.add_max({"norm": math.nan})
+    sums.add_max({"norm": 2.0})
+    means = sums.means()
+    assert math.isnan(means["loss"]) and math.isnan(means["norm"])
+
+
+def test_a_stat_holds_no_graph():
+    weight = torch.ones((), requires_grad=True)
+    sums = StatSum()
+    sums.add({"loss": (weight * 2, 1)})
+    ((total, _),) = sums._pairs["loss"]
+    assert isinstance(total, torch.Tensor) and total.grad_fn is None
+
+
+def test_means_copies_once_from_the_device(monkeypatch):
+    sums = StatSum()
+    for _ in range(3):
+        sums.add({"a": (torch.ones(()), torch.ones(())), "b": (torch.ones(()), 1)})
+        sums.add_max({"c": torch.ones(())})
+    copies = []
+    to_list = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: copies.append(self.shape) or to_list(self))
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("fetched one by one"))
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("fetched one by one"))
+    assert sums.means() == {"a": 1.0, "b": 1.0, "c": 1.0}
+    assert copies == [(12,)]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------
+
+
+def item(mask: list[int], weight: float = 1.0, **meta) -> SAWItem:
+    return SAWItem(np.arange(len(mask)), None, np.array(mask), weight, meta)
+
+
+ITEMS = [
+    item([0, 0, 1, 1], rollout_id="a", total_reward=1.0, parse_error=True, finish_reason="stop"),
+    item([0, 1], rollout_id="a", total_reward=1.0, truncated=True, finish_reason="length"),
+    item([0, 0, 0, 1, 1, 1], weight=0.0, rollout_id="b", total_reward=0.0, parse_error=False, finish_reason="stop"),
+]
+
+
+def test_a_batch_is_described_by_numbers_worked_by_hand():
+    assert batch_stats(ITEMS, {}) == {
+        "num_samples": 3, "num_rollouts": 2, "num_tokens": 12, "num_action_tokens": 6,
+        "avg_completion_length": 2.0, "avg_prompt_length": 2.0,
+        "avg_total_reward": 0.5,  # rollout a has two items, and counts once
+        "truncated_rate": 0.5, "parse_error_rate": 0.5, "zero_weight_rate": 1 / 3,
+        "completion_truncated_rate": 1 / 3, "seq_len_truncated_rate": 0.0,
+    }  # fmt: skip
+
+
+def test_the_source_knows_what_filters_removed_but_not_what_is_trained_on():
+    meta = {"avg_total_reward": 0.125, "num_samples": 99, "num_failed": 4, "source": "offline", "done": True}
+    stats = batch_stats(ITEMS, meta)
+    assert (stats["avg_total_reward"], stats["num_samples"], stats["num_failed"]) == (0.125, 3, 4)
+    assert not {"source", "done"} & stats.keys()
+
+
+def test_own_reducers_replace_the_default_ones():
+    stats = batch_stats(
+        ITEMS, {}, {"errors_per_rollout": Reducer("count_true", "parse_error", normalize_by="rollouts")}
+    )
+    assert stats["errors_per_rollout"] == 0.5
+    assert "completion_truncated_rate" not in stats
+
+
+def test_items_of_no_rollout_and_an_empty_batch_have_no_reward_to_tell():
+    stats = batch_stats([item([0, 1]), item([0, 1])])
+    assert stats["num_rollouts"] == 2 and "avg_total_reward" not in stats
+    assert batch_stats([])["num_samples"] == 0

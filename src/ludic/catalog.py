@@ -68,8 +68,19 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
     "algorithm": {
         name: Builtin(f"ludic.training.algorithms:make_{name}")
         for name in (
-            "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "reinforce", "reinforce_baseline",
-            "reinforce_pp", "scalerl", "sft",
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "cispo",
+            "sapo",
+            "gmpo",
+            "rloo",
+            "reinforce",
+            "reinforce_baseline",
+            "reinforce_pp",
+            "scalerl",
+            "sft",
         )
     },
 }

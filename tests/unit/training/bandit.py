@@ -97,19 +97,22 @@ class BanditRequests:
         self._position = state["position"]
 
 
-def rollout_engine(client: Any) -> RolloutEngine:
-    def protocol() -> SingleAgentProtocol:
-        agent = Agent(
-            client=client,
-            model="tiny",
-            ctx=FullDialog(),
-            parser=whatever,
-            chat_template=ByteTemplate(),
-            reject_incomplete_completions=False,
-        )
-        return SingleAgentProtocol(agent)
+def bandit_protocol(client: Any) -> SingleAgentProtocol:
+    agent = Agent(
+        client=client,
+        model="tiny",
+        ctx=FullDialog(),
+        parser=whatever,
+        chat_template=ByteTemplate(),
+        reject_incomplete_completions=False,
+    )
+    return SingleAgentProtocol(agent)
 
-    return RolloutEngine(env_registry={"bandit": AsciiBandit}, protocol_registry={"single": protocol})
+
+def rollout_engine(client: Any) -> RolloutEngine:
+    return RolloutEngine(
+        env_registry={"bandit": AsciiBandit}, protocol_registry={"single": lambda: bandit_protocol(client)}
+    )
 
 
 def bandit_trainer(

@@ -1,0 +1,424 @@
+"""The whole loop on a tiny model: it learns, it is reproducible, it resumes, it stops, and it says what is wrong."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.batch_gen import AsyncRolloutBatchSource
+from ludic.inference.local import LocalEngine
+from ludic.models.lora import dense_parameters
+from ludic.training import (
+    CheckpointConfig,
+    Trainer,
+    TrainerConfig,
+    make_cispo,
+    make_dapo,
+    make_dr_grpo,
+    make_gmpo,
+    make_grpo,
+    make_gspo,
+    make_reinforce_baseline,
+    make_reinforce_pp,
+    make_rloo,
+    make_sapo,
+    make_scalerl,
+    make_sft,
+)
+from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
+from ludic.training.trainer import NothingToTrainOn
+from ludic.types import ConfigError, RequestsExhausted, SAWBatch
+from tests.unit.training.bandit import (
+    AsciiBandit,
+    BanditRequests,
+    ByteTokenizer,
+    bandit_protocol,
+    bandit_trainer,
+    tiny_llama,
+)
+from tests.unit.training.samples import random_items
+
+ROOT = Path(__file__).parents[3]
+
+
+class Given:
+    """A source of batches made by hand."""
+
+    def __init__(self, *batches):
+        self.batches = list(batches)
+
+    async def next_batch(self):
+        if not self.batches:
+            raise RequestsExhausted("no more batches")
+        return SAWBatch(items=self.batches.pop(0))
+
+
+def hand_trainer(*batches, algo=None, model=None, **settings):
+    cfg = TrainerConfig(**{"max_seq_len": 64, "micro_token_budget": 128, "lr": 1e-3, **settings.pop("cfg", {})})
+    return Trainer(
+        model=tiny_llama() if model is None else model,
+        algo=algo or make_grpo(group_size=4),
+        batch_source=Given(*batches),
+        cfg=cfg,
+        **settings,
+    )
+
+
+async def learn(algorithm, steps=40, **settings):
+    trainer, engine = bandit_trainer(algorithm, **settings)
+    history = []
+    with contextlib.suppress(NothingToTrainOn):  # everything is solved, for those that leave out groups without variance
+        while len(history) < steps:
+            history.append(await trainer.train_step())
+    engine.close()
+    return history
+
+
+def mean_reward(history):
+    return float(np.mean([stats["train/avg_total_reward"] for stats in history]))
+
+
+# --- learning ---
+
+
+async def test_a_tiny_model_learns_the_bandit_from_chance_to_nearly_always():
+    history = await learn(make_grpo(group_size=8))
+    assert mean_reward(history[:3]) < 0.6
+    assert mean_reward(history[-5:]) > 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [make_dr_grpo, make_dapo, make_gspo, make_cispo, make_sapo, make_gmpo, make_rloo, make_scalerl],
+    ids=lambda make: make.__name__,
+)
+async def test_every_group_algorithm_learns(make):
+    settings = {"clip_eps_low": 0.2, "clip_eps_high": 0.2} if make is make_gspo else {}
+    history = await learn(make(group_size=8, **settings), steps=50)
+    assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_reinforce_baseline, make_reinforce_pp], ids=lambda make: make.__name__)
+async def test_algorithms_without_groups_learn_too(make):
+    history = await learn(make(), steps=50, group_size=1, num_prompts=64)
+    assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
+
+
+async def test_sampler_and_trainer_agree_and_nothing_is_stale():
+    history = await learn(make_grpo(group_size=4), steps=3, group_size=4, num_prompts=4)
+    for stats in history:
+        assert stats["train/logp_difference_abs"] < 1e-4
+        assert stats["train/ess"] == pytest.approx(1.0, abs=1e-4)
+        assert stats["train/lag_max"] == 0
+
+
+async def test_the_same_seeds_give_the_same_run():
+    runs = [await learn(make_grpo(group_size=4), steps=4, group_size=4, num_prompts=4) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        assert {k: v for k, v in first.items() if not k.startswith("perf/")} == {
+            k: v for k, v in second.items() if not k.startswith("perf/")
+        }
+
+
+async def test_supervised_fine_tuning_lowers_the_loss():
+    items = [replace(item, weight=1.0) for item in random_items([12, 20, 9, 15], vocab=64)]
+    for item in items:
+        object.__setattr__(item.attachments, "token_weights", None)
+    trainer = hand_trainer(*[items] * 30, algo=make_sft(length_normalize=True), cfg={"lr": 1e-2})
+    history = [await trainer.train_step() for _ in range(30)]
+    assert history[-1]["train/nll_mean"] < history[0]["train/nll_mean"] - 1.0
+
+
+async def test_generation_overlaps_with_training_within_the_lag():
+    trainer, engine = bandit_trainer(
+        make_grpo(group_size=8), make_source=lambda source: AsyncRolloutBatchSource(source, max_lag=1)
+    )
+    async with trainer.batch_source:
+        history = [await trainer.train_step() for _ in range(45)]
+    engine.close()
+    assert max(stats["train/lag_max"] for stats in history) <= 1
+    assert any(stats["train/lag_max"] == 1 for stats in history), "nothing overlapped"
+    assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
+
+
+async def test_packed_and_padded_train_alike():
+    batch = random_items([12, 20, 9, 15, 30])
+    results = []
+    for packed in (True, False):
+        trainer = hand_trainer(batch, batch, cfg={"packed": packed})
+        await trainer.train()
+        results.append([p.detach().clone() for p in trainer.model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+
+
+async def test_gradient_checkpointing_changes_nothing():
+    batch = random_items([12, 20, 9])
+    weights = []
+    for checkpointing in (False, True):
+        trainer = hand_trainer(batch, cfg={"gradient_checkpointing": checkpointing})
+        await trainer.train()
+        weights.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*weights, strict=True))
+
+
+# --- adapters and references ---
+
+
+def with_adapter(model):
+    peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+
+
+async def test_an_adapter_learns_and_its_base_stays():
+    base = tiny_llama(initializer_range=0.3)  # a frozen head that makes a difference
+    before = {name: p.clone() for name, p in base.named_parameters()}
+    model = with_adapter(base)
+    trainer, engine = bandit_trainer(
+        make_grpo(group_size=8), model=model, cfg=TrainerConfig(lr=3e-2, max_seq_len=64, weight_decay=0.0)
+    )
+    history = [await trainer.train_step() for _ in range(50)]
+    engine.close()
+    assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.2
+    assert all(stats["train/logp_difference_abs"] < 1e-4 for stats in history)
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            assert torch.equal(parameter, before[plain]), name
+
+
+def test_dense_weights_of_an_adapter_are_those_of_the_merged_model():
+    model = with_adapter(tiny_llama())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    dense = dict(dense_parameters(model))
+    merged = model.merge_and_unload()
+    assert dense.keys() == dict(merged.named_parameters()).keys()
+    for name, parameter in merged.named_parameters():
+        assert torch.allclose(dense[name], parameter, atol=1e-6), name
+
+
+async def test_the_reference_of_an_adapter_is_its_base():
+    grpo = make_grpo(group_size=4)
+    loss = CompositeLoss(
+        [LossTerm(name="policy", loss=grpo.loss), LossTerm(name="kl", loss=TokenKLLoss(to="reference", coeff=0.1))]
+    )
+    batch = random_items([12, 20])
+    trainer = hand_trainer(
+        batch, batch, algo=replace(grpo, loss=loss), model=with_adapter(tiny_llama()), cfg={"lr": 0.1}
+    )
+    first, second = await trainer.train_step(), await trainer.train_step()
+    assert first["train/kl/kl_mean"] == pytest.approx(0.0, abs=1e-6), "an adapter begins as nothing"
+    assert second["train/kl/kl_mean"] > 1e-6
+
+
+def test_a_loss_that_needs_a_reference_says_so():
+    with pytest.raises(ConfigError, match="frozen reference"):
+        hand_trainer(algo=make_reinforce_pp(kl_coeff=0.1))
+
+
+def test_a_frozen_adapter_is_warned_about(caplog):
+    model = with_adapter(tiny_llama())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    hand_trainer(model=model)
+    assert "adapter is inactive" in caplog.text
+
+
+# --- batches that cannot be used ---
+
+
+async def test_empty_batches_end_the_run_with_a_reason():
+    trainer = hand_trainer(*[[]] * 100, cfg={"max_empty_batches": 5})
+    with pytest.raises(NothingToTrainOn, match="5 batches in a row had nothing to train on at step 0"):
+        await trainer.train_step()
+    assert len(trainer.batch_source.batches) == 95
+
+
+async def test_stale_samples_are_dropped_and_counted():
+    fresh, stale = random_items([10, 12]), random_items([14], seed=1)
+    for item, version in [(fresh[0], 5), (fresh[1], 4), (stale[0], 2)]:
+        object.__setattr__(item.attachments, "version_runs", ((version, item.num_action_tokens),))
+        item.attachments.__post_init__()
+    trainer = hand_trainer([*fresh, *stale], cfg={"max_lag": 1})
+    trainer.step = 5
+    stats = await trainer.train_step()
+    assert stats["train/num_stale"] == 1 and stats["train/num_samples"] == 2 and stats["train/lag_max"] == 1
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("truncate", 2), ("drop", 1)])
+async def test_long_samples_follow_the_policy(policy, kept):
+    trainer = hand_trainer(random_items([20, 100]), cfg={"too_long": policy})
+    assert (await trainer.train_step())["train/num_samples"] == kept
+
+
+async def test_a_long_sample_stops_the_run_by_default():
+    with pytest.raises(ConfigError, match="100 tokens, more than max_seq_len=64"):
+        await hand_trainer(random_items([20, 100])).train_step()
+
+
+async def test_samples_without_log_probs_are_refused_where_ratios_are_needed():
+    items = random_items([20])
+    object.__setattr__(items[0].attachments, "actor_logps", None)
+    with pytest.raises(ValueError, match="no actor log-probs"):
+        await hand_trainer(items).train_step()
+
+
+async def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    before = model.model.embed_tokens.weight.clone()
+    trainer = hand_trainer(random_items([20]), model=model)
+    with pytest.raises(FloatingPointError, match="weights were left as they are"):
+        await trainer.train_step()
+    assert torch.equal(model.model.embed_tokens.weight, before) and trainer.step == 0
+
+
+async def test_a_sampler_of_another_model_is_noticed(caplog):
+    items = random_items([20, 30])  # log-probs around −5 where the model says −5.6
+    await hand_trainer(items).train_step()
+    assert "Sampler and trainer disagree" in caplog.text
+
+
+async def test_training_ends_where_the_requests_do():
+    trainer = hand_trainer(*[random_items([20])] * 3)
+    await trainer.train()
+    assert trainer.step == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 0}, "lr=0"),
+        ({"micro_token_budget": 10}, "must be at least max_seq_len"),
+        ({"sync_every_steps": 1}, "no publisher"),
+        ({"eval_at_start": True}, "no evaluator"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        hand_trainer(cfg=settings)
+
+
+def test_the_seeds_spelling_of_the_learning_rate():
+    assert TrainerConfig(learning_rate=2e-5).lr == 2e-5
+
+
+# --- stopping and resuming, in processes of their own ---
+
+
+def start(folder, steps, pause_s=0.0):
+    command = [sys.executable, "-m", "tests.unit.training.bandit_run", str(folder), str(steps), str(pause_s)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def metrics(folder):
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    drop = ("perf/", "time")
+    return {row["step"]: {k: v for k, v in row.items() if not k.startswith(drop)} for row in rows}
+
+
+def wait_for_step(folder, step, process, timeout_s=120):
+    deadline = time.time() + timeout_s
+    while step not in metrics(folder):
+        assert process.poll() is None and time.time() < deadline, f"step {step} was never reached"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ten_steps_equal_five_a_kill_and_five_more(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert start(whole, 10).wait(timeout=120) == 0
+    process = start(broken, 10, pause_s=0.2)
+    wait_for_step(broken, 7, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert start(broken, 10).wait(timeout=120) == 0
+    expected, found = metrics(whole), metrics(broken)
+    assert list(expected) == list(range(1, 11)) and expected == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_ends(tmp_path, number):
+    process = start(tmp_path, 1000, pause_s=0.1)
+    wait_for_step(tmp_path, 2, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    last = max(metrics(tmp_path))
+    assert process.returncode == 0 and f"ended at {last}" in output
+    assert (tmp_path / "checkpoints" / f"step_{last:06d}").is_dir()
+
+
+async def test_resuming_needs_a_checkpointer():
+    with pytest.raises(ConfigError, match="needs a checkpointer"):
+        hand_trainer(resume_from="latest")
+
+
+async def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path):
+    batches = [random_items([12, 20, 9], seed=n) for n in range(6)]
+    config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=3)
+    straight = hand_trainer(*batches)
+    await straight.train()
+    first = hand_trainer(*batches[:3], checkpoint_config=config)
+    await first.train()
+    second = hand_trainer(*batches[3:], model=tiny_llama(seed=9), checkpoint_config=config, resume_from="latest")
+    assert second.step == 3
+    await second.train()
+    for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- the seeds' example ---
+
+
+async def test_the_seeds_example_training_loop_runs_as_it_is_written():
+    from ludic.training import GRPORequestStrategy, RolloutBatchSource, RolloutEngine, Trainer, TrainerConfig, make_grpo
+
+    model = tiny_llama()
+    client = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    requests, strategy = BanditRequests(2), GRPORequestStrategy(8)
+
+    def make_requests():
+        return strategy.expand(requests())
+
+    engine = RolloutEngine(
+        env_registry={"bandit": AsciiBandit}, protocol_registry={"single": lambda: bandit_protocol(client)}
+    )
+    algo = make_grpo(group_size=8)
+
+    batch_source = RolloutBatchSource(
+        engine=engine,
+        request_fn=make_requests,
+        algorithm=algo,
+        max_steps=512,
+    )
+
+    trainer = Trainer(
+        model=model,
+        algo=algo,
+        batch_source=batch_source,
+        cfg=TrainerConfig(learning_rate=2e-5),
+    )
+
+    await trainer.train(num_steps=3)
+    assert trainer.step == 3
+    assert client.version == 2, "without a publisher, the engine notices new weights when it is next asked"
+    client.close()

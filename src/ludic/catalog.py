@@ -79,6 +79,7 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
             "reinforce",
             "reinforce_baseline",
             "reinforce_pp",
+            "ppo",
             "scalerl",
             "sft",
         )

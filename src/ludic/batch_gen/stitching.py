@@ -97,7 +97,8 @@ def stitch_rollout(
     if require_logprobs:
         _require_logprobs(rollout, calls)
     segments = _segments(calls, per_turn=per_turn)
-    return [_item(rollout, segment, number, weights) for number, segment in enumerate(segments)]
+    rewards = _call_rewards(rollout, calls)
+    return [_item(rollout, segment, number, weights, rewards) for number, segment in enumerate(segments)]
 
 
 # --- which calls belong together ---
@@ -151,7 +152,24 @@ def _continues(before: _Call, call: _Call) -> bool:
 # --- one item ---
 
 
-def _item(rollout: Rollout, calls: list[_Call], number: int, weights: Mapping[RolloutStepKey, float]) -> SAWItem:
+def _call_rewards(rollout: Rollout, calls: Sequence[_Call]) -> dict[str, float]:
+    """What each call earned, by its id: the reward of the turn that it ends. They add up to the total reward.
+
+    Turns without a call (another player's move decided the game) go to the last call.
+    """
+    rewards = {call.step.id: call.turn.reward if call.ends_turn else 0.0 for call in calls}
+    if calls:
+        rewards[calls[-1].step.id] += rollout.total_reward - sum(rewards.values())
+    return rewards
+
+
+def _item(
+    rollout: Rollout,
+    calls: list[_Call],
+    number: int,
+    weights: Mapping[RolloutStepKey, float],
+    rewards: Mapping[str, float],
+) -> SAWItem:
     last = calls[-1].trace
     # Each prompt contains all that went before, so the last call holds the whole sequence.
     ids = np.concatenate([last.prompt_token_ids, last.completion_token_ids])
@@ -169,6 +187,7 @@ def _item(rollout: Rollout, calls: list[_Call], number: int, weights: Mapping[Ro
         attachments=SampleAttachments(
             actor_logps=_logprobs(calls),
             token_weights=token_weights,
+            token_rewards=_token_rewards(calls, rewards),
             temperature=last.temperature,
             version_runs=_version_runs(calls),
         ),
@@ -198,6 +217,14 @@ def _weight(rollout: Rollout, call: _Call, weights: Mapping[RolloutStepKey, floa
     if not np.isfinite(weight):
         raise ValueError(f"Credit assignment gave step {index} of rollout {rollout.id} the weight {weight}.")
     return weight
+
+
+def _token_rewards(calls: list[_Call], rewards: Mapping[str, float]) -> npt.NDArray[np.float32]:
+    """Each call's reward at its last token."""
+    lengths = np.array([len(call.trace.completion_token_ids) for call in calls])
+    earned = np.zeros(lengths.sum(), dtype=np.float32)
+    earned[lengths.cumsum() - 1] = [rewards[call.step.id] for call in calls]
+    return earned
 
 
 def _logprobs(calls: list[_Call]) -> ActorTokenLogps | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.types import ConfigError, SampleAttachments, SAWItem
+from ludic.types import ConfigError, SAWItem
 
 
 class TooLong(StrEnum):
@@ -73,27 +73,14 @@ def without_padding(item: SAWItem) -> SAWItem:
 def truncated(item: SAWItem, length: int) -> SAWItem:
     """The first `length` tokens of a sample, with what was said of them."""
     mask = item.action_mask[:length]
-    num_actions = int(mask.sum())
-    attached = item.attachments
     assert item.attention_mask is not None, "SAWItem fills it in"
-    runs, left = [], num_actions
-    for version, run_length in attached.version_runs:
-        if left > 0:
-            runs.append((version, min(run_length, left)))
-        left -= run_length
-    logps = item.actor_logps
     return SAWItem(
         item.input_ids[:length],
         item.attention_mask[:length],
         mask,
         item.weight,
         {**item.meta, "seq_len_truncated": True},
-        SampleAttachments(
-            actor_logps=None if logps is None else type(attached.actor_logps)(logps[:num_actions]),  # type: ignore[misc]
-            token_weights=None if attached.token_weights is None else attached.token_weights[:num_actions],
-            temperature=attached.temperature,
-            version_runs=tuple(runs),  # type: ignore[arg-type]
-        ),
+        item.attachments.first(int(mask.sum())),
     )
 
 
@@ -166,6 +153,10 @@ class ActionFields:
     """Under the policy that sampled it."""
     inverse_temperature_A: Tensor
     num_items: int
+    value_A: Tensor | None = None
+    """What a critic expected before the update."""
+    return_A: Tensor | None = None
+    """What it should have expected."""
 
     @property
     def num_tokens(self) -> int:
@@ -215,7 +206,14 @@ def action_fields(items: Sequence[SAWItem], starts: Sequence[int] | np.ndarray, 
         old_logp_A=_old_logps(items, device),
         inverse_temperature_A=_to((1 / np.repeat(temperatures, counts)).astype(np.float32), device),
         num_items=len(items),
+        value_A=_attached([item.attachments.token_values for item in items], device),
+        return_A=_attached([item.attachments.token_returns for item in items], device),
     )
+
+
+def _attached(arrays: Sequence[np.ndarray | None], device: torch.device) -> Tensor | None:
+    given = [array for array in arrays if array is not None]
+    return _to(np.concatenate(given), device) if given and len(given) == len(arrays) else None
 
 
 def _check_prompt(item: SAWItem) -> None:

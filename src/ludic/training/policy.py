@@ -47,9 +47,19 @@ class TrainedPolicy:
 
     def logps(self, batch: PackedBatch, *, entropy: EntropyMode | None = None) -> tuple[Tensor, Tensor | None]:
         """[A] log-probs of the action tokens at their sampling temperature, and entropies if asked for."""
+        return self.logps_of(self.action_hidden(batch), batch, entropy=entropy)
+
+    def action_hidden(self, batch: PackedBatch) -> Tensor:
+        """[A, D] the hidden states that the action tokens are predicted from."""
+        with self._precision():
+            return self.hidden(batch).index_select(0, batch.actions.predictor_A)
+
+    def logps_of(
+        self, hidden_AD: Tensor, batch: PackedBatch, *, entropy: EntropyMode | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same from hidden states that are there already."""
         actions = batch.actions
         with self._precision():
-            hidden_AD = self.hidden(batch).index_select(0, actions.predictor_A)
             return chosen_logps(hidden_AD, self._head, actions.target_A, actions.inverse_temperature_A, entropy=entropy)
 
     def hidden(self, batch: PackedBatch) -> Tensor:

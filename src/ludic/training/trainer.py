@@ -20,6 +20,7 @@ from ludic.models.lora import dense_parameters
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
+from ludic.training.critic import ValueHead, expected_values
 from ludic.training.guards import check_masks, check_model, check_parity
 from ludic.training.loggers import Resumable
 from ludic.training.losses.mismatch import effective_share
@@ -28,7 +29,7 @@ from ludic.training.policy import TrainedPolicy
 from ludic.training.rng import restore_rng, rng_state
 from ludic.training.stats import batch_stats, prefixed
 from ludic.training.stopping import StopRequested, StopSignal
-from ludic.training.update import AdapterOff, FrozenReference, Reference, accumulate_gradients
+from ludic.training.update import AdapterOff, FrozenReference, Reference, accumulate_gradients, micro_batches
 from ludic.types import (
     BatchSource,
     ConfigError,
@@ -94,6 +95,7 @@ class Trainer:
         if self.cfg.compile:  # after the policy has looked at its layers
             compile_layers(model)
         self.reference = self._make_reference(reference)
+        self.value_head = self._make_value_head()
         self.optimizer = self.initialize_optimizer()
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
@@ -141,11 +143,23 @@ class Trainer:
             "base model is the reference."
         )
 
+    def _make_value_head(self) -> ValueHead | None:
+        if not self.algo.loss.needs_values:
+            return None
+        if self.algo.advantages is None:
+            raise ConfigError(
+                f"{self.algo.name} trains a critic, but does not say how to use it; set advantages=TokenGAE(…)."
+            )
+        weight = self.policy.head.weight_VD
+        return ValueHead(weight.shape[1]).to(weight.device)
+
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over everything trainable; override for another."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters:
             raise ConfigError("The model has no parameter that requires a gradient.")
+        if self.value_head is not None:
+            parameters += list(self.value_head.parameters())
         on_gpu = parameters[0].is_cuda
         return torch.optim.AdamW(
             parameters,
@@ -239,13 +253,15 @@ class Trainer:
         is_first = self.step == 0
         if is_first:
             check_masks(prepared.items, self.tokenizer)
+        items = self._with_advantages(prepared.items)
         sums = accumulate_gradients(
             self.policy,
             self.algo.loss,
-            prepared.items,
+            items,
             micro_token_budget=self.cfg.micro_token_budget,
             pad_token_id=self.cfg.pad_token_id,
             reference=self.reference,
+            value_head=self.value_head,
             watch_entropy=self.cfg.watch_entropy,
         )
         norm = self._apply_gradients()
@@ -262,6 +278,14 @@ class Trainer:
             "grad_norm": norm,
             "lr": self.optimizer.param_groups[0]["lr"],
         }
+
+    def _with_advantages(self, items: list[SAWItem]) -> list[SAWItem]:
+        """With a critic: weights from what it expects of these samples now."""
+        if self.value_head is None or self.algo.advantages is None:
+            return items
+        bins = micro_batches(self.policy, items, self.cfg.micro_token_budget)
+        values = expected_values(self.policy, self.value_head, bins, self.cfg.pad_token_id)
+        return self.algo.advantages.credit(items, [values[id(item)] for item in items])
 
     def _apply_gradients(self) -> float:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -375,7 +399,11 @@ class Trainer:
         self.publisher.publish({} if shared else self._served_weights(), version=self.step)
 
     def _stateful_parts(self) -> dict[str, Stateful]:
-        parts = {"batch_source": self.batch_source, "credit_assigner": self.algo.credit_assigner}
+        parts = {
+            "batch_source": self.batch_source,
+            "credit_assigner": self.algo.credit_assigner,
+            "value_head": self.value_head,
+        }
         return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
     # --- without asyncio ---

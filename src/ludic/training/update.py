@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ludic.models.head import EntropyMode
+from ludic.training.critic import ValueHead
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.tokens import over_tokens
 from ludic.training.packing import PackedBatch, split_items_by_token_budget, split_packed
@@ -51,6 +52,7 @@ def accumulate_gradients(
     micro_token_budget: int,
     pad_token_id: int = 0,
     reference: Reference | None = None,
+    value_head: ValueHead | None = None,
     watch_entropy: bool = False,
 ) -> StatSum:
     """Add the batch's gradient to the parameters'; what the loss and the mismatch have to say comes back."""
@@ -59,7 +61,7 @@ def accumulate_gradients(
     bins = micro_batches(policy, items, micro_token_budget)
     for members in bins:
         batch = policy.batch(members, pad_token_id)
-        tokens = action_tokens(policy, loss, batch, facts, reference, watch_entropy)
+        tokens = action_tokens(policy, loss, batch, facts, reference, value_head, watch_entropy)
         value, stats = loss.of(tokens)
         value.backward()
         sums.add({"loss": (value.detach(), tokens.num_items / facts.num_items), **stats, **mismatch_stats(tokens)})
@@ -75,11 +77,13 @@ def action_tokens(
     batch: PackedBatch,
     facts: BatchFacts,
     reference: Reference | None,
+    value_head: ValueHead | None,
     watch_entropy: bool,
 ) -> ActionTokens:
     """What the loss sees of one micro-batch."""
     entropy_mode: EntropyMode | None = "train" if loss.needs_entropy else "watch" if watch_entropy else None
-    logps, entropy = policy.logps(batch, entropy=entropy_mode)
+    hidden_AD = policy.action_hidden(batch)
+    logps, entropy = policy.logps_of(hidden_AD, batch, entropy=entropy_mode)
     actions = batch.actions
     return ActionTokens(
         logps=logps,
@@ -90,6 +94,9 @@ def action_tokens(
         old_logps=actions.old_logp_A,
         ref_logps=reference.logps(batch) if reference is not None and loss.needs_reference else None,
         entropy=entropy,
+        values=value_head(hidden_AD) if value_head is not None else None,
+        returns=actions.return_A,
+        old_values=actions.value_A,
     )
 
 

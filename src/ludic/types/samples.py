@@ -5,7 +5,7 @@ assignment gave them. Arrays are numpy; nothing here knows of tensors, episodes 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -30,6 +30,9 @@ class ActorTokenLogps:
         return len(self.token_logps)
 
 
+_PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleAttachments:
     """Optional arrays that ride along with a sample."""
@@ -37,18 +40,37 @@ class SampleAttachments:
     actor_logps: ActorTokenLogps | None = None
     token_weights: LogprobArray | None = None
     """One weight per action token, where turns of one item were credited differently; it wins over `SAWItem.weight`."""
+    token_rewards: LogprobArray | None = None
+    """What each action token earned: a turn's reward at its last action token, zero elsewhere. For critics."""
+    token_values: LogprobArray | None = None
+    """What a critic expected before each action token, before the update."""
+    token_returns: LogprobArray | None = None
+    """What it should have expected."""
     temperature: float | None = None
     """What the action tokens were sampled with; the trainer's log-probs use the same. None means 1."""
     version_runs: tuple[VersionRun, ...] = ()
     """Which policy version sampled which action tokens, in order; empty when nobody said."""
 
     def __post_init__(self) -> None:
-        if self.token_weights is not None:
-            weights = logprob_array(self.token_weights, "token_weights")
-            if not np.isfinite(weights).all():
-                raise ValueError("token_weights holds values that are not finite.")
-            object.__setattr__(self, "token_weights", weights)
+        for name in _PER_TOKEN:
+            values = getattr(self, name)
+            if values is not None:
+                array = logprob_array(values, name)
+                if not np.isfinite(array).all():
+                    raise ValueError(f"{name} holds values that are not finite.")
+                object.__setattr__(self, name, array)
         object.__setattr__(self, "version_runs", tuple(VersionRun(*run) for run in self.version_runs))
+
+    def first(self, count: int) -> "SampleAttachments":
+        """What is said of the first `count` action tokens."""
+        runs, left = [], count
+        for version, length in self.version_runs:
+            if left > 0:
+                runs.append(VersionRun(version, min(length, left)))
+            left -= length
+        per_token = {name: None if (a := getattr(self, name)) is None else a[:count] for name in _PER_TOKEN}
+        logps = None if self.actor_logps is None else ActorTokenLogps(self.actor_logps.token_logps[:count])
+        return replace(self, actor_logps=logps, version_runs=tuple(runs), **per_token)
 
 
 def _mask_array(mask: Sequence[int] | npt.NDArray[Any], name: str, length: int) -> npt.NDArray[np.bool_]:
@@ -110,7 +132,8 @@ class SAWItem:
 def _check_lengths(item: SAWItem) -> None:
     """What is said token by token is said of every action token."""
     attached = item.attachments
-    lengths = {"token_weights": None if attached.token_weights is None else len(attached.token_weights)}
+    arrays = {name: getattr(attached, name) for name in _PER_TOKEN}
+    lengths = {name: None if array is None else len(array) for name, array in arrays.items()}
     lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
     lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
     wrong = {name: length for name, length in lengths.items() if length not in (None, item.num_action_tokens)}

@@ -157,6 +157,7 @@ def test_a_plain_module_with_a_shared_weight_and_a_buffer_comes_back(tmp_path: P
     assert other[1].weight is other[0].weight
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path):
     manager(tmp_path).save(1, model=torch.compile(a_module(3.0)))
     plain = a_module()
@@ -394,6 +395,7 @@ def test_a_killed_replacement_leaves_the_old_one_and_the_next_save_tidies_up(tmp
     assert checkpoints.best() == tmp_path / "step_000003"
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_a_state_that_loads(tmp_path: Path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.unit.training.endless_saver"])
@@ -467,6 +469,7 @@ print(checkpoints.load(model=model), sorted(p.name for p in checkpoints.root.ite
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path):
     small_disk = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1M tmpfs "$1" && exec "$2" -c "$3" "$1"', "sh"]
     if (

@@ -136,6 +136,7 @@ def read_scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_what_was_logged_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path):
     pytest.importorskip("tensorboard")
     first = TensorBoardLogger(tmp_path)
@@ -200,6 +201,7 @@ def read_wandb_history(folder: Path) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.slow
 def test_wandb_offline_writes_a_run_with_the_steps(tmp_path: Path, offline_wandb, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "from-the-environment")
     logger = WandbLogger(name="a-run", config={"lr": 0.1}, dir=tmp_path, mode="offline")

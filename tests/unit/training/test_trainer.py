@@ -140,6 +140,7 @@ async def test_supervised_fine_tuning_lowers_the_loss():
     assert history[-1]["train/nll_mean"] < history[0]["train/nll_mean"] - 1.0
 
 
+@pytest.mark.slow
 async def test_generation_overlaps_with_training_within_the_lag():
     trainer, engine = bandit_trainer(
         make_grpo(group_size=8), make_source=lambda source: AsyncRolloutBatchSource(source, max_lag=1)
@@ -181,6 +182,7 @@ def with_adapter(model):
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
+@pytest.mark.slow
 async def test_an_adapter_learns_and_its_base_stays():
     base = tiny_llama(initializer_range=0.3)  # a frozen head that makes a difference
     before = {name: p.clone() for name, p in base.named_parameters()}

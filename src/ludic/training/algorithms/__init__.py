@@ -7,6 +7,7 @@ from ludic.training.algorithms.dr_grpo import make_dr_grpo
 from ludic.training.algorithms.gmpo import make_gmpo
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.algorithms.gspo import make_gspo
+from ludic.training.algorithms.ppo import make_ppo
 from ludic.training.algorithms.reinforce import make_reinforce, make_reinforce_baseline
 from ludic.training.algorithms.reinforce_pp import make_reinforce_pp
 from ludic.training.algorithms.rloo import make_rloo
@@ -27,6 +28,7 @@ __all__ = [
     "make_reinforce",
     "make_reinforce_baseline",
     "make_reinforce_pp",
+    "make_ppo",
     "make_scalerl",
     "make_sft",
 ]

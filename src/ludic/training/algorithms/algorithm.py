@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from ludic.training.critic import TokenGAE
 from ludic.training.losses import Loss
 from ludic.types import CreditAssigner, SAWBatch
 
@@ -21,6 +22,8 @@ class RLAlgorithm:
     """From rollouts to one weight per step."""
     loss: Loss
     """From action tokens and their weights to a scalar."""
+    advantages: TokenGAE | None = None
+    """For algorithms with a critic: how its values turn rewards into weights, just before the update."""
     preprocess: Preprocess | None = None
     """Runs on the samples before they become tensors: checks and filters."""
 

@@ -90,6 +90,7 @@ def mean_reward(history):
 # --- learning ---
 
 
+@pytest.mark.slow
 async def test_a_tiny_model_learns_the_bandit_from_chance_to_nearly_always():
     history = await learn(make_grpo(group_size=8))
     assert mean_reward(history[:3]) < 0.6

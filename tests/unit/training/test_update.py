@@ -70,7 +70,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("budget", [30, 40, 64])
+@pytest.mark.parametrize("budget", [30, *(pytest.param(other, marks=pytest.mark.slow) for other in (40, 64))])
 def test_the_gradient_and_the_statistics_do_not_depend_on_the_budget(name, budget):
     items = random_items(LENGTHS)
     whole, cut = gradient(LOSSES[name], items), gradient(LOSSES[name], items, budget=budget)

@@ -1,0 +1,71 @@
+"""Training on a GPU agrees with training on a CPU; the engine and the trainer share one model there, too."""
+
+import asyncio
+
+import pytest
+import torch
+
+from ludic.training.losses import CISPOLoss, CompositeLoss, EntropyBonus, LossTerm
+from ludic.training.policy import TrainedPolicy
+from ludic.training.update import accumulate_gradients
+from tests.unit.inference.local.tiny_models import new_model
+from tests.unit.training.samples import random_items
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
+
+
+def gradients(family, device, dtype=torch.float32, compiled=False):
+    model = new_model(family, initializer_range=0.1, hidden_size=64, head_dim=16).to(device, dtype).requires_grad_(True)
+    policy = TrainedPolicy(model, mixed_precision_dtype=None)
+    if compiled:
+        from ludic.models.compiling import compile_layers
+
+        compile_layers(model)
+    loss = CompositeLoss(
+        [LossTerm(name="policy", loss=CISPOLoss()), LossTerm(name="entropy", loss=EntropyBonus(coeff=0.1))]
+    )
+    accumulate_gradients(policy, loss, random_items(LENGTHS), micro_token_budget=64)
+    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(found, expected, cosine):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        similarity = torch.nn.functional.cosine_similarity(found[name].flatten(), grad.flatten(), dim=0)
+        assert similarity > cosine, (name, float(similarity))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral-sliding", "gemma2-softcap"])
+def test_gradients_in_fp32_are_those_of_the_cpu(family):
+    assert_close(gradients(family, "cuda"), gradients(family, "cpu"), 0.9999)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral-sliding"])
+def test_gradients_in_bf16_through_flash_attention_point_the_same_way(family):
+    assert_close(gradients(family, "cuda", torch.bfloat16), gradients(family, "cpu"), 0.98)
+
+
+def test_compiled_layers_give_the_same_gradients():
+    assert_close(gradients("llama", "cuda", compiled=True), gradients("llama", "cpu"), 0.9999)
+
+
+def test_the_bandit_is_learned_on_a_gpu_with_shared_weights():
+    from ludic.training import make_grpo
+    from tests.unit.training.bandit import bandit_trainer, tiny_llama
+
+    async def learn():
+        trainer, engine = bandit_trainer(make_grpo(group_size=8), model=tiny_llama(hidden_size=64).cuda())
+        history = [await trainer.train_step() for _ in range(40)]
+        engine.close()
+        return history
+
+    history = asyncio.run(learn())
+    rewards = [stats["train/avg_total_reward"] for stats in history]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
+    assert all(stats["train/logp_difference_abs"] < 0.02 for stats in history)
+    assert all(stats["train/lag_max"] == 0 for stats in history)

@@ -1,0 +1,67 @@
+"""Published weights of adapters: the same as peft's own merge, for every kind of LoRA, and nothing left out."""
+
+import copy
+
+import pytest
+import torch
+
+from ludic.models.lora import dense_parameters
+from tests.unit.training.bandit import tiny_llama
+
+peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+
+
+def trained(**settings):
+    model = peft.get_peft_model(tiny_llama(attention_bias=True), peft.LoraConfig(r=4, **settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+        {"target_modules": ["q_proj"], "use_dora": True},
+        {"target_modules": ["q_proj"], "lora_bias": True},
+        {"target_modules": ["q_proj"], "bias": "lora_only", "lora_alpha": 32},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "use_rslora": True},
+    ],
+    ids=str,
+)
+def test_what_is_published_is_what_peft_would_merge_and_the_model_stays(settings):
+    model = trained(**settings)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    dense = dict(dense_parameters(model))
+    merged = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+    assert dense.keys() == merged.keys()
+    for name, parameter in merged.items():
+        assert torch.allclose(dense[name], parameter, atol=1e-6), name
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_an_adapter_that_is_merged_already_is_not_added_twice():
+    model = trained(target_modules=["q_proj"])
+    expected = dict(dense_parameters(model))
+    model.merge_adapter()
+    found = dict(dense_parameters(model))
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, atol=1e-6), name
+
+
+def test_in_half_precision_the_sum_is_rounded_once():
+    model = trained(target_modules=["q_proj"]).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # as peft keeps them
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    exact = layer.base_layer.weight.float() + layer.get_delta_weight("default").float()
+    found = dict(dense_parameters(model))["model.layers.0.self_attn.q_proj.weight"]
+    assert found.dtype is torch.bfloat16 and torch.equal(found, exact.to(torch.bfloat16))

@@ -1,0 +1,393 @@
+"""What a cold review of the trainer found: interruptions, resumes and state that outlives a step."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ludic.batch_gen import AsyncRolloutBatchSource
+from ludic.distributed import SharedWeightsPublisher
+from ludic.inference.local import LocalEngine
+from ludic.models.forward import ModuleForward
+from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
+from ludic.training.durable import read_json
+from ludic.training.guards import check_model
+from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
+from ludic.training.stopping import StopRequested, StopSignal
+from ludic.types import ConfigError, RequestsExhausted, SAWBatch
+from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, tiny_llama
+from tests.unit.training.samples import random_items
+
+
+class Given:
+    """Batches made by hand; it waits a moment before each, as a real source does."""
+
+    def __init__(self, *batches):
+        self.batches = list(batches)
+
+    async def next_batch(self):
+        await asyncio.sleep(0.001)
+        if not self.batches:
+            raise RequestsExhausted("no more batches")
+        return SAWBatch(items=self.batches.pop(0))
+
+
+def hand_trainer(*batches, model=None, algo=None, kind=Trainer, **settings):
+    cfg = TrainerConfig(**{"max_seq_len": 64, "micro_token_budget": 128, "lr": 1e-3, **settings.pop("cfg", {})})
+    return kind(
+        model=tiny_llama() if model is None else model,
+        algo=algo or make_grpo(group_size=4),
+        batch_source=settings.pop("batch_source", None) or Given(*batches),
+        cfg=cfg,
+        **settings,
+    )
+
+
+def small_bandit(**settings):
+    return bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=4, **settings)
+
+
+# --- event loops and stops ---
+
+
+def test_steps_without_asyncio_can_be_taken_one_after_the_other():
+    trainer = hand_trainer(*[random_items([12, 20])] * 3)
+    assert [trainer.train_step_sync()["train/step"] for _ in range(3)] == [1, 2, 3]
+
+
+def test_training_ahead_goes_on_in_another_event_loop():
+    trainer, engine = small_bandit(make_source=lambda source: AsyncRolloutBatchSource(source, max_lag=1))
+    positions = []
+    for _ in range(3):
+        trainer.train_sync(2)
+        positions.append(trainer.batch_source.state_dict()["source"]["num_batches"])
+    engine.close()
+    assert trainer.step == 6 and positions == [2, 4, 6], "what was made ahead when a loop ended is made again"
+
+
+async def test_a_stop_may_come_from_another_thread():
+    stop = StopSignal()
+    threading.Timer(0.05, stop.set, args=("enough",)).start()
+    with pytest.raises(StopRequested, match="enough"):
+        await asyncio.wait_for(stop.unless(asyncio.sleep(60)), timeout=5)
+
+
+async def test_work_that_fails_while_it_is_stopped_does_not_hide_the_stop():
+    async def fails_when_cancelled():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise OSError("could not clean up")
+
+    stop = StopSignal()
+    asyncio.get_running_loop().call_later(0.01, stop.set, "enough")
+    with pytest.raises(StopRequested, match="enough"):
+        await stop.unless(fails_when_cancelled())
+
+
+async def test_signal_handlers_that_were_there_are_given_back():
+    seen = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        mine = signal.getsignal(signal.SIGTERM)
+        with StopSignal().listening():
+            assert signal.getsignal(signal.SIGTERM) is not mine
+        assert signal.getsignal(signal.SIGTERM) is mine and signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def test_the_first_signal_is_a_wish_and_the_second_an_interrupt():
+    stop = StopSignal()
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        assert stop.is_set and stop.reason == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
+    class Endless:
+        async def eval(self, **_):
+            trainer.stop.set("enough")
+            await asyncio.sleep(60)
+
+    trainer = hand_trainer(
+        *[random_items([12, 20])] * 2,
+        evaluator=Endless(),
+        cfg={"eval_every_n_steps": 1},
+        checkpoint_config=CheckpointConfig(output_dir=tmp_path),
+    )
+    stats = await asyncio.wait_for(trainer.train(), timeout=20)
+    assert trainer.step == 1 and stats["train/step"] == 1 and (tmp_path / "step_000001").is_dir()
+
+
+async def test_signals_are_listened_to_while_the_last_checkpoint_is_written(tmp_path):
+    heard = []
+
+    class Watched(Trainer):
+        def _write(self, *args, **kwargs):
+            heard.append(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+            super()._write(*args, **kwargs)
+
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    trainer = hand_trainer(
+        *[random_items([12, 20])] * 9, kind=Watched, checkpoint_config=CheckpointConfig(output_dir=tmp_path)
+    )
+    training = asyncio.create_task(trainer.train())
+    while trainer.step < 1:
+        await asyncio.sleep(0.001)
+    trainer.stop.set("enough")
+    await training
+    assert heard == [True]
+
+
+# --- checkpoints ---
+
+
+async def test_a_batch_whose_making_was_interrupted_is_made_again_after_a_resume(tmp_path):
+    config = CheckpointConfig(output_dir=tmp_path)
+    trainer, engine = small_bandit(checkpoint_config=config)
+    await trainer.train(2)
+    position = trainer.batch_source.state_dict()
+    engine.pause()  # the next batch cannot be finished
+    training = asyncio.create_task(trainer.train(1))
+    while trainer.batch_source.state_dict() == position:
+        await asyncio.sleep(0.001)
+    trainer.stop.set("enough")
+    await training
+    engine.resume()
+    engine.close()
+    resumed, engine = small_bandit(checkpoint_config=config, resume_from="latest")
+    engine.close()
+    assert resumed.step == 2 and resumed.batch_source.state_dict() == position
+
+
+async def test_a_batch_that_could_not_be_trained_on_is_made_again_after_a_resume(tmp_path):
+    class Counting(Given):
+        num_taken = 0
+
+        async def next_batch(self):
+            self.num_taken += 1
+            return await super().next_batch()
+
+        def state_dict(self):
+            return {"num_taken": self.num_taken}
+
+        def load_state_dict(self, state):
+            self.num_taken = state["num_taken"]
+
+    good, too_long = random_items([12, 20]), random_items([100])
+    config = CheckpointConfig(output_dir=tmp_path)
+    trainer = hand_trainer(batch_source=Counting(good, too_long), checkpoint_config=config)
+    await trainer.train_step()
+    with pytest.raises(ConfigError, match="100 tokens"):
+        await trainer.train_step()
+    trainer.save_checkpoint()
+    resumed = hand_trainer(batch_source=Counting(), checkpoint_config=config, resume_from="latest")
+    assert resumed.batch_source.num_taken == 1
+
+
+async def test_the_best_checkpoint_holds_the_weights_that_were_evaluated(tmp_path):
+    class Peaks:
+        """Step 2 is the best."""
+
+        async def eval(self, **_):
+            return [], {"accuracy": {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.2}[trainer.step]}
+
+    trainer = hand_trainer(
+        *[random_items([12, 20])] * 4,
+        evaluator=Peaks(),
+        cfg={"eval_every_n_steps": 1},
+        checkpoint_config=CheckpointConfig(
+            output_dir=tmp_path, every_n_steps=1, max_to_keep=None, best_metric="eval/accuracy"
+        ),
+    )
+    await trainer.train()
+    assert trainer.checkpointer.best().name == "step_000002"
+    assert read_json(tmp_path / "step_000003" / "trainer_state.json")["metrics"]["eval/accuracy"] == 0.3
+
+
+async def test_an_evaluation_of_other_weights_does_not_judge_a_checkpoint(tmp_path):
+    class Always:
+        async def eval(self, **_):
+            return [], {"accuracy": 1.0}
+
+    trainer = hand_trainer(
+        *[random_items([12, 20])] * 3,
+        evaluator=Always(),
+        cfg={"eval_every_n_steps": 2},
+        checkpoint_config=CheckpointConfig(output_dir=tmp_path, every_n_steps=3, best_metric="eval/accuracy"),
+    )
+    await trainer.train()
+    assert "eval/accuracy" not in read_json(tmp_path / "step_000003" / "trainer_state.json")["metrics"]
+    assert trainer.checkpointer.best() is None
+
+
+async def test_states_are_taken_where_they_change_in_the_event_loop(tmp_path):
+    """In another thread, what generates ahead could change them in the middle."""
+    taken_in = []
+
+    class Where(Given):
+        def state_dict(self):
+            taken_in.append(threading.current_thread())
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    trainer = hand_trainer(
+        batch_source=Where(random_items([12, 20])),
+        checkpoint_config=CheckpointConfig(output_dir=tmp_path, every_n_steps=1),
+    )
+    await trainer.train()
+    assert (tmp_path / "step_000001").is_dir()
+    assert set(taken_in) == {threading.current_thread()}
+
+
+# --- what a step leaves behind ---
+
+
+async def test_a_batch_that_failed_half_way_leaves_no_gradient_behind():
+    good = random_items([12, 20])
+    broken = random_items([60, 30], seed=5)
+    broken[1] = replace(broken[1], input_ids=broken[1].input_ids + 10_000)  # not in the vocabulary
+    trainer = hand_trainer(broken, good, cfg={"micro_token_budget": 64})
+    with pytest.raises(IndexError):
+        await trainer.train_step()
+    await trainer.train_step()
+    expected = hand_trainer(good, cfg={"micro_token_budget": 64})
+    await expected.train_step()
+    for a, b in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+async def test_parameter_groups_keep_their_own_learning_rates():
+    class TwoRates(Trainer):
+        def initialize_optimizer(self):
+            head, rest = self.model.lm_head.weight, [*self.model.model.parameters()]
+            return torch.optim.SGD([{"params": rest}, {"params": [head], "lr": 0.5}], lr=self.cfg.lr)
+
+    trainer = hand_trainer(*[random_items([12, 20])] * 2, kind=TwoRates, cfg={"lr_schedule": lambda step: 0.1})
+    await trainer.train()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([1e-4, 0.05])
+
+
+# --- versions ---
+
+
+async def test_a_second_run_on_one_engine_begins_at_its_own_version():
+    first, engine = small_bandit()
+    await first.train(2)
+    second = Trainer(
+        model=first.model,
+        algo=first.algo,
+        batch_source=first.batch_source,
+        cfg=TrainerConfig(max_seq_len=64, max_lag=0),
+        publisher=first.publisher,
+    )
+    stats = await second.train_step()
+    engine.close()
+    assert stats["train/lag_mean"] == 0 and engine.version == 1
+
+
+def test_an_engine_that_serves_another_model_is_refused():
+    engine = LocalEngine(tiny_llama(), ByteTokenizer(), max_model_len=64, kv_tokens=1024)
+    with contextlib.closing(engine), pytest.raises(ConfigError, match="does not hold the model that is trained"):
+        hand_trainer(model=tiny_llama(), publisher=SharedWeightsPublisher(engine))
+
+
+def test_shared_weights_cannot_be_published_now_and_then():
+    model = tiny_llama()
+    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=1024)
+    with contextlib.closing(engine), pytest.raises(ConfigError, match="sync_every_steps=4"):
+        hand_trainer(model=model, publisher=SharedWeightsPublisher(engine), cfg={"sync_every_steps": 4})
+
+
+async def test_an_engine_that_cannot_take_new_weights_is_not_left_standing():
+    class Broken:
+        def weights_changed(self):
+            raise MemoryError("no room")
+
+        def leave(self, sequence): ...
+
+    engine = LocalEngine(tiny_llama(), ByteTokenizer(), max_model_len=64, kv_tokens=1024)
+    engine._runner = Broken()
+    with contextlib.closing(engine):
+        with pytest.raises(MemoryError):
+            engine.new_version()
+        assert engine._num_pauses == 0
+
+
+# --- precision, references, settings ---
+
+
+def test_training_in_half_precision_is_warned_about(caplog):
+    model = tiny_llama().to(torch.bfloat16)
+    found = check_model(model)
+    assert len(found) == 1 and "bfloat16" in found[0] and found[0] in caplog.text
+    assert not check_model(tiny_llama())
+
+
+async def test_checkpointing_leaves_the_engine_its_fast_way():
+    trainer, engine = small_bandit(cfg=TrainerConfig(lr=1e-2, max_seq_len=64, gradient_checkpointing=True))
+    await trainer.train_step()
+    engine.close()
+    assert not isinstance(engine._runner._model, ModuleForward)
+
+
+async def test_an_adapter_learns_under_gradient_checkpointing():
+    peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+    batch, weights = random_items([12, 20]), []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        trainer = hand_trainer(batch, batch, model=model, cfg={"gradient_checkpointing": checkpointing})
+        await trainer.train()
+        weights.append({n: p.detach().clone() for n, p in model.named_parameters() if "lora_B" in n})
+    assert all(value.abs().max() > 0 for value in weights[1].values())
+    assert all(torch.allclose(weights[0][name], value, atol=1e-6) for name, value in weights[1].items())
+
+
+async def test_a_reference_is_moved_to_where_the_policy_is():
+    class Moved(torch.nn.Module):
+        """Stands for a model on another device."""
+
+    grpo = make_grpo(group_size=4)
+    kl = LossTerm(name="kl", loss=TokenKLLoss(to="reference", coeff=0.1))
+    algo = replace(grpo, loss=CompositeLoss([LossTerm(name="policy", loss=grpo.loss), kl]))
+    reference, moves = tiny_llama(), []
+    plain_to = reference.to
+    reference.to = lambda *args: moves.append(args) or plain_to(*args)
+    trainer = hand_trainer(random_items([12, 20]), algo=algo, reference=reference)
+    assert moves == [(torch.device("cpu"),)]
+    assert (await trainer.train_step())["train/kl/kl_mean"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"too_long": "cut"}, "too_long='cut'"),
+        ({"mixed_precision_dtype": "fp16"}, "mixed_precision_dtype='fp16'"),
+        ({"sync_every_steps": -1}, "sync_every_steps=-1"),
+        ({"eval_every_n_steps": -2}, "eval_every_n_steps=-2"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_means_nothing_is_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(**settings)
+
+
+def test_no_warning_for_a_plain_model(caplog):
+    with caplog.at_level(logging.WARNING):
+        check_model(tiny_llama())
+    assert not caplog.text

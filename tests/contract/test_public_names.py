@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from collections.abc import Mapping
 
 import pytest
 
@@ -24,6 +25,27 @@ NAMES = {
     "TemplateResult SamplingParams ReturnSpec ToolRequest TokenCompletionRequest InferenceSpec VLLMExtensions",
     "ludic.interaction": "InteractionProtocol SingleAgentProtocol SingleAgentSyncProtocol MultiAgentProtocol "
     "DelegatingProtocol TraceCollector ExternalToolHandler merge_step_info split_parser_reward RESERVED_INFO_KEYS",
+    "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource RequestStrategy "
+    "IdentityStrategy GRPORequestStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
+    "make_dataset_sequence_requests_fn make_chat_template_step_to_item DynamicSampling Curriculum TooManyFailures "
+    "stitch_rollout",
+    "ludic.training": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource IdentityStrategy "
+    "GRPORequestStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
+    "make_dataset_sequence_requests_fn make_chat_template_step_to_item EnvSpec ProtocolSpec RolloutRequest SAWItem SAWBatch "
+    "Trainer TrainerConfig CheckpointConfig CheckpointManager RLAlgorithm make_reinforce make_reinforce_baseline make_grpo "
+    "make_dr_grpo make_gspo make_cispo make_sapo make_gmpo make_scalerl make_sft make_dapo make_rloo make_reinforce_pp "
+    "make_ppo compose_preprocess validate_actor_logps drop_zero_weight_samples filter_zero_variance_groups Reducer "
+    "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",
+    "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
+    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn GAE gae",
+    "ludic.training.losses": "Loss ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
+    "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss "
+    "selective_log_softmax ActionTokens BatchFacts Reduction ValueLoss BatchNormalized CorrectedLoss TokenTruncation "
+    "SequenceTruncation TokenMask SequenceMask",
+    "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
+    "keep_agent_steps combine any_of apply_filter default_step_selector",
+    "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
+    "ludic.distributed": "SharedWeightsPublisher",
     "ludic.registry": "register make list spec envs agents contexts protocols parsers tools algorithms",
 }
 
@@ -47,7 +69,89 @@ PARAMETERS = {
     "ludic.types:TokenTrace": "prompt_token_ids completion_token_ids completion_logprobs finish_reason",
     "ludic.inference:HFChatTemplate": "tokenizer tool_parser",
     "ludic.inference:HFChatTemplate.apply": "messages tools add_generation_prompt",
+    "ludic.batch_gen:RolloutEngine": "env_registry protocol_registry jsonl_path",
+    "ludic.batch_gen:RolloutEngine.generate_rollouts": "requests max_steps timeout_s concurrency",
+    "ludic.batch_gen:RolloutEngine.generate_batch": "requests max_steps credit_assigner algorithm timeout_s concurrency "
+    "sample_filter",
+    "ludic.batch_gen:RolloutBatchSource": "engine orchestrator request_fn requests_fn algorithm credit_assigner max_steps "
+    "timeout_s concurrency sample_filter",
+    "ludic.batch_gen:OfflineBatchSource": "jsonl_paths step_to_item credit_assigner batch_size shuffle sample_filter seed "
+    "drop_last step_selector",
+    "ludic.batch_gen:GRPORequestStrategy": "group_size",
+    "ludic.batch_gen:make_requests_fn_from_queue": "q batch_size build_request strategy on_empty",
+    "ludic.batch_gen:make_dataset_queue_requests_fn": "samples_q batch_size env_kind protocol_kind inference env_kwargs_fn "
+    "protocol_kwargs request_meta_fn env_seed_fn sampling_seed_fn group_size on_empty",
+    "ludic.batch_gen:make_dataset_sequence_requests_fn": "samples batch_size env_kind protocol_kind inference env_kwargs_fn "
+    "protocol_kwargs request_meta_fn env_seed_fn sampling_seed_fn group_size shuffle rng_seed",
+    "ludic.training:Trainer": "model algo batch_source cfg publisher param_filter enable_gradient_checkpointing checkpointer "
+    "checkpoint_config resume_from train_logger reducers evaluator",
+    "ludic.training:Trainer.train": "num_steps",
+    "ludic.training:TrainerConfig": "pad_token_id model_device lr learning_rate weight_decay betas eps max_grad_norm "
+    "max_seq_len micro_token_budget sync_every_steps mixed_precision_dtype max_lag log_every eval_at_start "
+    "eval_every_n_steps eval_concurrency eval_max_steps eval_timeout_s",
+    "ludic.training:CheckpointConfig": "output_dir every_n_steps max_to_keep save_optimizer",
+    "ludic.training:CheckpointManager.load": "model optimizer step path",
+    "ludic.training:RLAlgorithm": "name credit_assigner loss preprocess",
+    "ludic.training:RLAlgorithm.compute_loss": "model batch",
+    "ludic.training:make_reinforce": "gamma drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_reinforce_baseline": "gamma normalize_adv drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_grpo": "group_size group_normalize_adv positive_only clip_eps_low clip_eps_high length_normalize "
+    "ratio_clip drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_dr_grpo": "group_size positive_only clip_eps_low clip_eps_high ratio_clip drop_zero_weight "
+    "drop_zero_weight_eps name",
+    "ludic.training:make_gspo": "group_size group_normalize_adv positive_only clip_eps_low clip_eps_high length_normalize "
+    "ratio_clip drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_cispo": "group_size group_normalize_adv positive_only clip_eps_low clip_eps_high length_normalize "
+    "kl_coeff drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_sapo": "group_size group_normalize_adv positive_only tau_pos tau_neg length_normalize "
+    "drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_gmpo": "group_size group_normalize_adv positive_only clip_eps_low clip_eps_high length_normalize "
+    "ratio_clip drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_scalerl": "group_size positive_only clip_eps_low clip_eps_high length_normalize kl_coeff filter_zvp "
+    "zvp_filter_eps drop_zero_weight drop_zero_weight_eps name",
+    "ludic.training:make_sft": "length_normalize name",
+    "ludic.training:drop_zero_weight_samples": "batch eps",
+    "ludic.training:filter_zero_variance_groups": "batch eps",
+    "ludic.training.credit_assignment:MonteCarloReturn": "gamma",
+    "ludic.training.credit_assignment:GroupNormalizedReturn": "group_size normalize_adv positive_only",
+    "ludic.training.credit_assignment:HybridNormalizedReturn": "group_size eps positive_only",
+    "ludic.training.credit_assignment:ConstantCredit": "value",
+    "ludic.training.losses:ReinforceLoss": "length_normalize",
+    "ludic.training.losses:ReinforceBaselineLoss": "normalize length_normalize",
+    "ludic.training.losses:ClippedSurrogateLoss": "clip_eps_low clip_eps_high length_normalize ratio_clip",
+    "ludic.training.losses:TokenClippedSurrogateLoss": "clip_eps_low clip_eps_high length_normalize ratio_clip",
+    "ludic.training.losses:CISPOLoss": "clip_eps_low clip_eps_high length_normalize",
+    "ludic.training.losses:SAPOLoss": "tau_pos tau_neg length_normalize",
+    "ludic.training.losses:GMPOLoss": "clip_eps_low clip_eps_high length_normalize ratio_clip",
+    "ludic.training.losses:MaskedCausalLMCrossEntropyLoss": "length_normalize",
+    "ludic.training.losses:KLLoss": "coeff length_normalize",
+    "ludic.training.losses:TokenKLLoss": "coeff length_normalize",
+    "ludic.training.losses:EntropyBonus": "coeff",
+    "ludic.training.losses:LossTerm": "name loss weight",
+    "ludic.training.losses:CompositeLoss": "terms",
+    "ludic.training.losses:Loss.compute": "logits batch",
+    "ludic.training.packing:split_items_by_token_budget": "items micro_token_budget max_seq_len",
+    "ludic.training.packing:collate_saw_items": "items pad_token_id device",
+    "ludic.training.loggers:PrintLogger": "prefix keys precision max_items_per_line",
+    "ludic.training.loggers:RichLiveLogger": "keys spark_key history spark_window",
+    "ludic.training.loggers:WandbLogger": "init_kwargs project name group tags notes config dir mode",
 }
+
+DEFAULTS = {
+    "ludic.training:make_grpo": {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "group_normalize_adv": True},
+    "ludic.training:make_gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True},
+    "ludic.training:make_cispo": {"clip_eps_low": 1e6, "clip_eps_high": 0.2, "length_normalize": True, "kl_coeff": 0.0},
+    "ludic.training:make_sapo": {"tau_pos": 1.0, "tau_neg": 1.05, "length_normalize": False},
+    "ludic.training:make_gmpo": {"clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True},
+    "ludic.training:make_scalerl": {"clip_eps_low": 0.20, "clip_eps_high": 0.28, "filter_zvp": True},
+    "ludic.training:make_sft": {"length_normalize": False},
+    "ludic.training:TrainerConfig": {"lr": 1e-5, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8,
+                                     "max_grad_norm": 1.0, "max_seq_len": 1024, "micro_token_budget": 8192,
+                                     "max_lag": None, "log_every": 1, "eval_at_start": False},
+    "ludic.training:CheckpointConfig": {"every_n_steps": 0, "max_to_keep": 2, "save_optimizer": True},
+    "ludic.batch_gen:OfflineBatchSource": {"batch_size": 32, "shuffle": True, "seed": 42, "drop_last": False},
+}  # fmt: skip
+"""What people rely on without writing it."""
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -59,12 +163,22 @@ def test_public_names_are_there(module: str):
 
 @pytest.mark.parametrize("target", PARAMETERS)
 def test_public_parameters_are_there(target: str):
+    missing = set(PARAMETERS[target].split()) - set(parameters(target))
+    assert not missing
+
+
+@pytest.mark.parametrize("target", DEFAULTS)
+def test_public_defaults_are_what_they_were(target: str):
+    found = parameters(target)
+    assert {name: found[name].default for name in DEFAULTS[target]} == DEFAULTS[target]
+
+
+def parameters(target: str) -> Mapping[str, inspect.Parameter]:
     module, _, path = target.partition(":")
     found = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
-    missing = set(PARAMETERS[target].split()) - set(inspect.signature(found).parameters)
-    assert not missing
+    return inspect.signature(found).parameters
 
 
 def test_the_import_lines_of_the_documents_work():
@@ -74,10 +188,12 @@ def test_the_import_lines_of_the_documents_work():
     from ludic.inference import HermesToolParser, HFChatTemplate
     from ludic.interaction import SingleAgentSyncProtocol
     from ludic.parsers import compose_parsers, think_prefix_parser, xml_tag_parser
+    from ludic.training import GRPORequestStrategy, RolloutBatchSource, RolloutEngine, Trainer, TrainerConfig, make_grpo
 
     names = (Agent, ReActAgent, ToolAgent, FullDialog, TruncatedThinkingContext, DatasetQAEnv, LudicEnv, SingleAgentEnv,
              HermesToolParser, HFChatTemplate, SingleAgentSyncProtocol, compose_parsers, think_prefix_parser,
-             xml_tag_parser)  # fmt: skip
+             xml_tag_parser, GRPORequestStrategy, RolloutBatchSource, RolloutEngine, Trainer, TrainerConfig,
+             make_grpo)  # fmt: skip
     assert all(callable(name) for name in names)
 
 

@@ -76,7 +76,9 @@ def hand_trainer(*batches, algo=None, model=None, **settings):
 async def learn(algorithm, steps=40, **settings):
     trainer, engine = bandit_trainer(algorithm, **settings)
     history = []
-    with contextlib.suppress(NothingToTrainOn):  # everything is solved, for those that leave out groups without variance
+    with contextlib.suppress(
+        NothingToTrainOn
+    ):  # everything is solved, for those that leave out groups without variance
         while len(history) < steps:
             history.append(await trainer.train_step())
     engine.close()

@@ -19,7 +19,10 @@ class ValueLoss(Loss):
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         values, returns, old = tokens.values, tokens.returns, tokens.old_values
-        assert values is not None and returns is not None and old is not None, "needs_values says so"
+        if values is None or returns is None or old is None:
+            raise KeyError(
+                "ValueLoss needs a critic's values and returns, which the Trainer computes; it cannot be used on logits alone."
+            )
         error = (values - returns).square()
         if self.clip_eps is not None:
             held = old + (values - old).clamp(-self.clip_eps, self.clip_eps)

@@ -63,6 +63,8 @@ class AsyncRolloutBatchSource:
         """The oldest finished batch; its meta says at which version it was begun and how many updates ago that was."""
         if self._is_closed:
             raise ConfigError("This AsyncRolloutBatchSource is closed; make a new one.")
+        if self._task is not None and self._loop is not asyncio.get_running_loop():
+            self._forget_loop()
         task = self._task or self._start()
         self._is_training = False  # whoever asks for the next batch is done with the last one
         self._go.set()
@@ -114,6 +116,14 @@ class AsyncRolloutBatchSource:
         self._task = asyncio.create_task(self._generate(), name="generate batches ahead")
         self._task.add_done_callback(lambda _: self._filled.set())
         return self._task
+
+    def _forget_loop(self) -> None:
+        """The event loop has ended (`train_sync` once more), and with it what was being made: it is made again."""
+        self._task = None
+        self._go, self._filled = asyncio.Event(), asyncio.Event()
+        if self._in_progress is not None and isinstance(self._source, Stateful):
+            self._source.load_state_dict(self._in_progress.source_state)
+        self._in_progress = None
 
     async def _generate(self) -> None:
         while True:

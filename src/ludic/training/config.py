@@ -1,10 +1,12 @@
 """`TrainerConfig`: the numbers of a training run, checked where they are set."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from ludic.training.schedules import LRSchedule
 from ludic.types import ConfigError
+
+LengthPolicy: TypeAlias = Literal["raise", "truncate", "drop"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,7 +25,7 @@ class TrainerConfig:
     """Multiplies `lr` by a function of the step; None is constant."""
 
     max_seq_len: int = 1024
-    too_long: Literal["raise", "truncate", "drop"] = "raise"
+    too_long: LengthPolicy = "raise"
     """What happens to a sample longer than `max_seq_len`."""
     micro_token_budget: int = 8192
     """Tokens in one forward pass. The gradient does not depend on it."""
@@ -32,8 +34,8 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     compile: bool = False
     """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU."""
-    mixed_precision_dtype: Literal["bf16", "fp16"] | None = "bf16"
-    """On a GPU, fp32 parameters are used in this precision; on a CPU it has no effect."""
+    mixed_precision_dtype: Literal["bf16"] | None = "bf16"
+    """On a GPU, fp32 parameters are used in this precision; on a CPU it has no effect. (fp16 would need its loss scaled.)"""
 
     watch_entropy: bool = True
     """Report the entropy of the policy at action tokens, at a small cost."""
@@ -79,7 +81,18 @@ class TrainerConfig:
             )
         if self.max_lag is not None and self.max_lag < 0:
             raise ConfigError(f"max_lag={self.max_lag}; it must be 0 or more, or None.")
+        self._check_choices()
         self.pad_token_id = _pad_id(self.pad_token_id)
+
+    def _check_choices(self) -> None:
+        if self.too_long not in get_args(LengthPolicy):
+            raise ConfigError(f"too_long={self.too_long!r}; there are {', '.join(get_args(LengthPolicy))}.")
+        if self.mixed_precision_dtype not in ("bf16", None):
+            raise ConfigError(f"mixed_precision_dtype={self.mixed_precision_dtype!r}; there are 'bf16' and None.")
+        for name in ("sync_every_steps", "eval_every_n_steps"):
+            every = getattr(self, name)
+            if every is not None and every < 0:
+                raise ConfigError(f"{name}={every}; it must be 0 (never) or more, or None.")
 
 
 def _pad_id(source: Any) -> int:

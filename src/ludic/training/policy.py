@@ -17,7 +17,7 @@ from ludic.types import SAWItem
 
 logger = logging.getLogger(__name__)
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16}
 
 
 class TrainedPolicy:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -17,55 +17,75 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Set by the first SIGINT or SIGTERM; the second one interrupts at once."""
+    """Set by the first SIGINT or SIGTERM, or by anybody; the second signal interrupts at once."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
         self.reason: str | None = None
-
-    @property
-    def is_set(self) -> bool:
-        return self._event.is_set()
+        self.is_set = False
+        self._wishes: set[asyncio.Future[None]] = set()
+        """Of those who wait, each in its own event loop."""
 
     def set(self, reason: str) -> None:
-        self.reason = reason
-        self._event.set()
+        """Ask for the end; from any thread."""
+        self.reason, self.is_set = reason, True
+        for wish in list(self._wishes):
+            with contextlib.suppress(RuntimeError):  # its loop is gone, and with it whoever waited
+                wish.get_loop().call_soon_threadsafe(_fulfil, wish)
 
     async def unless(self, work: Awaitable[T]) -> T:
         """The result of `work`, or StopRequested (and `work` cancelled) if the wish comes first."""
         task = asyncio.ensure_future(work)
-        wish = asyncio.ensure_future(self._event.wait())
+        wish: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wishes.add(wish)
+        if self.is_set:
+            _fulfil(wish)
         try:
-            await asyncio.wait({task, wish}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {task, wish}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise StopRequested(self.reason or "")
             return task.result()
         finally:
-            for each in (task, wish):
-                if not each.done():
-                    each.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await each
+            self._wishes.discard(wish)
+            wish.cancel()
+            if not task.done():
+                await _cancelled(task)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals come here meanwhile. Where handlers cannot be installed (another thread, Windows), nothing changes."""
+        """Signals come here meanwhile; whoever got them before gets them again afterwards.
+
+        Where handlers cannot be installed (another thread), nothing changes.
+        """
         loop = asyncio.get_running_loop()
-        installed = []
+        before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                loop.add_signal_handler(number, self._on_signal, number)
-            except (NotImplementedError, RuntimeError, ValueError):
-                break
-            installed.append(number)
+            with contextlib.suppress(ValueError):
+                before[number] = signal.signal(number, lambda number, _: self._on_signal(number, loop))
         try:
             yield
         finally:
-            for number in installed:
-                loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         if self.is_set:
             raise KeyboardInterrupt
-        logger.warning("%s: stopping after this step; once more to interrupt it.", signal.Signals(number).name)
-        self.set(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        self.set(name)
+        # Not from here: a signal may come in the middle of writing another line.
+        message = "%s: stopping after this step; once more to interrupt it."
+        loop.call_soon_threadsafe(logger.warning, message, name)
+
+
+def _fulfil(wish: asyncio.Future[None]) -> None:
+    if not wish.done():
+        wish.set_result(None)
+
+
+async def _cancelled(task: asyncio.Future[T]) -> None:
+    """Wait until it has ended; that it failed while being cancelled must not hide why it was."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("what was stopped failed while it ended: %s: %s", type(error).__name__, error)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ludic.distributed.shared_weights import SharedWeightsPublisher
 from ludic.models.compiling import compile_layers
 from ludic.models.head import plain_model
 from ludic.models.lora import dense_parameters
@@ -97,14 +98,20 @@ class Trainer:
         self.reference = self._make_reference(reference)
         self.value_head = self._make_value_head()
         self.optimizer = self.initialize_optimizer()
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
         self._last_eval: dict[str, float] = {}
+        self._last_saved: int | None = None
+        self._untrained_from: dict[str, Any] | None = None
+        """Where data stood before the batch that is being fetched or trained on; None between steps."""
         self.stop = StopSignal()
         torch.manual_seed(self.cfg.seed)
         check_model(model)
         if resume_from is not None:
             self._resume(resume_from)
+        else:
+            self._announce_version()
 
     @property
     def current_step(self) -> int:
@@ -116,6 +123,13 @@ class Trainer:
         cfg = self.cfg
         if cfg.sync_every_steps and self.publisher is None:
             raise ConfigError(f"sync_every_steps={cfg.sync_every_steps}, but there is no publisher to sync through.")
+        if isinstance(self.publisher, SharedWeightsPublisher):
+            self.publisher.require_shared(self.model)
+        if isinstance(self.publisher, InPlacePublisher) and cfg.sync_every_steps not in (None, 1):
+            raise ConfigError(
+                f"sync_every_steps={cfg.sync_every_steps}, but {type(self.publisher).__name__} serves the very weights that are "
+                "trained: every step is published. Leave it None."
+            )
         if (cfg.eval_at_start or cfg.eval_every_n_steps) and self.evaluator is None:
             raise ConfigError("eval_at_start or eval_every_n_steps is set, but there is no evaluator.")
         if resume_from is not None and self.checkpointer is None:
@@ -126,16 +140,18 @@ class Trainer:
             self.model.to(self.cfg.model_device)
         self.model.train()
         if with_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if hasattr(self.model, "enable_input_require_grads"):
-                self.model.enable_input_require_grads()
+            inner = plain_model(self.model)
+            inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # Without re-entrance inputs need no gradient, and the hook for it would cost the engine its fast way.
+            inner.disable_input_require_grads()
 
     def _make_reference(self, reference: Any) -> Reference | None:
         if not self.algo.loss.needs_reference:
             return None
         if reference is not None:
-            frozen = reference.eval().requires_grad_(False)
-            return FrozenReference(TrainedPolicy(frozen, packed=self.cfg.packed))
+            frozen = reference.to(self.policy.device).eval().requires_grad_(False)
+            precision = self.cfg.mixed_precision_dtype
+            return FrozenReference(TrainedPolicy(frozen, packed=self.cfg.packed, mixed_precision_dtype=precision))
         if plain_model(self.model) is not self.model:
             return AdapterOff(self.policy)
         raise ConfigError(
@@ -180,22 +196,29 @@ class Trainer:
         end = None if num_steps is None else self.step + num_steps
         with self.stop.listening():
             if self.cfg.eval_at_start and self.step == 0:
-                await self.eval()
+                await self._eval_unless_stopped()
             while (end is None or self.step < end) and not self.stop.is_set:
                 try:
-                    stats = await self.train_step()
+                    stats = await self._step()
                 except (RequestsExhausted, StopRequested) as reason:
                     logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
                     break
                 if self.cfg.eval_every_n_steps and self.step % self.cfg.eval_every_n_steps == 0:
-                    await self.eval()
-        if self.stop.is_set and self.checkpointer is not None:
-            await asyncio.to_thread(self.save_checkpoint)
+                    await self._eval_unless_stopped()  # before saving: which checkpoint is the best hangs on it
+                await self._save_if_due(stats)
+            if self.stop.is_set and self.checkpointer is not None and self._last_saved != self.step:
+                await self._save(stats)
         return stats
 
     async def train_step(self) -> dict[str, float]:
         """One batch, one optimizer step."""
+        stats = await self._step()
+        await self._save_if_due(stats)
+        return stats
+
+    async def _step(self) -> dict[str, float]:
         started = time.perf_counter()
+        self._untrained_from = self._data_states()
         prepared = await self.stop.unless(self._fetch())
         fetched = time.perf_counter()
         stats = await asyncio.to_thread(self._update, prepared)
@@ -253,6 +276,7 @@ class Trainer:
         is_first = self.step == 0
         if is_first:
             check_masks(prepared.items, self.tokenizer)
+        self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
         items = self._with_advantages(prepared.items)
         sums = accumulate_gradients(
             self.policy,
@@ -292,8 +316,8 @@ class Trainer:
         limit = self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
         schedule = self.cfg.lr_schedule
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.cfg.lr * (schedule(self.step) if schedule is not None else 1.0)
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * (schedule(self.step) if schedule is not None else 1.0)
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
@@ -304,6 +328,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self._untrained_from = None
         return norm
 
     def _while_changing_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -317,6 +342,15 @@ class Trainer:
             if not self._syncs_now():
                 return
             self.publisher.publish(self._served_weights(), version=self.step)
+        self._notify_source()
+
+    def _announce_version(self) -> None:
+        """An engine that shares the weights may have served another run: its versions begin with ours."""
+        if isinstance(self.publisher, InPlacePublisher):
+            self.publisher.publish({}, version=self.step)
+        self._notify_source()
+
+    def _notify_source(self) -> None:
         if isinstance(self.batch_source, FollowsVersions):  # only now: its next batch is sampled with these
             self.batch_source.notify_version(self.step)
 
@@ -329,13 +363,11 @@ class Trainer:
         return {name: weight for name, weight in dense_parameters(self.model) if wanted(name, weight)}
 
     def _report(self, stats: dict[str, float], started: float) -> dict[str, float]:
-        """Log what is due, then save what is due: a kill in between loses no line."""
+        """Log what is due; saving comes after: a kill in between loses no line."""
         named = prefixed({**stats, "step": float(self.step)})
         named["perf/step_s"] = time.perf_counter() - started
         if self.logger is not None and self.step % self.cfg.log_every == 0:
             self.logger.log(self.step, named)
-        if self.checkpointer is not None and self.checkpointer.should_save(self.step):
-            self.save_checkpoint(metrics={**self._last_eval, **named})
         return named
 
     # --- evaluation, checkpoints ---
@@ -356,13 +388,39 @@ class Trainer:
             self.logger.log(self.step, named)
         return named
 
+    async def _eval_unless_stopped(self) -> None:
+        """An evaluation can take long, and nothing is lost with it."""
+        with contextlib.suppress(StopRequested):
+            await self.stop.unless(self.eval())
+
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Everything that a resumed run needs to go on as if nothing had happened."""
+        self._write(self._state(), metrics)
+
+    async def _save_if_due(self, stats: Mapping[str, float]) -> None:
+        if self.checkpointer is not None and self.checkpointer.should_save(self.step):
+            await self._save(stats)
+
+    async def _save(self, stats: Mapping[str, float]) -> None:
+        """The state is taken here, in the event loop: whatever generates ahead changes its own here, too."""
+        is_current = self._last_eval.get("eval/step") == self.step  # an older one says nothing of these weights
+        metrics = {**(self._last_eval if is_current else {}), **stats}
+        await asyncio.to_thread(self._write, self._state(), metrics)
+
+    def _state(self) -> dict[str, Any]:
+        """Data as it stood before the first batch that has not been trained on: that one is made again."""
+        data = self._untrained_from if self._untrained_from is not None else self._data_states()
+        state: dict[str, Any] = {"step": self.step, "rng": rng_state(), **data}
+        if self.value_head is not None:
+            state["value_head"] = self.value_head.state_dict()
+        return state
+
+    def _data_states(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._data_parts().items()}
+
+    def _write(self, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         if self.checkpointer is None:
             raise RuntimeError("There is no checkpointer; give Trainer(checkpoint_config=CheckpointConfig(…)).")
-        state: dict[str, Any] = {"step": self.step, "rng": rng_state()}
-        for name, part in self._stateful_parts().items():
-            state[name] = part.state_dict()
         self.checkpointer.save(
             self.step,
             model=self.model,
@@ -371,6 +429,7 @@ class Trainer:
             metrics=metrics,
             tokenizer=self.tokenizer,
         )
+        self._last_saved = self.step
 
     def _resume(self, where: int | str) -> None:
         assert self.checkpointer is not None, "checked before"
@@ -381,29 +440,22 @@ class Trainer:
             chosen = {"path": where}
         state = self.checkpointer.load(model=self.model, optimizer=self.optimizer, **chosen)
         self.step = int(state["step"])
-        for name, part in self._stateful_parts().items():
+        parts = self._data_parts()
+        if self.value_head is not None:
+            parts["value_head"] = self.value_head
+        for name, part in parts.items():
             if name in state:
                 part.load_state_dict(state[name])
-        if self.publisher is not None:
-            self._publish_resumed()
+        if self.publisher is not None and not isinstance(self.publisher, InPlacePublisher):
+            self.publisher.publish(self._served_weights(), version=self.step)
+        self._announce_version()
         if isinstance(self.logger, Resumable):
             self.logger.resume(self.step)
-        if isinstance(self.batch_source, FollowsVersions):
-            self.batch_source.notify_version(self.step)
         restore_rng(state["rng"])
         logger.info("resumed at step %d", self.step)
 
-    def _publish_resumed(self) -> None:
-        assert self.publisher is not None, "checked by the caller"
-        shared = isinstance(self.publisher, InPlacePublisher)
-        self.publisher.publish({} if shared else self._served_weights(), version=self.step)
-
-    def _stateful_parts(self) -> dict[str, Stateful]:
-        parts = {
-            "batch_source": self.batch_source,
-            "credit_assigner": self.algo.credit_assigner,
-            "value_head": self.value_head,
-        }
+    def _data_parts(self) -> dict[str, Stateful]:
+        parts = {"batch_source": self.batch_source, "credit_assigner": self.algo.credit_assigner}
         return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
     # --- without asyncio ---

@@ -391,3 +391,19 @@ def test_a_duel_snapshot_survives_a_file():
     other.restore(Snapshot.from_json(json.loads(json.dumps(env.snapshot().to_json()))))
     assert other.current_obs() == env.current_obs()
     assert other.step({"O": "A2"}) == env.step({"O": "A2"})
+
+
+# --- the compact view ---
+
+
+def test_the_compact_view_names_free_cells_and_shows_marks():
+    env = TicTacToeEnv(view="compact")
+    assert env.reset(seed=0)["agent_0"][0] == "X A1 A2 A3 B1 B2 B3 C1 C2 C3"
+    assert env.suggested_sysprompt is None
+    obs = env.step({"agent_0": "B2"})["agent_0"].obs.split()
+    assert obs[0] == "X" and obs[5] == "X" and obs.count("O") == 1 and len(obs) == 10
+
+
+def test_a_view_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="no view 'braille'"):
+        TicTacToeEnv(view="braille")

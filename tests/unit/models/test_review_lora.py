@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from ludic.models.lora import dense_parameters
+from ludic.models.lora import adapter_problem, dense_parameters
 from tests.unit.training.bandit import tiny_llama
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
@@ -65,3 +65,23 @@ def test_in_half_precision_the_sum_is_rounded_once():
     exact = layer.base_layer.weight.float() + layer.get_delta_weight("default").float()
     found = dict(dense_parameters(model))["model.layers.0.self_attn.q_proj.weight"]
     assert found.dtype is torch.bfloat16 and torch.equal(found, exact.to(torch.bfloat16))
+
+
+def test_new_tokens_that_were_trained_alone_are_published():
+    model = trained(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3, 7]})
+    dense = dict(dense_parameters(model))
+    merged = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+    assert dense.keys() == merged.keys()
+    assert torch.equal(dense["model.embed_tokens.weight"], merged["model.embed_tokens.weight"])
+
+
+def test_a_tied_embedding_is_published_once():
+    plain = tiny_llama(tie_word_embeddings=True)
+    names = [name for name, _ in plain.named_parameters()]
+    model = peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    assert [name for name, _ in dense_parameters(model)] == names
+
+
+def test_learned_prompts_are_warned_about():
+    config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    assert "use LoRA" in (adapter_problem(peft.get_peft_model(tiny_llama(), config)) or "")

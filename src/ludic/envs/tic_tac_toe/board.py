@@ -82,6 +82,11 @@ def render(board: str) -> str:
     return "\n".join(["   1    2    3", *(row.rstrip() for row in rows)])
 
 
+def compact(board: str) -> str:
+    """Nine words: a mark, or the name of a free cell."""
+    return " ".join(CELLS[cell] if mark == FREE else mark for cell, mark in enumerate(board))
+
+
 # --- perfect play -------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from ludic.envs.tic_tac_toe.board import (
     Mark,
     Position,
     Result,
+    compact,
     free_moves,
     position,
     read_move,
@@ -27,6 +28,7 @@ from ludic.envs.tic_tac_toe.board import (
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Opponent: TypeAlias = Literal["random", "minimax"]
+View: TypeAlias = Literal["text", "compact"]
 
 _KIND = "tic_tac_toe"
 _VERSION = 1
@@ -34,8 +36,10 @@ _ENDINGS: dict[Result, str] = {"win": "you won", "loss": "you lost", "draw": "a 
 
 
 @cache
-def _view(board: str, mark: Mark, opponent_cell: int | None) -> tuple[Observation, Result | None]:
+def _view(board: str, mark: Mark, opponent_cell: int | None, view: View) -> tuple[Observation, Result | None]:
     """What the agent is shown, and how the game ended for it (None while it goes on)."""
+    if view == "compact":
+        return f"{mark} {compact(board)}", result_for(board, mark)
     lines = [] if opponent_cell is None else [f"Your opponent played {CELLS[opponent_cell]}."]
     lines.append(render(board))
     result = result_for(board, mark)
@@ -59,8 +63,13 @@ class TicTacToeEnv(SingleAgentEnv):
         show_opponent_move: bool = True,
         opponent: Opponent = "random",
         epsilon: float = 0.0,
+        view: View = "text",
     ) -> None:
-        """`epsilon`: the probability that the minimax opponent picks any free cell instead of a best one."""
+        """`epsilon`: the probability that the minimax opponent picks any free cell instead of a best one.
+
+        `view="compact"` shows ten words, for models with a small vocabulary: the agent's mark, then the cells, each as its mark
+        or, while it is free, its name.
+        """
         super().__init__()
         if opponent not in get_args(Opponent):
             raise ConfigError(f"There is no opponent {opponent!r}; there is {' and '.join(get_args(Opponent))}.")
@@ -68,7 +77,10 @@ class TicTacToeEnv(SingleAgentEnv):
             raise ConfigError(f"epsilon={epsilon} is not a probability; it must lie between 0 and 1.")
         if epsilon and opponent == "random":
             raise ConfigError(f"epsilon={epsilon} only concerns opponent='minimax'; 'random' always plays at random.")
+        if view not in get_args(View):
+            raise ConfigError(f"There is no view {view!r}; there is {' and '.join(get_args(View))}.")
         self.show_opponent_move = show_opponent_move
+        self.view: View = view
         self.opponent: Opponent = opponent
         self.epsilon = epsilon
         self.agent_starts = agent_starts
@@ -80,6 +92,8 @@ class TicTacToeEnv(SingleAgentEnv):
 
     @property
     def suggested_sysprompt(self) -> str | None:
+        if self.view == "compact":
+            return None
         return f"You play tic-tac-toe against an opponent. {NOTATION} Reply with your move."
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
@@ -92,7 +106,7 @@ class TicTacToeEnv(SingleAgentEnv):
             start = position(EMPTY, "X")
             opened = self._reply(start)
             self._board = start.after[opened].board
-        self._obs, _ = _view(self._board, self._mark, opened if self.show_opponent_move else None)
+        self._obs, _ = _view(self._board, self._mark, opened if self.show_opponent_move else None, self.view)
         return self._obs, {"agent_mark": self._mark, "opponent_move": None if opened is None else CELLS[opened]}
 
     def env_step(self, action: str) -> StepOutcome:
@@ -109,7 +123,7 @@ class TicTacToeEnv(SingleAgentEnv):
             replied = self._reply(now)
             now = now.after[replied]
         self._board = now.board
-        self._obs, result = _view(self._board, mark, replied if self.show_opponent_move else None)
+        self._obs, result = _view(self._board, mark, replied if self.show_opponent_move else None, self.view)
 
         # The empty board is worth 0 to both marks, so a draw without a mistake of ours is all there was to get.
         forced_draw = result == "draw" and self._all_optimal

@@ -342,9 +342,11 @@ class LocalEngine:
         try:
             yield
         finally:
-            # Also when it failed half way: these are no longer the weights that the cache was computed with.
-            self._begin_version(version)
-            self.resume()
+            try:
+                # Also when it failed half way: these are no longer the weights that the cache was computed with.
+                self._begin_version(version)
+            finally:
+                self.resume()
 
     def new_version(self, version: int | None = None) -> int:
         """The shared parameters have changed: nothing computed so far is used again."""

@@ -1,0 +1,54 @@
+"""Small models and tokenizers made on the spot: for a laptop, for tests, for ideas that need no pretrained weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+_SPECIAL = ("<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+
+def word_tokenizer(words: Sequence[str]) -> Any:
+    """One token per word, and a chat template with one token per role; words that it does not know become one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys([*_SPECIAL, *words]))}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL[0]))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        unk_token=_SPECIAL[0],
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        additional_special_tokens=list(_SPECIAL[2:]),
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def tiny_llama(
+    vocab_size: int, *, width: int = 128, layers: int = 4, heads: int = 4, max_length: int = 256, seed: int = 0
+) -> Any:
+    """A Llama of about a million parameters, from random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)

@@ -7,8 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ludic.models.lora import adapter_problem
 from ludic.types import SAWItem
 
@@ -23,14 +21,6 @@ def check_model(model: Any) -> list[str]:
         found.append(f"The adapter is inactive: {problem}. Nothing would be learned.")
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         found.append("No parameter of the model requires a gradient. Nothing would be learned.")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    narrow = {parameter.dtype for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)}
-    if narrow:
-        found.append(
-            f"Weights are trained in {', '.join(sorted(map(str, narrow)))}: an update that is less than about 1/500 of a weight "
-            "rounds away, which at lr=1e-5 is most of them. Load the model in fp32 (on a GPU it is still computed in bf16), "
-            "train a LoRA adapter, or use a larger lr."
-        )
     return _warned(found)
 
 

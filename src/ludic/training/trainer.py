@@ -22,6 +22,7 @@ from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic import ValueHead, expected_values
+from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
 from ludic.training.guards import check_masks, check_model, check_parity
 from ludic.training.loggers import Resumable
 from ludic.training.losses.mismatch import effective_share
@@ -171,13 +172,12 @@ class Trainer:
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over everything trainable; override for another."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = self._trained_parameters()
         if not parameters:
             raise ConfigError("The model has no parameter that requires a gradient.")
-        if self.value_head is not None:
-            parameters += list(self.value_head.parameters())
         on_gpu = parameters[0].is_cuda
-        return torch.optim.AdamW(
+        kind = FullPrecisionAdamW if is_narrow(parameters) else torch.optim.AdamW
+        return kind(
             parameters,
             lr=self.cfg.lr,
             betas=self.cfg.betas,
@@ -186,6 +186,10 @@ class Trainer:
             fused=on_gpu,
             foreach=not on_gpu,
         )
+
+    def _trained_parameters(self) -> list[torch.nn.Parameter]:
+        critic = [] if self.value_head is None else list(self.value_head.parameters())
+        return [p for p in self.model.parameters() if p.requires_grad] + critic
 
     # --- the loop ---
 
@@ -206,8 +210,8 @@ class Trainer:
                 if self.cfg.eval_every_n_steps and self.step % self.cfg.eval_every_n_steps == 0:
                     await self._eval_unless_stopped()  # before saving: which checkpoint is the best hangs on it
                 await self._save_if_due(stats)
-            if self.stop.is_set and self.checkpointer is not None and self._last_saved != self.step:
-                await self._save(stats)
+            if self.checkpointer is not None and self.step and self._last_saved != self.step:
+                await self._save(stats)  # however it ended, what was learned is kept
         return stats
 
     async def train_step(self) -> dict[str, float]:
@@ -312,7 +316,7 @@ class Trainer:
         return self.algo.advantages.credit(items, [values[id(item)] for item in items])
 
     def _apply_gradients(self) -> float:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = self._trained_parameters()
         limit = self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
         schedule = self.cfg.lr_schedule

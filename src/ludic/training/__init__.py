@@ -8,7 +8,9 @@ import importlib
 from typing import Any
 
 _NAMES_BY_MODULE = {
-    "ludic.types": "EnvSpec ProtocolSpec RolloutRequest SAWItem SAWBatch Rollout Reducer",
+    "ludic.types": "EnvSpec ProtocolSpec CtxSpec RolloutRequest SAWItem SAWBatch SampleAttachments ActorTokenLogps Rollout "
+    "Reducer default_reducers apply_reducers_to_records",
+    "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource GRPORequestStrategy "
     "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item",

@@ -68,7 +68,9 @@ def test_a_tiny_model_is_calibrated_by_real_steps(capsys):
     assert script.main([*TINY, "--max-budget", "128"]) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"^ +(\d+)  yes", printed, flags=re.MULTILINE) == ["32", "64", "128"]
-    assert "TrainerConfig(max_seq_len=32, micro_token_budget=64)  # 10% less than the 128 that fitted" in printed
+    assert (
+        "TrainerConfig(max_seq_len=32, micro_token_budget=64)  # at least 10% less than the 128 that fitted" in printed
+    )
 
 
 def test_a_trial_leaves_the_weights_as_they_were():

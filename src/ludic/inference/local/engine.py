@@ -7,10 +7,13 @@ their traces say which version sampled which token.
 """
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass
@@ -137,6 +140,9 @@ class LocalEngine:
         self._death: BaseException | None = None
         self._worker = threading.Thread(target=self._work, name="ludic-engine", daemon=True)
         self._worker.start()
+        # A thread that is still computing when the interpreter goes away takes the process down with it.
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # --- requests (any thread, any event loop) ---
 
@@ -414,6 +420,7 @@ class LocalEngine:
             self._is_closed = True
             self._changed.notify_all()
         self._worker.join(timeout=60)
+        atexit.unregister(self._at_exit)
 
     async def __aenter__(self) -> "LocalEngine":
         return self
@@ -567,6 +574,12 @@ class LocalEngine:
             return ""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _close(engine: "weakref.ref[LocalEngine]") -> None:
+    open_engine = engine()
+    if open_engine is not None:
+        open_engine.close()
 
 
 def _died(error: BaseException) -> EngineClosed:

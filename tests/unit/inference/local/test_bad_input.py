@@ -1,7 +1,10 @@
 """What cannot work is refused with a message that helps; what breaks fails loudly, and nothing hangs."""
 
 import asyncio
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,8 @@ from tests.unit.inference.local.tiny_models import (
 )
 
 # --- requests that are refused ---
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize(
@@ -396,3 +401,16 @@ async def test_two_engines_share_one_model():
     expected = [family_greedy("llama", some_prompt(4 + n), 16) for n in range(4) for _ in range(2)]
     assert [tokens(answer) for answer in answers] == expected
     assert shared_model() is one.model is two.model
+
+
+@pytest.mark.slow
+def test_a_process_that_forgets_to_close_ends_in_peace():
+    program = """
+import asyncio, threading
+from tests.unit.inference.local.tiny_models import ask, make_engine, new_model
+engine = make_engine(new_model())
+threading.Thread(target=lambda: asyncio.run(ask(engine, [1, 2], max_tokens=200)), daemon=True).start()
+asyncio.run(ask(engine, [3, 4], max_tokens=5))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

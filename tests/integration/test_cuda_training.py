@@ -19,9 +19,9 @@ pytestmark = [
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 
 
-def gradients(family, device, dtype=torch.float32, compiled=False):
+def gradients(family, device, dtype=torch.float32, compiled=False, autocast=None):
     model = new_model(family, initializer_range=0.1, hidden_size=64, head_dim=16).to(device, dtype).requires_grad_(True)
-    policy = TrainedPolicy(model, mixed_precision_dtype=None)
+    policy = TrainedPolicy(model, mixed_precision_dtype=autocast)
     if compiled:
         from ludic.models.compiling import compile_layers
 
@@ -48,6 +48,13 @@ def test_gradients_in_fp32_are_those_of_the_cpu(family):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral-sliding"])
 def test_gradients_in_bf16_through_flash_attention_point_the_same_way(family):
     assert_close(gradients(family, "cuda", torch.bfloat16), gradients(family, "cpu"), 0.98)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2-softcap"])
+def test_weights_in_fp32_are_computed_in_bf16_and_get_gradients_in_fp32(family):
+    found = gradients(family, "cuda", autocast="bf16")
+    assert_close(found, gradients(family, "cpu"), 0.98)
+    assert not torch.equal(found["lm_head.weight"], found["lm_head.weight"].bfloat16().float()), "rounded on the way"
 
 
 def test_compiled_layers_give_the_same_gradients():

@@ -51,6 +51,8 @@ class PackedSequences:
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
+        # Under autocast the rotary embedding leaves queries and keys in fp32, and only values in half precision.
+        query_THD, key_TKD = query_THD.to(value_TKD.dtype), key_TKD.to(value_TKD.dtype)
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
             longest = self._max_length
             return varlen_attention(query_THD, key_TKD, value_TKD, self._cu, self._cu, longest, longest, rules)

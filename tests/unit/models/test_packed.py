@@ -100,3 +100,20 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
     route_attention(model)
     with pytest.raises(ConfigError, match="does something to its logits"):
         find_head(model)
+
+
+def test_under_autocast_queries_keys_and_values_meet_in_one_precision():
+    model = new_model("llama").requires_grad_(True)
+    view = shared_view(model)
+    route_attention(view)
+    sequences = [torch.randint(0, 128, (n,)) for n in LENGTHS]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    arguments = view, torch.cat(sequences), positions, PackedSequences(LENGTHS, torch.device("cpu"))
+    targets = torch.cat(sequences)
+    plain, _ = chosen_logps(hidden_states(*arguments), find_head(view), targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow, _ = chosen_logps(hidden_states(*arguments), find_head(view), targets)
+    assert narrow.dtype is torch.float32
+    assert 0 < float((narrow - plain).abs().mean()) < 0.1
+    narrow.sum().backward()
+    assert model.lm_head.weight.grad.dtype is torch.float32

@@ -101,7 +101,7 @@ def test_a_line_that_is_not_there_or_not_json_is_named(tmp_path: Path):
 def test_listings_name_what_there_is():
     assert "tic_tac_toe" in runner.invoke(app, ["envs"]).output
     assert "react" in runner.invoke(app, ["parts", "agent"]).output
-    assert "No algorithm is registered" in runner.invoke(app, ["parts", "algorithm"]).output
+    assert "grpo" in runner.invoke(app, ["parts", "algorithm"]).output
 
 
 def test_the_demo_writes_rollouts_that_can_be_read(tmp_path: Path):

@@ -30,7 +30,7 @@ test: $(VENV)/.ready lint
 	$(BIN)/pytest tests
 
 test-fast: $(VENV)/.ready
-	$(BIN)/pytest tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

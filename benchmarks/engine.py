@@ -131,10 +131,9 @@ def compare(
     prompts: list[list[int]],
     num_new: int,
     *,
-    baseline: list[list[int]] | None = None,
     repeat: int = 2,
 ) -> None:
-    """One row. `baseline` are other prompts of the same shape, so that no prefix is cached."""
+    """One row."""
     batch, prompt_length = len(prompts), len(prompts[0])
     run_generate(model, prompts[:1], 4)
     generate_s = run_generate(model, prompts[: min(batch, 128)], num_new) * (1 if batch <= 128 else float("nan"))

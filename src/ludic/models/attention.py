@@ -59,7 +59,11 @@ def ludic_attention(
     """The registered function; tensors arrive as [1, heads, T, D] and leave as [1, T, heads, D]."""
     if ludic_state is None:
         if softcap is not None:
-            return _softcapped(query, key, value, attention_mask, scaling, softcap, dropout), None
+            mask = attention_mask
+            mask = mask if mask is not None else _causal(query.shape[-2], key.shape[-2], query.device)
+            scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+            attended = softcapped_attention(query, key, value, mask, scaling, softcap, dropout)
+            return attended.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -76,27 +80,25 @@ def ludic_attention(
     return attended.unsqueeze(0), None
 
 
-def _softcapped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float,
-    dropout: float,
+def softcapped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float = 0.0
 ) -> Tensor:
-    """SDPA has no soft-capping, and leaving it out would make a trainer's log-probs differ from the engine's."""
-    num_groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
-    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+    """Attention [..., H, T, D] whose scores are squashed before they are masked, which SDPA cannot do.
+
+    Key heads are repeated as often as there are query heads. The mask says what is seen, or is added.
+    """
+    num_groups = query.shape[-3] // key.shape[-3]
+    if num_groups > 1:
+        key, value = (x.repeat_interleave(num_groups, dim=-3) for x in (key, value))
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
-    num_new, length = scores.shape[-2:]
-    if mask is None:
-        mask = torch.ones(num_new, length, dtype=torch.bool, device=query.device).tril(length - num_new)
     is_bool = mask.dtype is torch.bool
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if is_bool else scores + mask
-    weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
-    return (weights @ value).transpose(1, 2).contiguous()
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights, dropout) @ value
+
+
+def _causal(num_new: int, length: int, device: torch.device) -> Tensor:
+    return torch.ones(num_new, length, dtype=torch.bool, device=device).tril(length - num_new)
 
 
 AttentionInterface.register(NAME, ludic_attention)

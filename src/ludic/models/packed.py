@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ludic.models.attention import AttentionRules
+from ludic.models.attention import AttentionRules, softcapped_attention
 from ludic.models.varlen import varlen_attention
 
 _MAX_WASTE = 1.25
@@ -113,8 +113,4 @@ def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, r
         return F.scaled_dot_product_attention(
             query_NHLD, key_NKLD, value_NKLD, attn_mask=mask, scale=scaling, enable_gqa=True
         )
-    group = query_NHLD.shape[1] // key_NKLD.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key_NKLD, value_NKLD))
-    scores = torch.tanh(query_NHLD @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
-    scores = scores.float().masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, dim=-1).to(query_NHLD.dtype) @ value
+    return softcapped_attention(query_NHLD, key_NKLD, value_NKLD, mask, scaling, softcap)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ludic.models.attention import AttentionRules
+from ludic.models.attention import AttentionRules, softcapped_attention
 
 
 # Letters: T query tokens, L key tokens, H query heads, K key/value heads, D head size.
@@ -50,12 +50,11 @@ def _one_by_one(
         mask = positions_k[None] <= positions_q
         if window is not None:
             mask &= positions_k[None] > positions_q - window
-        group = query.shape[0] // key.shape[0]
-        key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
         if softcap is None:
+            group = query.shape[0] // key.shape[0]
+            key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
             out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=scaling)[0]
         else:
-            scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
-            out = torch.softmax(scores.float().masked_fill(~mask, float("-inf")), -1).to(query.dtype) @ value
+            out = softcapped_attention(query, key, value, mask, scaling, softcap)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)

@@ -139,14 +139,14 @@ def test_a_recursive_dataclass_is_spelled_out_once():
 
 @pytest.mark.parametrize("annotation", [Route, Node, Route | None, list[Node], dict[str, Point], tuple[int, str], Unit])
 def test_schemas_are_valid_json_schema(annotation):
-    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema = pytest.importorskip("jsonschema", reason="the dev extra is not installed")
     schema = schema_of(annotation)
     jsonschema.Draft202012Validator.check_schema(schema)
     assert json.loads(json.dumps(schema)) == schema
 
 
 def test_the_schema_accepts_and_refuses_the_right_arguments():
-    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema = pytest.importorskip("jsonschema", reason="the dev extra is not installed")
 
     def plan(route: Route, limit: int | None = None): ...
 

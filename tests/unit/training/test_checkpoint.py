@@ -34,7 +34,7 @@ def trainable(family: str = "llama-mha-tied", seed: int = 0) -> Any:
 
 
 def with_lora(model: Any, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     return peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings}))
 
 
@@ -109,7 +109,7 @@ def test_a_tied_model_is_read_by_transformers_as_it_is(tmp_path: Path):
 
 
 def test_a_lora_checkpoint_holds_the_adapter_only_and_peft_reads_it(tmp_path: Path):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     model = with_lora(trainable())
     train(model, adamw(model), range(2))
     folder = manager(tmp_path).save(2, model=model)

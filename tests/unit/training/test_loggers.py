@@ -138,7 +138,7 @@ def read_scalars(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 def test_tensorboard_reads_what_was_logged_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     first = TensorBoardLogger(tmp_path)
     for step in (1, 2, 3):
         first.log(step, {"train/loss": float(step)})
@@ -157,7 +157,7 @@ def test_tensorboard_reads_what_was_logged_and_a_resumed_run_replaces_what_it_re
 
 @pytest.fixture
 def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):

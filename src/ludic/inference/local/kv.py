@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ludic.models.attention import AttentionRules
+from ludic.models.attention import AttentionRules, softcapped_attention
 
 # Letters: T flat tokens, L context length, R rows, H query heads, K key/value heads, G = H / K, D head size, S slots.
 
@@ -113,11 +113,7 @@ def _attend(query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, mask: Tensor,
             query_HTD[None], key_KLD[None], value_KLD[None], attn_mask=mask, scale=rules.scaling, enable_gqa=True
         )
         return out[0]
-    num_groups = query_HTD.shape[0] // key_KLD.shape[0]
-    key, value = (x.repeat_interleave(num_groups, dim=0) for x in (key_KLD, value_KLD))
-    scores = torch.tanh(query_HTD @ key.transpose(-1, -2) * (rules.scaling / rules.softcap)) * rules.softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_HTD.dtype) @ value
+    return softcapped_attention(query_HTD, key_KLD, value_KLD, mask, rules.scaling, rules.softcap)
 
 
 class DenseRows:
@@ -170,11 +166,6 @@ class DenseRows:
             self.keys[layer][target, :, :length] = self.keys[layer][source, :, :length]
             self.values[layer][target, :, :length] = self.values[layer][source, :, :length]
 
-    def release(self) -> None:
-        """Give the memory back."""
-        self.keys, self.values = [], []
-        self._num_rows = self._length = 0
-
 
 class DecodeState:
     """One new token for every row."""
@@ -203,11 +194,7 @@ class DecodeState:
         if rules.softcap is None:
             out = F.scaled_dot_product_attention(query_RKGD, key_RKLD, value_RKLD, attn_mask=mask, scale=rules.scaling)
         else:
-            scores = (
-                torch.tanh(query_RKGD @ key_RKLD.transpose(-1, -2) * (rules.scaling / rules.softcap)) * rules.softcap
-            )
-            scores = scores + mask
-            out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_THD.dtype) @ value_RKLD
+            out = softcapped_attention(query_RKGD, key_RKLD, value_RKLD, mask, rules.scaling, rules.softcap)
         return out.reshape(num_rows, num_heads, size)
 
     def _place(self, dense: Tensor) -> Tensor:

@@ -130,14 +130,6 @@ class CPURunner:
             self._row_owner[sequence.row] = None
             sequence.row = -1
 
-    def release(self) -> None:
-        """Give back the dense rows; sequences that go on will fill theirs again."""
-        for owner in self._row_owner:
-            if owner is not None:
-                owner.row = -1
-        self._row_owner = []
-        self._rows.release()
-
     def _join(self, sequences: list[Sequence]) -> None:
         """Rows for sequences whose prompts are done, filled from the pool."""
         if not sequences:

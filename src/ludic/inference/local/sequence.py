@@ -23,7 +23,6 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """Prompt and completion."""
     logprobs: list[float] = field(default_factory=list)
-    prompt_logprobs: list[float] | None = None
     runs: list[list[int]] = field(default_factory=list)
     """[version, number of tokens] of the completion."""
     blocks: list[int] = field(default_factory=list)

@@ -15,7 +15,8 @@ from ludic.types.latex import extract_last_boxed_content
 
 __all__ = [
     "ParseResult", "Parser", "raw_parser", "compose_parsers", "xml_parser", "xml_tag_parser",
-    "think_prefix_parser", "cot_prefix_parser", "boxed_parser", "extract_last_boxed_content",
+    "think_prefix_parser", "cot_prefix_parser", "boxed_parser", "final_number_parser", "pattern_parser",
+    "extract_last_boxed_content",
 ]  # fmt: skip
 
 _LEAD_IN = "Invalid action format:"
@@ -130,3 +131,78 @@ def boxed_parser(raw: str, *, success_reward: float = 0.1, error_reward: float =
     if content is None or not content.strip():
         return ParseResult(None, error_reward, f"{_LEAD_IN} expected the final answer in \\boxed{{...}}.")
     return ParseResult(content.strip(), success_reward, None)
+
+
+_NUMBER = re.compile(
+    r"""(?<!\w)(?<!\d\.)                     # not inside A1 or 1.2.3; the 5 of 10-5 is positive
+    (?P<minus>(?:(?<!\))[-−])?(?:[$€£][-−]?)?)
+    (?P<size>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/\d+)?|(?<!\.)\.\d+)
+    (?P<percent>%?)""",
+    re.VERBOSE | re.ASCII,
+)
+_UNIT = re.compile(r"(?: [A-Za-z]+)*", re.ASCII)
+
+
+def final_number_parser(raw: str, *, success_reward: float = 0.0, error_reward: float = 0.0) -> ParseResult:
+    r"""The number that a reply ends on: the last `\boxed{…}`, else the last line `#### 72`, else the last number at all.
+
+    It reads leniently, for measuring and for models that have not learned a format: there is no format to reward, and a
+    reply without any number is worth what a wrong answer is. 1,234 and $18.0 become 1234 and 18; a box that holds more than
+    a number is left to whoever grades it.
+    """
+    boxed = extract_last_boxed_content(raw)
+    if boxed:
+        return ParseResult(_plain_number(boxed) or boxed, success_reward, None)
+    answer = _marked_answer(raw)
+    if answer is None:
+        *_, last = [None, *_NUMBER.finditer(raw)]
+        answer = None if last is None else _canonical(last)
+    if answer is None:
+        return ParseResult(None, error_reward, f"{_LEAD_IN} expected a number as the final answer.")
+    return ParseResult(answer, success_reward, None)
+
+
+def _marked_answer(raw: str) -> str | None:
+    """What stands behind the last `####`, if it is an answer: models also use it for headings (#### 2. Add them up)."""
+    for line in reversed(raw.splitlines()):
+        _, marker, tail = line.rpartition("####")
+        tail = tail.strip(" \t*").rstrip(".")
+        match = _NUMBER.match(tail)
+        if marker and match and _UNIT.fullmatch(tail, match.end()):
+            return _plain_number(tail) or tail
+    return None
+
+
+def _plain_number(text: str) -> str | None:
+    """The number that a text is; None when it is something else, or more."""
+    match = _NUMBER.fullmatch(text.strip().rstrip("."))
+    return None if match is None else _canonical(match)
+
+
+def _canonical(match: re.Match[str]) -> str:
+    """One spelling per number, so that answers can be counted: 18.0, $18 and 18 are the same vote."""
+    whole, _, decimals = match["size"].replace(",", "").partition(".")
+    whole, _, bottom = whole.partition("/")
+    whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
+    size = whole + (f".{decimals}" if decimals else "") + (f"/{bottom}" if bottom else "")
+    minus = "-" if match["minus"].strip("$€£") and size != "0" else ""
+    return minus + size + match["percent"]
+
+
+def pattern_parser(pattern: str, *, success_reward: float = 0.0, error_reward: float = -1.0) -> Parser:
+    """The last match of a regular expression (its first group, if it has one), in any case: `[ABC][123]` finds a cell.
+
+    For actions that a reply may talk around; what it says last counts.
+    """
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(f"pattern_parser: {pattern!r} is not a regular expression: {error}.") from error
+    failure = ParseResult(None, error_reward, f"{_LEAD_IN} nothing in the reply matches {pattern}.")
+
+    def parse(raw: str) -> ParseResult:
+        *_, last = [None, *compiled.finditer(raw)]
+        action = None if last is None else last.group(1 if compiled.groups else 0)
+        return ParseResult(action, success_reward, None) if action else failure
+
+    return parse

@@ -22,7 +22,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
-from ludic.catalog import BUILTINS
+from ludic.catalog import BUILTINS, Suggested
 from ludic.types.errors import ConfigError, UnknownName
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
@@ -43,6 +43,8 @@ class EntrySpec:
     """Arguments for a small instance, for parts that cannot be made without any."""
     bind: bool = False
     """The target is the part itself, not a factory of it."""
+    suggested: Suggested = field(default_factory=Suggested)
+    """For envs: how they are best played."""
 
     def load(self) -> Callable[..., Any]:
         if not isinstance(self.target, str):
@@ -69,7 +71,7 @@ class Registry:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries = {
-            name: EntrySpec(id=name, kind=kind, target=b.target, example=b.example, bind=b.bind)
+            name: EntrySpec(id=name, kind=kind, target=b.target, example=b.example, bind=b.bind, suggested=b.suggested)
             for name, b in BUILTINS[kind].items()
         }
         self._plugins_loaded = False
@@ -82,13 +84,16 @@ class Registry:
         kwargs: Mapping[str, Any] | None = None,
         example: Mapping[str, Any] | None = None,
         bind: bool = False,
+        suggested: Suggested | None = None,
         replace: bool = False,
     ) -> Any:
         """Add a part; without a target, a decorator that adds what it decorates."""
         if target is None:
 
             def decorate(decorated: Any) -> Any:
-                self.register(id, decorated, kwargs=kwargs, example=example, bind=bind, replace=replace)
+                self.register(
+                    id, decorated, kwargs=kwargs, example=example, bind=bind, suggested=suggested, replace=replace
+                )
                 return decorated
 
             return decorate
@@ -102,7 +107,15 @@ class Registry:
                 f"The {self.kind} {id!r} is registered already ({self._entries[key].target!r}). "
                 "Choose another id or namespace, or pass replace=True."
             )
-        spec = EntrySpec(id=key, kind=self.kind, target=target, kwargs=kwargs or {}, example=example or {}, bind=bind)
+        spec = EntrySpec(
+            id=key,
+            kind=self.kind,
+            target=target,
+            kwargs=kwargs or {},
+            example=example or {},
+            bind=bind,
+            suggested=suggested or Suggested(),
+        )
         self._entries[key] = spec
         return spec
 

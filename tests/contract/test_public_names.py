@@ -46,6 +46,9 @@ NAMES = {
     "keep_agent_steps combine any_of apply_filter default_step_selector",
     "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
     "ludic.distributed": "SharedWeightsPublisher",
+    "ludic.eval": "EngineEvaluator SnapshotEvaluator evaluate run_eval run_eval_sync EvalReport Grading make_report "
+    "paired_difference Outcome outcome_of outcomes_of step_records Estimate mean_estimate share_estimate pass_at_k "
+    "majority_at_k",
     "ludic.registry": "register make list spec envs agents contexts protocols parsers tools algorithms",
 }
 
@@ -83,6 +86,9 @@ PARAMETERS = {
     "protocol_kwargs request_meta_fn env_seed_fn sampling_seed_fn group_size on_empty",
     "ludic.batch_gen:make_dataset_sequence_requests_fn": "samples batch_size env_kind protocol_kind inference env_kwargs_fn "
     "protocol_kwargs request_meta_fn env_seed_fn sampling_seed_fn group_size shuffle rng_seed",
+    "ludic.eval:EngineEvaluator": "engine requests_fn reducers max_steps timeout_s concurrency grading",
+    "ludic.eval:EngineEvaluator.eval": "requests reducers max_steps timeout_s concurrency",
+    "ludic.eval:run_eval": "engine requests reducers max_steps timeout_s concurrency",
     "ludic.training:Trainer": "model algo batch_source cfg publisher param_filter enable_gradient_checkpointing checkpointer "
     "checkpoint_config resume_from train_logger reducers evaluator",
     "ludic.training:Trainer.train": "num_steps",
@@ -149,6 +155,8 @@ DEFAULTS = {
                                      "max_grad_norm": 1.0, "max_seq_len": 1024, "micro_token_budget": 8192,
                                      "max_lag": None, "log_every": 1, "eval_at_start": False},
     "ludic.training:CheckpointConfig": {"every_n_steps": 0, "max_to_keep": 2, "save_optimizer": True},
+    "ludic.eval:EngineEvaluator": {"reducers": None, "max_steps": 1, "timeout_s": None, "concurrency": 32},
+    "ludic.eval:run_eval": {"max_steps": 1, "timeout_s": None, "concurrency": 8},
     "ludic.batch_gen:OfflineBatchSource": {"batch_size": 32, "shuffle": True, "seed": 42, "drop_last": False},
 }  # fmt: skip
 """What people rely on without writing it."""

@@ -1,17 +1,23 @@
+from fractions import Fraction
 from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ludic.parsers import (
     ParseResult,
     boxed_parser,
     compose_parsers,
     cot_prefix_parser,
+    final_number_parser,
+    pattern_parser,
     raw_parser,
     think_prefix_parser,
     xml_parser,
     xml_tag_parser,
 )
+from ludic.types import ConfigError
 
 
 def test_the_first_tag_pair_anywhere_is_the_action():
@@ -105,3 +111,106 @@ def test_long_hostile_text_is_read_in_linear_time():
     assert xml_tag_parser("move", exact=True)(hostile).action is None
     assert think_prefix_parser("<think>" * 20_000).action is None
     assert boxed_parser("\\boxed{" * 20_000).action is None
+
+
+# --- the number that a reply ends on ---
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        (r"2 + 2 = 4, so \boxed{4}. Checked 3 times.", "4"),
+        (r"\boxed{1} no, \boxed{\$1,234.50}", r"\$1,234.50"),
+        (r"\boxed{$1,234.50}", "1234.5"),
+        (r"\boxed{-18.0}", "-18"),
+        (r"\boxed{x = 5}", "x = 5"),
+        (r"\boxed{5 million}", "5 million"),
+        (r"\boxed{} #### 7", "7"),
+        ("48/2 = 24\n#### 72", "72"),
+        ("#### 1\nno:\n#### $1,000.", "1000"),
+        ("#### **-3**\nThat took 2 steps.", "-3"),
+        ("#### 72 clips\nfor 3 friends", "72 clips"),
+        ("#### 2. Add 5 and 6\nThe answer is 11.", "11"),
+        ("#### Step 1\nThe answer is 11 apples", "11"),
+        ("She pays $18.", "18"),
+        ("She pays $18.00 on 3 days: $54.0", "54"),
+        ("It costs 1,234,567.80 in all", "1234567.8"),
+        ("That is 12,5 or so", "5"),
+        ("It fell to -5.", "-5"),
+        ("It fell to −$5", "-5"),
+        ("a loss of $-5", "-5"),
+        ("10-5", "5"),
+        ("(3)-5", "5"),
+        ("10 - 5=5", "5"),
+        ("a half, or 1/2.", "1/2"),
+        ("a half, or .50", "0.5"),
+        ("It grew by 50%.", "50%"),
+        ("The answer is...18", "18"),
+        ("-0.0", "0"),
+        ("007", "7"),
+        ("She moved to B2 in version 1.2.3, at the age of 30", "30"),
+    ],
+)
+def test_the_final_number_is_read_in_all_its_spellings(text, action):
+    assert final_number_parser(text) == ParseResult(action, 0.0, None)
+
+
+@pytest.mark.parametrize("text", ["", "I do not know.", "B2", "####", r"\boxed{ }", "v1.2"])
+def test_a_reply_without_a_number_is_a_failure_that_costs_nothing_unless_asked(text):
+    result = final_number_parser(text)
+    assert result.action is None and result.reward == 0.0 and "expected a number" in result.obs
+    strict = partial(final_number_parser, success_reward=0.2, error_reward=-0.5)
+    assert strict(text).reward == -0.5 and strict("It is 4.").reward == 0.2
+
+
+NUMBERS = st.decimals(min_value=-(10**9), max_value=10**9, places=2)
+WORDS = st.text("abc xyz.,:;()=+\n", max_size=30)
+
+
+@given(NUMBERS, WORDS, st.sampled_from(["{}", "{:,}", "{:f}"]), st.sampled_from(["", ".", " apples", "\n", "!"]))
+def test_the_last_number_comes_back_with_its_value_whatever_stands_around_it(number, before, spelling, after):
+    text = f"{before}1 and 2: {spelling.format(number)}{after}"
+    assert Fraction(final_number_parser(text).action) == Fraction(number)
+
+
+@given(NUMBERS, WORDS, st.sampled_from([r"\boxed{%s}", "#### %s\n", r"#### 1" "\n" r"\boxed{%s}"]))
+def test_a_marked_number_wins_over_later_ones(number, after, marked):
+    text = f"First 3. {marked % f'{number:,}'}{after} 77 and 8"
+    assert Fraction(final_number_parser(text).action) == Fraction(number)
+
+
+@given(st.integers(0, 10**15), st.sampled_from(["{}", "{:,}", "{}.0", "${:,}.00", "0{}"]))
+def test_one_number_has_one_spelling(number, spelling):
+    assert final_number_parser(f"It is {spelling.format(number)}.").action == str(number)
+
+
+def test_a_long_hostile_reply_is_read_without_a_number_limit():
+    assert final_number_parser("1," * 20_000).action == "1"
+    assert len(final_number_parser("9" * 20_000).action) == 20_000
+    assert final_number_parser("#### 5" + " " * 20_000 + "!\n" + "#" * 20_000).action == "5"
+    assert final_number_parser("-" * 20_000 + "7" + " a" * 20_000).action == "-7"
+
+
+# --- pattern ---
+
+
+@pytest.mark.parametrize(
+    ("reply", "action"),
+    [("B2", "B2"), ("Not A1, I take c3.", "c3"), ("My move is [B1]", "B1"), ("hello", None), ("A12", None)],
+)
+def test_a_pattern_reads_the_last_thing_that_matches(reply, action):
+    result = pattern_parser(r"\b[ABC][123]\b")(reply)
+    assert result.action == action
+    assert result.reward == (0.0 if action else -1.0)
+    assert (result.obs is None) == (action is not None)
+
+
+def test_a_pattern_with_a_group_takes_the_group():
+    assert pattern_parser(r"move: (\w+)", success_reward=0.5)("Move: left, no, move: right") == ParseResult(
+        "right", 0.5, None
+    )
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        pattern_parser("[ABC")

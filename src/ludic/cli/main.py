@@ -7,9 +7,11 @@ import typer
 
 from ludic import __version__
 from ludic.cli.demo import demo
+from ludic.cli.evaluate import evaluate
 from ludic.cli.listing import envs, parts
 from ludic.cli.play import play
 from ludic.cli.serve import serve
+from ludic.cli.train import train
 from ludic.types import LudicError
 
 app = typer.Typer(
@@ -18,6 +20,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+OWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+"""Everything behind the name of the command is for the command to read."""
 
 
 @app.callback(invoke_without_command=True)
@@ -32,6 +38,9 @@ app.command()(envs)
 app.command()(parts)
 app.command()(demo)
 app.command()(serve)
+# Its flags are the run's settings, and so is its help.
+app.command(context_settings=OWN_FLAGS)(train)
+app.command("eval", context_settings=OWN_FLAGS)(evaluate)
 
 
 def main() -> None:

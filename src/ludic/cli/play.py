@@ -1,18 +1,12 @@
 """`ludic play`: a person plays an environment in the terminal, or watches a scripted agent play it."""
 
-import ast
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import json
 import random
-import sys
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -20,10 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
-from ludic import registry
+from ludic.cli.run_env import find_env, read_lines, read_sample
 from ludic.cli.scripted import reference_or_random, scripted_protocol
+from ludic.cli.settings import read_pair
 from ludic.interaction.base import AnyEnv, outcome_for
-from ludic.types import ConfigError, LudicError, Rollout, StepOutcome, derive_seed
+from ludic.types import ConfigError, Rollout, StepOutcome, derive_seed
 
 console = Console(highlight=False)
 
@@ -64,81 +59,25 @@ def play(
 
 def read_settings(pairs: list[str]) -> dict[str, Any]:
     """`name=value` pairs."""
-    settings = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--set {pair!r} is not of the form name=value.")
-        settings[name] = _read_value(value)
-    return settings
-
-
-def _read_value(text: str) -> Any:
-    """JSON or a Python literal (`True`, `(1, 2)`) where it is one, else the text."""
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError):
-            continue
-    return text
+    return dict(map(read_pair, pairs))
 
 
 def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int) -> AnyEnv:
     """A registered env, or `module:Class` / `file.py:Class` of your own."""
-    factory, example = _factory(id)
+    found = find_env(id)
+    example = found.example
     if data is not None:
         example = {"sample": _sample(data, index)}
     elif example and not settings.keys() & example.keys():
         console.print("[dim]No --data given; using the example that ships with this env.[/dim]")
-    try:
-        env: AnyEnv = factory(**{**example, **settings})
-    except (TypeError, ValueError, KeyError) as error:
-        if isinstance(error, LudicError):
-            raise
-        given = ", ".join(f"{name}={value!r:.60}" for name, value in {**example, **settings}.items())
-        raise ConfigError(f"The env {id!r} cannot be made with {given or 'no arguments'}: {error}") from error
-    return env
-
-
-def _factory(id: str) -> tuple[Callable[..., AnyEnv], Mapping[str, Any]]:
-    if ":" not in id:
-        return partial(registry.envs.make, id), dict(registry.envs.spec(id).example)
-    place, _, name = id.rpartition(":")
-    try:
-        found: Callable[..., AnyEnv] = getattr(_module(place), name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ConfigError(
-            f"Cannot load the env {id!r}: {error}. Write module:Class or path/to/file.py:Class."
-        ) from error
-    return found, {}
-
-
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(place)
-    # By path and under a name of its own: a file called math.py must not turn into the standard library's.
-    spec = importlib.util.spec_from_file_location(f"ludic_user_{Path(place).stem}", place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pickling looks classes up there
-    spec.loader.exec_module(module)
-    return module
+    return found.make({**example, **settings})
 
 
 def _sample(path: Path, index: int) -> dict[str, Any]:
-    try:
-        lines = path.read_text(encoding="utf-8").strip("\n").split("\n")
-    except OSError as error:
-        raise ConfigError(f"Cannot read --data {path}: {error.strerror}.") from error
+    lines = read_lines(path)
     if not 0 <= index < len(lines):
         raise ConfigError(f"--index {index} is not in {path}, which has {len(lines)} lines (0 to {len(lines) - 1}).")
-    try:
-        sample: dict[str, Any] = json.loads(lines[index])
-    except ValueError as error:
-        raise ConfigError(f"Line {index} of {path} is not JSON: {error}.") from error
-    return sample
+    return read_sample(lines[index], index + 1, path)
 
 
 # --- a person plays -----------------------------------------------------------------------------------------

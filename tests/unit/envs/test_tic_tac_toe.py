@@ -10,7 +10,17 @@ import pytest
 
 from ludic.envs.check import check_env
 from ludic.envs.tic_tac_toe import TicTacToeDuel, TicTacToeEnv
-from ludic.envs.tic_tac_toe.board import CELLS, EMPTY, best_moves, optimal_moves, position, render, value, winner
+from ludic.envs.tic_tac_toe.board import (
+    CELLS,
+    COMPACT_WORDS,
+    EMPTY,
+    best_moves,
+    optimal_moves,
+    position,
+    render,
+    value,
+    winner,
+)
 from ludic.types import ConfigError, ResetNeeded, Snapshot
 
 AGENT = "agent_0"
@@ -401,7 +411,8 @@ def test_the_compact_view_names_free_cells_and_shows_marks():
     assert env.reset(seed=0)["agent_0"][0] == "X A1 A2 A3 B1 B2 B3 C1 C2 C3"
     assert env.suggested_sysprompt is None
     obs = env.step({"agent_0": "B2"})["agent_0"].obs.split()
-    assert obs[0] == "X" and obs[5] == "X" and obs.count("O") == 1 and len(obs) == 10
+    assert obs[0] == "X" and obs[5] == "B2=X" and sum(word.endswith("=O") for word in obs) == 1 and len(obs) == 10
+    assert set(obs) <= set(COMPACT_WORDS)
 
 
 def test_a_view_that_does_not_exist_is_refused():

@@ -83,8 +83,13 @@ def render(board: str) -> str:
 
 
 def compact(board: str) -> str:
-    """Nine words: a mark, or the name of a free cell."""
-    return " ".join(CELLS[cell] if mark == FREE else mark for cell, mark in enumerate(board))
+    """Nine words, one per cell: its name while it is free, then its name and its mark."""
+    return " ".join(CELLS[cell] if mark == FREE else f"{CELLS[cell]}={mark}" for cell, mark in enumerate(board))
+
+
+COMPACT_WORDS = ("X", "O", *CELLS, *(f"{cell}={mark}" for cell in CELLS for mark in "XO"))
+"""Every word of the compact view: the vocabulary of a small model. A word says by itself which cell it is about and who
+holds it, so that nothing hangs on counting positions."""
 
 
 # --- perfect play -------------------------------------------------------------------------------------------

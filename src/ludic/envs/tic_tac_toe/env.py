@@ -67,8 +67,8 @@ class TicTacToeEnv(SingleAgentEnv):
     ) -> None:
         """`epsilon`: the probability that the minimax opponent picks any free cell instead of a best one.
 
-        `view="compact"` shows ten words, for models with a small vocabulary: the agent's mark, then the cells, each as its mark
-        or, while it is free, its name.
+        `view="compact"` shows ten words, for models with a small vocabulary (`board.COMPACT_WORDS`): the agent's mark, then the
+        nine cells, `A1` while it is free and `A1=X` when X holds it.
         """
         super().__init__()
         if opponent not in get_args(Opponent):

@@ -1,0 +1,312 @@
+"""From settings to the parts of a run: agents, requests, the algorithm, the batch source, loggers, the trainer.
+
+The first half (playing) is free of training, and shared with `ludic eval`; the model itself is in run_model.py.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ludic import registry
+from ludic.agents import Agent
+from ludic.batch_gen import (
+    AsyncRolloutBatchSource,
+    GRPORequestStrategy,
+    IdentityStrategy,
+    RequestsFn,
+    RolloutBatchSource,
+    RolloutEngine,
+    make_dataset_sequence_requests_fn,
+)
+from ludic.cli.run_config import AgentSettings, EnvSettings, RunConfig
+from ludic.cli.run_env import FoundEnv, read_samples
+from ludic.cli.run_model import ServedPolicy
+from ludic.cli.settings import values_of
+from ludic.eval import EngineEvaluator
+from ludic.inference import ChatTemplate
+from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
+from ludic.models.loading import LoadedModel
+from ludic.training import (
+    CheckpointConfig,
+    JSONLLogger,
+    PrintLogger,
+    RichLiveLogger,
+    RLAlgorithm,
+    TeeLogger,
+    TensorBoardLogger,
+    Trainer,
+    TrainerConfig,
+    WandbLogger,
+)
+from ludic.training.schedules import LRSchedule
+from ludic.types import (
+    ChatClient,
+    ConfigError,
+    EnvSpec,
+    Evaluator,
+    InferenceSpec,
+    ProtocolSpec,
+    ReturnSpec,
+    RolloutRequest,
+    SamplingParams,
+    TrainingLogger,
+    derive_seed,
+)
+
+PROTOCOL = "play"
+SHOWN = (
+    "avg_total_reward", "avg_turns", "avg_completion_length", "parse_error_rate", "truncated_rate", "num_failed",
+    "loss", "entropy", "grad_norm", "ess", "lr", "lag_max", "step_s", "fetch_s", "update_s", "tokens_per_s",
+)  # fmt: skip
+"""What progress displays show of the training stats; metrics.jsonl has them all."""
+
+
+# --- playing ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Play:
+    """All that is needed to play an env with a policy."""
+
+    env: EnvSettings
+    found: FoundEnv
+    client: ChatClient
+    """What answers the agents."""
+    make_protocol: Callable[[ChatClient], InteractionProtocol]
+    """A new one, with new agents, for each episode."""
+    max_tokens: int
+
+    def engine(self, *, jsonl_path: Path | None = None, resume: bool = False, seed: int = 0) -> RolloutEngine:
+        return RolloutEngine(
+            env_registry={self.env.id: self.found.factory},
+            protocol_registry={PROTOCOL: lambda: self.make_protocol(self.client)},
+            jsonl_path=jsonl_path,
+            resume=resume,
+            seed=seed,
+        )
+
+    @property
+    def max_steps(self) -> int:
+        assert self.env.max_steps is not None, "resolve_play gives it one"
+        return self.env.max_steps
+
+    def inference(self, temperature: float, return_: ReturnSpec) -> InferenceSpec:
+        sampling = SamplingParams(temperature=temperature, max_tokens=self.max_tokens)
+        return InferenceSpec(sampling=sampling, return_=return_)
+
+    def request(self, inference: InferenceSpec, sample: Any = None, **facts: Any) -> RolloutRequest:
+        return RolloutRequest(
+            env=EnvSpec(self.env.id, env_arguments(self.env, sample)),
+            protocol=ProtocolSpec(PROTOCOL),
+            inference=inference,
+            **facts,
+        )
+
+
+def env_arguments(env: EnvSettings, sample: Any = None) -> dict[str, Any]:
+    return dict(env.set) if sample is None else {"sample": sample, **env.set}
+
+
+def make_play(
+    env: EnvSettings, agent: AgentSettings, found: FoundEnv, client: ChatClient, template: ChatTemplate, model: str
+) -> Play:
+    """`env` and `agent` are resolved: nothing in them is left open. An env with several roles is played by copies."""
+    sample = None if env.data is None else read_samples(env.data)[0]
+    agent_ids = found.make(env_arguments(env, sample)).agent_ids
+    make_protocol = protocol_factory(agent, agent_ids, template, model)
+    make_protocol(client)  # a wrong name or argument is found now, not in the first episode
+    assert agent.max_tokens is not None, "resolve_play gives it one"
+    return Play(env=env, found=found, client=client, make_protocol=make_protocol, max_tokens=agent.max_tokens)
+
+
+def protocol_factory(
+    agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str
+) -> Callable[[ChatClient], InteractionProtocol]:
+    make_agent = agent_factory(agent, template, model)
+    if len(agent_ids) == 1:
+        return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
+    if agent.unreadable == "stop":
+        raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
+    return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
+
+
+def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> Callable[[ChatClient], Agent]:
+    """Makes a new agent, with a memory of its own, each time."""
+    parser = registry.parsers.make(agent.parser or "raw", **agent.parser_set)
+    arguments = dict(agent.agent_set)
+    for scope in ("tools", "external_tools"):
+        if scope in arguments:
+            arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
+    if agent.cut_off == "read":
+        arguments["reject_incomplete_completions"] = False
+
+    def make_agent(client: ChatClient) -> Agent:
+        context = registry.contexts.make(agent.context, system_prompt=agent.system_prompt, **agent.context_set)
+        made: Agent = registry.agents.make(
+            agent.agent, client=client, model=model, ctx=context, parser=parser, chat_template=template, **arguments
+        )
+        return made
+
+    return make_agent
+
+
+# --- requests --------------------------------------------------------------------------------------------------
+
+_EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS = 101, 102
+
+
+def train_requests(config: RunConfig, play: Play) -> RequestsFn:
+    """The tasks of one update: the next samples of the data, or new seeds (which the strategy and the engine deal)."""
+    inference = play.inference(config.rollouts.temperature, ReturnSpec.for_rl())
+    if config.env.data is None:
+        return lambda: [play.request(inference)] * config.num_groups
+    return make_dataset_sequence_requests_fn(
+        read_samples(config.env.data),
+        batch_size=config.num_groups,
+        env_kind=config.env.id,
+        protocol_kind=PROTOCOL,
+        inference=inference,
+        env_kwargs_fn=partial(env_arguments, config.env),
+        shuffle=True,
+        rng_seed=config.train.seed,
+    )
+
+
+def fixed_requests(
+    play: Play, num_episodes: int, inference: InferenceSpec, *, samples: Sequence[Any] | None = None, seed: int = 0
+) -> list[RolloutRequest]:
+    """The same tasks every time: the first samples, or seeds that training does not use."""
+    tasks = [None] * num_episodes if samples is None else samples[:num_episodes]
+    return [
+        play.request(
+            inference,
+            sample,
+            env_seed=derive_seed(seed, _EVAL_ENV_SEEDS, index),
+            sampling_seed=derive_seed(seed, _EVAL_SAMPLING_SEEDS, index),
+            meta={"sample_index": index},
+        )
+        for index, sample in enumerate(tasks)
+    ]
+
+
+# --- training --------------------------------------------------------------------------------------------------
+
+
+def make_algorithm(config: RunConfig) -> RLAlgorithm:
+    """The registered algorithm; it hears of the group size if it wants to."""
+    factory = registry.algorithms.spec(config.algo.algo).load()
+    arguments = dict(config.algo.algo_set)
+    if "group_size" in inspect.signature(factory).parameters:
+        arguments.setdefault("group_size", config.group_size)
+    algorithm: RLAlgorithm = registry.algorithms.make(config.algo.algo, **arguments)
+    return algorithm
+
+
+def make_source(
+    config: RunConfig, play: Play, algorithm: RLAlgorithm, *, jsonl_path: Path | None
+) -> RolloutBatchSource | AsyncRolloutBatchSource:
+    seed, size = config.train.seed, config.group_size
+    source = RolloutBatchSource(
+        play.engine(jsonl_path=jsonl_path, seed=seed),
+        requests_fn=train_requests(config, play),
+        strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
+        algorithm=algorithm,
+        max_steps=play.max_steps,
+        concurrency=config.rollouts.concurrency,
+    )
+    if config.rollouts.max_lag == 0:
+        return source
+    return AsyncRolloutBatchSource(source, max_lag=config.rollouts.max_lag)
+
+
+def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
+    """The same tasks at every evaluation."""
+    settings = config.eval
+    samples = None if settings.eval_data is None else read_samples(settings.eval_data, "--eval-data")
+    inference = play.inference(settings.eval_temperature, ReturnSpec.for_eval())
+    requests = fixed_requests(play, settings.eval_episodes, inference, samples=samples, seed=config.train.seed)
+    return EngineEvaluator(
+        play.engine(seed=config.train.seed),
+        requests_fn=lambda: requests,
+        max_steps=play.max_steps,
+        timeout_s=settings.eval_timeout_s,
+        concurrency=settings.eval_concurrency,
+    )
+
+
+def make_loggers(config: RunConfig, folder: Path) -> TeeLogger:
+    """metrics.jsonl in any case, and what was asked for."""
+    made: list[TrainingLogger] = [JSONLLogger(folder / "metrics.jsonl")]
+    made += [_LOGGERS[name](config, folder) for name in config.run.logger if name != "none"]
+    return TeeLogger(*made)
+
+
+_LOGGERS: Mapping[str, Callable[[RunConfig, Path], TrainingLogger]] = {
+    "rich": lambda config, folder: RichLiveLogger(keys=SHOWN),
+    "print": lambda config, folder: PrintLogger(keys=SHOWN),
+    "tensorboard": lambda config, folder: TensorBoardLogger(folder / "events"),
+    "wandb": lambda config, folder: WandbLogger(
+        {"id": folder.name, "resume": "allow"}, name=folder.name, config=values_of(config), dir=folder
+    ),
+}
+
+
+def trainer_config(config: RunConfig) -> TrainerConfig:
+    train, settings = config.train, config.eval
+    return TrainerConfig(
+        lr=train.lr,
+        lr_schedule=LRSchedule(
+            kind=train.schedule, warmup_steps=train.warmup_steps, total_steps=max(train.steps, train.warmup_steps + 1)
+        ),
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm or None,
+        max_seq_len=train.max_seq_len,
+        micro_token_budget=train.micro_token_budget,
+        gradient_checkpointing=train.gradient_checkpointing,
+        compile=train.compile,
+        max_lag=config.rollouts.max_lag or None,
+        seed=train.seed,
+        eval_at_start=settings.eval_at_start,
+        eval_every_n_steps=settings.eval_every or None,
+        eval_in_background=settings.eval_in_background,
+        eval_max_steps=config.env.max_steps or 1,
+        eval_concurrency=settings.eval_concurrency,
+        eval_timeout_s=settings.eval_timeout_s,
+    )
+
+
+def checkpoint_config(config: RunConfig, folder: Path) -> CheckpointConfig:
+    return CheckpointConfig(
+        folder / "checkpoints", every_n_steps=config.run.checkpoint_every, max_to_keep=config.run.checkpoint_keep
+    )
+
+
+def make_trainer(
+    config: RunConfig,
+    loaded: LoadedModel,
+    served: ServedPolicy,
+    play: Play,
+    *,
+    folder: Path,
+    logger: TrainingLogger,
+    evaluator: Evaluator | None = None,
+    jsonl_path: Path | None = None,
+    resume: bool = False,
+) -> Trainer:
+    """`jsonl_path`: where episodes are written."""
+    algorithm = make_algorithm(config)
+    return Trainer(
+        model=loaded.model,
+        algo=algorithm,
+        batch_source=make_source(config, play, algorithm, jsonl_path=jsonl_path),
+        cfg=trainer_config(config),
+        publisher=served.publisher,
+        checkpoint_config=checkpoint_config(config, folder),
+        resume_from="latest" if resume else None,
+        train_logger=logger,
+        evaluator=evaluator,
+        tokenizer=loaded.tokenizer,
+    )

@@ -1,0 +1,378 @@
+"""The settings of a training run, and what becomes of those that were left open.
+
+Every field is a flag (`--group-size 8`) and a key of its section in the file (`[algo]` … `group_size = 8`). `ludic eval`
+shares the sections env, model and agent. See docs/ludic-train.md.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import tyro
+
+from ludic import registry
+from ludic.catalog import CutOff, Suggested, Unreadable
+from ludic.cli.run_env import FoundEnv
+from ludic.cli.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
+from ludic.types import ConfigError
+
+T = TypeVar("T")
+
+Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+MaybeCutOff: TypeAlias = Annotated[CutOff | None, tyro.conf.arg(metavar="{reject,read}", help_behavior_hint="")]
+MaybeUnreadable: TypeAlias = Annotated[Unreadable | None, tyro.conf.arg(metavar="{go_on,stop}", help_behavior_hint="")]
+Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
+LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
+TINY = "tiny"
+
+
+def _at_least(low: float, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < low:
+            raise ConfigError(f"{name} = {value}; it must be at least {low:g}.")
+
+
+# --- sections that training and evaluation share ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings:
+    """What is played."""
+
+    id: tyro.conf.Suppress[str] = ""
+    """Id of an env, or file.py:Class; on the command line it is the TARGET."""
+    set: Arguments = field(default_factory=dict)
+    """Argument of the env; may be repeated."""
+    data: MaybePath = None
+    """JSONL file of samples, one JSON object per line, for envs that ask questions."""
+    max_steps: MaybeInt = None
+    """Turns after which an episode is cut off. Default: what suits the env, else 32."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, max_steps=self.max_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which model, and how it is held."""
+
+    model: str = "smollm2-135m"
+    """A folder or checkpoint, a hub id, a .gguf file, smollm2-135m, or tiny: random weights and a token per character."""
+    lora_rank: int = 0
+    """Train a LoRA adapter of this rank; 0 trains all weights."""
+    lora_alpha_mult: float = 2.0
+    """LoRA's alpha, in units of the rank."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapter, while training."""
+    fork_from: MaybePath = None
+    """Checkpoint of another run, or its run folder, to take the weights of (and nothing else)."""
+    dtype: Dtype = "auto"
+    """Number format of the weights; auto is what the hardware is fast at."""
+    device: MaybeText = None
+    """cpu, cuda, cuda:1. Default: the GPU if there is one."""
+    threads: MaybeInt = None
+    """CPU threads of PyTorch. Default: 1 for the tiny model, else PyTorch's own choice."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, lora_rank=self.lora_rank, lora_dropout=self.lora_dropout)
+        _at_least(1, threads=self.threads)
+        if self.lora_alpha_mult <= 0:
+            raise ConfigError(f"lora_alpha_mult = {self.lora_alpha_mult}; it must be above 0.")
+
+    @property
+    def num_threads(self) -> int | None:
+        return 1 if self.threads is None and self.model == TINY else self.threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """How the model plays."""
+
+    agent: str = "agent"
+    """Registered agent (`ludic parts agent`)."""
+    agent_set: Arguments = field(default_factory=dict)
+    """Argument of the agent; tools are given by name: tools='["calculator"]'."""
+    context: str = "full_dialog"
+    """What the model is shown of the past (`ludic parts context`)."""
+    context_set: Arguments = field(default_factory=dict)
+    """Argument of the context."""
+    parser: MaybeText = None
+    """How a reply is read (`ludic parts parser`). Default: what suits the env, else raw: the reply is the action."""
+    parser_set: Arguments = field(default_factory=dict)
+    """Argument of the parser, such as tag=move for xml_tag."""
+    system_prompt: MaybeText = None
+    """Instead of the one that the env suggests."""
+    max_tokens: MaybeInt = None
+    """Tokens of one reply. Default: what suits the env, else 256."""
+    cut_off: MaybeCutOff = None
+    """A reply that ran out of tokens is rejected, or read like any other. Default: what suits the env, else reject; with
+    max_tokens 1, read."""
+    unreadable: MaybeUnreadable = None
+    """After a reply that cannot be read: tell the model and go on, or end the episode. Default: what suits the env, else
+    go_on."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, max_tokens=self.max_tokens)
+
+
+# --- sections of a training run --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoSettings:
+    """What is learned from the rollouts."""
+
+    algo: str = "grpo"
+    """Registered algorithm (`ludic parts algorithm`)."""
+    algo_set: Arguments = field(default_factory=dict)
+    """Argument of the algorithm, such as clip_eps_high=0.28."""
+    group_size: MaybeInt = None
+    """Rollouts of the same task that are compared. Default: 8, or 1 where the algorithm compares none."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, group_size=self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How episodes are played."""
+
+    rollouts_per_update: int = 128
+    """Episodes per update; a multiple of group_size."""
+    concurrency: int = 64
+    """Episodes at a time. It changes the speed, not the episodes."""
+    temperature: float = 1.0
+    """Of sampling while training."""
+    max_lag: int = 0
+    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind."""
+    engine: Engine = "local"
+    """What generates: local is the engine inside this process."""
+    save_rollouts: bool = True
+    """Write every episode to the run folder."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
+        _at_least(0, max_lag=self.max_lag, temperature=self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How the weights are changed."""
+
+    steps: int = 30
+    """Updates."""
+    lr: float = 1e-5
+    """Learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """What becomes of the learning rate until the last update."""
+    warmup_steps: int = 0
+    """Updates in which the learning rate rises."""
+    weight_decay: float = 0.01
+    """AdamW's."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+    max_seq_len: int = 1024
+    """Tokens of an episode, prompt and replies; one that gets longer is ended."""
+    micro_token_budget: int = 8192
+    """Tokens in one forward pass: memory and speed, not the gradient."""
+    gradient_checkpointing: bool = False
+    """Recompute activations: less memory, slower."""
+    compile: bool = False
+    """Compile the layers: a minute at the start, then faster on a GPU."""
+    seed: int = 0
+    """Of everything random."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, steps=self.steps)
+        _at_least(0, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """Evaluation while training; none unless asked for."""
+
+    eval_every: int = 0
+    """Evaluate after every n-th update; 0 never."""
+    eval_at_start: bool = False
+    """Evaluate before the first update."""
+    eval_in_background: bool = False
+    """Evaluate a copy of the weights while training goes on."""
+    eval_episodes: int = 200
+    """Episodes of one evaluation."""
+    eval_data: MaybePath = None
+    """JSONL file of held-out samples, for envs that ask questions."""
+    eval_temperature: float = 0.6
+    """Of sampling while evaluating; 0 is greedy."""
+    eval_concurrency: int = 32
+    """Episodes at a time."""
+    eval_timeout_s: MaybeFloat = None
+    """Seconds for one model call. Default: no limit."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, eval_every=self.eval_every, eval_temperature=self.eval_temperature)
+        _at_least(1, eval_episodes=self.eval_episodes, eval_concurrency=self.eval_concurrency)
+
+    @property
+    def is_on(self) -> bool:
+        return self.eval_at_start or self.eval_every > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What is kept and shown."""
+
+    name: MaybeText = None
+    """Name of the run folder. Default: env, model and algorithm."""
+    runs: Path = Path("runs")
+    """Where run folders are."""
+    logger: Annotated[tuple[LoggerName, ...], tyro.conf.arg(metavar="NAME…")] = ("rich",)
+    """What shows progress: rich, print, tensorboard, wandb, none; several are possible. metrics.jsonl is always written."""
+    checkpoint_every: int = 20
+    """Save after every n-th update; the last one is saved in any case. 0: only that."""
+    checkpoint_keep: int = 2
+    """How many checkpoints stay."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, checkpoint_every=self.checkpoint_every)
+        _at_least(1, checkpoint_keep=self.checkpoint_keep)
+        if self.name is not None and not re.fullmatch(r"[\w.+-]+(/[\w.+-]+)*", self.name):
+            raise ConfigError(f"name = {self.name!r}; a run folder is named with letters, digits and . _ + -")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that makes a run what it is."""
+
+    env: EnvSettings = field(default_factory=EnvSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    agent: AgentSettings = field(default_factory=AgentSettings)
+    algo: AlgoSettings = field(default_factory=AlgoSettings)
+    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+    @property
+    def folder(self) -> Path:
+        assert self.run.name is not None, "resolve gives it one"
+        return self.run.runs / self.run.name
+
+    @property
+    def group_size(self) -> int:
+        assert self.algo.group_size is not None, "resolve gives it one"
+        return self.algo.group_size
+
+    @property
+    def num_groups(self) -> int:
+        """Tasks per update."""
+        return self.rollouts.rollouts_per_update // self.group_size
+
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "concurrency", "threads",
+     "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
+     "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s"}
+)  # fmt: skip
+"""What a run is not another run for."""
+
+
+# --- leaving nothing open --------------------------------------------------------------------------------------
+
+
+def resolve_play(config: T, suggested: Suggested) -> T:
+    """What the env suggests, where nothing was said: parser, turns, tokens."""
+    given = values_of(config)
+    parser_set = suggested.parser_args if given["parser"] is None else {}
+    max_tokens = given["max_tokens"] or suggested.max_tokens
+    return with_values(
+        config,
+        {
+            "parser": given["parser"] or suggested.parser,
+            "parser_set": {**parser_set, **given["parser_set"]},
+            "max_steps": given["max_steps"] or suggested.max_steps,
+            "max_tokens": max_tokens,
+            # One token has no room for an end.
+            "cut_off": given["cut_off"] or ("read" if max_tokens == 1 else suggested.cut_off),
+            "unreadable": given["unreadable"] or suggested.unreadable,
+        },
+    )
+
+
+def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
+    """The config with every default filled in, and checked as a whole."""
+    resolved = with_values(
+        resolve_play(config, found.suggested),
+        {"group_size": _group_size(config.algo), "name": config.run.name or default_name(config)},
+    )
+    _check_groups(resolved)
+    _check_lengths(resolved)
+    _check_data(resolved, found)
+    return resolved
+
+
+def _group_size(algo: AlgoSettings) -> int:
+    if algo.algo == "sft":
+        raise ConfigError(
+            "algo = 'sft' imitates rollouts that somebody else has written; `ludic train` plays its own. See "
+            "examples/tic_tac_toe for supervised fine-tuning on a file."
+        )
+    if algo.group_size is not None:
+        return algo.group_size
+    factory = registry.algorithms.spec(algo.algo).load()
+    return 8 if "group_size" in inspect.signature(factory).parameters else 1
+
+
+def default_name(config: RunConfig) -> str:
+    """Env, model and algorithm, as far as they can stand in the name of a folder."""
+    env = config.env.id.rpartition(":")[2].rpartition("/")[2]
+    model = Path(config.model.model).name.removesuffix(".gguf")
+    return re.sub(r"[^\w.+-]+", "_", f"{env}-{model}-{config.algo.algo}")
+
+
+def _check_groups(config: RunConfig) -> None:
+    total, size = config.rollouts.rollouts_per_update, config.group_size
+    if total % size:
+        below = total // size * size
+        near = f"{below} or {below + size}" if below else str(size)
+        raise ConfigError(
+            f"rollouts_per_update = {total} is not a multiple of group_size = {size}: the last group would be incomplete. "
+            f"Take {near}, or another group size."
+        )
+
+
+def _check_lengths(config: RunConfig) -> None:
+    train = config.train
+    if train.micro_token_budget < train.max_seq_len:
+        raise ConfigError(
+            f"micro_token_budget = {train.micro_token_budget} is less than max_seq_len = {train.max_seq_len}: the longest "
+            "episode has to fit one forward pass. Raise the first or lower the second."
+        )
+    if config.agent.max_tokens is not None and config.agent.max_tokens >= train.max_seq_len:
+        raise ConfigError(
+            f"max_tokens = {config.agent.max_tokens} leaves no room for a prompt in max_seq_len = {train.max_seq_len}."
+        )
+    if train.schedule != "constant" and train.warmup_steps >= train.steps:
+        raise ConfigError(f"warmup_steps = {train.warmup_steps} leaves none of the {train.steps} steps after it.")
+
+
+def _check_data(config: RunConfig, found: FoundEnv) -> None:
+    check_data(found, config.env.data, config.env.set, "--data")
+    if config.eval.is_on and found.takes_sample and config.eval.eval_data is None and "sample" not in config.env.set:
+        raise ConfigError(
+            "Evaluation asks questions too: give --eval-data FILE.jsonl, best with samples that are not trained on (the file "
+            "of --data works, and measures something else)."
+        )
+
+
+def check_data(found: FoundEnv, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
+    """A file of samples is given exactly where the env asks about samples."""
+    if data is None and found.takes_sample and "sample" not in arguments:
+        raise ConfigError(
+            f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl, with one JSON object per line"
+            + (f" such as {dict(found.example)['sample']!r:.200}." if "sample" in found.example else ".")
+        )
+    if data is not None and not found.takes_sample:
+        raise ConfigError(f"{flag} {data} was given, but the env {found.id!r} has no argument `sample` to take it.")

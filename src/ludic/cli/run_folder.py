@@ -1,0 +1,130 @@
+"""The folder of a run: may it be used, where does the run stand, what does it hold.
+
+runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludic import __version__
+from ludic.cli.run_config import MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.cli.settings import Difference, differences, read_toml, to_toml
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.durable import read_manifest
+from ludic.training.loggers import read_metrics
+from ludic.types import ConfigError
+
+CONFIG, METRICS, CHECKPOINTS, ROLLOUTS = "config.toml", "metrics.jsonl", "checkpoints", "rollouts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where a run begins."""
+
+    first_step: int = 0
+    """Updates that are done already."""
+    starts_over: bool = False
+    """It was interrupted before its first checkpoint: what it has written so far is written again."""
+    changed: list[Difference] = field(default_factory=list)
+    """Settings that were given anew."""
+
+
+def find_start(config: RunConfig, *, resume: bool) -> Start:
+    """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
+    folder = config.folder
+    if not (folder / CONFIG).is_file():
+        _require_unused(folder, resume)
+        return Start()
+    changed = differences(read_toml(RunConfig, folder / CONFIG), config)
+    if not resume:
+        if has_begun(folder):
+            raise ConfigError(_why_not_again(config, changed))
+        return Start()
+    refused = [difference for difference in changed if not _may_change(difference, config)]
+    if refused:
+        raise ConfigError(
+            f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `ludic train {folder} --resume` goes on "
+            "with its own; give another --name to start a new run."
+        )
+    step = latest_step(folder)
+    if step >= config.train.steps:
+        raise ConfigError(
+            f"{folder} is complete: {step} of {config.train.steps} updates. To go on: ludic train {folder} --resume --steps "
+            f"{2 * step}"
+        )
+    return Start(first_step=step, starts_over=step == 0 and has_begun(folder), changed=changed)
+
+
+def _require_unused(folder: Path, resume: bool) -> None:
+    if resume:
+        there = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))) or "none"
+        raise ConfigError(
+            f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not the folder of a run. Choose another --name.")
+
+
+def has_begun(folder: Path) -> bool:
+    metrics = folder / METRICS
+    return (metrics.is_file() and metrics.stat().st_size > 0) or latest_step(folder) > 0
+
+
+def _why_not_again(config: RunConfig, changed: list[Difference]) -> str:
+    folder = config.folder
+    named = [d for d in changed if d.name not in ("name", "runs")]
+    what = f"a run with other settings ({'; '.join(map(str, named))})" if named else "this very run"
+    return (
+        f"{folder} holds {what}, {latest_step(folder)} updates of it saved. `ludic train {folder} --resume` goes on with it; "
+        "another --name starts a new one."
+    )
+
+
+def _may_change(difference: Difference, config: RunConfig) -> bool:
+    if difference.name == "steps":  # a schedule that ends elsewhere is another one from the first step on
+        return config.train.schedule == "constant"
+    return difference.name in MAY_CHANGE_ON_RESUME
+
+
+def prepare_folder(config: RunConfig, start: Start) -> None:
+    """Write the config, and remove what the run is going to write again."""
+    folder = config.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if start.starts_over:
+            (folder / METRICS).unlink(missing_ok=True)
+            shutil.rmtree(folder / ROLLOUTS, ignore_errors=True)
+        rollouts_file(folder, start).unlink(missing_ok=True)
+        (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write the run folder {folder}: {error.strerror}. Choose another with --runs or --name."
+        ) from error
+
+
+def rollouts_file(folder: Path, start: Start) -> Path:
+    """A file for each start: what an interrupted one played after its last checkpoint is played again in the next."""
+    return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl"
+
+
+# --- what it holds ---------------------------------------------------------------------------------------------
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS)).latest()
+
+
+def latest_step(folder: Path) -> int:
+    newest = latest_checkpoint(folder)
+    manifest = None if newest is None else read_manifest(newest)
+    return 0 if manifest is None else int(manifest["step"])
+
+
+def metrics_with(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl that have this number."""
+    path = folder / METRICS
+    if path.is_file():
+        yield from (row for row in read_metrics(path) if row.get(name) is not None)

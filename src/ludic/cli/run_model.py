@@ -1,0 +1,222 @@
+"""The model of a run: from a name in the settings to weights, an adapter, a chat template, an engine that serves it.
+
+Nothing here knows of training; `ludic eval` uses the same functions.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ludic.cli.run_config import TINY, Engine, ModelSettings, RunConfig
+from ludic.cli.settings import read_toml
+from ludic.distributed import SharedWeightsPublisher
+from ludic.inference import HermesToolParser, HFChatTemplate
+from ludic.inference.local import LocalEngine
+from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.models.loading import LoadedModel, best_dtype, load_model
+from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.durable import problem_with
+from ludic.training.model_files import ADAPTER_WEIGHTS, read_weights
+from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher
+
+TINY_LENGTH = 1024
+
+
+# --- weights ---------------------------------------------------------------------------------------------------
+
+
+def load_policy(settings: ModelSettings, *, seed: int = 0) -> LoadedModel:
+    """The model that the settings describe: loaded, forked, with its adapter."""
+    folder = checkpoint_in(Path(settings.model))
+    if folder is not None and is_adapter(folder):
+        return _load_adapter(folder, settings)
+    loaded = _load_base(settings if folder is None else replace(settings, model=str(folder)), seed)
+    fork = None if settings.fork_from is None else forked_checkpoint(settings.fork_from)
+    if fork is not None and not is_adapter(fork):
+        read_weights(loaded.model, fork)
+    if settings.lora_rank:
+        loaded = replace(loaded, model=_with_lora(loaded.model, settings, seed))
+    if fork is not None and is_adapter(fork):
+        if not settings.lora_rank:
+            raise ConfigError(f"--fork-from {fork} is a LoRA adapter; give --lora-rank, the rank it was trained with.")
+        read_weights(loaded.model, fork)
+    return loaded
+
+
+def _load_base(settings: ModelSettings, seed: int) -> LoadedModel:
+    device = find_device(settings.device)
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if settings.model != TINY:
+        return load_model(settings.model, dtype=dtype, device=device)
+    tiny = make_tiny(seed)
+    return replace(tiny, model=tiny.model.to(device or default_device(), dtype or torch.float32).eval())
+
+
+def make_tiny(seed: int) -> LoadedModel:
+    """Random weights and a token per character: to try out an env on a CPU in a minute."""
+    tokenizer = character_tokenizer()
+    return LoadedModel(
+        tiny_llama(len(tokenizer), width=64, layers=2, max_length=TINY_LENGTH, seed=seed), tokenizer, TINY
+    )
+
+
+def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
+    config = LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=round(settings.lora_rank * settings.lora_alpha_mult),
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)
+
+
+def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
+    """A checkpoint of an adapter means something on the base of its own run only; the run folder knows which."""
+    description = folder.parents[1] / "config.toml"
+    if not description.is_file():
+        raise ConfigError(
+            f"{folder} is a LoRA adapter, and there is no {description} that says what it was trained on. Give "
+            f"--model BASE --lora-rank RANK --fork-from {folder}."
+        )
+    run = read_toml(RunConfig, description)
+    loaded = load_policy(replace(run.model, device=settings.device, dtype=settings.dtype), seed=run.train.seed)
+    read_weights(loaded.model, folder)
+    return replace(loaded, name=str(folder))
+
+
+# --- checkpoints of other runs ---------------------------------------------------------------------------------
+
+
+def checkpoint_in(path: Path) -> Path | None:
+    """The checkpoint that a path means: itself, or the newest of a run folder; None where there is none."""
+    if problem_with(path, checksums=False) is None:
+        return path
+    for root in (path / "checkpoints", path):
+        newest = CheckpointManager(CheckpointConfig(root)).latest()
+        if newest is not None:
+            return newest
+    return None
+
+
+def forked_checkpoint(path: Path) -> Path:
+    folder = checkpoint_in(path)
+    if folder is None:
+        raise ConfigError(
+            f"--fork-from {path}: there is no complete checkpoint. Give a folder such as runs/NAME/checkpoints/step_000020, or "
+            "the run folder for its newest."
+        )
+    problem = problem_with(folder, checksums=True)
+    if problem is not None:
+        raise ConfigError(f"--fork-from {folder}: {problem}. Take another checkpoint of that run.")
+    return folder
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_WEIGHTS).is_file()
+
+
+# --- where and how ---------------------------------------------------------------------------------------------
+
+
+def find_device(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device = {name!r} is no device; try cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device = {name!r}: PyTorch sees no GPU here. Leave it out to use the CPU.")
+    return device
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(settings: ModelSettings) -> torch.dtype:
+    """What the weights will be held in."""
+    if settings.dtype != "auto":
+        found: torch.dtype = getattr(torch, settings.dtype)
+        return found
+    return torch.float32 if settings.model == TINY else best_dtype(find_device(settings.device) or default_device())
+
+
+def use_threads(settings: ModelSettings) -> None:
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+
+
+def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate:
+    """The model's own chat template; a model without one cannot play."""
+    return HFChatTemplate(tokenizer, tool_parser=HermesToolParser() if with_tools else None)
+
+
+# --- engines ---------------------------------------------------------------------------------------------------
+
+
+class PolicySnapshot(ChatClient, Protocol):
+    """Serves the weights of the moment at which it was last told to take them."""
+
+    def take_snapshot(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedPolicy:
+    """What samples the policy, and how it gets new weights."""
+
+    client: ChatClient
+    publisher: PolicyPublisher
+    snapshot: Callable[[], PolicySnapshot]
+    """Serves a copy of the weights, for evaluating while they change; made when asked for."""
+    close: Callable[[], None]
+
+
+def serve_policy(engine: Engine, loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
+    """`max_length`: tokens of a prompt and its reply together."""
+    return _ENGINES[engine](loaded, max_length)
+
+
+def _serve_locally(loaded: LoadedModel, max_length: int) -> ServedPolicy:
+    longest = loaded.model.config.get_text_config().max_position_embeddings
+    engine = LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest))
+    return ServedPolicy(
+        client=engine,
+        publisher=SharedWeightsPublisher(engine),
+        snapshot=partial(EngineSnapshot, engine),
+        close=engine.close,
+    )
+
+
+def _serve_with_vllm(loaded: LoadedModel, max_length: int) -> ServedPolicy:
+    raise ConfigError(
+        "engine = 'vllm' is not there yet: a vLLM server comes with a later version. Use engine = 'local'."
+    )
+
+
+def _serve_through_pipeline(loaded: LoadedModel, max_length: int) -> ServedPolicy:
+    raise ConfigError(
+        "engine = 'pipeline' is not there yet: actors of their own come with a later version. Use engine = 'local' with "
+        "--max-lag 1 to generate while training."
+    )
+
+
+_ENGINES: Mapping[Engine, Callable[[LoadedModel, int], ServedPolicy]] = {
+    "local": _serve_locally,
+    "vllm": _serve_with_vllm,
+    "pipeline": _serve_through_pipeline,
+}

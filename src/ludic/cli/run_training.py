@@ -1,0 +1,189 @@
+"""A training run from its first line to its last: set up, train, say what came of it."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from ludic.batch_gen import AsyncRolloutBatchSource
+from ludic.cli.assemble import Play, make_algorithm, make_evaluator, make_loggers, make_play, make_trainer
+from ludic.cli.run_config import RunConfig, resolve
+from ludic.cli.run_env import FoundEnv
+from ludic.cli.run_folder import Start, find_start, latest_checkpoint, metrics_with, prepare_folder, rollouts_file
+from ludic.cli.run_model import ServedPolicy, load_policy, make_template, serve_policy, use_threads
+from ludic.cli.run_plan import plan_lines
+from ludic.cli.settings import to_toml
+from ludic.eval import SnapshotEvaluator
+from ludic.models.loading import LoadedModel
+from ludic.training import Trainer
+from ludic.training.checkpoint import CheckpointError
+from ludic.types import Evaluator, LudicError
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class RunFailed(LudicError):
+    """The run cannot go on; the message says from where it can be resumed."""
+
+
+def say(text: str) -> None:
+    console.print(escape(text))
+
+
+def show_plan(config: RunConfig, found: FoundEnv, *, resume: bool) -> None:
+    """Everything that can be known without loading weights."""
+    resolved = resolve(config, found)
+    start = find_start(resolved, resume=resume)
+    plan = plan_lines(resolved, found, start)
+    say(to_toml(resolved))
+    for line in plan:
+        say(line)
+
+
+def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
+    """Train to the end, or until stopped; the exit code of the command."""
+    config = resolve(config, found)
+    start = find_start(config, resume=resume)
+    make_algorithm(config)  # a wrong argument is named before a large model is loaded for nothing
+    for line in _opening(config, start):
+        say(line)
+    use_threads(config.model)
+    with contextlib.ExitStack() as stack:
+        loaded, served = _serve(config, start, stack)
+        template = make_template(loaded.tokenizer, with_tools="tools" in config.agent.agent_set)
+        play = make_play(config.env, config.agent, found, served.client, template, loaded.name)
+        evaluator = _evaluator(config, served, play, stack)
+        prepare_folder(config, start)
+        began = time.perf_counter()
+        trainer = _train(config, loaded, served, play, evaluator, start)
+    for line in _closing(config, trainer, time.perf_counter() - began):
+        say(line)
+    reason = trainer.stop.reason
+    return 128 + signal.Signals[reason] if reason in signal.Signals.__members__ else 0
+
+
+def _serve(config: RunConfig, start: Start, stack: contextlib.ExitStack) -> tuple[LoadedModel, ServedPolicy]:
+    settings = config.model
+    if start.first_step and not settings.lora_rank:
+        settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone by now
+    loaded = load_policy(settings, seed=config.train.seed)
+    served = serve_policy(config.rollouts.engine, loaded, max_length=config.train.max_seq_len)
+    stack.callback(served.close)
+    return loaded, served
+
+
+def _evaluator(config: RunConfig, served: ServedPolicy, play: Play, stack: contextlib.ExitStack) -> Evaluator | None:
+    if not config.eval.is_on:
+        return None
+    if not config.eval.eval_in_background:
+        return make_evaluator(config, play)
+    snapshot = served.snapshot()
+    stack.callback(snapshot.close)
+    return SnapshotEvaluator(make_evaluator(config, replace(play, client=snapshot)), snapshot)
+
+
+def _train(
+    config: RunConfig,
+    loaded: LoadedModel,
+    served: ServedPolicy,
+    play: Play,
+    evaluator: Evaluator | None,
+    start: Start,
+) -> Trainer:
+    folder = config.folder
+    logger = make_loggers(config, folder)
+    try:
+        trainer = make_trainer(
+            config,
+            loaded,
+            served,
+            play,
+            folder=folder,
+            logger=logger,
+            evaluator=evaluator,
+            jsonl_path=rollouts_file(folder, start) if config.rollouts.save_rollouts else None,
+            resume=start.first_step > 0,
+        )
+        asyncio.run(_until_done(trainer, config.train.steps))
+    except (CheckpointError, OSError, FloatingPointError) as error:
+        raise RunFailed(f"{error} When that is mended: {_how_to_resume(folder)}") from error
+    finally:
+        logger.close()
+    return trainer
+
+
+async def _until_done(trainer: Trainer, num_steps: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if isinstance(trainer.batch_source, AsyncRolloutBatchSource):
+            await stack.enter_async_context(trainer.batch_source)
+        await trainer.train(num_steps - trainer.step)
+
+
+# --- what is said ----------------------------------------------------------------------------------------------
+
+
+def _opening(config: RunConfig, start: Start) -> list[str]:
+    run = (
+        f"{config.folder}: {config.model.model} learns {config.env.id} with {config.algo.algo}, {config.train.steps} updates of "
+        f"{config.rollouts.rollouts_per_update} rollouts."
+    )
+    lines = [run]
+    if start.first_step:
+        lines.append(f"Going on after update {start.first_step}.")
+    if start.starts_over:
+        lines.append("There is no checkpoint yet: it starts over.")
+    lines += [f"Changed: {difference}." for difference in start.changed]
+    return lines
+
+
+def _closing(config: RunConfig, trainer: Trainer, seconds: float) -> list[str]:
+    """A plain statement: what came of it, where it is, what to type next."""
+    folder = config.folder
+    is_stopped = trainer.stop.is_set
+    lines = [
+        "",
+        f"{'Stopped' if is_stopped else 'Done'} after update {trainer.step} of {config.train.steps} ({seconds:.0f} s).",
+    ]
+    rewards = [row["train/avg_total_reward"] for row in metrics_with(folder, "train/avg_total_reward")]
+    if rewards:
+        lines.append(f"Reward: {rewards[0]:.3f} in the first update, {rewards[-1]:.3f} in the last.")
+    lines += _eval_lines(list(metrics_with(folder, "eval/mean_reward")))
+    saved = latest_checkpoint(folder)
+    lines.append(f"Run folder: {folder}")
+    if is_stopped or trainer.step < config.train.steps:
+        lines.append(
+            _how_to_resume(folder) if saved else f"Nothing is saved yet; {_how_to_resume(folder)} starts over."
+        )
+    elif saved is not None:
+        lines.append(f"Next: ludic eval {folder}")
+        lines.append(f"      ludic train {folder} --resume --steps {2 * config.train.steps}")
+    return lines
+
+
+def _eval_lines(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    first, last = rows[0], rows[-1]
+    if first is last:
+        return [f"Evaluation after update {last['step']}: {_evaluated(last)}."]
+    return [
+        f"Evaluation: {_evaluated(first)} after update {first['step']}, {_evaluated(last)} after update {last['step']}."
+    ]
+
+
+def _evaluated(row: dict[str, Any]) -> str:
+    """A mean with its interval, where there is one."""
+    name = "accuracy" if row.get("eval/accuracy") is not None else "mean_reward"
+    mean, low, high = (row.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{name.replace('_', ' ')} {mean:.3f}{interval}"
+
+
+def _how_to_resume(folder: Path) -> str:
+    return f"To go on: ludic train {folder} --resume"

@@ -1,0 +1,132 @@
+"""What one rollout came to: right or wrong, its reward, its answer, and what went wrong on the way.
+
+Nothing is left out. A reply that cannot be read, an episode that a limit cut short and one that failed are samples like any
+other; whatever is not right is wrong.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, StopReason, is_parse_failure
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_NUMBER = re.compile(r"([+-]?)0*(?=[\d.]*\d)(\d*)(?:\.(\d*?)0*)?", re.ASCII)
+_LONGEST_NUMBER = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One sample of one task."""
+
+    rollout_id: str
+    task: str
+    """Samples of the same task have the same."""
+    correct: bool | None
+    """None: neither the env nor a success threshold says what right is."""
+    reward: float
+    """Of the env, over the episode; format rewards and penalties of the parser are not in it."""
+    total_reward: float
+    """With them."""
+    answer: str | None
+    """What votes in majority@k; None when the last reply could not be read."""
+    has_parse_error: bool
+    """Some reply could not be read (one that was cut off is never read)."""
+    is_truncated: bool
+    """A limit ended it: turns, context, tokens of the last reply. An unreadable last reply is no limit."""
+    failure: str | None
+    """Why the episode could not be finished."""
+    result: str | None
+    """How a game ended ("win", "draw", "loss"), if the env says so."""
+    illegal_move: bool | None
+    """Some move was illegal; None where the env does not say."""
+    num_turns: int
+    num_completion_tokens: int
+
+
+def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outcome:
+    """Right is what the env calls so (`info["correct"]`), else an env reward of at least `success_reward`."""
+    env_steps = rollout.env_steps
+    reward = sum(step.reward_components.get("env", step.reward) for step in env_steps)
+    last = rollout.steps[-1] if rollout.steps else None
+    facts = env_steps[-1].info if env_steps else {}
+    illegal = [bool(step.info["illegal_move"]) for step in env_steps if "illegal_move" in step.info]
+    return Outcome(
+        rollout_id=rollout.id,
+        task=task_of(rollout),
+        correct=_is_correct(rollout, facts, reward, success_reward),
+        reward=reward,
+        total_reward=rollout.total_reward,
+        answer=_answer(last),
+        has_parse_error=any(map(is_parse_failure, rollout.steps)),
+        is_truncated=_is_truncated(rollout, last),
+        failure=None if rollout.failure is None else f"{rollout.failure.error}: {rollout.failure.message}",
+        result=facts["result"] if isinstance(facts.get("result"), str) else None,
+        illegal_move=any(illegal) if illegal else None,
+        num_turns=len({step.turn_id or step.id for step in rollout.steps}),
+        num_completion_tokens=sum(map(_num_sampled, rollout.agent_steps)),
+    )
+
+
+def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1.0) -> list[Outcome]:
+    """Of all of them but delegated sub-tasks, whose parents answer for them.
+
+    If any can be graded, those that cannot (nothing readable ever reached the env) are wrong.
+    """
+    found = [outcome_of(r, success_reward=success_reward) for r in rollouts if "parent_step_id" not in r.meta]
+    if all(outcome.correct is None for outcome in found):
+        return found
+    return [replace(outcome, correct=bool(outcome.correct)) for outcome in found]
+
+
+def task_of(rollout: Rollout) -> str:
+    """The request's `task_id` if its meta has one, else what decides a task: env, sample, env seed."""
+    meta = rollout.meta
+    if "task_id" in meta:
+        return str(meta["task_id"])
+    facts = meta.get("engine", {})
+    sample, seed = meta.get("sample_index"), facts.get("env_seed", meta.get("env_seed"))
+    if sample is None and seed is None:
+        return rollout.id
+    return f"{facts.get('env_kind', meta.get('env_name'))}:{sample}:{seed}"
+
+
+def canonical(answer: str) -> str:
+    """Answers that are plainly the same, written alike: case, spaces, $ and %, thousands, 18.0 for 18."""
+    text = " ".join(answer.split()).casefold().strip("$ ").rstrip(".$ ")
+    text = _THOUSANDS.sub("", text).removesuffix("%").removesuffix("\\").strip()
+    number = _NUMBER.fullmatch(text) if len(text) <= _LONGEST_NUMBER else None
+    if number is None:
+        return text
+    sign, whole, fraction = number.groups()
+    value = (whole or "0") + (f".{fraction}" if fraction else "")
+    return f"-{value}" if sign == "-" and value != "0" else value
+
+
+def _is_correct(rollout: Rollout, facts: dict[str, Any], reward: float, success_reward: float | None) -> bool | None:
+    if rollout.failure is None and isinstance(facts.get("correct"), bool):
+        return bool(facts["correct"])
+    if success_reward is None:
+        return None
+    # Rewards are often sums of parts such as 0.1; what is meant as the whole should not miss it by a rounding.
+    return rollout.failure is None and reward >= success_reward - 1e-9
+
+
+def _num_sampled(step: AgentStep) -> int:
+    """What the server counted, where its tokens are not the trace's (a text endpoint)."""
+    counted = step.info.get("completion_tokens")
+    return counted if isinstance(counted, int) else len(step.trace.completion_token_ids)
+
+
+def _answer(last: Step | None) -> str | None:
+    if not isinstance(last, EnvironmentStep):
+        return None
+    answer = last.info.get("parsed_answer", last.parsed_action)
+    return None if answer is None else canonical(str(answer))
+
+
+def _is_truncated(rollout: Rollout, last: Step | None) -> bool:
+    if rollout.stop in (StopReason.MAX_STEPS, StopReason.PARSE_ERROR) and last is not None and is_parse_failure(last):
+        return last.trace is not None and last.trace.finish_reason == "length"
+    return rollout.stop is not None and rollout.stop.is_truncation

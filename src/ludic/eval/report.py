@@ -1,0 +1,171 @@
+"""From finished rollouts to the numbers of an evaluation."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ludic.eval.outcome import Outcome, outcomes_of
+from ludic.eval.records import all_records
+from ludic.eval.statistics import Estimate, check_k, majority_at_k, mean_estimate, pass_at_k, share_estimate
+from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers
+
+GAME_RESULTS = ("win", "draw", "loss")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grading:
+    """What is counted, and how."""
+
+    success_reward: float | None = 1.0
+    """An episode is right when the env says so in info["correct"], else when its env reward reaches this; None: else never
+    graded, for envs without a notion of success."""
+    pass_k: Sequence[int] | None = None
+    """For each k, pass@k: is one of k samples right? None: all samples of a task, where there are several."""
+    majority_k: Sequence[int] | None = None
+    """For each k, majority@k: is the most frequent answer of k samples right? None: the same, for tasks of one turn."""
+
+    def __post_init__(self) -> None:
+        for name, ks in (("pass_k", self.pass_k), ("majority_k", self.majority_k)):
+            if any(k < 1 for k in ks or ()):
+                raise ConfigError(f"{name}={list(ks or ())}; every k must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalReport:
+    """One evaluation."""
+
+    outcomes: list[Outcome]
+    """One per sample."""
+    records: list[dict[str, Any]]
+    """One per reply that was meant for the env."""
+    estimates: dict[str, Estimate]
+    """accuracy, mean_reward, pass@k, majority@k, rates of results: with their intervals."""
+    metrics: dict[str, float]
+    """Everything as flat numbers; an estimate x is there as x, x_low and x_high."""
+
+
+def make_report(
+    rollouts: Sequence[Rollout], grading: Grading | None = None, reducers: Mapping[str, Reducer] | None = None
+) -> EvalReport:
+    """The numbers of these rollouts; `reducers` add their own, over the records."""
+    grading = grading or Grading()
+    outcomes = outcomes_of(rollouts, success_reward=grading.success_reward)
+    if not outcomes:
+        raise ConfigError("There is nothing to report: no rollout was played. Ask for at least one task.")
+    records = all_records(rollouts, outcomes)
+    estimates = _estimates(outcomes, grading)
+    chosen = {"completion_truncated_rate": default_reducers()["completion_truncated_rate"], **(reducers or {})}
+    reduced = apply_reducers_to_records(records, chosen, sample_count=len(records), rollout_count=len(outcomes))
+    metrics = {**_counts(outcomes), **_flat(estimates), **reduced}
+    return EvalReport(outcomes=outcomes, records=records, estimates=estimates, metrics=metrics)
+
+
+def by_task(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    tasks: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        tasks[outcome.task].append(outcome)
+    return dict(tasks)
+
+
+def _counts(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    return {
+        "num_tasks": float(len(by_task(outcomes))),
+        "num_samples": float(len(outcomes)),
+        "num_failed": float(sum(o.failure is not None for o in outcomes)),
+        "parse_error_rate": fmean(o.has_parse_error for o in outcomes),
+        "truncation_rate": fmean(o.is_truncated for o in outcomes),
+        "failed_rate": fmean(o.failure is not None for o in outcomes),
+        "mean_total_reward": fmean(o.total_reward for o in outcomes),
+        "mean_turns": fmean(o.num_turns for o in outcomes),
+        "mean_completion_tokens": fmean(o.num_completion_tokens for o in outcomes),
+    }
+
+
+def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estimate]:
+    tasks = by_task(outcomes)
+    found: dict[str, Estimate] = {}
+    is_graded = outcomes[0].correct is not None
+    if is_graded:
+        found["accuracy"] = _share(tasks, lambda o: bool(o.correct))
+    found["mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])
+    for name, holds in _result_rates(outcomes).items():
+        found[name] = _share(tasks, holds)
+    if is_graded:
+        found |= {f"pass@{k}": _pass_at(tasks, k) for k in _ks(grading.pass_k, tasks)}
+        has_answers = all(o.num_turns <= 1 for o in outcomes)  # the last move of a game is no answer to vote on
+        voted = _ks(grading.majority_k, tasks) if has_answers or grading.majority_k is not None else []
+        found |= {f"majority@{k}": _majority_at(tasks, k) for k in voted}
+    elif grading.pass_k or grading.majority_k:
+        raise ConfigError(
+            "pass@k and majority@k need to know which samples are right, but this env does not say (info['correct']). Set "
+            "success_reward: the env reward from which on an episode counts as right."
+        )
+    return found
+
+
+def _ks(asked: Sequence[int] | None, tasks: Mapping[str, Sequence[Outcome]]) -> Sequence[int]:
+    fewest = min(map(len, tasks.values()))
+    if asked is not None:
+        for k in asked:
+            check_k(k, fewest)
+        return asked
+    return [fewest] if fewest > 1 else []
+
+
+def _result_rates(outcomes: Sequence[Outcome]) -> dict[str, Callable[[Outcome], bool]]:
+    """How games ended, where the env says so; a share of all samples, also of those that never ended."""
+    seen = {o.result for o in outcomes if o.result is not None}
+    names = [*GAME_RESULTS, *sorted(seen - set(GAME_RESULTS))] if seen & set(GAME_RESULTS) else sorted(seen)
+    rates: dict[str, Callable[[Outcome], bool]] = {f"{name}_rate": _has_result(name) for name in names}
+    if any(o.illegal_move is not None for o in outcomes):
+        rates["illegal_move_rate"] = lambda o: bool(o.illegal_move)
+    return rates
+
+
+def _has_result(name: str) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.result == name
+
+
+def _share(tasks: Mapping[str, Sequence[Outcome]], holds: Callable[[Outcome], bool]) -> Estimate:
+    num_samples = sum(map(len, tasks.values()))
+    return share_estimate([fmean(map(holds, samples)) for samples in tasks.values()], num_samples=num_samples)
+
+
+def _pass_at(tasks: Mapping[str, Sequence[Outcome]], k: int) -> Estimate:
+    return share_estimate([pass_at_k(len(t), sum(bool(o.correct) for o in t), k) for t in tasks.values()])
+
+
+def _majority_at(tasks: Mapping[str, Sequence[Outcome]], k: int) -> Estimate:
+    return share_estimate(
+        [majority_at_k([o.answer for o in t], [bool(o.correct) for o in t], k) for t in tasks.values()]
+    )
+
+
+def _flat(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Bounds that nothing is known of are left out."""
+    flat: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        flat[name] = estimate.mean
+        if math.isfinite(estimate.low) and math.isfinite(estimate.high):
+            flat |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return flat
+
+
+def paired_difference(before: Sequence[Outcome], after: Sequence[Outcome]) -> Estimate:
+    """How much better the second did on the tasks that both were given: right answers, or reward where none are known.
+
+    Differences on the same task vary less than the tasks themselves, so this is sharper than comparing two intervals.
+    """
+    old, new = by_task(before), by_task(after)
+    shared = [task for task in old if task in new]
+    if not shared:
+        raise ConfigError("These two evaluations have no task in common; give them the same tasks and seeds.")
+    is_graded = before[0].correct is not None and after[0].correct is not None
+
+    def score(samples: Sequence[Outcome]) -> float:
+        return fmean(bool(o.correct) if is_graded else o.reward for o in samples)
+
+    return mean_estimate([score(new[task]) - score(old[task]) for task in shared])

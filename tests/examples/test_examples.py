@@ -1,0 +1,352 @@
+"""Every example as a process of its own, on a tiny model, within 30 seconds: what it prints and what it writes.
+
+The steps depend on each other as they do for a person: games are generated, learned from, improved on, evaluated.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ludic.types import LudicError, load_rollouts
+
+pytest.importorskip("torch", reason="the local extra is not installed")
+pytest.importorskip("peft", reason="the lora extra is not installed")
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BUDGET_S = 30
+# One core is what is sure; a shared machine can be several times slower than its clock.
+PATIENCE_S = 4 * BUDGET_S
+GAME = ["--view", "compact"]
+
+
+def start(script: str, *arguments: object) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+
+
+def run(script: str, *arguments: object) -> str:
+    done = start(script, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def refusal(script: str, *arguments: object) -> str:
+    """The one line in which a script says what is wrong."""
+    done = start(script, *arguments)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def save_tiny(words: list[str], folder: Path) -> Path:
+    from ludic.models.tiny import tiny_llama, word_tokenizer
+
+    tokenizer = word_tokenizer(words)
+    tokenizer.save_pretrained(folder)
+    tiny_llama(len(tokenizer), width=32, layers=2).save_pretrained(folder)
+    return folder
+
+
+# --- tic-tac-toe, from nothing to an evaluation ---
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory) -> Path:
+    """A model that has never seen the game."""
+    from ludic.envs.tic_tac_toe.board import COMPACT_WORDS
+
+    return save_tiny(list(COMPACT_WORDS), tmp_path_factory.mktemp("models") / "player")
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory) -> tuple[Path, str]:
+    """(wins of perfect play, what was printed)."""
+    path = tmp_path_factory.mktemp("data") / "games.jsonl"
+    printed = run("tic_tac_toe/generate_synth_data.py", *GAME, "--episodes", 120, "--output", path)
+    return path, printed
+
+
+@pytest.fixture(scope="module")
+def taught(player, games, tmp_path_factory) -> tuple[Path, str]:
+    """(run folder after SFT, what was printed)."""
+    out = tmp_path_factory.mktemp("sft") / "run"
+    settings = ["--batch-size", 32, "--epochs", 4, "--lr", 5e-3, "--max-seq-len", 256, "--log-every", 1]
+    printed = run("tic_tac_toe/sft_tic_tac_toe.py", "--data", games[0], "--model", player, "--out", out, *settings)
+    return out, printed
+
+
+@pytest.fixture(scope="module")
+def trained(taught, tmp_path_factory) -> tuple[Path, str]:
+    """(run folder after two steps of RL, what was printed)."""
+    out = tmp_path_factory.mktemp("rl") / "run"
+    return out, run("tic_tac_toe/train_tic_tac_toe.py", *rl_settings(taught[0], out), "--train-steps", 2)
+
+
+def rl_settings(sft: Path, out: Path) -> list[object]:
+    latest = json.loads((sft / "checkpoints" / "latest.json").read_text())["path"]
+    return [
+        "--model", sft / "checkpoints" / latest, "--out", out, *GAME, "--rollouts-per-update", 16, "--group-size", 4,
+        "--max-completion-tokens", 4, "--max-seq-len", 256, "--eval-every", 2, "--eval-episodes", 20,
+        "--checkpoint-every", 1, "--rollout-log", out / "rollouts.jsonl",
+    ]  # fmt: skip
+
+
+def test_generate_synth_data_keeps_exactly_the_wins(games):
+    path, printed = games
+    kept = list(load_rollouts(path))
+    counted = re.search(r"120 games: \{'win': (\d+), 'draw': (\d+)\}", printed)
+    assert len(kept) == int(counted[1]) and int(counted[1]) + int(counted[2]) == 120  # perfect play never loses
+    assert {rollout.env_steps[-1].info["result"] for rollout in kept} == {"win"}
+    assert f"are in {path}" in printed
+    assert {rollout.env_steps[0].prev_obs.split()[0] for rollout in kept} == {"X", "O"}
+
+
+def test_sft_learns_to_name_cells(taught):
+    out, printed = taught
+    losses = [row["train/nll_mean"] for row in metrics(out)]
+    assert losses[-1] < losses[0] / 2
+    assert re.search(r"\d+ games, \d+ moves: \d+ steps of 32", printed)
+    assert f"The model is in {out}/checkpoints/step_{len(losses):06d}" in printed
+
+
+def test_train_writes_metrics_checkpoints_games_and_a_whole_model(trained):
+    out, printed = trained
+    rows = metrics(out)
+    assert [row["step"] for row in rows if "train/avg_total_reward" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval/win_rate" in row] == [0, 2]
+    assert (out / "checkpoints" / "step_000002" / "adapter_model.safetensors").exists()
+    played = list(load_rollouts(out / "rollouts.jsonl"))
+    assert len(played) == 32 and all(step.trace.completion_logprobs is not None for step in played[0].agent_steps)
+    assert (out / "model" / "model.safetensors").exists() and (out / "model" / "tokenizer.json").exists()
+    assert not (out / "model" / "adapter_config.json").exists()
+    assert "eval/illegal_move_rate" in printed and f"The model is in {out}/model" in printed
+
+
+def test_train_goes_on_where_it_stopped_and_starts_over_nothing(taught, trained):
+    out, _ = trained
+    again = rl_settings(taught[0], out)
+    assert "There is a run in" in refusal("tic_tac_toe/train_tic_tac_toe.py", *again)
+    run("tic_tac_toe/train_tic_tac_toe.py", *again, "--train-steps", 3, "--resume")
+    steps = [row["step"] for row in metrics(out) if "train/avg_total_reward" in row]
+    assert steps == [1, 2, 3]
+
+
+def test_eval_compares_models_on_the_same_games(player, trained, tmp_path):
+    printed = run(
+        "tic_tac_toe/eval_tic_tac_toe.py", "--model", player, trained[0] / "model", *GAME, "--max-tokens", 4,
+        "--episodes", 40, "--out", tmp_path / "games.jsonl",
+    )  # fmt: skip
+    rates = {
+        name: [tuple(map(float, cell)) for cell in re.findall(r"(-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]", line)]
+        for line in printed.splitlines()
+        for name in re.findall(r"│ (\w+) +│", line)
+    }
+    assert rates.keys() >= {
+        "win_rate", "draw_rate", "loss_rate", "illegal_move_rate", "parse_error_rate", "truncation_rate",
+        "optimal_move_rate", "mean_reward",
+    }  # fmt: skip
+    for cells in rates.values():
+        assert all(low <= share <= high for share, low, high in cells)
+    assert rates["parse_error_rate"][0] > rates["parse_error_rate"][1]  # it has learned to name cells
+    assert 0 < rates["optimal_move_rate"][-1][0] < 1 - rates["illegal_move_rate"][1][0] / 5  # five moves at most
+    first, second = seeds_of(tmp_path / "games.jsonl", 40)
+    assert first == second
+
+
+def test_perfect_play_is_optimal_throughout_and_random_play_is_not(games, tmp_path, monkeypatch):
+    script = load("tic_tac_toe/eval_tic_tac_toe.py", monkeypatch)
+    settings = script.Settings(view="compact")
+    assert {script.optimal_share(settings, rollout) for rollout in load_rollouts(games[0])} == {1.0}
+    run(
+        "tic_tac_toe/generate_synth_data.py",
+        *GAME,
+        "--player",
+        "random",
+        "--keep",
+        "all",
+        "--episodes",
+        60,
+        "--output",
+        tmp_path / "r",
+    )
+    shares = [script.optimal_share(settings, rollout) for rollout in load_rollouts(tmp_path / "r")]
+    assert 0.3 < sum(shares) / 60 < 0.9 and min(shares) < 0.5
+
+
+def seeds_of(path: Path, per_model: int) -> tuple[list[int], list[int]]:
+    seeds = [rollout.meta["env_seed"] for rollout in load_rollouts(path)]
+    return seeds[:per_model], seeds[per_model:]
+
+
+def test_a_model_can_generate_data_too(trained, tmp_path):
+    path = tmp_path / "games.jsonl"
+    arguments = [
+        "--player",
+        "model",
+        "--model",
+        trained[0] / "model",
+        "--max-tokens",
+        4,
+        "--episodes",
+        10,
+        "--keep",
+        "all",
+    ]
+    run("tic_tac_toe/generate_synth_data.py", *GAME, *arguments, "--output", path)
+    assert len(list(load_rollouts(path))) == 10
+
+
+async def test_rejection_sampling_keeps_what_earned_enough_in_tokens_that_train(trained, tmp_path):
+    path = tmp_path / "kept.jsonl"
+    printed = run(
+        "rejection_sampling.py", "--model", trained[0] / "model", "--env-args", '{"view": "compact"}', "--max-tokens", 4,
+        "--episodes", 40, "--min-reward", 0.0, "--output", path,
+    )  # fmt: skip
+    kept = list(load_rollouts(path))
+    assert f"kept {len(kept)} of 40" in printed and 0 < len(kept) < 40
+    assert all(rollout.total_reward >= 0 for rollout in kept)
+
+    from ludic.batch_gen import OfflineBatchSource
+    from ludic.training import make_sft
+
+    sampled = sum(len(step.trace.completion_token_ids) for rollout in kept for step in rollout.agent_steps)
+    batches = [batch async for batch in OfflineBatchSource(path, algorithm=make_sft()).iter_epoch()]
+    assert sum(item.num_action_tokens for batch in batches for item in batch.items) == sampled
+
+
+# --- word problems ---
+
+
+@pytest.fixture(scope="module")
+def solver(tmp_path_factory) -> Path:
+    words = ["What", "is", "plus", "?", "the", "answer", "####", "2", "3", "4", "5", "6"]
+    return save_tiny(words, tmp_path_factory.mktemp("models") / "solver")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [
+        {"question": f"What is {a} plus {b} ?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+        for a in range(1, 4)
+        for b in range(1, 4)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def schooled(solver, questions, tmp_path_factory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("gsm8k") / "run"
+    printed = run(
+        "gsm8k/train_gsm8k.py", "--model", solver, "--data", questions, "--eval-data", questions, "--out", out,
+        "--train-steps", 2, "--rollouts-per-update", 32, "--max-completion-tokens", 4, "--max-seq-len", 256,
+        "--eval-every", 2, "--lr", 1e-2,
+    )  # fmt: skip
+    return out, printed
+
+
+def test_train_gsm8k_learns_from_a_file_and_evaluates_on_another(schooled):
+    out, printed = schooled
+    rows = metrics(out)
+    assert "9 questions to train on, 9 held out" in printed
+    assert [row["step"] for row in rows if "train/avg_total_reward" in row] == [1, 2]
+    first, last = (row for row in rows if "eval/accuracy" in row)
+    assert (first["step"], last["step"]) == (0, 2) and first["eval/num_samples"] == 9
+    assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
+    assert (out / "model" / "model.safetensors").exists()
+
+
+def test_eval_gsm8k_counts_every_answer_and_goes_on_where_it_stopped(schooled, questions, tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    arguments = [
+        "--model", schooled[0] / "model", "--data", questions, "--max-completion-tokens", 4, "--num-samples", 4,
+        "--temperature", 1.0, "--k", 1, 4, "--out", answers,
+    ]  # fmt: skip
+    printed = run("gsm8k/eval_gsm8k.py", *arguments)
+    assert "9 questions, 4 answers to each" in printed
+    rates = {name: float(value) for name, value in re.findall(r"^([\w@]+) +([\d.]+)", printed, flags=re.MULTILINE)}
+    assert rates["pass@1"] == rates["accuracy"] <= rates["pass@4"] and "majority@4" in rates
+    lines = answers.read_text().splitlines(keepends=True)
+    assert len(lines) == 36
+    answers.write_text("".join(lines[:20]))
+    assert run("gsm8k/eval_gsm8k.py", *arguments) == printed
+    assert len(answers.read_text().splitlines()) == 36
+
+
+# --- what can go wrong ---
+
+
+def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An example as a module of this process: torch is loaded once for all the mistakes."""
+    path = EXAMPLES / script
+    monkeypatch.syspath_prepend(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("tic_tac_toe/train_tic_tac_toe.py", ["--group-size", "5"], "128 is not a multiple of --group-size 5"),
+        ("tic_tac_toe/sft_tic_tac_toe.py", ["--data", "nowhere.jsonl", "--out", "{new}"], "no games at nowhere.jsonl"),
+        ("tic_tac_toe/eval_tic_tac_toe.py", ["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),
+        ("tic_tac_toe/generate_synth_data.py", ["--output", "{here}"], "exists already"),
+        ("rejection_sampling.py", ["--env-args", "x", "--output", "{new}"], "--env-args 'x' is not JSON"),
+        ("rejection_sampling.py", ["--env-args", "[]", "--output", "{new}"], "is not a JSON object"),
+        ("rejection_sampling.py", ["--parser", "boxd", "--output", "{new}"], "Did you mean 'boxed'"),
+        ("gsm8k/train_gsm8k.py", ["--data", "nowhere.jsonl", "--out", "{new}"], "There is no file nowhere.jsonl"),
+        ("gsm8k/train_gsm8k.py", ["--group-size", "7", "--out", "{new}"], "256 is not a multiple of --group-size 7"),
+        ("gsm8k/eval_gsm8k.py", ["--data", "{here}"], "Line 1 of {here} is not of the form"),
+        ("gsm8k/eval_gsm8k.py", ["--data", "{empty}"], "{empty} has no questions in it"),
+        ("gsm8k/eval_gsm8k.py", ["--num-samples", "4"], "would be one answer many times"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_named_before_anything_is_computed(script, arguments, message, monkeypatch, tmp_path):
+    places = {name: tmp_path / f"{name}.jsonl" for name in ("here", "empty", "new")}
+    places["here"].write_text('{"question": "What is 1 plus 1 ?"}\n')
+    places["empty"].write_text("\n")
+    module = load(script, monkeypatch)
+    settings = module.tyro.cli(module.Settings, args=[argument.format(**places) for argument in arguments])
+    with pytest.raises(LudicError, match=re.escape(message.format(**places))):
+        module.main(settings)
+
+
+def test_a_mistake_is_one_line_on_the_terminal(games):
+    line = refusal("tic_tac_toe/generate_synth_data.py", "--output", games[0])
+    assert line == f"generate_synth_data: {games[0]} exists already. Move it away, or choose another --output."
+
+
+def test_questions_without_a_file_need_datasets_and_say_so(tmp_path):
+    """A stand-in on the path is what a machine without the package looks like."""
+    (tmp_path / "datasets.py").write_text("raise ImportError('no datasets here')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(EXAMPLES / "gsm8k" / "eval_gsm8k.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    assert done.returncode == 1 and "pip install datasets" in done.stderr and "--data" in done.stderr
+
+
+def test_every_example_is_in_the_table_and_says_what_it_shows_needs_and_takes():
+    table = (EXAMPLES / "README.md").read_text()
+    scripts = [path for path in EXAMPLES.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert len(scripts) >= 7
+    for path in scripts:
+        assert f"({path.relative_to(EXAMPLES).as_posix()})" in table, f"{path.name} is not in examples/README.md"
+        header = path.read_text().split('"""')[1]
+        assert all(f"\n{word}: " in header for word in ("Shows", "Needs", "Takes")), path.name

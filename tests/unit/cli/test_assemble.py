@@ -1,0 +1,216 @@
+"""The parts of a run, made from its settings."""
+
+from dataclasses import replace
+
+import pytest
+
+from ludic.agents import ToolAgent
+from ludic.cli.assemble import (
+    Play,
+    agent_factory,
+    fixed_requests,
+    make_algorithm,
+    make_play,
+    make_source,
+    train_requests,
+    trainer_config,
+)
+from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig, resolve
+from ludic.cli.run_env import find_env
+from ludic.cli.run_model import dtype_of, load_policy, make_template, serve_policy
+from ludic.cli.settings import with_values
+from ludic.inference import ByteTemplate, ScriptedClient
+from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
+from ludic.models.tiny import character_tokenizer
+from ludic.types import ConfigError, ReturnSpec, TemplateError, load_rollouts
+
+
+def resolved(env: str, **values) -> RunConfig:
+    return resolve(with_values(RunConfig(), {"id": env, "model": "tiny", **values}), find_env(env))
+
+
+def scripted_play(config: RunConfig, reply: str = "A1") -> Play:
+    client = ScriptedClient(lambda request: reply)
+    return make_play(config.env, config.agent, find_env(config.env.id), client, ByteTemplate(), "scripted")
+
+
+# --- what is left open ---
+
+
+def test_what_suits_the_env_fills_what_was_left_open():
+    config = resolved("gsm8k", set={"sample": {"question": "1+1?", "answer": "#### 2"}})
+    assert (config.agent.parser, config.env.max_steps, config.agent.max_tokens) == ("boxed", 1, 512)
+    own = resolved("tic_tac_toe", parser="xml_tag", parser_set={"tag": "move"}, max_steps=7, max_tokens=64)
+    assert (own.agent.parser, own.agent.parser_set, own.env.max_steps) == ("xml_tag", {"tag": "move"}, 7)
+
+
+def test_algorithms_that_compare_nothing_need_no_groups():
+    assert resolved("tic_tac_toe").group_size == 8
+    assert resolved("tic_tac_toe", algo="reinforce").group_size == 1
+    assert resolved("tic_tac_toe", algo="reinforce", group_size=4).num_groups == 32
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"id": "tic_tac_toe"}, "tic_tac_toe-smollm2-135m-grpo"),
+        ({"id": "my/env.py:Maze", "model": "models/my model.gguf"}, "Maze-my_model-grpo"),
+        ({"id": "other/maze", "model": "Qwen/Qwen2.5-0.5B-Instruct"}, "maze-Qwen2.5-0.5B-Instruct-grpo"),
+    ],
+)
+def test_a_run_is_named_after_env_model_and_algorithm(values, name):
+    from ludic.cli.run_config import default_name
+
+    assert default_name(with_values(RunConfig(), values)) == name
+
+
+# --- playing ---
+
+
+async def test_an_env_is_played_and_every_request_is_a_task_of_its_own():
+    config = resolved("tic_tac_toe", set={"opponent": "minimax"})
+    play = scripted_play(config)
+    requests = fixed_requests(play, 3, play.inference(0.0, ReturnSpec.for_eval()))
+    assert len({request.env_seed for request in requests}) == 3
+    assert requests == fixed_requests(play, 3, play.inference(0.0, ReturnSpec.for_eval())), "the same every time"
+    rollouts = await play.engine().generate_rollouts(requests, max_steps=play.max_steps)
+    assert [rollout.failure for rollout in rollouts] == [None] * 3
+    assert all(rollout.env_steps[0].action == "A1" for rollout in rollouts)
+
+
+async def test_an_env_with_several_roles_is_played_by_copies_of_the_agent():
+    play = scripted_play(resolved("prisoners_dilemma", set={"rounds": 2}), reply="defect")
+    assert isinstance(play.make_protocol(play.client), MultiAgentProtocol)
+    rollouts = await play.engine().generate_rollouts(
+        [play.request(play.inference(0.0, ReturnSpec.for_eval()))], max_steps=2
+    )
+    assert len(rollouts) == 2 and {r.total_reward for r in rollouts} == {2.0}
+
+
+def test_each_episode_gets_agents_of_its_own():
+    play = scripted_play(resolved("tic_tac_toe"))
+    first, second = play.make_protocol(play.client), play.make_protocol(play.client)
+    assert isinstance(first, SingleAgentProtocol) and first.agent.ctx is not second.agent.ctx
+
+
+def test_the_agent_is_made_as_the_settings_say():
+    settings = AgentSettings(
+        agent="react",
+        agent_set={"tools": ["calculator"], "max_react_steps": 3, "tools_in_prompt": False},
+        context="sliding_window",
+        context_set={"max_turns": 2},
+        parser="xml_tag",
+        parser_set={"tag": "move"},
+        system_prompt="Be brief.",
+        cut_off="read",
+    )
+    template = make_template(character_tokenizer(), with_tools=True)
+    agent = agent_factory(settings, template, "m")(ScriptedClient(lambda request: ""))
+    assert isinstance(agent, ToolAgent) and list(agent.tool_map) == ["calculator"]
+    assert agent.ctx.max_turns == 2 and agent.ctx.default_system_prompt == "Be brief."
+    assert agent.parser("<move>A1</move>").action == "A1" and not agent.reject_incomplete_completions
+
+
+@pytest.mark.parametrize(("max_tokens", "rejects"), [(1, False), (2, True)])
+def test_a_reply_of_one_token_is_never_cut_off(max_tokens, rejects):
+    settings = AgentSettings(parser="raw", max_tokens=max_tokens)
+    agent = agent_factory(settings, ByteTemplate(), "m")(ScriptedClient(lambda request: ""))
+    assert agent.reject_incomplete_completions is rejects
+
+
+# --- requests ---
+
+
+def test_samples_come_in_a_new_order_each_pass_and_reach_the_env(tmp_path):
+    data = tmp_path / "q.jsonl"
+    data.write_text("".join(f'{{"question": "{n}", "answer": "#### {n}"}}\n' for n in range(8)))
+    config = resolved("gsm8k", data=data, group_size=4, rollouts_per_update=32, set={"system_prompt": "Think."})
+    next_requests = train_requests(config, scripted_play(config))
+    passes = [[request.env.kwargs["sample"]["question"] for request in next_requests()] for _ in range(2)]
+    assert sorted(passes[0]) == sorted(passes[1]) == [str(n) for n in range(8)] and passes[0] != passes[1]
+    assert next_requests()[0].env.kwargs["system_prompt"] == "Think."
+
+
+async def test_groups_share_a_task_and_differ_in_their_sampling(tmp_path):
+    config = resolved("tic_tac_toe", group_size=4, rollouts_per_update=8)
+    source = make_source(config, scripted_play(config), make_algorithm(config), jsonl_path=tmp_path / "r.jsonl")
+    await source.next_batch()
+    facts = [rollout.meta["engine"] for rollout in load_rollouts(tmp_path / "r.jsonl")]
+    assert len({fact["env_seed"] for fact in facts}) == 2 and len({fact["sampling_seed"] for fact in facts}) == 8
+
+
+def test_the_algorithm_hears_of_the_group_size_and_its_arguments():
+    algorithm = make_algorithm(resolved("tic_tac_toe", group_size=16, algo_set={"clip_eps_high": 0.28}))
+    assert algorithm.credit_assigner.group_size == 16 and algorithm.loss.clip_eps_high == 0.28
+    assert make_algorithm(resolved("tic_tac_toe", algo="ppo")).name == "ppo"
+
+
+def test_the_trainer_gets_what_was_set():
+    config = resolved("tic_tac_toe", lr=1e-3, schedule="cosine", warmup_steps=2, steps=10, max_grad_norm=0.0, max_lag=2)
+    made = trainer_config(config)
+    assert made.lr == 1e-3 and made.max_grad_norm is None and made.max_lag == 2 and made.eval_every_n_steps is None
+    assert made.lr_schedule is not None and made.lr_schedule(0) == 0.5 and made.lr_schedule(9) < 0.1
+
+
+# --- the model ---
+
+
+def test_the_tiny_model_is_the_same_for_the_same_seed_and_has_a_token_per_character():
+    import torch
+
+    first, second, other = (load_policy(ModelSettings(model="tiny"), seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
+    assert not torch.equal(first.model.lm_head.weight, other.model.lm_head.weight)
+    assert len(first.tokenizer.encode("A1, b\n~", add_special_tokens=False)) == 7
+    assert dtype_of(ModelSettings(model="tiny")) is torch.float32
+
+
+def test_a_conversation_in_characters_continues_token_by_token():
+    tokenizer = character_tokenizer()
+    text = "".join(map(chr, range(32, 127))) + "\n  two  spaces"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    template = make_template(tokenizer)
+    opening = [{"role": "system", "content": "Play."}, {"role": "user", "content": " X\n"}]
+    prompt = template.apply(opening).prompt_token_ids.tolist()
+    reply = [*tokenizer.encode("A 1", add_special_tokens=False), tokenizer.eos_token_id]
+    messages = [*opening, {"role": "assistant", "content": "A 1"}, {"role": "user", "content": "X B2"}]
+    delta = template.delta(messages, num_sent=2, completion_token_ids=reply).tolist()
+    assert prompt + reply + delta == template.apply(messages).prompt_token_ids.tolist()
+
+
+def test_an_adapter_freezes_the_rest():
+    model = load_policy(ModelSettings(model="tiny", lora_rank=4, lora_alpha_mult=2.0)).model
+    assert model.peft_config["default"].r == 4 and model.peft_config["default"].lora_alpha == 8
+    assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def test_an_engine_never_serves_more_than_can_be_trained_on():
+    loaded = load_policy(ModelSettings(model="tiny"))
+    served = serve_policy("local", loaded, max_length=64)
+    assert served.client.max_model_len == 64
+    served.close()
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="has no chat template"):
+        make_template(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("env", "agent", "message"),
+    [
+        (EnvSettings(id="tic_tac_toe", set={"opponnent": 1}, max_steps=5), AgentSettings(max_tokens=8), "opponent"),
+        (
+            EnvSettings(id="tic_tac_toe", max_steps=5),
+            AgentSettings(max_tokens=8, agent="reacts"),
+            "Did you mean 'react'",
+        ),
+        (EnvSettings(id="tic_tac_toe", max_steps=5), AgentSettings(max_tokens=8, agent_set={"x": 1}), "x"),
+        (EnvSettings(id="tic_tac_toe", max_steps=5), AgentSettings(max_tokens=8, context_set={"y": 1}), "y"),
+    ],
+)
+def test_a_part_that_cannot_be_made_is_found_before_the_first_episode(env, agent, message):
+    with pytest.raises((ConfigError, KeyError, TypeError), match=message):
+        scripted_play(replace(RunConfig(), env=env, agent=agent))

@@ -1,0 +1,340 @@
+"""`ludic eval` as a person types it: a tiny model saved in a folder, a quiz in a file of one's own."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from peft import LoraConfig, get_peft_model
+from typer.testing import CliRunner
+
+from ludic.cli import eval_run
+from ludic.cli.eval_policy import load
+from ludic.cli.main import app
+from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.cli.settings import to_toml
+from ludic.inference.local import LocalEngine
+from ludic.inference.local.server import serve
+from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.types import ConfigError, LudicError, load_rollouts
+
+WORDS = ["yes", "no", "maybe", "q0", "q1", "q2", "q3"]
+QUIZ = '''
+"""Say yes; which question it is makes no difference."""
+from ludic.envs import DatasetQAEnv, SingleAgentEnv
+from ludic.types import StepOutcome
+
+class Quiz(DatasetQAEnv):
+    def __init__(self, sample):
+        super().__init__(sample)
+
+class Yes(SingleAgentEnv):
+    full_reward = 1.0
+
+    def env_reset(self, *, seed=None):
+        return f"q{seed % 4}", {"seed": seed}
+
+    def env_step(self, action):
+        return StepOutcome("", float("yes" in action), terminated=True)
+
+    def reference_action(self, agent_id):
+        return "yes"
+'''
+SHORT = ["--max-tokens", "2", "--cut-off", "read"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where the commands are typed: a quiz, its questions, two models."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quiz.py").write_text(QUIZ)
+    lines = [json.dumps({"id": str(i), "question": f"q{i % 4}", "answer": "yes"}) for i in range(6)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines) + "\n")
+    for seed, name in enumerate(("one", "two")):
+        save_model(tmp_path / name, seed)
+    return tmp_path
+
+
+def save_model(folder: Path, seed: int = 0, *, template: bool = True) -> None:
+    tokenizer = word_tokenizer(WORDS)
+    if not template:
+        tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    tiny_llama(len(tokenizer), width=32, layers=1, seed=seed).save_pretrained(folder)
+
+
+def ludic(*args: str) -> Result:
+    result = CliRunner().invoke(app, ["eval", *args])
+    if result.exception is not None and not isinstance(result.exception, (SystemExit, LudicError)):
+        raise result.exception
+    return result
+
+
+def metrics(folder: Path) -> dict[str, dict[str, float]]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def samples(folder: Path, model: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples" / f"{model}.jsonl").read_text().splitlines()]
+
+
+# --- the command ---
+
+
+def test_it_plays_reports_and_keeps_everything(folder):
+    result = ludic("quiz.py:Yes", "--model", "one", "--num-tasks", "12", "--samples", "4", "--pass-k", "1,4", *SHORT)
+    assert result.exit_code == 0, result.output
+    out = folder / "runs" / "eval" / "Yes-one"
+    numbers, played = metrics(out)["one"], samples(out, "one")
+    assert len(played) == 48 and len({sample["task"] for sample in played}) == 12
+    right = sum(sample["correct"] for sample in played) / 48
+    assert 0 < right < 1, "a random model says yes now and then"
+    assert numbers["accuracy"] == pytest.approx(right) == pytest.approx(numbers["pass@1"])
+    assert numbers["pass@4"] >= numbers["accuracy"] and "majority@4" in numbers
+    assert len(list(load_rollouts(out / "rollouts" / "one.jsonl"))) == 48
+    for text in (
+        "accuracy",
+        f"{right:.1%} [",
+        "pass@4",
+        "majority@4",
+        "unreadable",
+        "truncated",
+        "12 × 4",
+        str(out.name),
+    ):
+        assert text in result.output
+
+
+def test_several_models_are_given_the_same_tasks_and_stand_side_by_side(folder):
+    args = ["quiz.py:Quiz", "--data", "questions.jsonl", "--model", "one", "--model", "two", "--samples", "3", *SHORT]
+    result = ludic(*args)
+    assert result.exit_code == 0, result.output
+    out = folder / "runs" / "eval" / "Quiz-one-two"
+    one, two = samples(out, "one"), samples(out, "two")
+    assert [s["task"] for s in one] == [s["task"] for s in two] and len(one) == 18
+    assert [s["answer"] for s in one] != [s["answer"] for s in two]
+    header = next(line for line in result.output.splitlines() if "one" in line)
+    assert header.split() == ["one", "two"]
+    assert "better than the first by" in result.output
+
+
+def test_the_same_command_gives_the_same_numbers_in_a_new_folder(folder):
+    args = ["quiz.py:Yes", "--model", "one", "--num-tasks", "8", *SHORT]
+    assert ludic(*args).exit_code == ludic(*args, "--concurrency", "1").exit_code == 0
+    first, second = (metrics(folder / "runs" / "eval" / name)["one"] for name in ("Yes-one", "Yes-one-2"))
+    assert first == second
+
+
+def test_resume_plays_only_what_is_missing(folder, monkeypatch):
+    args = ["quiz.py:Yes", "--model", "one", "--name", "mine", *SHORT]
+    assert ludic(*args, "--num-tasks", "6").exit_code == 0
+    out = folder / "runs" / "eval" / "mine"
+    lines = (out / "rollouts" / "one.jsonl").read_text().splitlines(keepends=True)
+    (out / "rollouts" / "one.jsonl").write_text("".join(lines[:4]) + lines[4][:50])  # killed while it wrote
+    assert ludic(*args, "--num-tasks", "10", "--resume").exit_code == 0
+    again = (out / "rollouts" / "one.jsonl").read_text().splitlines(keepends=True)
+    assert again[:4] == lines[:4] and len(again) == 10
+    assert ludic("quiz.py:Yes", "--model", "one", "--num-tasks", "10", "--name", "fresh", *SHORT).exit_code == 0
+    assert metrics(out) == metrics(folder / "runs" / "eval" / "fresh")
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(folder, monkeypatch):
+    async def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(eval_run, "evaluate", interrupted)
+    result = ludic("quiz.py:Yes", "--model", "one", *SHORT)
+    assert result.exit_code == 130 and "--resume --name Yes-one" in result.output
+
+
+def test_an_env_without_a_verdict_can_be_told_what_right_is(folder):
+    args = ["twenty_forty_eight", "--model", "one", "--num-tasks", "2", "--max-steps", "2", *SHORT, "--name", "n"]
+    assert ludic(*args).exit_code == 0
+    assert "accuracy" not in metrics(folder / "runs" / "eval" / "n")["one"]
+    assert ludic(*args, "--resume", "--success-reward", "-99").exit_code == 0
+    assert metrics(folder / "runs" / "eval" / "n")["one"]["accuracy"] == 1.0
+
+
+def test_what_was_measured_is_shown_even_if_the_next_model_cannot_be_loaded(folder):
+    result = ludic("quiz.py:Yes", "--model", "one", "--model", "nowhere/at/all", "--num-tasks", "4", *SHORT)
+    assert "Cannot load the model" in str(result.exception)
+    assert "accuracy" in result.output and "4 × 1" in result.output
+
+
+# --- adapters, runs, endpoints ---
+
+
+def an_adapter(base: Path) -> Any:
+    model = get_peft_model(
+        load(ModelSettings(model=str(base)), seed=0).model, LoraConfig(r=4, target_modules="all-linear")
+    )
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(8)[None]).logits
+
+
+def a_run(folder: Path) -> Any:
+    """A training run of an adapter, as far as an evaluation sees it."""
+    model = an_adapter(folder / "one")
+    CheckpointManager(CheckpointConfig(folder / "run" / "checkpoints")).save(4, model=model)
+    config = RunConfig(
+        env=EnvSettings(id="quiz.py:Yes", max_steps=1),
+        model=ModelSettings(model=str(folder / "one"), lora_rank=4),
+        agent=AgentSettings(max_tokens=2, cut_off="read"),
+    )
+    (folder / "run" / "config.toml").write_text(to_toml(config))
+    return model
+
+
+def test_the_checkpoint_of_an_adapter_is_its_base_with_the_adapter(folder):
+    model = a_run(folder)
+    loaded = load(ModelSettings(model=str(folder / "run" / "checkpoints" / "step_000004")), seed=0)
+    torch.testing.assert_close(logits(loaded.model), logits(model))
+    base = load(ModelSettings(model=str(folder / "one")), seed=0)
+    assert not torch.allclose(logits(base.model), logits(model))
+
+
+def test_somebody_elses_adapter_is_loaded_on_the_base_that_it_names(folder):
+    model = an_adapter(folder / "one")
+    model.save_pretrained(folder / "adapter")
+    loaded = load(ModelSettings(model="adapter"), seed=0)
+    torch.testing.assert_close(logits(loaded.model), logits(model))
+    config = folder / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None}))
+    with pytest.raises(ConfigError, match="does not say what it was trained on"):
+        load(ModelSettings(model="adapter"), seed=0)
+
+
+def test_a_run_folder_is_evaluated_before_and_after(folder):
+    a_run(folder)
+    result = ludic("run", "--num-tasks", "6")
+    assert result.exit_code == 0, result.output
+    (found,) = metrics_of_all(folder)
+    assert list(found) == ["one", "run/step_000004"]
+    assert found["one"]["num_samples"] == 6 and found["one"]["mean_completion_tokens"] <= 2, "played as it was trained"
+
+
+def metrics_of_all(folder: Path) -> Iterator[dict[str, dict[str, float]]]:
+    return (json.loads(path.read_text()) for path in sorted((folder / "runs" / "eval").glob("*/metrics.json")))
+
+
+@pytest.fixture
+def endpoint(folder) -> Iterator[str]:
+    """Our own server, in a thread: the command has an event loop of its own."""
+    model = load(ModelSettings(model="one"), seed=0)
+    engine = LocalEngine(model.model, model.tokenizer, kv_tokens=4096)
+    started, address, loop = threading.Event(), [], asyncio.new_event_loop()
+
+    def ready(where: str) -> None:
+        address.append(where)
+        started.set()
+
+    task = loop.create_task(serve(engine, port=0, model_name="served", on_ready=ready, api_key="secret"))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
+    thread.start()
+    assert started.wait(10)
+    yield f"{address[0]}/v1"
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join()
+    loop.close()
+    engine.close()
+
+
+def test_an_endpoint_is_measured_as_the_model_behind_it(folder, endpoint, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    common = ["quiz.py:Yes", "--num-tasks", "8", "--samples", "2", *SHORT]
+    result = ludic(*common, "--base-url", endpoint, "--api-key-env", "MY_KEY", "--name", "http")
+    assert result.exit_code == 0, result.output
+    assert ludic(*common, "--model", "one", "--name", "here").exit_code == 0
+    over_http = metrics(folder / "runs" / "eval" / "http")["served"]
+    assert over_http == metrics(folder / "runs" / "eval" / "here")["one"], "same seeds, same replies, same numbers"
+    assert "secret" not in (folder / "runs" / "eval" / "http" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "gpt-9", "--api-key-env", "MY_KEY"], "does not serve 'gpt-9'; it serves served"),
+        (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY: that environment variable is not set"),
+        ([], "401"),
+    ],
+)
+def test_what_an_endpoint_refuses_is_said_before_anything_is_played(folder, endpoint, monkeypatch, flags, message):
+    monkeypatch.setenv("MY_KEY", "secret")
+    result = ludic("quiz.py:Yes", "--base-url", endpoint, *flags)
+    assert isinstance(result.exception, ConfigError) and message in str(result.exception)
+    assert not (folder / "runs").exists()
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["tic_tac_to"], "Did you mean 'tic_tac_toe'"),
+        (["gsm8k", "--model", "one"], "give --data FILE.jsonl"),
+        (["quiz.py:Quiz", "--model", "one", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
+        (["quiz.py:Nothing", "--model", "one"], "Cannot load the env 'quiz.py:Nothing'"),
+        (["quiz.py:Yes", "--model", "nowhere/at/all"], "Cannot load the model 'nowhere/at/all'"),
+        (["quiz.py:Yes", "--model", "bare"], "has no chat template"),
+        (["quiz.py:Yes", "--model", "one", "--num-tasks", "0"], "takes all of --data"),
+        (["quiz.py:Yes", "--model", "one", "--parser", "boxd"], "Did you mean 'boxed'"),
+        (["quiz.py:Yes", "--model", "one", "--resume"], "nothing to resume"),
+        (["quiz.py:Yes", "--base-url", "http://127.0.0.1:9/v1"], "cannot be reached"),
+        (["quiz.py:Yes", "--api-key-env", "X"], "give --base-url"),
+        (["one"], "folder without a config.toml"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_named_and_leaves_nothing_behind(folder, args, message):
+    save_model(folder / "bare", template=False)
+    result = ludic(*args)
+    assert isinstance(result.exception, LudicError), result.output
+    assert message in str(result.exception)
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pass-k", "8", "--samples", "4"], "k = 8, but there are --samples 4"),
+        (["--majority-k", "2"], "k = 2, but there are --samples 1"),
+        (["--pass-k", "few"], "whole numbers"),
+        (["--samples", "0"], "at least 1"),
+        (["--num-taks", "3"], "--num-tasks"),
+    ],
+)
+def test_a_wrong_flag_is_named_before_anything_is_loaded(folder, flags, message, capfd):
+    result = ludic("quiz.py:Yes", "--model", "one", *flags)
+    said = result.output + "".join(capfd.readouterr()) + str(result.exception)
+    assert result.exit_code in (1, 2) and message in " ".join(said.replace("│", " ").split())
+
+
+def test_a_name_that_is_taken_and_another_setting_on_resume_are_refused(folder):
+    args = ["quiz.py:Yes", "--model", "one", "--num-tasks", "2", "--name", "mine", *SHORT]
+    assert ludic(*args).exit_code == 0
+    assert "is there already" in str(ludic(*args).exception)
+    refused = ludic(*args, "--resume", "--temperature", "0").exception
+    assert isinstance(refused, ConfigError) and "temperature: 0.6 there, 0.0 now" in str(refused)
+
+
+def test_help_lists_what_can_be_set(folder):
+    result = ludic("--help")
+    assert result.exit_code == 0
+    for flag in ("--model", "--base-url", "--pass-k", "--num-tasks", "--resume", "--success-reward"):
+        assert flag in result.output

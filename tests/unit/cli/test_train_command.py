@@ -1,0 +1,112 @@
+"""`ludic train` as it is typed: what it refuses, and what it plans. Everything is real; the model is tiny."""
+
+import pytest
+
+from ludic.cli.run_config import RunConfig
+from ludic.cli.settings import read_toml
+from ludic.models.tiny import character_tokenizer, tiny_llama
+from tests.unit.cli.train_parts import SMALL, command_in
+
+
+@pytest.fixture
+def ludic(tmp_path, monkeypatch, capsys):
+    return command_in(tmp_path, monkeypatch, capsys)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tictactoe"], "Did you mean 'tic_tac_toe'"),
+        (["letter.py:Leter"], "Cannot load the env 'letter.py:Leter'"),
+        (["nowhere.toml"], "Cannot read nowhere.toml: No such file"),
+        (["gsm8k", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl: No such file"),
+        (["gsm8k"], "asks about samples; give --data FILE.jsonl"),
+        (["tic_tac_toe", "--data", "letter.py"], "has no argument `sample`"),
+        (["letter.py:Question", "--data", "letter.py"], "Line 1 of letter.py is not JSON"),
+        (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "100"], "Take 96 or 104"),
+        (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "4"], "Take 8, or another group size"),
+        (["tic_tac_toe", "--algo", "grop"], "Did you mean 'grpo'"),
+        (["tic_tac_toe", "--algo-set", "clip=3"], "clip_eps_low"),
+        (["tic_tac_toe", "--algo", "sft"], "imitates rollouts that somebody else has written"),
+        (["tic_tac_toe", "--set", "opponent=god"], "random and minimax"),
+        (["tic_tac_toe", "--parser", "xlm"], "Did you mean 'xml'"),
+        (["tic_tac_toe", "--context", "full"], "No context named 'full'"),
+        (["tic_tac_toe", "--max-seq-len", "9000"], "micro_token_budget = 8192 is less than max_seq_len = 9000"),
+        (["tic_tac_toe", "--max-tokens", "1024"], "leaves no room for a prompt"),
+        (["tic_tac_toe", "--engine", "vllm"], "engine = 'vllm' is not there yet"),
+        (["tic_tac_toe", "--engine", "pipeline"], "engine = 'pipeline' is not there yet"),
+        (["tic_tac_toe", "--device", "gpu"], "is no device"),
+        (["tic_tac_toe", "--schedule", "cosine", "--warmup-steps", "30"], "leaves none of the 30 steps"),
+        (["tic_tac_toe", "--resume"], "There is nothing to resume"),
+        (["tic_tac_toe", "--fork-from", "nowhere"], "there is no complete checkpoint"),
+        (["tic_tac_toe", "--unreadable", "stop", "--set", "a"], "name=value"),
+        (["tic_tac_toe_duel", "--unreadable", "stop"], "is for envs with one agent"),
+    ],
+)
+def test_a_mistake_is_one_helpful_line_and_nothing_is_written(arguments, message, ludic, tmp_path):
+    ended = ludic("train", *arguments, *(["--model", "tiny"] if "--device" not in arguments else []))
+    assert ended.code == 2 and message in ended.err, ended.err
+    assert len(ended.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["tic_tac_toe", "--grop-size", "8"], ["--grop-size", "--group-size"]),
+        (["tic_tac_toe", "--lr", "fast"], ["--lr", "'fast'", "float"]),
+        (["tic_tac_toe", "--group-size", "0"], ["group_size = 0; it must be at least 1"]),
+        (["tic_tac_toe", "--name", "a b"], ["name = 'a b'", "letters, digits"]),
+        ([], ["TARGET"]),
+    ],
+)
+def test_a_wrong_flag_is_answered_with_the_nearest(arguments, parts, ludic):
+    ended = ludic("train", *arguments)
+    assert ended.code == 2 and all(part in ended.err for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[algo]\ngroupsize = 8", "Did you mean 'group_size'"),
+        ("[train]\nsteps = 1.5", "steps = 1.5: expected a whole number"),
+        ("[train]\nsteps = 3", 'names no env; write id = "…" under [env]'),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_named(text, message, ludic, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    ended = ludic("train", "run.toml")
+    assert ended.code == 2 and message in ended.err and "run.toml" in ended.err
+
+
+def test_a_model_without_a_chat_template_is_refused_with_and_without_dry_run(ludic, tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    tiny_llama(len(tokenizer), width=16, layers=1).save_pretrained(tmp_path / "base")
+    for more in ([], ["--dry-run"]):
+        ended = ludic("train", "letter.py:Letter", "--model", "base", *more)
+        assert ended.code == 2 and "has no chat template" in ended.err, ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+# --- what is planned ---
+
+
+def test_a_dry_run_shows_settings_and_plan_and_writes_nothing(ludic, tmp_path):
+    ended = ludic("train", "letter.py:Letter", *SMALL, "--steps", "10", "--dry-run")
+    assert ended.code == 0, ended.err
+    settings, _, plan = ended.out.partition("\n\nModel ")
+    (tmp_path / "shown.toml").write_text(settings)
+    assert read_toml(RunConfig, tmp_path / "shown.toml").env.max_steps == 32
+    assert "95,168 parameters, float32 on" in plan and "10 updates × 8 rollouts (2 groups of 4): 80 episodes" in plan
+    assert "256 sampled tokens an update" in plan and "runs/Letter-tiny-grpo" in plan
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_counts_passes_over_the_data(ludic, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
+    ended = ludic("train", "letter.py:Question", "--data", "q.jsonl", *SMALL, "--steps", "3", "--dry-run")
+    assert "3.00 passes over 2 samples" in ended.out

@@ -1,0 +1,99 @@
+"""`ludic train` in a process of its own: killed, interrupted, and as docs/ludic-train.md shows it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ludic.training.loggers import read_metrics
+from tests.contract.pages import BLOCK, DOCS
+from tests.unit.cli.train_parts import ENV, SMALL
+
+pytestmark = pytest.mark.slow
+RUN = ["letter.py:Letter", *SMALL, "--lr", "1e-2", "--checkpoint-every", "3"]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    (folder / "letter.py").write_text(ENV)
+    return subprocess.Popen(
+        [sys.executable, "-m", "ludic.cli.main", "train", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """What does not depend on the clock."""
+    path = run / "metrics.jsonl"
+    rows = list(read_metrics(path)) if path.exists() else []
+    return [
+        {name: value for name, value in row.items() if name != "time" and not name.startswith("perf/")} for row in rows
+    ]
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.time() + 120
+    while not any(row["step"] >= step for row in metrics(run)):
+        assert process.poll() is None and time.time() < deadline, f"step {step} was never reached"
+        time.sleep(0.01)
+
+
+def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(tmp_path):
+    whole, broken = tmp_path / "runs" / "whole", tmp_path / "runs" / "broken"
+    process = start(tmp_path, *RUN, "--steps", "12", "--name", "broken")
+    wait_for_step(broken, 5, process)
+    process.kill()
+    process.wait()
+    assert len(metrics(broken)) < 12, "it was too fast to be killed; this test has shown nothing"
+    resumed = start(tmp_path, "runs/broken", "--resume")
+    said, error = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0 and "Going on after update" in said, error
+    assert start(tmp_path, *RUN, "--steps", "12", "--name", "whole").wait(timeout=120) == 0
+    assert [row["step"] for row in metrics(whole)] == list(range(1, 13))
+    assert metrics(broken) == metrics(whole)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, number, code):
+    run = tmp_path / "runs" / "long"
+    process = start(tmp_path, *RUN, "--steps", "1000", "--name", "long")
+    wait_for_step(run, 2, process)
+    process.send_signal(number)
+    said, error = process.communicate(timeout=60)
+    last = metrics(run)[-1]["step"]
+    assert process.returncode == code, error
+    assert f"Stopped after update {last} of 1000" in said and "To go on: ludic train runs/long --resume" in said
+    assert (run / "checkpoints" / f"step_{last:06d}" / "manifest.json").is_file() and "Traceback" not in error
+
+
+def test_the_page_shows_a_run_that_learns(tmp_path):
+    page = (DOCS / "ludic-train.md").read_text()
+    blocks = BLOCK.findall(page)
+    code = next(text for kind, text in blocks if kind == "python")
+    command = next(text for kind, text in blocks if kind == "bash" and "rps.py" in text)
+    (tmp_path / "rps.py").write_text(code)
+    done = subprocess.run(
+        ["bash", "-c", f"{command.strip()} --logger none"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.findall(r"Reward: (\S+) in the first update, (\S+) in the last", done.stdout)[0])
+    assert first < 0.2 and last > 0.9, done.stdout
+    run = next((tmp_path / "runs").iterdir())
+    rewards = [row["train/avg_total_reward"] for row in metrics(run)]
+    assert sum(rewards[-10:]) / 10 > 0.9

@@ -1,0 +1,194 @@
+"""Runs of `ludic train`: what they write and say, and how they go on. Everything is real; the model is tiny."""
+
+import json
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ludic.cli.run_config import RunConfig
+from ludic.cli.settings import read_toml
+from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.training.loggers import read_metrics
+from ludic.types import load_rollouts
+from tests.unit.cli.train_parts import RUN, SMALL, command_in
+
+
+@pytest.fixture
+def ludic(tmp_path, monkeypatch, capsys):
+    return command_in(tmp_path, monkeypatch, capsys)
+
+
+def rewards(folder: Path) -> list[float]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [row["train/avg_total_reward"] for row in rows if "train/avg_total_reward" in row]
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_weights_of_another_model_cannot_be_forked_from(ludic, tmp_path):
+    assert ludic("train", *RUN).code == 0
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "other")
+    tiny_llama(len(tokenizer), width=16, layers=1).save_pretrained(tmp_path / "other")
+    ended = ludic("train", "letter.py:Letter", "--model", "other", "--fork-from", "runs/first", "--dtype", "float32")
+    assert ended.code == 2 and "step_000002" in ended.err and "this model" in ended.err, ended.err
+
+
+def test_a_run_leaves_settings_metrics_rollouts_and_checkpoints_and_says_so(ludic, tmp_path):
+    ended = ludic("train", *RUN, "--set", "bonus=0.5")
+    folder = tmp_path / "runs" / "first"
+    assert ended.code == 0, ended.err
+    assert len(rewards(folder)) == 2 and min(rewards(folder)) >= 0.5, "the argument reached the env"
+    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl"))) == 16
+    assert (folder / "checkpoints" / "step_000002" / "manifest.json").exists()
+    config = read_toml(RunConfig, folder / "config.toml")
+    assert (config.env.id, config.algo.group_size, config.agent.parser) == ("letter.py:Letter", 4, "raw")
+    for text in (
+        "Done after update 2 of 2",
+        f"Reward: {rewards(folder)[0]:.3f} in the first update, {rewards(folder)[1]:.3f} in the last",
+        "Run folder: runs/first",
+        "ludic eval runs/first",
+    ):
+        assert text in ended.out
+
+
+def test_a_run_folder_and_a_config_file_are_targets_and_flags_win(ludic, tmp_path):
+    ludic("train", *RUN)
+    assert ludic("train", "runs/first/config.toml", "--name", "second", "--steps", "1").code == 0
+    again = read_toml(RunConfig, tmp_path / "runs" / "second" / "config.toml")
+    assert (again.train.steps, again.train.lr, again.model.model) == (1, 1e-2, "tiny")
+    assert rewards(tmp_path / "runs" / "second") == rewards(tmp_path / "runs" / "first")[:1]
+
+
+def test_an_existing_run_is_not_touched_unless_it_is_resumed(ludic, tmp_path):
+    ludic("train", *RUN)
+    same = ludic("train", *RUN)
+    assert same.code == 2 and "this very run" in same.err and "ludic train runs/first --resume" in same.err
+    other = ludic("train", *RUN, "--lr", "0.5", "--seed", "3")
+    assert other.code == 2 and "lr: 0.01 there, 0.5 now" in other.err and "seed: 0 there, 3 now" in other.err
+    assert len(rewards(tmp_path / "runs" / "first")) == 2
+
+
+def test_resuming_goes_on_and_says_what_changed(ludic, tmp_path):
+    ludic("train", *RUN, "--save-rollouts")
+    complete = ludic("train", "runs/first", "--resume")
+    assert complete.code == 2 and "is complete: 2 of 2" in complete.err
+    ended = ludic("train", "runs/first", "--resume", "--steps", "4")
+    assert ended.code == 0, ended.err
+    assert "Going on after update 2." in ended.out and "Changed: steps: 2 there, 4 now." in ended.out
+    assert len(rewards(tmp_path / "runs" / "first")) == 4
+    assert read_toml(RunConfig, tmp_path / "runs" / "first" / "config.toml").train.steps == 4
+    refused = ludic("train", "runs/first", "--resume", "--steps", "6", "--lr", "0.5")
+    assert refused.code == 2 and "lr: 0.01 there, 0.5 now" in refused.err and "steps" not in refused.err.split("`")[0]
+
+
+@pytest.mark.slow
+def test_a_schedule_that_ends_elsewhere_is_another_run(ludic):
+    ludic("train", *RUN, "--schedule", "linear")
+    refused = ludic("train", "runs/first", "--resume", "--steps", "4")
+    assert refused.code == 2 and "steps: 2 there, 4 now" in refused.err
+
+
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_starts_over_when_resumed(ludic, tmp_path):
+    ludic("train", *RUN)
+    folder = tmp_path / "runs" / "first"
+    expected = rewards(folder)
+    shutil.rmtree(folder / "checkpoints")
+    ended = ludic("train", "runs/first", "--resume")
+    assert ended.code == 0 and "There is no checkpoint yet: it starts over." in ended.out
+    assert rewards(folder) == expected
+    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl"))) == 16
+
+
+@pytest.mark.slow
+def test_a_fork_takes_the_weights_and_nothing_else(ludic, tmp_path):
+    ludic("train", *RUN)
+    ended = ludic("train", *RUN[:-1], "fork", "--fork-from", "runs/first", "--lr", "1e-9", "--weight-decay", "0")
+    assert ended.code == 0, ended.err
+    first, fork = (tmp_path / "runs" / name / "checkpoints" / "step_000002" for name in ("first", "fork"))
+    for name, weight in weights(fork).items():
+        torch.testing.assert_close(weight, weights(first)[name], rtol=0, atol=1e-6)
+    assert json.loads((fork / "trainer_state.json").read_text())["step"] == 2
+
+
+def test_evaluation_before_and_after_is_in_the_statement(ludic, tmp_path):
+    ended = ludic("train", *RUN, "--eval-at-start", "--eval-every", "2", "--eval-episodes", "6")
+    assert ended.code == 0, ended.err
+    assert "Evaluation: accuracy" in ended.out and "after update 0" in ended.out and "after update 2" in ended.out
+    rows = [row for row in read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl") if "eval/accuracy" in row]
+    assert [row["step"] for row in rows] == [0, 2] and rows[0]["eval/num_samples"] == 6
+
+
+@pytest.mark.slow
+def test_evaluation_in_the_background_sees_the_weights_it_was_asked_about(ludic, tmp_path):
+    both = ["--eval-at-start", "--eval-every", "2", "--eval-episodes", "6"]
+    ludic("train", *RUN, *both)
+    ended = ludic("train", *RUN[:-1], "beside", *both, "--eval-in-background")
+    assert ended.code == 0, ended.err
+    found = [
+        [
+            (row["step"], row["eval/mean_reward"])
+            for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+            if "eval/mean_reward" in row
+        ]
+        for name in ("first", "beside")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_generating_while_training_stays_within_the_lag(ludic, tmp_path):
+    ended = ludic("train", *RUN, "--max-lag", "1", "--steps", "4")
+    assert ended.code == 0, ended.err
+    lags = [row["train/lag_max"] for row in read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl")]
+    assert len(lags) == 4 and max(lags) <= 1
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_saved_and_can_be_a_model_again(ludic, tmp_path):
+    ended = ludic("train", *RUN, "--lora-rank", "2")
+    assert ended.code == 0, ended.err
+    checkpoint = tmp_path / "runs" / "first" / "checkpoints" / "step_000002"
+    assert (checkpoint / "adapter_model.safetensors").exists() and not (checkpoint / "model.safetensors").exists()
+    assert ludic("train", "runs/first", "--resume", "--steps", "3").code == 0
+    on = ludic("train", "letter.py:Letter", *SMALL, "--model", "runs/first", "--steps", "1", "--name", "on")
+    assert on.code == 0, on.err
+
+
+@pytest.mark.slow
+def test_samples_of_a_file_are_asked_in_turn(ludic, tmp_path):
+    (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "{letter}"}}\n' for letter in "abcd"))
+    ended = ludic("train", "letter.py:Question", "--data", "q.jsonl", *SMALL, "--steps", "2", "--name", "first")
+    assert ended.code == 0, ended.err
+    rollouts = load_rollouts(tmp_path / "runs" / "first" / "rollouts" / "from_step_000000.jsonl")
+    asked = [rollout.env_steps[0].prev_obs for rollout in rollouts]
+    assert sorted(asked) == sorted("abcd" * 4), "two updates of two groups of four: every question once"
+    no_eval = ludic("train", "letter.py:Question", "--data", "q.jsonl", *SMALL, "--eval-every", "1")
+    assert no_eval.code == 2 and "--eval-data FILE.jsonl" in no_eval.err
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_checkpoint_before_and_says_how_to_go_on(ludic, tmp_path):
+    ludic("train", *RUN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the kernel refuses, as a full disk would
+    try:
+        ended = ludic("train", "runs/first", "--resume", "--steps", "4", "--checkpoint-every", "1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert ended.code == 2 and "Could not write runs/first/checkpoints/step_000003" in ended.err
+    assert "step_000002 is intact" in ended.err and "ludic train runs/first --resume" in ended.err
+    assert "Traceback" not in ended.err
+    assert ludic("train", "runs/first", "--resume", "--steps", "4").code == 0
+    assert len(rewards(tmp_path / "runs" / "first")) == 4

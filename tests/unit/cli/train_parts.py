@@ -1,0 +1,67 @@
+"""What the tests of `ludic train` share: a small env, and the command in a folder of its own."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ludic.cli.main import main
+
+ENV = '''
+from ludic.envs import SingleAgentEnv
+from ludic.types import StepOutcome
+
+
+class Letter(SingleAgentEnv):
+    """A capital letter earns 1."""
+
+    def __init__(self, bonus=0.0):
+        super().__init__()
+        self.bonus = bonus
+
+    def env_reset(self, *, seed=None):
+        return "?", {}
+
+    def env_step(self, action):
+        return StepOutcome("", reward=float(action.isupper()) + self.bonus, terminated=True)
+
+
+class Question(Letter):
+    """Asks about a sample."""
+
+    def __init__(self, sample):
+        super().__init__()
+        self.sample = sample
+
+    def env_reset(self, *, seed=None):
+        return self.sample["question"], {}
+'''
+SMALL = ["--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "8", "--logger", "none"]
+RUN = ["letter.py:Letter", *SMALL, "--steps", "2", "--lr", "1e-2", "--name", "first"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+def command_in(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Ended]:
+    """The command, run in a folder that holds letter.py."""
+    monkeypatch.chdir(folder)
+    (folder / "letter.py").write_text(ENV)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["ludic", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        printed = capsys.readouterr()
+        return Ended(code, printed.out, printed.err)
+
+    return run

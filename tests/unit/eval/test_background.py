@@ -1,0 +1,296 @@
+"""Evaluating beside training: one version at a time, under its own step, and no error is lost."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from ludic.eval import EngineEvaluator, SnapshotEvaluator
+from ludic.inference import ByteTemplate
+from ludic.inference.local import LocalEngine
+from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.training import CheckpointConfig, JSONLLogger, TrainerConfig, make_grpo
+from ludic.training.loggers.jsonl import read_metrics
+from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
+from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
+
+
+def config(**settings) -> TrainerConfig:
+    usual = {"lr": 1e-2, "max_seq_len": 64, "weight_decay": 0.0, "eval_in_background": True, "eval_every_n_steps": 2}
+    return TrainerConfig(**{**usual, **settings})
+
+
+class Gate:
+    """An evaluator that waits until it is let through, and says which version it was told of."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.versions: list[int] = []
+        self.num_running = self.most_running = self.num_finished = 0
+        self.error: Exception | None = None
+
+    def take_snapshot(self, version: int) -> None:
+        self.versions.append(version)
+
+    async def eval(self, **_):
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        version = self.versions[-1]
+        try:
+            await self.opened.wait()
+            if self.error is not None:
+                raise self.error
+            self.num_finished += 1
+            return [], {"version": float(version)}
+        finally:
+            self.num_running -= 1
+
+
+class Memory:
+    """Keeps what it is told; opens the gate when a step is logged."""
+
+    def __init__(self, gate: Gate | None = None, at_step: int = -1) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.loop = asyncio.get_running_loop()
+        self.gate, self.at_step = gate, at_step
+
+    def log(self, step, stats):
+        self.lines.append((step, dict(stats)))
+        if self.gate is not None and step >= self.at_step and "train/step" in stats:
+            self.loop.call_soon_threadsafe(self.gate.opened.set)
+
+    @property
+    def evals(self) -> list[tuple[int, dict[str, float]]]:
+        return [(step, stats) for step, stats in self.lines if "eval/step" in stats]
+
+
+def trainer_with(evaluator, **settings):
+    return bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=2, evaluator=evaluator, **settings)
+
+
+async def test_training_goes_on_while_it_evaluates():
+    gate = Gate()
+    memory = Memory(gate, at_step=3)  # the evaluation of step 2 can only end after step 3 was trained
+    trainer, engine = trainer_with(gate, cfg=config(), train_logger=memory)
+    await trainer.train(3)
+    engine.close()
+    ((step, stats),) = memory.evals
+    assert (step, stats) == (2, {"eval/version": 2.0, "eval/step": 2.0})
+    order = ["eval" if "eval/step" in stats else step for step, stats in memory.lines]
+    assert order == [1, 2, 3, "eval"], "logged under its own step, after a later one"
+
+
+async def test_only_one_evaluation_runs_at_a_time_and_the_last_is_waited_for():
+    gate = Gate()
+    memory = Memory(gate, at_step=2)
+    trainer, engine = trainer_with(gate, cfg=config(eval_every_n_steps=1, eval_at_start=True), train_logger=memory)
+    await asyncio.wait_for(asyncio.gather(trainer.train(3), open_later(gate)), timeout=60)
+    engine.close()
+    assert gate.versions == [0, 1, 2, 3] and gate.most_running == 1 and gate.num_finished == 4
+    assert [step for step, _ in memory.evals] == [0, 1, 2, 3]
+
+
+async def open_later(gate: Gate) -> None:
+    """The second evaluation waits for the first, and with it training: nobody else would open."""
+    while len(gate.versions) < 1 or not gate.num_running:
+        await asyncio.sleep(0.01)
+    gate.opened.set()
+
+
+async def test_an_error_in_the_evaluation_ends_the_run():
+    gate = Gate()
+    gate.error = RuntimeError("the judge is ill")
+    gate.opened.set()
+    trainer, engine = trainer_with(gate, cfg=config(eval_at_start=True))
+    with pytest.raises(RuntimeError, match="the judge is ill"):
+        await trainer.train(50)
+    engine.close()
+    assert trainer.step < 3, "it is not kept until the end"
+
+
+async def test_an_error_in_the_last_evaluation_is_not_lost_either():
+    gate = Gate()
+    gate.error = RuntimeError("the judge is ill")
+    trainer, engine = trainer_with(gate, cfg=config(), train_logger=Memory(gate, at_step=2))
+    with pytest.raises(RuntimeError, match="the judge is ill"):
+        await trainer.train(2)
+    engine.close()
+
+
+async def test_an_orderly_stop_waits_for_the_evaluation():
+    gate = Gate()
+    memory = Memory()
+    trainer, engine = trainer_with(gate, cfg=config(), train_logger=memory)
+
+    async def stop_then_open() -> None:
+        while not gate.num_running:
+            await asyncio.sleep(0.01)
+        trainer.stop.set("enough")
+        await asyncio.sleep(0.05)
+        gate.opened.set()
+
+    await asyncio.gather(trainer.train(1000), stop_then_open())
+    engine.close()
+    assert [step for step, _ in memory.evals] == [2]
+
+
+async def test_a_training_that_fails_leaves_no_evaluation_behind():
+    gate = Gate()
+    trainer, engine = trainer_with(gate, cfg=config(eval_every_n_steps=1))
+    failing = trainer.batch_source.next_batch
+
+    async def next_batch():
+        if trainer.step == 1:
+            raise OSError("no more data")
+        return await failing()
+
+    trainer.batch_source.next_batch = next_batch
+    with pytest.raises(OSError, match="no more data"):
+        await trainer.train(5)
+    engine.close()
+    assert gate.versions == [1] and gate.num_running == 0 and gate.num_finished == 0
+
+
+async def test_a_checkpoint_that_is_judged_by_its_evaluation_waits_for_it(tmp_path):
+    class Peaks(Gate):
+        async def eval(self, **_):
+            await asyncio.sleep(0.05)
+            return [], {"score": {2: 0.9, 4: 0.1}[self.versions[-1]]}
+
+    checkpoints = CheckpointConfig(output_dir=tmp_path, every_n_steps=2, max_to_keep=None, best_metric="eval/score")
+    trainer, engine = trainer_with(Peaks(), cfg=config(), checkpoint_config=checkpoints)
+    await trainer.train(4)
+    engine.close()
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert (best["step"], best["value"]) == (2, 0.9)
+
+
+async def test_shared_weights_need_a_snapshot():
+    class Plain:
+        async def eval(self, **_):
+            return [], {}
+
+    with pytest.raises(ConfigError, match="SnapshotEvaluator"):
+        trainer_with(Plain(), cfg=config())
+
+
+# --- the snapshot ---
+
+
+def bandit_evaluator(live: LocalEngine, count: int = 32) -> tuple[SnapshotEvaluator, EngineSnapshot]:
+    snapshot = EngineSnapshot(live, kv_tokens=4096)
+    evaluator = EngineEvaluator(rollout_engine(snapshot), BanditRequestsAgain(count))
+    return SnapshotEvaluator(evaluator, snapshot), snapshot
+
+
+class BanditRequestsAgain(BanditRequests):
+    """The same questions every time."""
+
+    def __call__(self):
+        self._position = 0
+        return super().__call__()
+
+
+async def test_a_real_evaluation_belongs_to_exactly_one_version(tmp_path):
+    model = tiny_llama()
+    live = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    evaluator, snapshot = bandit_evaluator(live)
+    seen: dict[int, set[int]] = {}
+
+    class Watching:
+        """Passes on, and notes which versions sampled the tokens of each evaluation."""
+
+        take_snapshot = evaluator.take_snapshot
+
+        async def eval(self, **settings):
+            await asyncio.sleep(0.05)  # training is ahead by now
+            records, metrics = await evaluator.eval(**settings)
+            return records, metrics
+
+    inner = snapshot.complete_tokens
+
+    async def noting(request):
+        response, info = await inner(request)
+        seen.setdefault(snapshot.version, set()).update(run.version for run in response.version_runs)
+        return response, info
+
+    snapshot.complete_tokens = noting
+    logger = JSONLLogger(tmp_path / "metrics.jsonl")
+    trainer, engine = trainer_with(Watching(), cfg=config(), train_logger=logger, model=model)
+    await trainer.train(6)
+    for closing in (engine, live, snapshot):
+        closing.close()
+    assert seen == {2: {2}, 4: {4}, 6: {6}}
+    evals = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "eval/accuracy" in line]
+    assert [line["step"] for line in evals] == [2, 4, 6] == [line["eval/step"] for line in evals]
+
+
+async def weights_after(num_steps: int, *, with_evaluation: bool) -> list[torch.Tensor]:
+    model = tiny_llama()
+    live = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    evaluator, snapshot = bandit_evaluator(live)
+    every = 1 if with_evaluation else None
+    trainer, engine = trainer_with(evaluator, cfg=config(eval_every_n_steps=every), model=model)
+    await trainer.train(num_steps)
+    for closing in (engine, live, snapshot):
+        closing.close()
+    return list(model.parameters())
+
+
+async def test_an_evaluation_beside_training_does_not_change_what_is_learned():
+    watched = await weights_after(4, with_evaluation=True)
+    alone = await weights_after(4, with_evaluation=False)
+    assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True))
+
+
+async def sampled(client, text: str = "x") -> list[int]:
+    template = ByteTemplate()
+    request = TokenCompletionRequest(
+        model="tiny",
+        prompt_token_ids=template.apply([{"role": "user", "content": text}]).prompt_token_ids,
+        sampling=SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True),
+        return_=ReturnSpec.for_rl(),
+        seed=1,
+    )
+    response, _ = await client.complete_tokens(request)
+    return [*response.completion_token_ids.tolist(), *(round(float(p), 4) for p in response.completion_logprobs)]
+
+
+def shake(model) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "tied"])
+async def test_a_snapshot_serves_the_weights_of_when_it_was_taken(kind):
+    model = tiny_llama(tie_word_embeddings=kind == "tied")
+    if kind == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        shake(model)
+    live = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=4096)
+    snapshot = EngineSnapshot(live, kv_tokens=4096)
+    before = await sampled(live)
+    assert await sampled(snapshot) == before
+    with live.updating(7):
+        shake(model)
+    assert await sampled(snapshot) == before != await sampled(live)
+    snapshot.take_snapshot(7)
+    assert await sampled(snapshot) == await sampled(live)
+    assert await snapshot.get_policy_version() == 7
+    live.close()
+    snapshot.close()
+
+
+def test_a_snapshot_of_an_adapter_shares_the_frozen_base():
+    model = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules="all-linear"))
+    live = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=4096)
+    snapshot = EngineSnapshot(live, kv_tokens=4096)
+    for (name, own), held in zip(model.named_parameters(), snapshot.engine.model.parameters(), strict=True):
+        assert (own is held) == (not own.requires_grad), name
+    live.close()
+    snapshot.close()

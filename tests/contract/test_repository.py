@@ -57,20 +57,6 @@ def test_the_example_in_the_readme_prints_what_the_readme_says(tmp_path):
     assert done.stdout.strip() == promised.strip()
 
 
-def test_make_train_prints_the_numbers_of_the_readme(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "ludic.cli.main", "demo", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        env={"COLUMNS": "200"},
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^    ((?:random legal|minimax).*?) +…$", README, flags=re.MULTILINE)
-    assert len(rows) == 2 and all(row in done.stdout for row in rows)
-    (calls,) = re.findall(r"all (\d+) model calls are token-exact", README)
-    assert f"all {calls} model calls are token-exact" in done.stdout
-
-
 def test_links_between_documents_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         prose = re.sub(r"```.*?```|^    .*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

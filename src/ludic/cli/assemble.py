@@ -25,7 +25,7 @@ from ludic.cli.run_config import AgentSettings, EnvSettings, RunConfig
 from ludic.cli.run_env import FoundEnv, read_samples
 from ludic.cli.run_model import ServedPolicy
 from ludic.cli.settings import values_of
-from ludic.eval import EngineEvaluator
+from ludic.eval import EngineEvaluator, Grading
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.loading import LoadedModel
@@ -228,12 +228,14 @@ def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
     samples = None if settings.eval_data is None else read_samples(settings.eval_data, "--eval-data")
     inference = play.inference(settings.eval_temperature, ReturnSpec.for_eval())
     requests = fixed_requests(play, settings.eval_episodes, inference, samples=samples, seed=config.train.seed)
+    env = play.found.make(env_arguments(play.env, None if samples is None else samples[0]))
     return EngineEvaluator(
         play.engine(seed=config.train.seed),
         requests_fn=lambda: requests,
         max_steps=play.max_steps,
         timeout_s=settings.eval_timeout_s,
         concurrency=settings.eval_concurrency,
+        grading=Grading(success_reward=env.full_reward),
     )
 
 
@@ -245,7 +247,7 @@ def make_loggers(config: RunConfig, folder: Path) -> TeeLogger:
 
 
 _LOGGERS: Mapping[str, Callable[[RunConfig, Path], TrainingLogger]] = {
-    "rich": lambda config, folder: RichLiveLogger(keys=SHOWN),
+    "rich": lambda config, folder: RichLiveLogger(keys=SHOWN, total_steps=config.train.steps),
     "print": lambda config, folder: PrintLogger(keys=SHOWN),
     "tensorboard": lambda config, folder: TensorBoardLogger(folder / "events"),
     "wandb": lambda config, folder: WandbLogger(

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from ludic import __version__
-from ludic.cli.demo import demo
 from ludic.cli.evaluate import evaluate
 from ludic.cli.listing import envs, parts
 from ludic.cli.play import play
@@ -36,7 +35,6 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 app.command()(play)
 app.command()(envs)
 app.command()(parts)
-app.command()(demo)
 app.command()(serve)
 # Its flags are the run's settings, and so is its help.
 app.command(context_settings=OWN_FLAGS)(train)

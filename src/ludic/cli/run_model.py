@@ -84,7 +84,7 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
 
 def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
     """A checkpoint of an adapter means something on the base of its own run only; the run folder knows which."""
-    description = folder.parents[1] / "config.toml"
+    description = folder.resolve().parents[1] / "config.toml"
     if not description.is_file():
         raise ConfigError(
             f"{folder} is a LoRA adapter, and there is no {description} that says what it was trained on. Give "

@@ -4,7 +4,9 @@
 so that the weights can be trained. From a `config.json` alone comes a model with random weights.
 """
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +49,16 @@ def load_model(
     folder, gguf = _locate(str(source))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    is_here = Path(folder).exists()  # a download shows its progress, reading a file need not
     settings: dict[str, Any] = {"dtype": dtype}
     tokenizer_settings: dict[str, Any] = {}
     if gguf is not None:
         tokenizer_settings["gguf_file"] = gguf
         settings |= {"gguf_file": gguf, "quantization_config": _dequantised(gguf)}
     try:
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **tokenizer_settings)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, **settings)
+        with no_progress_bar() if is_here else contextlib.nullcontext():
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **tokenizer_settings)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, **settings)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
@@ -78,6 +82,20 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config)
     return LoadedModel(model.to(device, dtype).eval(), tokenizer, str(path))
+
+
+@contextlib.contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """transformers draws one for every file that it reads or writes."""
+    from transformers.utils import logging as hf_logging
+
+    was_on = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            hf_logging.enable_progress_bar()
 
 
 def _check_is_as_asked(model: Any, dtype: torch.dtype | None, device: str | torch.device | None) -> None:

@@ -9,7 +9,6 @@ import logging
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_model
 
+from ludic.models.loading import no_progress_bar
 from ludic.training.durable import read_json, write_json
 from ludic.types import ConfigError
 
@@ -35,7 +35,7 @@ def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str =
     if _made_by("peft", "PeftModel", own):
         _write_adapters(own, folder)
     elif _made_by("transformers", "PreTrainedModel", own):
-        with _no_progress_bar():
+        with no_progress_bar():
             own.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
         save_model(own, str(folder / "model.safetensors"))
@@ -134,7 +134,7 @@ def _check_same_kind(name: str, stored: torch.Tensor, own: torch.Tensor, folder:
 
 def _converted(model: Any, folder: Path) -> Tensors:
     """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows."""
-    with _no_progress_bar():
+    with no_progress_bar():
         loaded, report = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
     problems = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
     if problems:
@@ -144,19 +144,6 @@ def _converted(model: Any, folder: Path) -> Tensors:
         )
     tensors: Tensors = loaded.state_dict()
     return tensors
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging as hf_logging
-
-    was_on = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            hf_logging.enable_progress_bar()
 
 
 # --- adapters -------------------------------------------------------------------------------------------------

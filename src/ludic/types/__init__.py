@@ -8,6 +8,7 @@ from ludic.types.errors import (
     MissingExtra,
     OutOfRoom,
     ParserContractError,
+    PolicyGone,
     PromptTooLong,
     RequestsExhausted,
     ResetNeeded,
@@ -104,6 +105,6 @@ __all__ = [
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
     "derive_seed",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
-    "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "TokenMismatch", "OutOfRoom",
+    "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",
     "PromptTooLong", "TokenBudgetSpent",
 ]  # fmt: skip

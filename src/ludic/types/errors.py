@@ -31,6 +31,10 @@ class UnknownName(LudicError, KeyError):
         return cls(f"No {kind} named {name!r}.{hint} Known: {listed}.{' ' + advice if advice else ''}")
 
 
+class PolicyGone(LudicError, RuntimeError):
+    """Whatever served the policy has gone for good: no further call, and so no further episode, can succeed."""
+
+
 class MissingExtra(LudicError, ImportError):
     """An optional part is not installed."""
 

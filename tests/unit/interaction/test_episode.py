@@ -1,7 +1,7 @@
 import pytest
 
 from ludic.interaction import SingleAgentProtocol, run_or_record
-from ludic.types import ConfigError, StopReason
+from ludic.types import ConfigError, PolicyGone, StopReason
 from tests.fakes import CountingEnv, make_agent
 
 
@@ -31,3 +31,9 @@ async def test_a_mistake_in_the_set_up_of_a_real_run_travels_on():
 
     with pytest.raises(ConfigError, match="max_steps=0"):
         await run_or_record(protocol, run, meta={})
+
+
+async def test_a_policy_that_is_gone_ends_more_than_the_episode():
+    protocol = SingleAgentProtocol(make_agent([]))
+    with pytest.raises(PolicyGone, match="no server left"):
+        await run_or_record(protocol, raising(PolicyGone("no server left")), meta={})

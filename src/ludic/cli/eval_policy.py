@@ -16,7 +16,7 @@ from ludic.cli.run_model import (
     checkpoint_in,
     load_policy,
     make_template,
-    serve_policy,
+    serve_locally,
     use_threads,
 )
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser
@@ -123,7 +123,7 @@ async def opened(
     use_threads(model)
     loaded = load(model, seed=seed)
     template_of_model = make_template(loaded.tokenizer, with_tools=with_tools)
-    served = serve_policy("local", loaded, max_length=settings.max_model_len or _NO_LIMIT)
+    served = serve_locally(loaded, max_length=settings.max_model_len or _NO_LIMIT)
     try:
         yield OpenPolicy(served.client, template_of_model, loaded.name)
     finally:

@@ -149,13 +149,23 @@ class RolloutSettings:
     max_lag: int = 0
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind."""
     engine: Engine = "local"
-    """What generates: local is the engine inside this process."""
+    """What generates: local is the engine inside this process; vllm a server, or several."""
+    server: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL…", help_behavior_hint="")] = ()
+    """For vllm: servers that are running (`ludic serve --engine vllm`). Default: one is started for the run."""
+    control_token: MaybePath = None
+    """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
+    server_memory: float = 0.4
+    """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
     save_rollouts: bool = True
     """Write every episode to the run folder."""
 
     def __post_init__(self) -> None:
         _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
         _at_least(0, max_lag=self.max_lag, temperature=self.temperature)
+        if self.server and self.engine != "vllm":
+            raise ConfigError(
+                f"server = {', '.join(self.server)} is for engine = 'vllm', but the engine is {self.engine!r}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Nothing here knows of training; `ludic eval` uses the same functions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ludic.cli.run_config import TINY, Engine, ModelSettings, RunConfig
+from ludic.cli.run_config import TINY, ModelSettings, RolloutSettings, RunConfig
 from ludic.cli.settings import read_toml
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference import HermesToolParser, HFChatTemplate
@@ -184,14 +184,23 @@ class ServedPolicy:
     snapshot: Callable[[], PolicySnapshot]
     """Serves a copy of the weights, for evaluating while they change; made when asked for."""
     close: Callable[[], None]
+    model: str
+    """What the client calls it."""
 
 
-def serve_policy(engine: Engine, loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
-    """`max_length`: tokens of a prompt and its reply together."""
-    return _ENGINES[engine](loaded, max_length)
+def serve_policy(settings: RolloutSettings, loaded: LoadedModel, *, max_length: int, folder: Path) -> ServedPolicy:
+    """`max_length`: tokens of a prompt and its reply together. `folder`: of the run, for what a server needs."""
+    if settings.engine == "vllm":
+        return _serve_with_vllm(settings, loaded, max_length, folder)
+    if settings.engine == "pipeline":
+        raise ConfigError(
+            "engine = 'pipeline' is not there yet: actors of their own come with a later version. Use engine = 'local' with "
+            "--max-lag 1 to generate while training."
+        )
+    return serve_locally(loaded, max_length=max_length)
 
 
-def _serve_locally(loaded: LoadedModel, max_length: int) -> ServedPolicy:
+def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
     longest = loaded.model.config.get_text_config().max_position_embeddings
     engine = LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest))
     return ServedPolicy(
@@ -199,24 +208,18 @@ def _serve_locally(loaded: LoadedModel, max_length: int) -> ServedPolicy:
         publisher=SharedWeightsPublisher(engine),
         snapshot=partial(EngineSnapshot, engine),
         close=engine.close,
+        model=loaded.name,
     )
 
 
-def _serve_with_vllm(loaded: LoadedModel, max_length: int) -> ServedPolicy:
-    raise ConfigError(
-        "engine = 'vllm' is not there yet: a vLLM server comes with a later version. Use engine = 'local'."
+def _serve_with_vllm(settings: RolloutSettings, loaded: LoadedModel, max_length: int, folder: Path) -> ServedPolicy:
+    from ludic.cli.run_vllm import VLLMPolicy, no_snapshot
+
+    policy = VLLMPolicy(settings, loaded, max_length=max_length, folder=folder)
+    return ServedPolicy(
+        client=policy.client,
+        publisher=policy.publisher,
+        snapshot=no_snapshot,
+        close=policy.close,
+        model=policy.model,
     )
-
-
-def _serve_through_pipeline(loaded: LoadedModel, max_length: int) -> ServedPolicy:
-    raise ConfigError(
-        "engine = 'pipeline' is not there yet: actors of their own come with a later version. Use engine = 'local' with "
-        "--max-lag 1 to generate while training."
-    )
-
-
-_ENGINES: Mapping[Engine, Callable[[LoadedModel, int], ServedPolicy]] = {
-    "local": _serve_locally,
-    "vllm": _serve_with_vllm,
-    "pipeline": _serve_through_pipeline,
-}

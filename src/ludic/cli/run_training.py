@@ -57,7 +57,7 @@ def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
     with contextlib.ExitStack() as stack:
         loaded, served = _serve(config, start, stack)
         template = make_template(loaded.tokenizer, with_tools="tools" in config.agent.agent_set)
-        play = make_play(config.env, config.agent, found, served.client, template, loaded.name)
+        play = make_play(config.env, config.agent, found, served.client, template, served.model)
         evaluator = _evaluator(config, served, play, stack)
         prepare_folder(config, start)
         began = time.perf_counter()
@@ -73,7 +73,7 @@ def _serve(config: RunConfig, start: Start, stack: contextlib.ExitStack) -> tupl
     if start.first_step and not settings.lora_rank:
         settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone by now
     loaded = load_policy(settings, seed=config.train.seed)
-    served = serve_policy(config.rollouts.engine, loaded, max_length=config.train.max_seq_len)
+    served = serve_policy(config.rollouts, loaded, max_length=config.train.max_seq_len, folder=config.folder)
     stack.callback(served.close)
     return loaded, served
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +21,13 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Engine(StrEnum):
+    """What computes: the engine inside this process, or vLLM, which takes its place."""
+
+    LOCAL = "local"
+    VLLM = "vllm"
+
+
 def serve(
     model: Annotated[str, typer.Option(help="A folder, a hub id, a .gguf file, or smollm2-135m.")],
     host: Annotated[str, typer.Option(help="Address to listen on; other than loopback it wants a key.")] = "127.0.0.1",
@@ -32,18 +40,55 @@ def serve(
     dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.AUTO,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen on any host without a key.")] = False,
+    engine: Annotated[Engine, typer.Option(help="vllm: a vLLM server, which can be trained against.")] = Engine.LOCAL,
+    vllm_flags: Annotated[
+        list[str] | None, typer.Argument(help="Behind `--`, with --engine vllm: any flags of vLLM, and --run-folder.")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, in the way of OpenAI's API."""
+    if engine is Engine.VLLM:
+        if device is not None:
+            raise ConfigError(f"--device {device}: vLLM takes the device it was built for; see CUDA_VISIBLE_DEVICES.")
+        _become_vllm(model, host, port, api_key, max_sequences, max_model_len, dtype, insecure, vllm_flags or [])
+    if vllm_flags:
+        raise ConfigError(f"{' '.join(vllm_flags)!r} would be for vLLM; give --engine vllm, or leave it out.")
     # Here and not above: torch takes seconds to load, and `ludic --help` should not.
     from ludic.inference.local.server import check_host
 
     check_host(host, api_key, insecure)  # before a large model is loaded for nothing
-    engine = _load(model, max_sequences, max_model_len, dtype, device)
+    loaded = _load(model, max_sequences, max_model_len, dtype, device)
     try:
-        asyncio.run(_serve_until_stopped(engine, host, port, api_key, insecure))
+        asyncio.run(_serve_until_stopped(loaded, host, port, api_key, insecure))
     finally:
-        engine.close()
+        loaded.close()
     print("Stopped.")
+
+
+def _become_vllm(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    max_sequences: int | None,
+    max_model_len: int | None,
+    dtype: Dtype,
+    insecure: bool,
+    flags: list[str],
+) -> NoReturn:
+    """Our options in vLLM's words; this process becomes the server."""
+    from ludic.inference.vllm_server import serve
+
+    if host not in ("127.0.0.1", "localhost"):
+        from ludic.inference.local.server import check_host
+
+        check_host(host, api_key, insecure)
+    if api_key is not None:
+        os.environ["VLLM_API_KEY"] = api_key  # not a flag, which every process list would show
+    if max_sequences is not None:
+        flags = ["--max-num-seqs", str(max_sequences), *flags]
+    if max_model_len is not None:
+        flags = ["--max-model-len", str(max_model_len), *flags]
+    serve(["--model", model, "--host", host, "--port", str(port), "--dtype", dtype, *flags])
 
 
 def _load(model: str, max_sequences: int | None, max_model_len: int | None, dtype: Dtype, device: str | None) -> Any:

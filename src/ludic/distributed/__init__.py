@@ -1,5 +1,18 @@
 """Getting new weights to whatever serves the policy."""
 
+from ludic.distributed.broadcast import BroadcastPolicyPublisher
+from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
+from ludic.distributed.rank0 import Rank0OnlyPublisher
 from ludic.distributed.shared_weights import SharedWeightsPublisher
+from ludic.distributed.vllm_control import VllmControlPlane
+from ludic.distributed.vllm_publisher import create_vllm_publisher
+from ludic.inference.vllm_buckets import WeightMetadata
 
-__all__ = ["SharedWeightsPublisher"]
+InProcessPublisher = SharedWeightsPublisher
+"""The embedded engine holds the trainer's own parameters; this is the name of the documents for it."""
+
+__all__ = [
+    "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
+    "ControlPlane", "TensorCommunicator", "WeightMetadata", "WeightPushError",
+    "VllmControlPlane", "create_vllm_publisher",
+]  # fmt: skip

@@ -7,6 +7,7 @@ from ludic.inference.byte_template import ByteTemplate
 from ludic.inference.chat_template import ChatTemplate, TemplateResult
 from ludic.inference.conversation import Conversation, Prompt
 from ludic.inference.hf_template import HFChatTemplate
+from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
 from ludic.inference.tool_parser import (
     HermesToolParser,
@@ -16,6 +17,7 @@ from ludic.inference.tool_parser import (
     XMLToolParser,
     make_tool_call,
 )
+from ludic.inference.vllm_client import VLLMChatClient
 from ludic.types import (
     BackendExtensions,
     ChatClient,
@@ -34,5 +36,6 @@ __all__ = [
     "ChatClient", "VersionedClient", "ChatResponse", "TokenCompletionRequest", "SamplingParams", "SamplingConfig",
     "ReturnSpec", "ToolRequest", "InferenceSpec", "BackendExtensions", "VLLMExtensions",
     "ChatTemplate", "TemplateResult", "HFChatTemplate", "ByteTemplate", "Conversation", "Prompt", "ScriptedClient",
+    "VLLMChatClient", "OpenAIChatClient",
     "ToolParser", "ToolParseResult", "HermesToolParser", "Llama3ToolParser", "XMLToolParser", "make_tool_call",
 ]  # fmt: skip

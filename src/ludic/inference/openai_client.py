@@ -1,40 +1,41 @@
-"""`OpenAIChatClient`: any OpenAI-compatible chat endpoint as a policy, for evaluation only.
+"""`OpenAIChatClient`: any OpenAI-compatible chat endpoint, for evaluation and for making data.
 
-Such an endpoint takes messages and gives text; its tokens are never seen. Agents speak tokens, so here the two meet in a
-template that loses nothing: `ByteTemplate` writes messages as bytes with a mark per role, and the client reads the messages
-back out of them. The "tokens" on such a rollout are bytes, good for exact records and of no use for training; how many
-real ones were sampled is in each step's info ("completion_tokens"), as far as the endpoint says.
+Such an endpoint takes messages and gives text; what its tokens are, most do not say. Agents speak tokens, so here the two
+meet in a template that loses nothing: `ByteTemplate` writes messages as bytes with a mark per role, and the client reads the
+messages back out of them. The "tokens" on such a rollout are bytes, good for exact records and of no use for training; how
+many real ones were sampled is in each step's info ("completion_tokens"), as far as the endpoint says.
+
+vLLM's and Ludic's own servers do say (`return_token_ids`): there, `complete_messages` gives the tokens themselves.
 """
 
-import asyncio
 import json
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ludic.inference.byte_template import ByteTemplate
+from ludic.inference.http_retry import Busy, EndpointError, Retries
+from ludic.inference.http_session import Answer, HttpSessions, error_of
 from ludic.types import (
     ChatResponse,
     ConfigError,
     Info,
     LudicError,
     Message,
-    MissingExtra,
     OutOfRoom,
     SamplingParams,
     TokenArray,
     TokenCompletionRequest,
+    logprob_array,
+    token_array,
 )
+
+__all__ = ["EndpointError", "OpenAIChatClient", "messages_of"]
 
 _ROLES = {number: role for role, number in ByteTemplate.ROLES.items()}
 _BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_LONGEST_WAIT_S = 60.0
-
-
-class EndpointError(LudicError, RuntimeError):
-    """The endpoint did not give an answer, though it was asked again."""
 
 
 class OpenAIChatClient:
@@ -45,22 +46,15 @@ class OpenAIChatClient:
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url={base_url!r}; it begins with http:// or https:// and usually ends in /v1.")
         self.base_url = base_url.rstrip("/")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._max_retries = max_retries
-        self._wait_s = wait_s
-        self._session: Any = None
+        self._retries = Retries(max_retries=max_retries, wait_s=wait_s)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = HttpSessions(headers, needed_for="An OpenAI-compatible endpoint")
 
     # --- what agents call ---
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
-        body = {
-            "model": request.model,
-            "messages": messages_of(request.prompt_token_ids),
-            **_sampling_fields(request.sampling),
-        }
-        if request.seed is not None:
-            body["seed"] = request.seed
-        answer = await self._post("/chat/completions", body)
+        messages = messages_of(request.prompt_token_ids)
+        answer = await self._chat(request.model, messages, request.sampling, request.seed)
         text, finish_reason = _read_choice(answer)
         ids = ByteTemplate().encode(text)
         if finish_reason != "length":
@@ -71,13 +65,43 @@ class OpenAIChatClient:
             completion_token_ids=ids,
             finish_reason=finish_reason,
         )
-        used = (answer.get("usage") or {}).get("completion_tokens")
-        return response, {} if used is None else {"completion_tokens": used}
+        return response, _info(answer)
 
     def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
         raise ConfigError(f"{self.base_url} is an endpoint for evaluation; its weights cannot be replaced from here.")
+
+    # --- what people call ---
+
+    async def complete_messages(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+    ) -> tuple[ChatResponse, Info]:
+        """A reply with the endpoint's own tokens, the prompt's included, and their log-probs; where it gives none, an error."""
+        extra = {"return_token_ids": True, "logprobs": True}
+        answer = await self._chat(model, messages, sampling or SamplingParams(), seed, extra)
+        text, finish_reason = _read_choice(answer)
+        choice = answer["choices"][0]
+        prompt, completion = answer.get("prompt_token_ids"), choice.get("token_ids")
+        if prompt is None or completion is None:
+            raise ConfigError(
+                f"{self.base_url} does not give token ids (it does not know return_token_ids; vLLM and `ludic serve` do). "
+                "For text alone, use complete_tokens with a ByteTemplate."
+            )
+        content = (choice.get("logprobs") or {}).get("content")
+        response = ChatResponse(
+            text=text,
+            prompt_token_ids=token_array(prompt),
+            completion_token_ids=token_array(completion),
+            completion_logprobs=None if content is None else logprob_array([entry["logprob"] for entry in content]),
+            finish_reason=finish_reason,
+        )
+        return response, _info(answer)
 
     async def list_models(self) -> list[str]:
         """The names that it serves; the quickest way to see whether it is there and takes the key."""
@@ -85,57 +109,31 @@ class OpenAIChatClient:
         return [str(card["id"]) for card in answer.get("data", [])]
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     # --- asking ---
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _chat(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        sampling: SamplingParams,
+        seed: int | None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Ask, and ask again while the endpoint is busy."""
-        for attempt in range(self._max_retries + 1):
-            try:
-                return await self._ask("POST", path, body)
-            except _Busy as busy:
-                if attempt == self._max_retries:
-                    raise EndpointError(f"{busy} It was asked {attempt + 1} times.") from busy
-                # Not all who were sent away at the same moment should come back at the same moment.
-                wait = self._wait_s * 2**attempt * random.uniform(0.75, 1.25)
-                await asyncio.sleep(min(busy.wait_s if busy.wait_s is not None else wait, _LONGEST_WAIT_S))
-        raise AssertionError("the last attempt returns or raises")
+        body = {"model": model, "messages": list(messages), **_sampling_fields(sampling), **(extra or {})}
+        if seed is not None:
+            body["seed"] = seed
+        return await self._retries.run(partial(self._ask, "POST", "/chat/completions", body))
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        session, failures = self._open()
         url = self.base_url + path
-        try:
-            async with session.request(method, url, json=body, headers=self._headers) as response:
-                text = await response.text()
-                if response.status != 200:
-                    raise _refusal(url, response.status, text, response.headers.get("Retry-After"))
-        except failures as error:
-            raise _Busy(f"{url} cannot be reached: {error or type(error).__name__}.") from error
-        return _read_json(url, text)
-
-    def _open(self) -> tuple[Any, tuple[type[Exception], ...]]:
-        """The session (made here, since it belongs to the event loop that uses it), and what it raises."""
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise MissingExtra("serve", "An OpenAI-compatible endpoint") from error
-        if self._session is None:
-            # Whoever plays bounds how many episodes run; a model call may take as long as its own timeout allows.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
-            )
-        return self._session, (aiohttp.ClientError, ConnectionError)
-
-
-class _Busy(EndpointError):
-    """Worth another try."""
-
-    def __init__(self, message: str, wait_s: float | None = None) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
+        # A model call may take as long as its own timeout allows.
+        answer = await self._http.ask(method, url, body=None if body is None else json.dumps(body).encode())
+        if answer.status != 200:
+            raise _refusal(url, answer)
+        return _read_json(url, answer.text)
 
 
 def messages_of(ids: TokenArray) -> list[Message]:
@@ -196,24 +194,22 @@ def _read_json(url: str, text: str) -> dict[str, Any]:
     return answer
 
 
-def _refusal(url: str, status: int, text: str, retry_after: str | None) -> LudicError:
-    message, code = _error_of(text)
-    if code == "context_length_exceeded":
+def _info(answer: Mapping[str, Any]) -> Info:
+    used = (answer.get("usage") or {}).get("completion_tokens")
+    return {} if used is None else {"completion_tokens": used}
+
+
+def _refusal(url: str, answer: Answer) -> LudicError:
+    error = error_of(answer.text)
+    status, message, after = answer.status, error["message"], answer.retry_after
+    if error.get("code") == "context_length_exceeded" or "maximum context length" in message:
         return OutOfRoom(message)
     said = f"{url} answered {status}: {message}"
     if status in _BUSY:
-        return _Busy(said, float(retry_after) if retry_after and retry_after.replace(".", "", 1).isdigit() else None)
+        wait_s = float(after) if after and after.replace(".", "", 1).isdigit() else None
+        return Busy(said, status=status, wait_s=wait_s)
     if status in (401, 403):
         return ConfigError(f"{said} Is the API key right?")
     if status in (404, 405):
         return ConfigError(f"{said} Are the base URL and the model's name right?")
-    return EndpointError(said)
-
-
-def _error_of(text: str) -> tuple[str, str | None]:
-    """OpenAI's error object where it is one; else the beginning of whatever came."""
-    try:
-        error = json.loads(text)["error"]
-        return str(error["message"]), error.get("code")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return text.strip()[:300] or "(nothing)", None
+    return EndpointError(said, status=status)

@@ -36,6 +36,7 @@ from ludic.training.stopping import StopRequested, StopSignal
 from ludic.training.update import AdapterOff, FrozenReference, Reference, accumulate_gradients, micro_batches
 from ludic.types import (
     BatchSource,
+    ChecksServers,
     ConfigError,
     Evaluator,
     FollowsVersions,
@@ -109,6 +110,8 @@ class Trainer:
         self._logging = threading.Lock()
         """A step is reported from a thread, an evaluation beside it from the event loop; loggers see one at a time."""
         self._last_saved: int | None = None
+        self._published: int | None = None
+        """The version that other processes serve, as far as we know; None before the first."""
         self._untrained_from: dict[str, Any] | None = None
         """Where data stood before the batch that is being fetched or trained on; None between steps."""
         self.stop = StopSignal()
@@ -240,6 +243,7 @@ class Trainer:
     async def _step(self) -> dict[str, float]:
         started = time.perf_counter()
         self._untrained_from = self._data_states()
+        await asyncio.to_thread(self._restore_servers)
         prepared = await self.stop.unless(self._fetch())
         fetched = time.perf_counter()
         stats = await asyncio.to_thread(self._update, prepared)
@@ -254,6 +258,14 @@ class Trainer:
         return await asyncio.to_thread(self._report, stats, started)
 
     # --- phases ---
+
+    def _restore_servers(self) -> None:
+        """A server that was restarted has forgotten the weights; it gets them again before anybody samples from it."""
+        if not isinstance(self.publisher, ChecksServers) or self._published is None:
+            return
+        if not self.publisher.is_current(self._published):
+            logger.warning("a server has lost version %d (was it restarted?); publishing again", self._published)
+            self._push()
 
     async def _fetch(self) -> Prepared:
         """The next batch that has anything to train on."""
@@ -362,8 +374,13 @@ class Trainer:
         if self.publisher is not None and not isinstance(self.publisher, InPlacePublisher):
             if not self._syncs_now():
                 return
-            self.publisher.publish(self._served_weights(), version=self.step)
+            self._push()
         self._notify_source()
+
+    def _push(self) -> None:
+        assert self.publisher is not None, "whoever calls it has one"
+        self.publisher.publish(self._served_weights(), version=self.step)
+        self._published = self.step
 
     def _announce_version(self) -> None:
         """An engine that shares the weights may have served another run: its versions begin with ours."""
@@ -495,7 +512,7 @@ class Trainer:
             if name in state:
                 part.load_state_dict(state[name])
         if self.publisher is not None and not isinstance(self.publisher, InPlacePublisher):
-            self.publisher.publish(self._served_weights(), version=self.step)
+            self._push()
         self._announce_version()
         if isinstance(self.logger, Resumable):
             self.logger.resume(self.step)

@@ -32,6 +32,7 @@ from ludic.types.inference import (
 from ludic.types.interfaces import (
     BatchSource,
     ChatClient,
+    ChecksServers,
     CreditAssigner,
     Evaluator,
     FollowsVersions,
@@ -90,7 +91,8 @@ from ludic.types.tokens import (
 )
 
 __all__ = [
-    "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "RequestsExhausted",
+    "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
+    "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions",

@@ -75,6 +75,13 @@ class InPlacePublisher(PolicyPublisher, Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksServers(PolicyPublisher, Protocol):
+    """Can tell whether what it published is still served: a server that was restarted has forgotten it."""
+
+    def is_current(self, version: int) -> bool: ...
+
+
 class Evaluator(Protocol):
     """Runs evaluation episodes: (one record per sample, metrics)."""
 

@@ -17,7 +17,7 @@ from ludic.cli.assemble import (
 )
 from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig, resolve
 from ludic.cli.run_env import find_env
-from ludic.cli.run_model import dtype_of, load_policy, make_template, serve_policy
+from ludic.cli.run_model import dtype_of, load_policy, make_template, serve_locally
 from ludic.cli.settings import with_values
 from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
@@ -186,7 +186,7 @@ def test_an_adapter_freezes_the_rest():
 
 def test_an_engine_never_serves_more_than_can_be_trained_on():
     loaded = load_policy(ModelSettings(model="tiny"))
-    served = serve_policy("local", loaded, max_length=64)
+    served = serve_locally(loaded, max_length=64)
     assert served.client.max_model_len == 64
     served.close()
 

@@ -434,3 +434,32 @@ async def test_the_seeds_example_training_loop_runs_as_it_is_written():
     assert trainer.step == 3
     assert client.version == 2, "without a publisher, the engine notices new weights when it is next asked"
     client.close()
+
+
+# --- servers that forget --------------------------------------------------------------------------------------
+
+
+class ForgetfulServer:
+    """What publishing to another process looks like from here."""
+
+    def __init__(self):
+        self.pushed = []
+        self.served = None
+
+    def publish(self, state_dict, version=None):
+        self.pushed.append(version)
+        self.served = version
+
+    def is_current(self, version):
+        return self.served == version
+
+
+async def test_a_server_that_was_restarted_gets_its_weights_before_anything_is_sampled_from_it():
+    server = ForgetfulServer()
+    trainer = hand_trainer(*[random_items([12, 9], vocab=64) for _ in range(3)], algo=make_sft(), publisher=server)
+    await trainer.train_step()
+    await trainer.train_step()
+    assert server.pushed == [1, 2]  # and not again while it remembers
+    server.served = None
+    await trainer.train_step()
+    assert server.pushed == [1, 2, 2, 3]

@@ -1,0 +1,66 @@
+"""A limit on thinking: after so many tokens of a reply, the closing tag is forced, token by token.
+
+Nothing here is remembered between tokens: what to force follows from the tokens of the reply alone, so a request that is
+preempted and resumed, or moved within the batch, needs no care. Once twice: for the token lists of one request, and
+for a batch of requests on a device. `ludic.inference.vllm_max_think` puts both into vLLM.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# Letters: R requests, W tokens of a reply (padded), K tokens of the closing tag.
+
+CLOSING_TAG = "</think>"
+FIELD = "max_think"
+"""Name of the limit among a request's extra arguments (`vllm_xargs`)."""
+
+
+def read_limit(extra_arguments: Mapping[str, Any] | None) -> int | None:
+    """A request's limit; None if it has none."""
+    limit = (extra_arguments or {}).get(FIELD)
+    if limit is None:
+        return None
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise ValueError(f"{FIELD} is {limit!r}; it is the number of tokens to think for, a whole number from 1.")
+    return limit
+
+
+def forced_token(reply: Sequence[int], limit: int, closing: Sequence[int]) -> int | None:
+    """The token that must come next, or None where the model may choose.
+
+    A tag that the model has begun by itself is finished, not begun again.
+    """
+    # After len(closing) forced tokens the tag is there for certain, so the reply need not be searched for ever.
+    if not limit <= len(reply) < limit + len(closing) or _contains(reply, closing):
+        return None
+    begun = max(k for k in range(len(closing)) if list(reply[len(reply) - k :]) == list(closing[:k]))
+    return closing[begun]
+
+
+def _contains(reply: Sequence[int], closing: Sequence[int]) -> bool:
+    starts = range(len(reply) - len(closing) + 1)
+    return any(
+        reply[start] == closing[0] and list(reply[start : start + len(closing)]) == list(closing) for start in starts
+    )
+
+
+def forced_tokens(replies_RW: "torch.Tensor", lengths_R: "torch.Tensor", closing_K: "torch.Tensor") -> "torch.Tensor":
+    """`forced_token` for many replies that have reached their limits; -1 where the model may choose.
+
+    Only the first `lengths_R` tokens of each row count. It waits for nothing: all of it stays on the device.
+    """
+    import torch
+
+    num_closing = len(closing_K)
+    starts_W = torch.arange(replies_RW.shape[1] - num_closing + 1, device=replies_RW.device)
+    matches_RW = (replies_RW.unfold(1, num_closing, 1) == closing_K).all(-1)
+    closed_R = (matches_RW & (starts_W + num_closing <= lengths_R[:, None])).any(-1)
+    begun_R = torch.zeros_like(lengths_R)
+    for k in range(1, num_closing):
+        positions_RK = lengths_R[:, None] - k + torch.arange(k, device=lengths_R.device)
+        tail_RK = replies_RW.gather(1, positions_RK.clamp(min=0))
+        begun_R = torch.where((tail_RK == closing_K[:k]).all(-1) & (lengths_R >= k), k, begun_R)
+    return torch.where(closed_R, -1, closing_K[begun_R])

@@ -1,0 +1,135 @@
+"""The command line and environment of a vLLM server that Ludic can train against.
+
+Every flag is vLLM's own; a flag that the user gives is never overridden.
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ludic
+from ludic.inference.control_token import CONTROL_VARIABLE, make_control_token
+from ludic.inference.parent_watch import PIPE_VARIABLE
+from ludic.inference.vllm_install import VLLMInstall
+from ludic.types import ConfigError
+
+ENTRY_POINT = "vllm.entrypoints.launchers.api_server.entry"
+_PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerCommand:
+    """What to run, and with which environment."""
+
+    arguments: tuple[str, ...]
+    """The interpreter and everything behind it."""
+    environment: Mapping[str, str] = field(repr=False)
+    """All variables of the process, the control token among them."""
+    host: str
+    port: int
+
+    @property
+    def control_token(self) -> str:
+        return self.environment[CONTROL_VARIABLE]
+
+
+def server_command(
+    install: VLLMInstall, model: str, *, host: str, port: int, flags: Sequence[str], run_folder: Path
+) -> ServerCommand:
+    """The command for `model`, with the user's `flags` of vLLM and ours where there are none."""
+    token = os.environ.get(CONTROL_VARIABLE) or make_control_token(run_folder)
+    return ServerCommand(
+        arguments=(
+            str(install.python.absolute()), "-m", ENTRY_POINT, "--model", model, "--host", host, "--port", str(port),
+            *flags, *default_flags(install, flags),
+            # The last middleware is the outermost: nothing reaches another one of the user's before the guard has seen it.
+            "--middleware", "ludic.inference.parent_watch.EndWithParent",
+            "--middleware", "ludic.inference.vllm_guard.ControlGuard",
+        ),
+        environment={**_inherited(), **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
+        host=host,
+        port=port,
+    )  # fmt: skip
+
+
+def default_flags(install: VLLMInstall, flags: Sequence[str]) -> list[str]:
+    """Ours, without those that the user gave."""
+    given = _names(flags)
+    wanted = [
+        # The model's own generation_config.json would change sampling behind the request's back.
+        ("--generation-config", "vllm"),
+        # Log-probabilities after temperature and filters: those of the distribution that was sampled from.
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--enable-scale-out", None),  # /inference/v1/generate: tokens in, tokens and their weight versions out
+        ("--worker-extension-cls", "ludic.inference.vllm_extension.WeightSync"),
+        ("--weight-transfer-config", '{"backend":"ludic"}'),
+    ]
+    if not given & {"--speculative-config", "-sc", "--skip-tokenizer-init"}:  # vLLM refuses processors with the first
+        wanted.append(("--logits-processors", "ludic.inference.vllm_max_think:MaxThink"))
+    if install.is_cpu:
+        wanted += [("--enforce-eager", None), ("--kv-cache-memory-bytes", "1G")]
+        # vLLM 0.32 on a CPU dies of a prompt with a seed that is computed in pieces ("CPU Generator does not use offset").
+        if "--enable-chunked-prefill" not in given:
+            wanted.append(("--no-enable-chunked-prefill", None))
+        if not _PARALLEL & given:
+            wanted.append(("--distributed-executor-backend", "uni"))  # one process less, which would spin on a core
+    taken = given | {f"--{flag[5:]}" for flag in given if flag.startswith("--no-")}
+    return [part for name, value in wanted if name not in taken for part in (name, value) if part is not None]
+
+
+def _names(flags: Sequence[str]) -> set[str]:
+    """`--max_model_len=4` is --max-model-len to vLLM."""
+    return {flag.split("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
+
+
+def _inherited() -> dict[str, str]:
+    """Our own environment, less the pipe of whoever started us: it is not open in the server."""
+    return {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
+
+
+def _environment(install: VLLMInstall, flags: Sequence[str], run_folder: Path) -> dict[str, str]:
+    ours = {"VLLM_NO_USAGE_STATS": "1"}
+    if install.is_cpu:
+        ours |= {"OMP_WAIT_POLICY": "passive"}  # waiting threads must not take the cores of a trainer beside it
+        if not _PARALLEL & _names(flags):
+            ours |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise `uni` silently becomes `mp`
+    if "--enable-lora" in _names(flags):
+        ours |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    ours = {name: os.environ.get(name, value) for name, value in ours.items()}
+    # Pausing and weight updates are among what vLLM calls development endpoints; the guard stands before them.
+    ours["VLLM_SERVER_DEV_MODE"] = "1"
+    paths = [str(_ludic_alone(run_folder)), os.environ.get("PYTHONPATH", "")]
+    return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _ludic_alone(run_folder: Path) -> Path:
+    """A folder with ludic in it and nothing else: where it is installed, it lies beside another torch than vLLM's."""
+    package = Path(ludic.__file__).parent.absolute()
+    if package.parent.name not in ("site-packages", "dist-packages"):
+        return package.parent
+    alone = run_folder.absolute() / "python"
+    alone.mkdir(parents=True, exist_ok=True)
+    link = alone / "ludic"
+    if not link.exists():
+        link.symlink_to(package, target_is_directory=True)
+    return alone
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that is in use: whoever waits for our server there would be answered by another."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error

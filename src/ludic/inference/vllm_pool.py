@@ -1,0 +1,143 @@
+"""Several servers behind one client: which one gets the next request.
+
+The least loaded one; but a server that has seen the beginning of a prompt has it in its prefix cache, so the next turn of a
+conversation, and the other samples of a group, go where the tokens already are, unless that server has clearly more to do
+than the others. A server that failed is left alone for a while, longer each time.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ludic.types import TokenArray
+
+_BLOCK = 32
+_MAX_BLOCKS = 200_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """What a server was found to offer, when it was first asked."""
+
+    has_generate: bool
+    """It was started with --enable-scale-out: completions say which weights sampled which token."""
+    gives_processed_logprobs: bool
+    """Its log-probs are those of the distribution that was sampled from (--logprobs-mode processed_logprobs)."""
+    max_model_len: int | None
+    """Prompt and completion together; None where it does not say."""
+    has_versions: bool
+    """It answers GET /weight_info."""
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server, as seen from here."""
+
+    url: str
+    facts: ServerFacts | None = None
+    """None until it was asked, and again after it failed: it may come back as another."""
+    num_in_flight: int = 0
+    num_failures: int = 0
+    """In a row."""
+    awake_at: float = field(default=0.0)
+    """Left alone until then (time.monotonic)."""
+
+
+class ServerPool:
+    """Routes requests; safe to use from several threads."""
+
+    def __init__(self, urls: Sequence[str], *, rest_s: float = 1.0, longest_rest_s: float = 30.0) -> None:
+        self.servers = [Server(url) for url in urls]
+        self._rest_s = rest_s
+        self._longest_rest_s = longest_rest_s
+        self._seen = _SeenPrefixes()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lease(self, prompt: TokenArray) -> Iterator[Server]:
+        """The server for this prompt, counted as busy with it meanwhile."""
+        with self._lock:
+            server = self._choose(prompt)
+            server.num_in_flight += 1
+        try:
+            yield server
+        finally:
+            with self._lock:
+                server.num_in_flight -= 1
+
+    def worked(self, server: Server, prompt: TokenArray, completion: TokenArray) -> None:
+        """It answered; its cache now holds both."""
+        with self._lock:
+            server.num_failures, server.awake_at = 0, 0.0
+            if len(self.servers) > 1:
+                self._seen.add(np.concatenate([prompt, completion]), self.servers.index(server))
+
+    def failed(self, server: Server) -> None:
+        with self._lock:
+            server.facts = None
+            now = time.monotonic()
+            if now < server.awake_at:  # all that it had in flight fail at once; that is one failure
+                return
+            rest = min(self._rest_s * 2**server.num_failures, self._longest_rest_s)
+            server.num_failures += 1
+            server.awake_at = now + rest
+
+    def has_another(self, server: Server) -> bool:
+        """Whether some other server is ready to be asked now."""
+        now = time.monotonic()
+        return any(other is not server and other.awake_at <= now for other in self.servers)
+
+    def _choose(self, prompt: TokenArray) -> Server:
+        if len(self.servers) == 1:
+            return self.servers[0]
+        now = time.monotonic()
+        awake = [server for server in self.servers if server.awake_at <= now]
+        if not awake:
+            return min(self.servers, key=lambda server: server.awake_at)
+        least = min(awake, key=lambda server: server.num_in_flight)
+        holders = self._seen.find(prompt)
+        warm = [server for server in awake if holders >> self.servers.index(server) & 1]
+        chosen = min(warm, key=lambda server: server.num_in_flight, default=least)
+        # A warm cache is worth a short queue, not a long one.
+        if chosen.num_in_flight > 4 + 1.25 * least.num_in_flight:
+            chosen = least
+        self._seen.add(prompt, self.servers.index(chosen))
+        return chosen
+
+
+class _SeenPrefixes:
+    """Which servers have seen which prefix: for every block of 32 tokens and all before it, a bit per server.
+
+    Blocks chain as in a server's own prefix cache, so a prompt is looked up from its beginning for as long as anyone knows it.
+    The oldest blocks are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+
+    def add(self, tokens: TokenArray, server: int) -> None:
+        for key in _chain(tokens):
+            self._holders[key] = self._holders.pop(key, 0) | 1 << server  # popped, so that it is the newest again
+        while len(self._holders) > _MAX_BLOCKS:
+            del self._holders[next(iter(self._holders))]
+
+    def find(self, tokens: TokenArray) -> int:
+        """Those who know the longest known prefix; 0 where nobody knows any."""
+        found = 0
+        for key in _chain(tokens):
+            holders = self._holders.get(key, 0)
+            if not holders:
+                break
+            found = holders
+        return found
+
+
+def _chain(tokens: TokenArray) -> Iterator[int]:
+    data, step, key = tokens.tobytes(), _BLOCK * tokens.itemsize, 0
+    for start in range(0, len(data) - step + 1, step):
+        key = hash((key, data[start : start + step]))
+        yield key

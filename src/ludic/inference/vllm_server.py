@@ -1,0 +1,138 @@
+"""vLLM as the policy server: `python -m ludic.inference.vllm_server MODEL [any flag of vLLM]`.
+
+Stock vLLM, in whatever environment it lives, with a worker extension for live weights, a guard before its control
+endpoints, and defaults that suit training. Loads without vllm and torch. See docs/serving.md.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from ludic.inference.control_token import CONTROL_VARIABLE, TOKEN_FILE
+from ludic.inference.vllm_command import ServerCommand, check_port, free_port, server_command
+from ludic.inference.vllm_install import find_vllm, supported_range
+from ludic.inference.vllm_process import (
+    ServerDied,
+    ServerNotReady,
+    VLLMServerProcess,
+    collect_proc_output,
+    is_healthy,
+    wait_for_vllm_health,
+)
+from ludic.types import ConfigError, LudicError
+
+__all__ = [
+    "start_vllm_server", "wait_for_vllm_health", "collect_proc_output", "is_healthy",
+    "VLLMServerProcess", "ServerDied", "ServerNotReady", "main",
+]  # fmt: skip
+
+LOOPBACK = "127.0.0.1"
+
+
+def start_vllm_server(
+    model: str | Path,
+    host: str = LOOPBACK,
+    port: int = 8000,
+    *,
+    gpu_memory_utilization: float = 0.7,
+    max_model_len: int | None = None,
+    enforce_eager: bool = True,
+    stream_output: bool = True,
+    extra_args: Sequence[str] | None = None,
+    run_folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> VLLMServerProcess:
+    """Start a server as a child of this process; it is stopped with it. Port 0 takes a free one.
+
+    `run_folder` gets its control token and its output (server-PORT.log); without one, a temporary folder does. `environment`
+    is added to this process's own, for instance {"CUDA_VISIBLE_DEVICES": "1"}.
+    """
+    folder = run_folder if run_folder is not None else Path(tempfile.mkdtemp(prefix="ludic-vllm-"))
+    install = find_vllm()
+    flags = list(extra_args or ())
+    if not install.is_cpu:
+        flags += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
+    if max_model_len is not None:
+        flags += ["--max-model-len", str(max_model_len)]
+    flags.append("--enforce-eager" if enforce_eager else "--no-enforce-eager")
+    command = server_command(install, str(model), host=host, port=port or free_port(), flags=flags, run_folder=folder)
+    command = replace(command, environment={**command.environment, **(environment or {})})
+    process = VLLMServerProcess(command, log=folder / f"server-{command.port}.log", stream_output=stream_output)
+    process.start()
+    return process
+
+
+def read_command(arguments: Sequence[str]) -> tuple[ServerCommand, Path]:
+    """The command that our own command line asks for, and its run folder."""
+    ours, flags = _parser().parse_known_args(_with_model_flag(arguments))
+    if ours.model is None:
+        raise ConfigError("No model was given. Try: python -m ludic.inference.vllm_server Qwen/Qwen2.5-0.5B-Instruct")
+    port = ours.port or free_port()
+    folder = ours.run_folder or Path("runs") / f"vllm-{port}"
+    command = server_command(find_vllm(), ours.model, host=ours.host, port=port, flags=flags, run_folder=folder)
+    if ours.batch_invariant:
+        command = replace(command, environment={**command.environment, "VLLM_BATCH_INVARIANT": "1"})
+    return command, folder
+
+
+def _with_model_flag(arguments: Sequence[str]) -> list[str]:
+    """MODEL in the first place means --model MODEL; anywhere else it could be the value of a flag of vLLM's."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    return ["--model", *arguments] if named else list(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ludic.inference.vllm_server",
+        usage="%(prog)s MODEL [--host H] [--port P] [--run-folder F] [--batch-invariant] [any flag of vLLM]",
+        description=f"A vLLM server (vllm{supported_range()}) that Ludic can train against.",
+        allow_abbrev=False,  # an abbreviation of ours could be the beginning of one of vLLM's
+    )
+    parser.add_argument("--model", help="a folder or a hub id; MODEL in the first place is the same")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--run-folder", type=Path, help=f"gets the file {TOKEN_FILE} (default: runs/vllm-PORT)")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="results that do not depend on the batch (slower)"
+    )
+    return parser
+
+
+def announcement(command: ServerCommand, folder: Path) -> str:
+    """What the user should know before vLLM's own lines begin."""
+    from_variable = CONTROL_VARIABLE in os.environ
+    token = f"from ${CONTROL_VARIABLE}" if from_variable else f"in {(folder / TOKEN_FILE).absolute()}"
+    lines = [f"Starting vLLM on {command.host}:{command.port}. The control token is {token}."]
+    if command.host not in (LOOPBACK, "localhost", "::1") and "VLLM_API_KEY" not in os.environ:
+        lines.append(
+            f"Everyone who can reach {command.host}:{command.port} can use the model; set VLLM_API_KEY to ask for a "
+            "key. Control endpoints need the control token in any case."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def serve(arguments: Sequence[str]) -> NoReturn:
+    """Become the server: this process is replaced by it, so that signals reach it and nothing stays behind."""
+    command, folder = read_command(arguments)
+    check_port(command.host, command.port)
+    sys.stdout.write(announcement(command, folder))
+    sys.stdout.flush()
+    os.execve(command.arguments[0], command.arguments, dict(command.environment))
+
+
+def main() -> None:
+    """Entry point; a mistake of the user's is one line on stderr, not a traceback."""
+    try:
+        serve(sys.argv[1:])
+    except LudicError as error:
+        sys.stderr.write(f"vllm_server: {error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

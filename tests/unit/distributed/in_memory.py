@@ -1,0 +1,89 @@
+"""A control plane and a communicator whose servers are in this process; they write down what happened."""
+
+import torch
+
+from ludic.distributed import WeightPushError
+from ludic.inference.vllm_buckets import Bucket, checksum, pack, sampled, unpack
+from ludic.types import ConfigError
+
+
+class MemoryServer:
+    """Loads buckets as a server would, and says what it did."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.weights: dict[str, torch.Tensor] = {}
+        self.checksums: dict[str, int] = {}
+        self.version = 0
+        self.log: list[str] = []
+        self.failing: list[str] = []
+        """Steps that fail, each once."""
+
+    def do(self, step: str) -> None:
+        self.log.append(step)
+        if step in self.failing:
+            self.failing.remove(step)
+            raise WeightPushError(f"{step} failed")
+
+    def take(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        chosen = {part.name for part in sampled(bucket)}
+        for name, weight in unpack(bucket, flat):
+            self.weights[name] = weight.clone()
+            if name in chosen:
+                self.checksums[name] = checksum(weight)
+
+
+class MemoryControl:
+    def __init__(self, server: MemoryServer) -> None:
+        self.server = server
+
+    def policy_version(self) -> int:
+        if "policy_version" in self.server.failing:
+            raise WeightPushError("nobody answers")
+        return self.server.version
+
+    def has_version(self, version) -> bool:
+        return self.policy_version() == version
+
+    def require_fits(self, metadata) -> None:
+        self.server.do("require_fits")
+        if {part.name: part.shape for part in metadata} != self.server.shapes:
+            raise ConfigError("these are other weights")
+
+    def announce_update_batch(self, metadata, version) -> None:
+        self.server.do("announce")
+
+    def finalize_update(self, version, checksums) -> None:
+        self.server.do("finalize")
+        if self.server.checksums != checksums:
+            raise WeightPushError("other values arrived")
+        self.server.version = version
+
+    def abandon_update(self) -> str:
+        self.server.do("abandon")
+        return "Restart it."
+
+
+class MemoryCommunicator:
+    rank = 0
+
+    def __init__(self, server: MemoryServer) -> None:
+        self.server = server
+        self.flip_a_bit = False
+
+    def stage(self, buckets, weights) -> None:
+        self.server.do("stage")
+
+    def broadcast(self, bucket, weights, src_rank) -> None:
+        flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        pack(bucket, weights, flat)
+        if self.flip_a_bit:
+            flat[0] ^= 1
+        self.server.do("broadcast")
+        self.server.take(bucket, flat)
+
+    def barrier(self) -> None:
+        self.server.do("barrier")
+
+    def release(self) -> None:
+        self.server.do("release")

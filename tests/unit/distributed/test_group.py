@@ -1,0 +1,57 @@
+"""A process group of a trainer and a worker, beside no default group, on the loopback address."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludic.distributed import WeightPushError
+from ludic.distributed.grouped import finish
+from ludic.inference.vllm_group import Meeting, address_towards, broadcast, join, open_store, reach_store
+
+
+def test_a_worker_receives_what_the_trainer_sends():
+    store = open_store("127.0.0.1", 2, timeout_s=20)
+    meeting = Meeting("gloo", "127.0.0.1", store.port, 2, 20)
+    received = torch.zeros(1000, dtype=torch.uint8)
+
+    def work() -> None:
+        theirs = reach_store(meeting)
+        broadcast(join(meeting, theirs, rank=1), received)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    sent = torch.arange(1000).to(torch.uint8)
+    broadcast(join(meeting, store, rank=0), sent)
+    worker.join(timeout=20)
+    assert torch.equal(received, sent)
+
+
+def test_the_store_listens_on_the_address_it_was_given_only():
+    store = open_store("127.0.0.1", 2, timeout_s=5)
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A"]
+    assert f"0100007F:{store.port:04X}" in listening
+    assert f"00000000:{store.port:04X}" not in listening
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_towards_this_machine_it_is_the_loopback_address(host):
+    assert address_towards(host) == "127.0.0.1"
+
+
+def test_a_server_that_fails_is_noticed_without_waiting_for_the_send_that_now_hangs():
+    theirs, ours = Future(), Future()
+    theirs.set_exception(WeightPushError("http://a:1: 500"))
+    with pytest.raises(WeightPushError, match="a:1: 500"):
+        finish(theirs, {"http://a:1": ours})
+
+
+def test_a_connection_that_breaks_names_its_server():
+    theirs, good, bad = Future(), Future(), Future()
+    good.set_result(None)
+    bad.set_exception(RuntimeError("Connection reset by peer"))
+    with pytest.raises(WeightPushError, match="http://b:1: the connection for the weights failed: Connection reset"):
+        finish(theirs, {"http://a:1": good, "http://b:1": bad})

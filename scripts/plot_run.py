@@ -76,7 +76,9 @@ def draw(axes: Any, rows: list[dict[str, Any]], settings: Settings, name: str, c
         )
     if not train and not evals:
         known = sorted({key for row in rows for key in row})
-        raise ConfigError(f"{name} has neither {settings.train_key} nor {settings.eval_key}. It has: {', '.join(known)}.")
+        raise ConfigError(
+            f"{name} has neither {settings.train_key} nor {settings.eval_key}. It has: {', '.join(known)}."
+        )
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class OpenAIChatClient:
         try:
             import aiohttp
         except ImportError as error:
-            raise MissingExtra("serve", "An OpenAI-compatible endpoint") from error
+            raise MissingExtra("endpoint", "An OpenAI-compatible endpoint") from error
         if self._session is None:
             # Whoever plays bounds how many episodes run; a model call may take as long as its own timeout allows.
             self._session = aiohttp.ClientSession(

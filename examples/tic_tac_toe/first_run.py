@@ -31,7 +31,7 @@ from ludic.batch_gen import OfflineBatchSource, RolloutBatchSource, RolloutEngin
 from ludic.distributed import SharedWeightsPublisher
 from ludic.eval import Estimate, evaluate
 from ludic.inference.local import LocalEngine
-from ludic.models.loading import LoadedModel, load_model
+from ludic.models.loading import LoadedModel, load_model, no_progress_bar
 from ludic.models.threads import use_fastest_num_threads
 from ludic.training import (
     CheckpointConfig,
@@ -145,7 +145,8 @@ def warm_up(settings: Settings, folder: Path, display: Display) -> LoadedModel:
         train_logger=TeeLogger(JSONLLogger(folder / "warm_up.jsonl"), display),
     ).train_sync(settings.warm_up_steps)
     policy.tokenizer.save_pretrained(saved)
-    policy.model.save_pretrained(saved)
+    with no_progress_bar():
+        policy.model.save_pretrained(saved)
     return policy
 
 
@@ -268,9 +269,9 @@ def statement(
         f"in {seconds / 60:.1f} minutes. In brackets: 95 % confidence intervals.",
         f"Run folder: {folder} (metrics.jsonl, checkpoints, the games of the warm-up)",
         "Next, in .venv/bin:",
-        f"  ludic eval tic_tac_toe --set view=compact --model {folder}/warm_up {saved}   # both, side by side",
-        "  ludic play tic_tac_toe                                                       # play it yourself",
-        "  ludic train --help                                                           # train something else",
+        f"  ludic eval tic_tac_toe --set view=compact --model {folder}/warm_up --model {saved}",
+        "  ludic play tic_tac_toe",
+        "  ludic train --help",
     ]
 
 

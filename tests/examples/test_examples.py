@@ -259,7 +259,7 @@ def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another
     assert re.search(r"Win rate [\d.]+% → [\d.]+%, illegal moves [\d.]+% → [\d.]+%, in [\d.]+ minutes", done.stdout)
     steps = [row["step"] for row in metrics(tmp_path / "run")]
     assert steps == [1, 2, 3]
-    checkpoint = re.search(r"ludic eval tic_tac_toe .*--model \S+/warm_up (\S+)", done.stdout)[1]
+    checkpoint = re.search(r"ludic eval tic_tac_toe .*--model \S+/warm_up --model (\S+)", done.stdout)[1]
     assert (Path(checkpoint) / "model.safetensors").exists()
     assert "Traceback" not in done.stderr and "it/s]" not in done.stderr  # nor anybody else's progress bars
     again = first_run(tmp_path / "run", "--resume", tmp_path / "run")  # everything is there already

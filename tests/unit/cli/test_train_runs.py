@@ -123,8 +123,8 @@ def test_a_fork_takes_the_weights_and_nothing_else(ludic, tmp_path):
 def test_evaluation_before_and_after_is_in_the_statement(ludic, tmp_path):
     ended = ludic("train", *RUN, "--eval-at-start", "--eval-every", "2", "--eval-episodes", "6")
     assert ended.code == 0, ended.err
-    assert "Evaluation: accuracy" in ended.out and "after update 0" in ended.out and "after update 2" in ended.out
-    rows = [row for row in read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl") if "eval/accuracy" in row]
+    assert "Evaluation: mean reward" in ended.out and "after update 0" in ended.out and "after update 2" in ended.out
+    rows = [row for row in read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl") if "eval/mean_reward" in row]
     assert [row["step"] for row in rows] == [0, 2] and rows[0]["eval/num_samples"] == 6
 
 

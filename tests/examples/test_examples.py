@@ -254,7 +254,7 @@ def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another
     assert done.returncode == 0, done.stderr
     assert re.search(r"20 games as X against a random opponent, before and after 3 updates of GRPO", done.stdout)
     share, interval = r"+[\d.]+%", r" \[[\d.]+%, [\d.]+%\]"
-    for name in ("win", "draw", "loss", "illegal move"):
+    for name in ("win", "draw", "loss", "illegal move", "unreadable"):
         assert re.search(rf"  {name} {share}{interval} {share}{interval}", done.stdout), done.stdout
     assert re.search(r"Win rate [\d.]+% → [\d.]+%, illegal moves [\d.]+% → [\d.]+%, in [\d.]+ minutes", done.stdout)
     steps = [row["step"] for row in metrics(tmp_path / "run")]
@@ -262,7 +262,7 @@ def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another
     checkpoint = re.search(r"ludic eval tic_tac_toe .*--model \S+/warm_up --model (\S+)", done.stdout)[1]
     assert (Path(checkpoint) / "model.safetensors").exists()
     assert "Traceback" not in done.stderr and "it/s]" not in done.stderr  # nor anybody else's progress bars
-    again = first_run(tmp_path / "run", "--resume", tmp_path / "run")  # everything is there already
+    again = start("tic_tac_toe/first_run.py", "--resume", tmp_path / "run")  # everything is there already
     assert again.returncode == 0 and [row["step"] for row in metrics(tmp_path / "run")] == steps, again.stderr
     assert re.findall("^  win.*", again.stdout, re.MULTILINE) == re.findall("^  win.*", done.stdout, re.MULTILINE)
 
@@ -285,7 +285,10 @@ def test_a_first_run_that_is_interrupted_says_how_to_go_on_and_does(tmp_path):
     assert process.returncode == 130 and f"--resume {tmp_path / 'run'}" in printed
     num_done = len(metrics(tmp_path / "run"))
     assert 2 <= num_done < 40
-    run("tic_tac_toe/first_run.py", *arguments, "--resume", tmp_path / "run")
+    assert "updates cannot be changed" in refusal(
+        "tic_tac_toe/first_run.py", "--resume", tmp_path / "run", "--updates", 7
+    )
+    run("tic_tac_toe/first_run.py", "--resume", tmp_path / "run")
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 41))
 
 

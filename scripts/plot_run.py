@@ -6,7 +6,6 @@ A run is its folder, or a metrics.jsonl. Needs matplotlib (pip install 'ludic[pl
 """
 # ruff: noqa: T201 - a script prints
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import tyro
 
+from ludic.training.loggers.jsonl import read_metrics
 from ludic.types import ConfigError, LudicError, MissingExtra
 
 
@@ -55,7 +55,7 @@ def read(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
         raise ConfigError(f"There is no {path}. Give the folder of a run, or its metrics.jsonl.")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    rows = list(read_metrics(path))
     if not rows:
         raise ConfigError(f"{path} is empty: the run has not logged a step yet.")
     return rows
@@ -76,7 +76,9 @@ def draw(axes: Any, rows: list[dict[str, Any]], settings: Settings, name: str, c
         )
     if not train and not evals:
         known = sorted({key for row in rows for key in row})
-        raise ConfigError(f"{name} has neither {settings.train_key} nor {settings.eval_key}. It has: {', '.join(known)}.")
+        raise ConfigError(
+            f"{name} has neither {settings.train_key} nor {settings.eval_key}. It has: {', '.join(known)}."
+        )
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ class Settings(Asking):
 def main(settings: Settings) -> None:
     if settings.num_samples > 1 and settings.temperature == 0:
         raise ConfigError(f"--num-samples {settings.num_samples} at --temperature 0 would be one answer many times.")
+    if any(k > settings.num_samples for k in settings.k):
+        raise ConfigError(f"--k {max(settings.k)} needs as many answers per question: --num-samples {max(settings.k)}.")
     report = asyncio.run(ask(settings))
     print(f"{settings.model}: {report.metrics['num_tasks']:.0f} questions, {settings.num_samples} answers to each")
     for name, estimate in report.estimates.items():

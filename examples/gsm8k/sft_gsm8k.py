@@ -64,7 +64,7 @@ def main(settings: Settings) -> None:
     source = OfflineBatchSource(solutions, algorithm=algo, batch_size=settings.batch_size, chunk_rollouts=1024)
     num_steps = settings.epochs * source.num_batches_per_epoch
     print(f"{source.num_rollouts} solutions: {num_steps} steps of {settings.batch_size}", flush=True)
-    Trainer(
+    trainer = Trainer(
         model=loaded.model,
         algo=algo,
         batch_source=source,
@@ -77,7 +77,12 @@ def main(settings: Settings) -> None:
         ),
         train_logger=TeeLogger(JSONLLogger(settings.out / "metrics.jsonl"), RichLiveLogger(keys=SHOWN)),
         tokenizer=loaded.tokenizer,
-    ).train_sync(num_steps)
+    )
+    trainer.train_sync(num_steps)
+    if trainer.stop.is_set:
+        raise ConfigError(
+            f"Stopped after step {trainer.step} of {num_steps}; nothing is saved. Start again with another --out."
+        )
     loaded.model.save_pretrained(settings.out / "model")
     loaded.tokenizer.save_pretrained(settings.out / "model")
     print(f"The model is in {settings.out / 'model'}")

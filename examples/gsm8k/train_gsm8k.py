@@ -102,6 +102,9 @@ def main(settings: Settings) -> None:
         trainer.train_sync(max(0, settings.train_steps - trainer.step))
     finally:
         server.close()
+    if trainer.stop.is_set:
+        print(f"Stopped after step {trainer.step} of {settings.train_steps}. Go on with --resume --out {settings.out}")
+        return
     whole = model.merge_and_unload() if settings.lora_rank else model
     whole.save_pretrained(settings.out / "model")
     loaded.tokenizer.save_pretrained(settings.out / "model")

@@ -21,10 +21,11 @@ SHOWN = {
     "draw": "train/draw_rate",
     "loss": "train/loss_rate",
     "illegal": "train/illegal_rate",
+    "unreadable": "train/parse_error_rate",
     "nll": "train/nll_mean",
     "tokens/s": "perf/tokens_per_s",
 }
-PERCENT = ("win", "draw", "loss", "illegal")
+PERCENT = ("win", "draw", "loss", "illegal", "unreadable")
 LINES_PER_PHASE = 10
 """Without a terminal."""
 

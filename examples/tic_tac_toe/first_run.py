@@ -17,10 +17,11 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 from display import Display
 from game import Game
@@ -29,9 +30,9 @@ from generate_synth_data import play_one
 
 from ludic.batch_gen import OfflineBatchSource, RolloutBatchSource, RolloutEngine, make_dataset_sequence_requests_fn
 from ludic.distributed import SharedWeightsPublisher
-from ludic.eval import Estimate, evaluate
+from ludic.eval import Estimate, evaluate, share_estimate
 from ludic.inference.local import LocalEngine
-from ludic.models.loading import LoadedModel, load_model
+from ludic.models.loading import LoadedModel, load_model, no_progress_bar
 from ludic.models.threads import use_fastest_num_threads
 from ludic.training import (
     CheckpointConfig,
@@ -61,6 +62,7 @@ MEASURING = InferenceSpec(sampling=SamplingParams(temperature=0.6, max_tokens=MA
 SYNTH_SEEDS, EVAL_SEEDS, NUM_TRAIN_SEEDS = 2_000_000, 1_000_000, 1_000_000
 """Three sets of games that share none."""
 COSTS = {"Generating games": 4, "Warm-up": 30, "Playing before RL": 2, "GRPO": 62, "Playing after RL": 2}
+SETTINGS = "settings.json"
 REDUCERS = {
     f"{name}_rate": Reducer(
         "count_true", "result", transform=lambda value, name=name: value == name, normalize_by="rollouts"
@@ -76,7 +78,7 @@ class Settings:
     out: Path = Path("runs/first_run")
     """The run's folder; if there is one already, a number is added."""
     resume: Path | None = None
-    """Go on with the run in this folder."""
+    """Go on with the run in this folder, with the settings that it began with."""
     seed: int = 0
     synth_games: int = 3000
     """Games of random legal play to warm up on."""
@@ -87,6 +89,10 @@ class Settings:
     group_size: int = 8
     """Games against the same dice, compared with each other."""
     eval_games: int = 500
+
+
+OWN = {field.name for field in fields(Settings)} - {"out", "resume"}
+"""What makes a run this run."""
 
 
 def main(settings: Settings, folder: Path) -> None:
@@ -108,18 +114,28 @@ def main(settings: Settings, folder: Path) -> None:
         display.say(line)
 
 
-def run_folder(settings: Settings) -> Path:
-    """An earlier run is never written over."""
+def run_folder(settings: Settings) -> tuple[Settings, Path]:
+    """Where the run is written, and the settings it has: those that it began with. An earlier run is never written over."""
     if settings.resume is not None:
-        if not settings.resume.is_dir():
-            raise ConfigError(f"There is no run in {settings.resume} to resume.")
-        return settings.resume
+        return resumed(settings, settings.resume), settings.resume
     folder, number = settings.out, 1
     while folder.exists():
         number += 1
         folder = settings.out.with_name(f"{settings.out.name}-{number}")
     folder.mkdir(parents=True)
-    return folder
+    (folder / SETTINGS).write_text(json.dumps({name: value for name, value in asdict(settings).items() if name in OWN}))
+    return settings, folder
+
+
+def resumed(given: Settings, folder: Path) -> Settings:
+    if not (folder / SETTINGS).is_file():
+        raise ConfigError(f"There is no run in {folder} to resume.")
+    settings = Settings(**json.loads((folder / SETTINGS).read_text()))
+    usual = asdict(Settings())
+    changed = [n for n, v in asdict(given).items() if n in OWN and v not in (usual[n], asdict(settings)[n])]
+    if changed:
+        raise ConfigError(f"A run goes on as it began; {', '.join(changed)} cannot be changed with --resume.")
+    return settings
 
 
 # --- warm-up: what is a legal move? -----------------------------------------------------------------------------
@@ -129,23 +145,28 @@ def warm_up(settings: Settings, folder: Path, display: Display) -> LoadedModel:
     saved = folder / "warm_up"
     if (saved / "config.json").exists():
         use_fastest_num_threads()
-        return load_model(str(saved), device="cpu")
-    policy = load_model(str(MODEL), device="cpu", seed=settings.seed)
+        return load_model(str(saved), dtype=torch.float32, device="cpu")
+    policy = load_model(str(MODEL), dtype=torch.float32, device="cpu", seed=settings.seed)
     num_threads = use_fastest_num_threads()
     num_parameters = sum(weight.numel() for weight in policy.model.parameters())
     display.say(f"A Llama of {num_parameters:,} random parameters, on {num_threads} CPU thread(s). Folder: {folder}")
     games = synth_games(settings, policy.tokenizer, folder / "games.jsonl", display)
     algo = make_sft(length_normalize=True)
+    (folder / "warm_up.jsonl").unlink(missing_ok=True)  # of an earlier try
     display.begin("Warm-up", settings.warm_up_steps, shown=("nll", "tokens/s"))
-    Trainer(
+    trainer = Trainer(
         model=policy.model,
         algo=algo,
         batch_source=OfflineBatchSource(games, algorithm=algo, batch_size=32, seed=settings.seed, chunk_rollouts=4096),
         cfg=train_config(settings, lr=3e-3, num_steps=settings.warm_up_steps),
         train_logger=TeeLogger(JSONLLogger(folder / "warm_up.jsonl"), display),
-    ).train_sync(settings.warm_up_steps)
+    )
+    trainer.train_sync(settings.warm_up_steps)
+    if trainer.stop.is_set:
+        raise KeyboardInterrupt
     policy.tokenizer.save_pretrained(saved)
-    policy.model.save_pretrained(saved)
+    with no_progress_bar():
+        policy.model.save_pretrained(saved)
     return policy
 
 
@@ -201,7 +222,9 @@ def make_trainer(
         max_steps=GAME.max_steps_per_episode,
         concurrency=256,
     )
-    checkpoints = folder / "checkpoints"
+    checkpoints, metrics = folder / "checkpoints", folder / "metrics.jsonl"
+    if not checkpoints.exists():  # nothing was saved of an earlier try
+        metrics.unlink(missing_ok=True)
     return Trainer(
         model=policy.model,
         algo=algo,
@@ -209,8 +232,8 @@ def make_trainer(
         cfg=train_config(settings, lr=1e-3, num_steps=settings.updates),
         publisher=SharedWeightsPublisher(server),
         checkpoint_config=CheckpointConfig(checkpoints, every_n_steps=20),
-        resume_from="latest" if settings.resume is not None and checkpoints.exists() else None,
-        train_logger=TeeLogger(JSONLLogger(folder / "metrics.jsonl"), display),
+        resume_from="latest" if checkpoints.exists() else None,
+        train_logger=TeeLogger(JSONLLogger(metrics), display),
         reducers=REDUCERS,
         tokenizer=policy.tokenizer,
     )
@@ -222,7 +245,8 @@ def player(server: LocalEngine) -> RolloutEngine:
 
 # --- evaluation -------------------------------------------------------------------------------------------------
 
-RATES = ("win_rate", "draw_rate", "loss_rate", "illegal_move_rate")
+RATES = ("win_rate", "draw_rate", "loss_rate", "illegal_move_rate", "parse_error_rate")
+LABELS = ("win", "draw", "loss", "illegal move", "unreadable")
 
 
 def measured(phase: str, settings: Settings, server: LocalEngine, path: Path, display: Display) -> dict[str, Estimate]:
@@ -238,7 +262,9 @@ def measured(phase: str, settings: Settings, server: LocalEngine, path: Path, di
                 on_rollouts=lambda rollouts: display.advance(len(rollouts)),
             )
         )
-        found = {name: report.estimates[name] for name in RATES}
+        unreadable = share_estimate([float(outcome.has_parse_error) for outcome in report.outcomes])
+        nothing = share_estimate([0.0] * settings.eval_games)  # a rate that no game got far enough for
+        found = {name: report.estimates.get(name, nothing) for name in RATES} | {"parse_error_rate": unreadable}
         path.write_text(json.dumps({name: [e.mean, e.low, e.high] for name, e in found.items()}))
     return {name: Estimate(*numbers) for name, numbers in json.loads(path.read_text()).items()}
 
@@ -259,8 +285,8 @@ def statement(
         "",
         "                 warm-up only              after RL",
         *(
-            f"  {name.removesuffix('_rate').replace('_', ' '):12}  {shown(before[name])}    {shown(after[name])}"
-            for name in RATES
+            f"  {label:12}  {shown(before[name])}    {shown(after[name])}"
+            for label, name in zip(LABELS, RATES, strict=True)
         ),
         "",
         f"[bold]Win rate {before['win_rate'].mean:.1%} → {after['win_rate'].mean:.1%}[/bold], "
@@ -268,9 +294,9 @@ def statement(
         f"in {seconds / 60:.1f} minutes. In brackets: 95 % confidence intervals.",
         f"Run folder: {folder} (metrics.jsonl, checkpoints, the games of the warm-up)",
         "Next, in .venv/bin:",
-        f"  ludic eval tic_tac_toe --set view=compact --model {folder}/warm_up {saved}   # both, side by side",
-        "  ludic play tic_tac_toe                                                       # play it yourself",
-        "  ludic train --help                                                           # train something else",
+        f"  ludic eval tic_tac_toe --set view=compact --model {folder}/warm_up --model {saved}",
+        "  ludic play tic_tac_toe",
+        "  ludic train --help",
     ]
 
 
@@ -281,8 +307,8 @@ def shown(estimate: Estimate) -> str:
 if __name__ == "__main__":
     chosen = tyro.cli(Settings, description=__doc__)
     try:
-        folder = run_folder(chosen)
-        main(chosen, folder)
+        settings, folder = run_folder(chosen)
+        main(settings, folder)
     except LudicError as mistake:
         sys.exit(f"first_run: {mistake}")
     except KeyboardInterrupt:

@@ -1,6 +1,5 @@
 """What the scripts of this folder share: the game and its settings, how a reply is read, who is asked for it."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,10 +9,8 @@ from ludic.batch_gen import RolloutEngine
 from ludic.context import ContextStrategy, FullDialog, TruncatedThinkingContext
 from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.interaction import SingleAgentProtocol
-from ludic.parsers import ParseResult
+from ludic.parsers import pattern_parser
 from ludic.types import ChatClient, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest
-
-_CELL = re.compile(r"\b[ABC][123]\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +64,5 @@ class Game:
         return RolloutEngine(protocol_registry={"player": lambda: self.protocol(client, template)}, **settings)
 
 
-def last_cell(text: str) -> ParseResult:
-    """The last cell that a reply names is its move; a reply that names none costs what an illegal move does."""
-    named = _CELL.findall(text)
-    if not named:
-        return ParseResult(None, -1.0, "Invalid action format: name a cell, such as B2.")
-    return ParseResult(named[-1].upper(), 0.0, None)
+last_cell = pattern_parser(r"\b[ABC][123]\b")
+"""The last cell that a reply names is its move; a reply that names none costs what an illegal move does."""

@@ -68,7 +68,7 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
         "math": Builtin(
             "ludic.envs.math:MATHEnv",
             example={"sample": _MATH_SAMPLE},
-            suggested=Suggested(parser="boxed", max_steps=1, max_tokens=1024),
+            suggested=Suggested(parser="boxed", max_steps=1, max_tokens=768),
         ),
         "key_door": Builtin("ludic.envs.key_door:KeyDoorEnv", suggested=Suggested(max_steps=64, max_tokens=8)),
         "twenty_forty_eight": Builtin(

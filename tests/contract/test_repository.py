@@ -57,6 +57,29 @@ def test_the_example_in_the_readme_prints_what_the_readme_says(tmp_path):
     assert done.stdout.strip() == promised.strip()
 
 
+def test_the_readme_describes_the_first_run_as_it_is():
+    """What it prints in the end differs between kinds of CPU; its form and its size do not."""
+    script = (ROOT / "examples" / "tic_tac_toe" / "first_run.py").read_text()
+    assert "$(BIN)/python examples/tic_tac_toe/first_run.py" in MAKEFILE
+    (games, updates) = re.findall(
+        r"(\d+) games as X against a random opponent, before and after (\d+) updates", README
+    )[0]
+    assert f"eval_games: int = {games}\n" in script and f"updates: int = {updates}\n" in script
+    shown = r"win +\d+\.\d% \[\d+\.\d%, \d+\.\d%\] +\d+\.\d% \[\d+\.\d%, \d+\.\d%\]"
+    (win,) = re.findall(shown, README)
+    before, after = re.findall(r"(\d+\.\d%) \[", win)
+    assert f"Win rate {before} → {after}" in README
+
+
+def test_the_env_of_the_readme_is_the_one_that_a_test_trains():
+    """tests/unit/cli/test_train_process.py runs the page."""
+    page = (ROOT / "docs" / "ludic-train.md").read_text()
+    (code,) = re.findall(r"This file is `rps.py`:\n\n(```python\n.*?```)", README, flags=re.DOTALL)
+    assert code in page
+    (command,) = re.findall(r"ludic (train rps.py.*)", README)
+    assert f"ludic {command}\n" in page
+
+
 def test_links_between_documents_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         prose = re.sub(r"```.*?```|^    .*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

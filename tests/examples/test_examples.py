@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -226,6 +228,70 @@ async def test_rejection_sampling_keeps_what_earned_enough_in_tokens_that_train(
     assert sum(item.num_action_tokens for batch in batches for item in batch.items) == sampled
 
 
+# --- the first run ---
+
+
+def first_run(out: Path, *arguments: object) -> subprocess.CompletedProcess:
+    small = [
+        "--synth-games",
+        40,
+        "--warm-up-steps",
+        20,
+        "--updates",
+        3,
+        "--groups",
+        2,
+        "--group-size",
+        4,
+        "--eval-games",
+        20,
+    ]
+    return start("tic_tac_toe/first_run.py", "--out", out, *small, *arguments)
+
+
+def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another(tmp_path):
+    done = first_run(tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"20 games as X against a random opponent, before and after 3 updates of GRPO", done.stdout)
+    share, interval = r"+[\d.]+%", r" \[[\d.]+%, [\d.]+%\]"
+    for name in ("win", "draw", "loss", "illegal move", "unreadable"):
+        assert re.search(rf"  {name} {share}{interval} {share}{interval}", done.stdout), done.stdout
+    assert re.search(r"Win rate [\d.]+% → [\d.]+%, illegal moves [\d.]+% → [\d.]+%, in [\d.]+ minutes", done.stdout)
+    steps = [row["step"] for row in metrics(tmp_path / "run")]
+    assert steps == [1, 2, 3]
+    checkpoint = re.search(r"ludic eval tic_tac_toe .*--model \S+/warm_up --model (\S+)", done.stdout)[1]
+    assert (Path(checkpoint) / "model.safetensors").exists()
+    assert "Traceback" not in done.stderr and "it/s]" not in done.stderr  # nor anybody else's progress bars
+    again = start("tic_tac_toe/first_run.py", "--resume", tmp_path / "run")  # everything is there already
+    assert again.returncode == 0 and [row["step"] for row in metrics(tmp_path / "run")] == steps, again.stderr
+    assert re.findall("^  win.*", again.stdout, re.MULTILINE) == re.findall("^  win.*", done.stdout, re.MULTILINE)
+
+
+def test_a_first_run_that_is_interrupted_says_how_to_go_on_and_does(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    arguments = ["--synth-games", "40", "--warm-up-steps", "20", "--updates", "40", "--groups", "2", "--group-size", "4",
+                 "--eval-games", "20"]  # fmt: skip
+    script = str(EXAMPLES / "tic_tac_toe" / "first_run.py")
+    process = subprocess.Popen(
+        [sys.executable, script, "--out", str(tmp_path / "run"), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+    )  # fmt: skip
+    lines = tmp_path / "run" / "metrics.jsonl"
+    while not (lines.exists() and lines.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130 and f"--resume {tmp_path / 'run'}" in printed
+    num_done = len(metrics(tmp_path / "run"))
+    assert 2 <= num_done < 40
+    assert "updates cannot be changed" in refusal(
+        "tic_tac_toe/first_run.py", "--resume", tmp_path / "run", "--updates", 7
+    )
+    run("tic_tac_toe/first_run.py", "--resume", tmp_path / "run")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 41))
+
+
 # --- word problems ---
 
 
@@ -267,6 +333,36 @@ def test_train_gsm8k_learns_from_a_file_and_evaluates_on_another(schooled):
     assert (first["step"], last["step"]) == (0, 2) and first["eval/num_samples"] == 9
     assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
     assert (out / "model" / "model.safetensors").exists()
+
+
+def test_sft_gsm8k_learns_the_worked_solutions(solver, questions, tmp_path):
+    settings = [
+        "--model",
+        solver,
+        "--data",
+        questions,
+        "--epochs",
+        6,
+        "--batch-size",
+        9,
+        "--lr",
+        1e-2,
+        "--max-seq-len",
+        128,
+    ]
+    printed = run("gsm8k/sft_gsm8k.py", *settings, "--out", tmp_path / "run")
+    assert "9 of 9 solutions are graded right" in printed and "6 steps of 9" in printed
+    losses = [row["train/nll_mean"] for row in metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_question_may_hold_any_character_but_a_line_feed(tmp_path, monkeypatch):
+    module = load("gsm8k/questions.py", monkeypatch)
+    row = {"question": "one\u2028two\x85three", "answer": "#### 3"}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (sample,) = module.load_questions(tmp_path / "q.jsonl", "train")
+    assert sample["question"] == row["question"]
 
 
 def test_eval_gsm8k_counts_every_answer_and_goes_on_where_it_stopped(schooled, questions, tmp_path):

@@ -23,6 +23,7 @@ from ludic.batch_gen import (
 )
 from ludic.cli.run_config import AgentSettings, EnvSettings, RunConfig
 from ludic.cli.run_env import FoundEnv, read_samples
+from ludic.cli.run_folder import CHECKPOINTS, METRICS, wandb_id
 from ludic.cli.run_model import ServedPolicy
 from ludic.cli.settings import values_of
 from ludic.eval import EngineEvaluator, Grading
@@ -78,11 +79,13 @@ class Play:
     make_protocol: Callable[[ChatClient], InteractionProtocol]
     """A new one, with new agents, for each episode."""
     max_tokens: int
+    player: str | None = None
+    """Who answers, as a part of every request: a file of episodes is then never taken for somebody else's."""
 
     def engine(self, *, jsonl_path: Path | None = None, resume: bool = False, seed: int = 0) -> RolloutEngine:
         return RolloutEngine(
             env_registry={self.env.id: self.found.factory},
-            protocol_registry={PROTOCOL: lambda: self.make_protocol(self.client)},
+            protocol_registry={PROTOCOL: lambda model=None: self.make_protocol(self.client)},
             jsonl_path=jsonl_path,
             resume=resume,
             seed=seed,
@@ -100,7 +103,7 @@ class Play:
     def request(self, inference: InferenceSpec, sample: Any = None, **facts: Any) -> RolloutRequest:
         return RolloutRequest(
             env=EnvSpec(self.env.id, env_arguments(self.env, sample)),
-            protocol=ProtocolSpec(PROTOCOL),
+            protocol=ProtocolSpec(PROTOCOL, {} if self.player is None else {"model": self.player}),
             inference=inference,
             **facts,
         )
@@ -241,7 +244,7 @@ def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
 
 def make_loggers(config: RunConfig, folder: Path) -> TeeLogger:
     """metrics.jsonl in any case, and what was asked for."""
-    made: list[TrainingLogger] = [JSONLLogger(folder / "metrics.jsonl")]
+    made: list[TrainingLogger] = [JSONLLogger(folder / METRICS)]
     made += [_LOGGERS[name](config, folder) for name in config.run.logger if name != "none"]
     return TeeLogger(*made)
 
@@ -251,7 +254,7 @@ _LOGGERS: Mapping[str, Callable[[RunConfig, Path], TrainingLogger]] = {
     "print": lambda config, folder: PrintLogger(keys=SHOWN),
     "tensorboard": lambda config, folder: TensorBoardLogger(folder / "events"),
     "wandb": lambda config, folder: WandbLogger(
-        {"id": folder.name, "resume": "allow"}, name=folder.name, config=values_of(config), dir=folder
+        {"id": wandb_id(folder), "resume": "allow"}, name=folder.name, config=values_of(config), dir=folder
     ),
 }
 
@@ -282,7 +285,7 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
 
 def checkpoint_config(config: RunConfig, folder: Path) -> CheckpointConfig:
     return CheckpointConfig(
-        folder / "checkpoints", every_n_steps=config.run.checkpoint_every, max_to_keep=config.run.checkpoint_keep
+        folder / CHECKPOINTS, every_n_steps=config.run.checkpoint_every, max_to_keep=config.run.checkpoint_keep
     )
 
 

@@ -23,7 +23,10 @@ class PolicySettings:
     model: Annotated[
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")
     ] = ()
-    """A folder, checkpoint or run, a hub id, a .gguf file, smollm2-135m (default). Repeat it to compare; see also --base-url."""
+    """A folder, checkpoint or run, a hub id, a .gguf file, smollm2-135m (default); a config.json, or tiny: random weights.
+    Repeat it to compare; see also --base-url."""
+    init_seed: MaybeInt = None
+    """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
     base_url: MaybeText = None
     """Ask an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; --model is then what it calls its model."""
     api_key_env: MaybeText = None
@@ -67,6 +70,11 @@ class MeasureSettings:
         for name, value, least in (("num_tasks", self.num_tasks, 0), ("samples", self.samples, 1)):
             if value < least:
                 raise ConfigError(f"{name} = {value}; it must be at least {least}.")
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"--samples {self.samples} with temperature 0: all samples of a task would be the same. Give --temperature "
+                "above 0, or --samples 1."
+            )
         for flag, text in (("--pass-k", self.pass_k), ("--majority-k", self.majority_k)):
             for k in read_ks(flag, text) or ():
                 if not 1 <= k <= self.samples:
@@ -130,10 +138,21 @@ def of_run(folder: Path) -> EvalConfig:
     run = read_toml(RunConfig, folder / "config.toml")
     return EvalConfig(
         env=replace(run.env, data=run.eval.eval_data or run.env.data),
-        policy=PolicySettings(model=(run.model.model, str(folder)), dtype=run.model.dtype),
+        policy=PolicySettings(
+            model=(str(run.model.fork_from or run.model.model), str(folder)),
+            init_seed=run.train.seed,
+            dtype=run.model.dtype,
+            max_model_len=run.train.max_seq_len,
+        ),
         agent=run.agent,
         measure=MeasureSettings(temperature=run.eval.eval_temperature, seed=run.train.seed),
     )
+
+
+def trains_on(folder: Path, data: Path | None) -> bool:
+    """Are these the samples that the run was trained on?"""
+    trained = read_toml(RunConfig, folder / "config.toml").env.data
+    return data is not None and trained is not None and data.resolve() == trained.resolve()
 
 
 def resolve(config: EvalConfig, found: FoundEnv) -> EvalConfig:

@@ -1,6 +1,6 @@
 """The folder of an evaluation.
 
-    runs/eval/<name>/  config.toml  metrics.json  rollouts/<model>.jsonl  samples/<model>.jsonl
+    runs/eval/<name>/  config.toml  metrics.json  rollouts/<model>-<hash of its path>.jsonl  samples/<model>.jsonl
 
 Rollouts are written as episodes finish, and are what `--resume` goes on from; the rest can be made again from them.
 """
@@ -72,8 +72,8 @@ def _require_same(folder: Path, config: EvalConfig) -> None:
         )
 
 
-def rollouts_file(folder: Path, label: str) -> Path:
-    return folder / "rollouts" / f"{slug(label)}.jsonl"
+def rollouts_file(folder: Path, stem: str) -> Path:
+    return folder / "rollouts" / f"{stem}.jsonl"
 
 
 def write_results(folder: Path, columns: Sequence[Column]) -> None:

@@ -3,6 +3,7 @@
 Both come out as a client, a chat template for it, and a way to let go of it.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -11,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludic.cli.eval_config import DEFAULT_MODEL, PolicySettings
+from ludic.cli.eval_folder import slug
 from ludic.cli.run_config import ModelSettings
+from ludic.cli.run_folder import CHECKPOINTS, CONFIG
 from ludic.cli.run_model import (
     checkpoint_in,
     load_policy,
@@ -22,9 +25,9 @@ from ludic.cli.run_model import (
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser
 from ludic.inference.openai_client import EndpointError, OpenAIChatClient
 from ludic.models.loading import LoadedModel
+from ludic.training.model_files import ADAPTER_CONFIG
 from ludic.types import ChatClient, ConfigError, MissingExtra
 
-ADAPTER_CONFIG = "adapter_config.json"
 _NO_LIMIT = 1 << 30
 
 
@@ -35,6 +38,17 @@ class Contender:
     label: str
     source: str
     """What was typed, or where it led."""
+
+    @property
+    def identity(self) -> str:
+        """The model, however it was typed: another folder whose name ends the same is another model."""
+        path = Path(self.source)
+        return str(path.resolve()) if path.exists() else self.source
+
+    @property
+    def file_stem(self) -> str:
+        """The name of its file of episodes, whatever it is compared with."""
+        return f"{slug(_label(self.source))}-{hashlib.sha256(self.identity.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class OpenPolicy:
 
 
 def contenders(settings: PolicySettings) -> list[Contender]:
-    """In the order in which they were given; no two are called the same."""
+    """In the order in which they were given; no two are called the same, nor are their files."""
     sources = list(settings.model or (DEFAULT_MODEL,))
     if settings.base_url is None:
         sources = [_resolved(source) for source in sources]
@@ -55,9 +69,9 @@ def contenders(settings: PolicySettings) -> list[Contender]:
     for source in sources:
         label = base = source if settings.base_url is not None else _label(source)
         number = 2
-        while label in found:
+        while slug(label) in found:
             label, number = f"{base} ({number})", number + 1
-        found[label] = Contender(label, source)
+        found[slug(label)] = Contender(label, source)
     return list(found.values())
 
 
@@ -70,7 +84,7 @@ def _resolved(source: str) -> str:
 def _label(source: str) -> str:
     """`run/step_000100` for a checkpoint of a run, else the last part of a path, or the whole name."""
     path = Path(source)
-    if path.parent.name == "checkpoints":
+    if path.parent.name == CHECKPOINTS:
         return f"{path.resolve().parents[1].name}/{path.name}"
     return path.name if path.exists() else source
 
@@ -142,7 +156,7 @@ def _endpoint(settings: PolicySettings, base_url: str) -> OpenAIChatClient:
 def load(settings: ModelSettings, *, seed: int) -> LoadedModel:
     """What `ludic train` can load, and an adapter that somebody else has trained, on the base that it names."""
     folder = Path(settings.model)
-    is_own = (folder.resolve().parents[1] / "config.toml").is_file() if len(folder.resolve().parents) > 1 else False
+    is_own = (folder.resolve().parents[1] / CONFIG).is_file() if len(folder.resolve().parents) > 1 else False
     if not (folder / ADAPTER_CONFIG).is_file() or is_own:
         return load_policy(settings, seed=seed)
     base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")

@@ -59,13 +59,14 @@ async def _measure(
     folder: Path,
 ) -> Column:
     measure = config.measure
-    with_tools = config.agent.agent != "agent"
-    async with opened(contender, config.policy, with_tools=with_tools, seed=measure.seed) as policy:
+    seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
+    async with opened(contender, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
         play = make_play(config.env, config.agent, found, policy.client, policy.template, policy.model)
+        play = replace(play, player=contender.identity)
         requests = make_requests(play, config, samples)
         prepare_folder(folder, config)  # now that all is well: a mistake should leave nothing behind
         # What an earlier evaluation of this name has played is in the file; without --resume the file is new.
-        engine = play.engine(jsonl_path=rollouts_file(folder, contender.label), resume=True, seed=measure.seed)
+        engine = play.engine(jsonl_path=rollouts_file(folder, contender.file_stem), resume=True, seed=measure.seed)
         began = time.perf_counter()
         with _progress(contender.label, len(requests), grading) as on_rollouts:
             report: EvalReport = await evaluate(

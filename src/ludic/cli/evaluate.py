@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 import tyro
 
-from ludic.cli.eval_config import EvalConfig, of_run, resolve
+from ludic.cli.eval_config import EvalConfig, of_run, resolve, trains_on
 from ludic.cli.run_env import find_env
 from ludic.cli.settings import parse_flags
 from ludic.types import ConfigError
@@ -34,6 +34,11 @@ class Words:
 def evaluate(context: typer.Context) -> None:
     """Measure how well a model plays an environment."""
     words, config = read_command(context.args)
+    run = Path(words.target)
+    if is_run(run) and trains_on(run, config.env.data):
+        typer.echo(
+            f"These are the samples that {run} was trained on, {config.env.data}; --data FILE.jsonl takes others."
+        )
     found = find_env(config.env.id)
     config = resolve(config, found)
     from ludic.cli import eval_run
@@ -47,7 +52,7 @@ def read_command(args: list[str]) -> tuple[Words, EvalConfig]:
     """What was typed, over the settings of the run that the target names, over the defaults."""
     words, config = _parse(args, EvalConfig())
     folder = Path(words.target)
-    if (folder / "config.toml").is_file():
+    if is_run(folder):
         usual = of_run(folder)
         words, config = _parse(args, replace(usual, policy=replace(usual.policy, model=())))
         model = config.policy.model or usual.policy.model
@@ -55,6 +60,10 @@ def read_command(args: list[str]) -> tuple[Words, EvalConfig]:
     if folder.is_dir():
         raise ConfigError(f"{folder} is a folder without a config.toml. Name an env, and give the folder as --model.")
     return words, replace(config, env=replace(config.env, id=words.target))
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file()
 
 
 def _parse(args: list[str], default: EvalConfig) -> tuple[Words, EvalConfig]:

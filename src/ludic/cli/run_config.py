@@ -1,7 +1,7 @@
 """The settings of a training run, and what becomes of those that were left open.
 
 Every field is a flag (`--group-size 8`) and a key of its section in the file (`[algo]` … `group_size = 8`). `ludic eval`
-shares the sections env, model and agent. See docs/ludic-train.md.
+shares the sections env and agent. See docs/ludic-train.md.
 """
 
 import inspect
@@ -60,7 +60,8 @@ class ModelSettings:
     """Which model, and how it is held."""
 
     model: str = "smollm2-135m"
-    """A folder or checkpoint, a hub id, a .gguf file, smollm2-135m, or tiny: random weights and a token per character."""
+    """A folder, a checkpoint or run, a hub id, a .gguf file, smollm2-135m; or random weights: a config.json, or tiny, with a
+    token per character."""
     lora_rank: int = 0
     """Train a LoRA adapter of this rank; 0 trains all weights."""
     lora_alpha_mult: float = 2.0
@@ -117,6 +118,11 @@ class AgentSettings:
     def __post_init__(self) -> None:
         _at_least(1, max_tokens=self.max_tokens)
 
+    @property
+    def may_call_tools(self) -> bool:
+        """Every agent but the plain one, so its chat template has to read calls."""
+        return self.agent != "agent"
+
 
 # --- sections of a training run --------------------------------------------------------------------------------
 
@@ -162,10 +168,6 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
         _at_least(0, max_lag=self.max_lag, temperature=self.temperature)
-        if self.server and self.engine != "vllm":
-            raise ConfigError(
-                f"server = {', '.join(self.server)} is for engine = 'vllm', but the engine is {self.engine!r}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,10 +319,18 @@ def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
         resolve_play(config, found.suggested),
         {"group_size": _group_size(config.algo), "name": config.run.name or default_name(config)},
     )
+    _check_temperature(resolved)
     _check_groups(resolved)
+    _check_engine(resolved.rollouts)
     _check_lengths(resolved)
     _check_data(resolved, found)
     return resolved
+
+
+def _check_engine(rollouts: RolloutSettings) -> None:
+    if rollouts.server and rollouts.engine != "vllm":
+        servers = ", ".join(rollouts.server)
+        raise ConfigError(f"server = {servers} is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
 
 
 def _group_size(algo: AlgoSettings) -> int:
@@ -340,6 +350,14 @@ def default_name(config: RunConfig) -> str:
     env = config.env.id.rpartition(":")[2].rpartition("/")[2]
     model = Path(config.model.model).name.removesuffix(".gguf")
     return re.sub(r"[^\w.+-]+", "_", f"{env}-{model}-{config.algo.algo}")
+
+
+def _check_temperature(config: RunConfig) -> None:
+    if config.rollouts.temperature == 0:
+        raise ConfigError(
+            "temperature = 0 always takes the likeliest token: all rollouts of a task are the same, and there is nothing to learn "
+            "from. Give --temperature above 0, usually 1; --eval-temperature may be 0."
+        )
 
 
 def _check_groups(config: RunConfig) -> None:
@@ -362,7 +380,8 @@ def _check_lengths(config: RunConfig) -> None:
         )
     if config.agent.max_tokens is not None and config.agent.max_tokens >= train.max_seq_len:
         raise ConfigError(
-            f"max_tokens = {config.agent.max_tokens} leaves no room for a prompt in max_seq_len = {train.max_seq_len}."
+            f"max_tokens = {config.agent.max_tokens} leaves no room for a prompt in max_seq_len = {train.max_seq_len}. "
+            "Raise --max-seq-len or lower --max-tokens."
         )
     if train.schedule != "constant" and train.warmup_steps >= train.steps:
         raise ConfigError(f"warmup_steps = {train.warmup_steps} leaves none of the {train.steps} steps after it.")

@@ -1,8 +1,9 @@
 """The folder of a run: may it be used, where does the run stand, what does it hold.
 
-runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/
+runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/  wandb_id
 """
 
+import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
 
 CONFIG, METRICS, CHECKPOINTS, ROLLOUTS = "config.toml", "metrics.jsonl", "checkpoints", "rollouts"
+WANDB_ID = "wandb_id"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,7 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if start.starts_over:
             (folder / METRICS).unlink(missing_ok=True)
+            (folder / WANDB_ID).unlink(missing_ok=True)
             shutil.rmtree(folder / ROLLOUTS, ignore_errors=True)
         rollouts_file(folder, start).unlink(missing_ok=True)
         (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
@@ -108,6 +111,14 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
 def rollouts_file(folder: Path, start: Start) -> Path:
     """A file for each start: what an interrupted one played after its last checkpoint is played again in the next."""
     return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl"
+
+
+def wandb_id(folder: Path) -> str:
+    """What W&B knows the run by: the same when it is resumed, another for every other run, whatever they are called."""
+    file = folder / WANDB_ID
+    if not file.is_file():
+        file.write_text(secrets.token_hex(8), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
 
 
 # --- what it holds ---------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from ludic.cli.run_config import TINY, ModelSettings, RolloutSettings, RunConfig
-from ludic.cli.settings import read_toml
+from ludic.cli.run_folder import CHECKPOINTS, CONFIG
+from ludic.cli.settings import read_toml, with_values
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference import HermesToolParser, HFChatTemplate
 from ludic.inference.local import LocalEngine
@@ -52,7 +53,7 @@ def _load_base(settings: ModelSettings, seed: int) -> LoadedModel:
     device = find_device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.model != TINY:
-        return load_model(settings.model, dtype=dtype, device=device)
+        return load_model(settings.model, dtype=dtype, device=device, seed=seed)
     tiny = make_tiny(seed)
     return replace(tiny, model=tiny.model.to(device or default_device(), dtype or torch.float32).eval())
 
@@ -70,9 +71,11 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
+    alpha = settings.lora_rank * settings.lora_alpha_mult
     config = LoraConfig(
         r=settings.lora_rank,
-        lora_alpha=round(settings.lora_rank * settings.lora_alpha_mult),
+        # peft says int, but only divides it by the rank.
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
@@ -84,16 +87,55 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
 
 def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
     """A checkpoint of an adapter means something on the base of its own run only; the run folder knows which."""
-    description = folder.resolve().parents[1] / "config.toml"
+    run = _run_of(folder, settings)
+    loaded = load_policy(_held_as(run.model, settings), seed=run.train.seed)
+    read_weights(loaded.model, folder)
+    return replace(loaded, name=str(folder))
+
+
+def base_settings(settings: ModelSettings) -> ModelSettings:
+    """The settings themselves; those of the run that made the adapter, if the model is one."""
+    folder = checkpoint_in(Path(settings.model))
+    if folder is None or not is_adapter(folder):
+        return settings
+    return base_settings(_held_as(_run_of(folder, settings).model, settings))
+
+
+def _held_as(own: ModelSettings, settings: ModelSettings) -> ModelSettings:
+    """On another device perhaps; but an adapter fits its base only in the number format that it was trained with."""
+    return replace(own, device=settings.device, dtype=own.dtype if settings.dtype == "auto" else settings.dtype)
+
+
+def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
+    """The run of the adapter that `settings.model` is; an error if the settings ask for another adapter beside it."""
+    usual = ModelSettings()
+    own = {
+        "--lora-rank": settings.lora_rank != usual.lora_rank,
+        "--lora-alpha-mult": settings.lora_alpha_mult != usual.lora_alpha_mult,
+        "--lora-dropout": settings.lora_dropout != usual.lora_dropout,
+        "--fork-from": settings.fork_from is not None,
+    }
+    given = [flag for flag, is_given in own.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"--model {settings.model} is a LoRA adapter, {folder}, which is trained on as it is: {', '.join(given)} would be "
+            "ignored. Leave that out; for another adapter, give the base as --model."
+        )
+    description = folder.resolve().parents[1] / CONFIG
     if not description.is_file():
         raise ConfigError(
             f"{folder} is a LoRA adapter, and there is no {description} that says what it was trained on. Give "
             f"--model BASE --lora-rank RANK --fork-from {folder}."
         )
-    run = read_toml(RunConfig, description)
-    loaded = load_policy(replace(run.model, device=settings.device, dtype=settings.dtype), seed=run.train.seed)
-    read_weights(loaded.model, folder)
-    return replace(loaded, name=str(folder))
+    return read_toml(RunConfig, description)
+
+
+def pinned(config: RunConfig) -> RunConfig:
+    """With the checkpoint that a run folder means now: that run may go on, and this one must not begin elsewhere then."""
+    values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
+    if config.model.fork_from is not None:
+        values["fork_from"] = checkpoint_in(config.model.fork_from) or config.model.fork_from
+    return with_values(config, values)
 
 
 # --- checkpoints of other runs ---------------------------------------------------------------------------------
@@ -103,7 +145,7 @@ def checkpoint_in(path: Path) -> Path | None:
     """The checkpoint that a path means: itself, or the newest of a run folder; None where there is none."""
     if problem_with(path, checksums=False) is None:
         return path
-    for root in (path / "checkpoints", path):
+    for root in (path / CHECKPOINTS, path):
         newest = CheckpointManager(CheckpointConfig(root)).latest()
         if newest is not None:
             return newest

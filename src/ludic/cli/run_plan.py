@@ -10,12 +10,12 @@ from ludic.cli.run_config import TINY, ModelSettings, RunConfig
 from ludic.cli.run_env import FoundEnv, read_samples
 from ludic.cli.run_folder import Start
 from ludic.cli.run_model import (
+    base_settings,
     checkpoint_in,
     default_device,
     dtype_of,
     find_device,
     forked_checkpoint,
-    is_adapter,
     make_template,
     make_tiny,
 )
@@ -63,9 +63,11 @@ def _token_line(config: RunConfig) -> str:
 def _model_lines(config: RunConfig) -> list[str]:
     model = config.model
     device = find_device(model.device) or default_device()
-    trained = f"a LoRA adapter of rank {model.lora_rank}" if model.lora_rank else "all weights"
+    base = base_settings(model)
+    which = "a" if base is model else "its"
+    trained = f"{which} LoRA adapter of rank {base.lora_rank}" if base.lora_rank else "all weights"
     lines = [
-        f"Model {model.model}: {_num_parameters(model)}, {str(dtype_of(model)).removeprefix('torch.')} on {device}; training "
+        f"Model {model.model}: {_num_parameters(base)}, {str(dtype_of(base)).removeprefix('torch.')} on {device}; training "
         f"{trained} with {config.algo.algo}."
     ]
     if model.fork_from is not None:
@@ -80,8 +82,10 @@ def _num_parameters(settings: ModelSettings) -> str:
     if settings.model == SMOLLM2:
         return f"{_SMOLLM2_PARAMETERS:,} parameters"
     folder = checkpoint_in(Path(settings.model)) or Path(settings.model)
-    if folder.suffix == ".gguf" or is_adapter(folder):
+    if folder.suffix == ".gguf":
         return "number of parameters unknown until it is loaded"
+    if folder.suffix == ".json":  # the config of random weights; the tokenizer is beside it
+        folder = folder.parent
     return _counted(_empty_model(str(folder)))
 
 

@@ -16,7 +16,7 @@ from ludic.cli.assemble import Play, make_algorithm, make_evaluator, make_logger
 from ludic.cli.run_config import RunConfig, resolve
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import Start, find_start, latest_checkpoint, metrics_with, prepare_folder, rollouts_file
-from ludic.cli.run_model import ServedPolicy, load_policy, make_template, serve_policy, use_threads
+from ludic.cli.run_model import ServedPolicy, load_policy, make_template, pinned, serve_policy, use_threads
 from ludic.cli.run_plan import plan_lines
 from ludic.cli.settings import to_toml
 from ludic.eval import SnapshotEvaluator
@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 def show_plan(config: RunConfig, found: FoundEnv, *, resume: bool) -> None:
     """Everything that can be known without loading weights."""
-    resolved = resolve(config, found)
+    resolved = pinned(resolve(config, found))
     start = find_start(resolved, resume=resume)
     plan = plan_lines(resolved, found, start)
     say(to_toml(resolved))
@@ -48,7 +48,7 @@ def show_plan(config: RunConfig, found: FoundEnv, *, resume: bool) -> None:
 
 def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
     """Train to the end, or until stopped; the exit code of the command."""
-    config = resolve(config, found)
+    config = pinned(resolve(config, found))
     start = find_start(config, resume=resume)
     make_algorithm(config)  # a wrong argument is named before a large model is loaded for nothing
     for line in _opening(config, start):
@@ -56,7 +56,7 @@ def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
     use_threads(config.model)
     with contextlib.ExitStack() as stack:
         loaded, served = _serve(config, start, stack)
-        template = make_template(loaded.tokenizer, with_tools="tools" in config.agent.agent_set)
+        template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
         play = make_play(config.env, config.agent, found, served.client, template, served.model)
         evaluator = _evaluator(config, served, play, stack)
         prepare_folder(config, start)

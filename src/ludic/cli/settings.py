@@ -167,8 +167,19 @@ def parse_flags(words: type[W], default: T, args: Sequence[str], *, prog: str, d
         typed, args=rest, prog=prog, description=description, config=(tyro.conf.OmitArgPrefixes,), compact_help=False
     )
     config = type(default)(**{name: getattr(parsed, name) for name in sections})
-    merged = {name: {**values_of(config)[name], **given} for name, given in arguments.items()}
-    return Command(parsed.command, with_values(config, merged) if merged else config)
+    return Command(parsed.command, with_values(config, _merged_arguments(config, default, arguments)))
+
+
+def _merged_arguments(config: Any, default: Any, given: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Pairs add to those of the file; but the file's parser_set is for the file's parser, not for one given instead."""
+    values, before = values_of(config), values_of(default)
+    merged = {}
+    for setting in settings_of(type(config)):
+        if setting.holds_arguments:
+            part = setting.name.removesuffix("_set")
+            is_for_another = values[part] != before[part]
+            merged[setting.name] = ({} if is_for_another else before[setting.name]) | given.get(setting.name, {})
+    return merged
 
 
 def _take_arguments(cls: type, args: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -179,6 +190,7 @@ def _take_arguments(cls: type, args: Sequence[str]) -> tuple[list[str], dict[str
     remaining = iter(args)
     for arg in remaining:
         flag, equals, value = arg.partition("=")
+        flag = flag.replace("_", "-")  # --algo_set is --algo-set, as it is for every other flag
         if flag not in by_flag:
             rest.append(arg)
             continue

@@ -49,11 +49,10 @@ def train(context: typer.Context) -> None:
 
 def read_command(args: list[str]) -> tuple[Words, RunConfig]:
     """What was typed, over what is in the file that the target names, over the defaults."""
-    first: Words = _parse(args, RunConfig())[0]
-    path = config_file(first.target)
+    words, config = _parse(args, RunConfig())
+    path = config_file(words.target)
     if path is None:
-        config = _parse(args, RunConfig())[1]
-        return first, replace(config, env=replace(config.env, id=first.target))
+        return words, replace(config, env=replace(config.env, id=words.target))
     words, config = _parse(args, read_toml(RunConfig, path))
     if not config.env.id:
         raise ConfigError(f'{path} names no env; write id = "…" under [env].')

@@ -103,7 +103,7 @@ class HttpSessions:
         try:
             import aiohttp
         except ImportError as error:
-            raise MissingExtra("serve", self._needed_for) from error
+            raise MissingExtra("endpoint", self._needed_for) from error
         # Whoever plays bounds how many episodes run, so no limit here: a request in a queue of ours looks like a slow server.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
         async with aiohttp.ClientSession(connector=connector, headers=self._headers) as session:

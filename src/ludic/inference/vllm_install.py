@@ -42,12 +42,18 @@ class VLLMInstall:
     """A build for CPUs, which needs other settings than one for GPUs."""
 
 
+def _is_beside_us() -> bool:
+    """A package, that is: a script of somebody's called vllm.py is none."""
+    found = importlib.util.find_spec("vllm")
+    return found is not None and found.submodule_search_locations is not None
+
+
 def find_vllm() -> VLLMInstall:
     """The vLLM to use: $LUDIC_VLLM_PYTHON, else the one beside us, else the one that `make vllm` installed."""
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         return check_supported(probe(Path(named)))
-    if importlib.util.find_spec("vllm") is not None:
+    if _is_beside_us():
         return check_supported(probe(Path(sys.executable)))
     for folder in (Path.cwd(), _CHECKOUT):
         python = folder / ".venv-vllm" / "bin" / "python"

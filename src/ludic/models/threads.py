@@ -13,9 +13,13 @@ _WIDTH, _TOKENS, _LAYERS = 128, 2048, 8
 
 
 def use_fastest_num_threads(most: int | None = None) -> int:
-    """Try 1, 2, 4 … threads on work like a small model's, keep the fastest, and return how many that is."""
+    """Try 1, 2, 4 … threads on work like a small model's, keep the fastest, and return how many that is.
+
+    `most` is, where it is not given, what OMP_NUM_THREADS allows, else the number of cores.
+    """
+    most = most or int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     candidates = [1]
-    while candidates[-1] * 2 <= (most or os.cpu_count() or 1):
+    while candidates[-1] * 2 <= most:
         candidates.append(candidates[-1] * 2)
     seconds = {number: _time_steps(number) for number in candidates}
     best = min(candidates, key=seconds.__getitem__)

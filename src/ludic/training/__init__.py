@@ -18,7 +18,7 @@ _NAMES_BY_MODULE = {
     "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn GAE gae",
     "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
     "keep_agent_steps combine any_of apply_filter default_step_selector",
-    "ludic.training.preprocess": "PreprocessFn compose_preprocess validate_actor_logps drop_zero_weight_samples "
+    "ludic.training.preprocess": "PreprocessFn compose_preprocess validate_actor_logps forget_temperature drop_zero_weight_samples "
     "filter_zero_variance_groups",
     "ludic.training.losses": "ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
     "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss",

@@ -23,8 +23,11 @@ from ludic.types import ConfigError
 logger = logging.getLogger(__name__)
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 BASE_FINGERPRINT = "base_fingerprint.json"
 _SAMPLES = 16
+_SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
+"""What LoRA's output is multiplied by comes from these; other kinds of adapters have none of them."""
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -166,6 +169,7 @@ def _read_adapters(model: Any, folder: Path) -> None:
                 f"There is no adapter {adapter!r} in {folder}: {file.name} is not there. The model has the adapters "
                 f"{', '.join(model.peft_config)}; a checkpoint of a whole model is loaded before it is wrapped by peft."
             )
+        _check_same_scale(model.peft_config[adapter].to_dict(), file.with_name(ADAPTER_CONFIG))
         stored = load_file(file)
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         differing = sorted(stored.keys() ^ own.keys())
@@ -178,6 +182,18 @@ def _read_adapters(model: Any, folder: Path) -> None:
             _check_same_kind(name, tensor, own[name], folder)
         _check_base(model, folder)
         set_peft_model_state_dict(model, stored, adapter_name=adapter)
+
+
+def _check_same_scale(own: Mapping[str, Any], file: Path) -> None:
+    """The same tensors under another alpha are another adapter, and nothing else would tell."""
+    saved = read_json(file)
+    differing = [name for name in _SCALE if saved.get(name) != own.get(name)]
+    if differing:
+        values = ", ".join(f"{name} is {saved.get(name)} there and {own.get(name)} here" for name in differing)
+        raise ConfigError(
+            f"The adapter in {file.parent} was trained with another scale: {values}. Use the LoraConfig that it was saved with "
+            "(ludic train: --lora-rank, --lora-alpha-mult)."
+        )
 
 
 def _check_all_trained_is_in_an_adapter(model: Any) -> None:

@@ -4,6 +4,7 @@ A hook takes a batch and returns one; the batch that it was given stays as it wa
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -52,6 +53,15 @@ def _known_logps(item: SAWItem) -> LogprobArray:
 def _share(indices: list[int], batch: SAWBatch) -> str:
     shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
     return f"{len(indices)} of {len(batch)} items (indices {shown}) have"
+
+
+def forget_temperature(batch: SAWBatch) -> SAWBatch:
+    """The batch as if its tokens had been sampled at temperature 1.
+
+    For imitation: what is learned is the model's own distribution, and not the one that some sampler made of it.
+    """
+    items = [replace(item, attachments=replace(item.attachments, temperature=None)) for item in batch.items]
+    return SAWBatch(items=items, meta=dict(batch.meta))
 
 
 def drop_zero_weight_samples(batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:

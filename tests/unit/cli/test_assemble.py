@@ -39,7 +39,7 @@ def scripted_play(config: RunConfig, reply: str = "A1") -> Play:
 
 def test_what_suits_the_env_fills_what_was_left_open():
     config = resolved("gsm8k", set={"sample": {"question": "1+1?", "answer": "#### 2"}})
-    assert (config.agent.parser, config.env.max_steps, config.agent.max_tokens) == ("boxed", 1, 512)
+    assert (config.agent.parser, config.env.max_steps, config.agent.max_tokens) == ("final_number", 1, 512)
     own = resolved("tic_tac_toe", parser="xml_tag", parser_set={"tag": "move"}, max_steps=7, max_tokens=64)
     assert (own.agent.parser, own.agent.parser_set, own.env.max_steps) == ("xml_tag", {"tag": "move"}, 7)
 
@@ -113,9 +113,15 @@ def test_the_agent_is_made_as_the_settings_say():
 
 @pytest.mark.parametrize(("max_tokens", "rejects"), [(1, False), (2, True)])
 def test_a_reply_of_one_token_is_never_cut_off(max_tokens, rejects):
-    settings = AgentSettings(parser="raw", max_tokens=max_tokens)
+    settings = resolved("key_door", max_tokens=max_tokens).agent
     agent = agent_factory(settings, ByteTemplate(), "m")(ScriptedClient(lambda request: ""))
     assert agent.reject_incomplete_completions is rejects
+
+
+def test_what_suits_the_env_is_only_a_suggestion():
+    suggested, own = resolved("tic_tac_toe").agent, resolved("tic_tac_toe", cut_off="reject", unreadable="go_on").agent
+    assert (suggested.cut_off, suggested.unreadable) == ("read", "stop")
+    assert (own.cut_off, own.unreadable) == ("reject", "go_on")
 
 
 # --- requests ---

@@ -14,10 +14,13 @@ from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
 from ludic.cli import eval_run
-from ludic.cli.eval_policy import load
+from ludic.cli.eval_config import PolicySettings
+from ludic.cli.eval_folder import slug
+from ludic.cli.eval_policy import contenders, load
+from ludic.cli.evaluate import read_command
 from ludic.cli.main import app
 from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig
-from ludic.cli.settings import to_toml
+from ludic.cli.settings import to_toml, with_values
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.server import serve
 from ludic.models.tiny import tiny_llama, word_tokenizer
@@ -84,6 +87,15 @@ def samples(folder: Path, model: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples" / f"{model}.jsonl").read_text().splitlines()]
 
 
+def answers(samples: list[dict[str, Any]]) -> list[str]:
+    return [sample["answer"] for sample in samples]
+
+
+def episodes(folder: Path, model: str) -> Path:
+    (found,) = (folder / "rollouts").glob(f"{model}-*.jsonl")
+    return found
+
+
 # --- the command ---
 
 
@@ -97,7 +109,7 @@ def test_it_plays_reports_and_keeps_everything(folder):
     assert 0 < right < 1, "a random model says yes now and then"
     assert numbers["accuracy"] == pytest.approx(right) == pytest.approx(numbers["pass@1"])
     assert numbers["pass@4"] >= numbers["accuracy"] and "majority@4" in numbers
-    assert len(list(load_rollouts(out / "rollouts" / "one.jsonl"))) == 48
+    assert len(list(load_rollouts(episodes(out, "one")))) == 48
     for text in (
         "accuracy",
         f"{right:.1%} [",
@@ -135,13 +147,43 @@ def test_resume_plays_only_what_is_missing(folder, monkeypatch):
     args = ["quiz.py:Yes", "--model", "one", "--name", "mine", *SHORT]
     assert ludic(*args, "--num-tasks", "6").exit_code == 0
     out = folder / "runs" / "eval" / "mine"
-    lines = (out / "rollouts" / "one.jsonl").read_text().splitlines(keepends=True)
-    (out / "rollouts" / "one.jsonl").write_text("".join(lines[:4]) + lines[4][:50])  # killed while it wrote
+    lines = episodes(out, "one").read_text().splitlines(keepends=True)
+    episodes(out, "one").write_text("".join(lines[:4]) + lines[4][:50])  # killed while it wrote
     assert ludic(*args, "--num-tasks", "10", "--resume").exit_code == 0
-    again = (out / "rollouts" / "one.jsonl").read_text().splitlines(keepends=True)
+    again = episodes(out, "one").read_text().splitlines(keepends=True)
     assert again[:4] == lines[:4] and len(again) == 10
     assert ludic("quiz.py:Yes", "--model", "one", "--num-tasks", "10", "--name", "fresh", *SHORT).exit_code == 0
     assert metrics(out) == metrics(folder / "runs" / "eval" / "fresh")
+
+
+@pytest.mark.parametrize("share_a_file", [False, True])
+def test_another_model_of_the_same_name_is_not_given_the_episodes_of_the_first(folder, share_a_file):
+    save_model(folder / "other" / "one", seed=1)
+    args = ["quiz.py:Yes", "--num-tasks", "8", *SHORT]
+    mine, fresh = (folder / "runs" / "eval" / name for name in ("mine", "fresh"))
+    assert ludic(*args, "--name", "mine", "--model", "one").exit_code == 0
+    first = samples(mine, "one")
+    if share_a_file:
+        (other,) = contenders(PolicySettings(model=("other/one",)))
+        episodes(mine, "one").rename(mine / "rollouts" / f"{other.file_stem}.jsonl")
+    assert ludic(*args, "--name", "mine", "--model", "other/one", "--resume").exit_code == 0
+    assert ludic(*args, "--name", "fresh", "--model", "other/one").exit_code == 0
+    assert answers(samples(mine, "one")) == answers(samples(fresh, "one")) != answers(first)
+    assert len(list((mine / "rollouts").glob("*.jsonl"))) == (1 if share_a_file else 2)
+
+
+def test_a_model_is_the_same_one_however_it_is_typed_and_whatever_it_is_compared_with(folder):
+    (typed,) = contenders(PolicySettings(model=("one",)))
+    _, compared = contenders(PolicySettings(model=("two/../two/../one", str(folder / "one"))))
+    assert (compared.identity, compared.file_stem) == (typed.identity, typed.file_stem)
+
+
+def test_no_two_models_of_a_comparison_share_a_file(folder):
+    for name in ("a/model", "b/model", "model_2"):
+        save_model(folder / name)
+    field = contenders(PolicySettings(model=("a/model", "b/model", "model_2")))
+    assert [contender.label for contender in field] == ["model", "model (2)", "model_2 (2)"]
+    assert len({slug(contender.label) for contender in field}) == len({c.file_stem for c in field}) == 3
 
 
 def test_a_run_that_is_interrupted_says_how_to_go_on(folder, monkeypatch):
@@ -187,7 +229,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(8)[None]).logits
 
 
-def a_run(folder: Path) -> Any:
+def a_run(folder: Path, **values: Any) -> Any:
     """A training run of an adapter, as far as an evaluation sees it."""
     model = an_adapter(folder / "one")
     CheckpointManager(CheckpointConfig(folder / "run" / "checkpoints")).save(4, model=model)
@@ -196,7 +238,7 @@ def a_run(folder: Path) -> Any:
         model=ModelSettings(model=str(folder / "one"), lora_rank=4),
         agent=AgentSettings(max_tokens=2, cut_off="read"),
     )
-    (folder / "run" / "config.toml").write_text(to_toml(config))
+    (folder / "run" / "config.toml").write_text(to_toml(with_values(config, values)))
     return model
 
 
@@ -226,6 +268,46 @@ def test_a_run_folder_is_evaluated_before_and_after(folder):
     (found,) = metrics_of_all(folder)
     assert list(found) == ["one", "run/step_000004"]
     assert found["one"]["num_samples"] == 6 and found["one"]["mean_completion_tokens"] <= 2, "played as it was trained"
+
+
+def write_run(folder: Path, **values: Any) -> None:
+    """The settings of a run, which are all that is read of it before models are loaded."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(with_values(RunConfig(), {"id": "quiz.py:Yes", **values})))
+
+
+def test_a_forked_run_began_with_the_weights_of_its_fork(folder):
+    write_run(folder / "run", model="one", fork_from=Path("runs/x/checkpoints/step_000002"))
+    assert read_command(["run"])[1].policy.model == ("runs/x/checkpoints/step_000002", "run")
+
+
+def test_a_run_is_evaluated_with_its_own_first_weights_and_length_whatever_the_seed_of_the_evaluation(folder):
+    write_run(folder / "run", model="tiny", seed=3, max_seq_len=77)
+    config = read_command(["run", "--seed", "9"])[1]
+    assert (config.policy.init_seed, config.measure.seed, config.policy.max_model_len) == (3, 9, 77)
+
+
+def test_random_weights_come_from_their_own_seed(folder):
+    args = ["quiz.py:Yes", "--model", "tiny", "--num-tasks", "6", *SHORT]
+    seeds = {"a": ["--init-seed", "1"], "b": ["--init-seed", "2"], "c": ["--init-seed", "1"]}
+    for name, seed in seeds.items():
+        assert ludic(*args, *seed, "--name", name).exit_code == 0
+    a, b, c = (answers(samples(folder / "runs" / "eval" / name, "tiny")) for name in seeds)
+    assert a == c != b
+
+
+def test_it_is_said_that_a_run_is_evaluated_on_what_it_was_trained_on(folder):
+    a_run(folder, id="quiz.py:Quiz", data=folder / "questions.jsonl")
+    said = "These are the samples that run was trained on"
+    assert said in ludic("run", "--num-tasks", "2").output
+    (folder / "held_out.jsonl").write_text((folder / "questions.jsonl").read_text())
+    other = ludic("run", "--num-tasks", "2", "--data", "held_out.jsonl")
+    assert other.exit_code == 0 and said not in other.output
+
+
+def test_another_parser_does_not_get_the_arguments_of_the_runs_parser(folder):
+    write_run(folder / "run", parser="xml_tag", parser_set={"tag": "move"})
+    assert read_command(["run", "--parser", "boxed"])[1].agent.parser_set == {}
 
 
 def metrics_of_all(folder: Path) -> Iterator[dict[str, dict[str, float]]]:
@@ -316,6 +398,7 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(folder, args, message):
         (["--majority-k", "2"], "k = 2, but there are --samples 1"),
         (["--pass-k", "few"], "whole numbers"),
         (["--samples", "0"], "at least 1"),
+        (["--samples", "2", "--temperature", "0"], "would be the same"),
         (["--num-taks", "3"], "--num-tasks"),
     ],
 )

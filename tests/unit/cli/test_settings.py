@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludic.cli.run_config import MAY_CHANGE_ON_RESUME, RunConfig
@@ -124,6 +124,24 @@ def test_arguments_of_a_part_can_be_repeated_and_add_to_those_of_the_file():
     assert after.game.set == {"a": 1, "b": [3, 4], "c": "text", "d": True}
 
 
+def test_a_flag_may_be_written_with_underscores_and_no_pair_is_lost():
+    run = parse_flags(
+        Words, RunConfig(), ["--algo_set", "a=1", "--algo_set=b_c=2", "--algo-set", "d=3"], prog="test", description=""
+    )
+    assert run.config.algo.algo_set == {"a": 1, "b_c": 2, "d": 3}
+
+
+def test_arguments_of_the_file_are_for_the_part_of_the_file():
+    before = with_values(RunConfig(), {"parser": "xml_tag", "parser_set": {"tag": "move"}, "algo_set": {"a": 1}})
+
+    def arguments(*args: str) -> dict:
+        return parse_flags(Words, before, args, prog="test", description="").config.agent.parser_set
+
+    assert arguments("--parser", "boxed") == {}
+    assert arguments("--parser", "pattern", "--parser-set", "pattern=x") == {"pattern": "x"}
+    assert arguments("--algo", "reinforce") == arguments("--parser", "xml_tag") == {"tag": "move"}
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
@@ -217,6 +235,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 @given(
     st.builds(
         Config,

@@ -110,10 +110,12 @@ def test_a_run_without_a_checkpoint_starts_over_when_resumed(ludic, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fork_takes_the_weights_and_nothing_else(ludic, tmp_path):
+def test_a_fork_takes_the_weights_of_a_concrete_checkpoint_and_nothing_else(ludic, tmp_path):
     ludic("train", *RUN)
     ended = ludic("train", *RUN[:-1], "fork", "--fork-from", "runs/first", "--lr", "1e-9", "--weight-decay", "0")
     assert ended.code == 0, ended.err
+    settings = read_toml(RunConfig, tmp_path / "runs" / "fork" / "config.toml").model
+    assert settings.fork_from == Path("runs/first/checkpoints/step_000002"), "whatever the newest is later"
     first, fork = (tmp_path / "runs" / name / "checkpoints" / "step_000002" for name in ("first", "fork"))
     for name, weight in weights(fork).items():
         torch.testing.assert_close(weight, weights(first)[name], rtol=0, atol=1e-6)
@@ -123,8 +125,8 @@ def test_a_fork_takes_the_weights_and_nothing_else(ludic, tmp_path):
 def test_evaluation_before_and_after_is_in_the_statement(ludic, tmp_path):
     ended = ludic("train", *RUN, "--eval-at-start", "--eval-every", "2", "--eval-episodes", "6")
     assert ended.code == 0, ended.err
-    assert "Evaluation: accuracy" in ended.out and "after update 0" in ended.out and "after update 2" in ended.out
-    rows = [row for row in read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl") if "eval/accuracy" in row]
+    assert "Evaluation: mean reward" in ended.out and "after update 0" in ended.out and "after update 2" in ended.out
+    rows = [row for row in read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl") if "eval/mean_reward" in row]
     assert [row["step"] for row in rows] == [0, 2] and rows[0]["eval/num_samples"] == 6
 
 

@@ -224,8 +224,9 @@ async def test_grading_works_concurrently_and_keeps_the_loop_running():
             ticks += 1
 
     ticking = asyncio.create_task(tick())
-    questions = [(TOWER, "18"), *((rf"{n}\sqrt2", r"\sqrt{8}") for n in range(1, 5))]
-    verdicts = await asyncio.gather(*(async_is_equivalent(a, g, timeout_s=0.3) for a, g in questions))
+    # Only the question that never ends is given up soon: the others must be answered on a busy machine, too.
+    questions = [(TOWER, "18", 0.3), *((rf"{n}\sqrt2", r"\sqrt{8}", 30.0) for n in range(1, 5))]
+    verdicts = await asyncio.gather(*(async_is_equivalent(a, g, timeout_s=limit) for a, g, limit in questions))
     ticking.cancel()
     assert verdicts == [False, False, True, False, False]
     assert ticks > 10

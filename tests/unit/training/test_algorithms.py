@@ -279,7 +279,14 @@ def test_a_preset_whose_loss_uses_ratios_asks_for_the_samplers_log_probs(name):
 
 def test_sft_takes_any_sample():
     made = make_sft()
-    assert made.preprocess is None and not made.loss.needs_old_logps
+    assert len(made.preprocess(SAWBatch(items=[item()]))) == 1 and not made.loss.needs_old_logps
+
+
+def test_sft_learns_the_models_own_distribution_whatever_the_sampler_made_of_it():
+    cold = replace(item(2.0), attachments=SampleAttachments(temperature=0.6, token_weights=[1.0, 3.0]))
+    (seen,) = make_sft().preprocess(SAWBatch(items=[cold])).items
+    assert seen.attachments.temperature is None and cold.attachments.temperature == 0.6
+    assert seen.token_weights.tolist() == [1.0, 3.0] and seen.input_ids.tolist() == cold.input_ids.tolist()
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in PRESETS.items() if "drop_zero_weight" in row[0]))

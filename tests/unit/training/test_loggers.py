@@ -302,6 +302,17 @@ def test_the_live_table_groups_by_prefix_keeps_rare_numbers_and_draws_the_reward
         assert text in drawn, text
 
 
+def test_the_live_table_says_how_much_is_left(monkeypatch):
+    screen = io.StringIO()
+    clock = iter([100.0, 110.0, 110.0])
+    monkeypatch.setattr("ludic.training.loggers.rich_live.time.monotonic", lambda: next(clock))
+    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120), total_steps=11)
+    logger.log(1, {"train/x": 1.0})
+    logger.log(2, {"train/x": 1.0})  # ten seconds later, and nine more to go
+    logger.close()
+    assert "step 1 of 11" in screen.getvalue() and "step 2 of 11, 0:01:30 left" in screen.getvalue()
+
+
 def test_without_a_terminal_there_are_plain_lines():
     file = io.StringIO()
     logger = RichLiveLogger(console=Console(file=file, width=20))

@@ -9,6 +9,7 @@ compiled code lives on in the graphs only: the module itself is left as it was, 
 """
 
 import contextlib
+import threading
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -247,7 +248,7 @@ class CUDARunner:
 
     def _graph(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         if bucket not in self._graphs:
-            with self._layers if self._layers is not None else contextlib.nullcontext():
+            with _CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
                 self._graphs[bucket] = self._capture(bucket)
         return self._graphs[bucket]
 
@@ -262,7 +263,8 @@ class CUDARunner:
                 self._round.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool_handle()):
+        # thread_local: the trainer allocates in another thread meanwhile, which would end a capture of the usual mode.
+        with torch.cuda.graph(graph, pool=self._pool_handle(), capture_error_mode="thread_local"):
             logits = self._one_round(bucket)
         for buffer, value in zip(changed, saved, strict=True):
             buffer.copy_(value)
@@ -292,6 +294,8 @@ class CUDARunner:
         return logits
 
 
+_CAPTURING = threading.Lock()
+"""A live engine and its snapshot may need a graph at once; whoever synchronizes the device would end the other's capture."""
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 

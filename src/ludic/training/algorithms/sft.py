@@ -3,12 +3,14 @@
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.losses import MaskedCausalLMCrossEntropyLoss
+from ludic.training.preprocess import forget_temperature
 
 
 def make_sft(*, length_normalize: bool = False, name: str = "sft") -> RLAlgorithm:
-    """Every action token counts the same."""
+    """Every action token counts the same, whatever temperature it was sampled at."""
     return RLAlgorithm(
         name=name,
         credit_assigner=ConstantCredit(1.0),
         loss=MaskedCausalLMCrossEntropyLoss(length_normalize=length_normalize),
+        preprocess=forget_temperature,
     )

@@ -1,0 +1,144 @@
+"""The model of a run: adapters, forks, random weights, and what a path means."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludic.cli import assemble
+from ludic.cli.assemble import make_loggers
+from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig, RunSettings, resolve
+from ludic.cli.run_env import find_env
+from ludic.cli.run_folder import Start, prepare_folder
+from ludic.cli.run_model import load_policy, pinned
+from ludic.cli.run_plan import plan_lines
+from ludic.cli.settings import to_toml, with_values
+from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.types import ConfigError
+
+ADAPTER = ModelSettings(model="tiny", lora_rank=2)
+
+
+def save_run(folder: Path, settings: ModelSettings = ADAPTER, *, steps: tuple[int, ...] = (2,)) -> Path:
+    """A training run, as far as others see it; its newest checkpoint."""
+    model = load_policy(settings).model
+    manager = CheckpointManager(CheckpointConfig(folder / "checkpoints"))
+    for step in steps:
+        manager.save(step, model=model)
+    (folder / "config.toml").write_text(to_toml(RunConfig(env=EnvSettings(id="tic_tac_toe"), model=settings)))
+    return folder / "checkpoints" / f"step_{steps[-1]:06d}"
+
+
+def run_with(model: ModelSettings) -> RunConfig:
+    return resolve(RunConfig(env=EnvSettings(id="tic_tac_toe"), model=model), find_env("tic_tac_toe"))
+
+
+# --- adapters ---
+
+
+def test_alpha_is_what_was_asked_for_also_below_one():
+    model = load_policy(replace(ADAPTER, lora_alpha_mult=0.2)).model
+    assert model.peft_config["default"].lora_alpha == pytest.approx(0.4)
+    assert model.base_model.model.model.layers[0].mlp.up_proj.scaling["default"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("settings", [replace(ADAPTER, lora_alpha_mult=4.0), replace(ADAPTER, lora_rank=4)])
+def test_an_adapter_is_not_forked_into_another_scale(settings, tmp_path):
+    save_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"lora_alpha is 4 there and 8 here.*--lora-alpha-mult"):
+        load_policy(replace(settings, fork_from=tmp_path / "run"))
+    load_policy(replace(ADAPTER, fork_from=tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"lora_rank": 2}, "--lora-rank"),
+        ({"lora_alpha_mult": 1.0}, "--lora-alpha-mult"),
+        ({"lora_dropout": 0.1}, "--lora-dropout"),
+        ({"fork_from": Path("elsewhere")}, "--fork-from"),
+    ],
+)
+def test_a_model_that_is_an_adapter_takes_no_other_adapter(change, flag, tmp_path):
+    save_run(tmp_path / "run")
+    settings = ModelSettings(model=str(tmp_path / "run"), **change)
+    with pytest.raises(ConfigError, match=f"{flag} would be ignored"):
+        load_policy(settings)
+    with pytest.raises(ConfigError, match=f"{flag} would be ignored"):
+        plan_lines(run_with(settings), find_env("tic_tac_toe"), Start())
+
+
+def test_the_plan_names_the_adapter_that_is_trained_on(tmp_path):
+    save_run(tmp_path / "run", replace(ADAPTER, dtype="bfloat16"))
+    line = plan_lines(run_with(ModelSettings(model=str(tmp_path / "run"))), find_env("tic_tac_toe"), Start())[0]
+    assert "95,168 parameters, bfloat16" in line and "training its LoRA adapter of rank 2" in line
+
+
+def test_an_adapter_is_loaded_in_the_number_format_of_its_run(tmp_path):
+    checkpoint = save_run(tmp_path / "run", replace(ADAPTER, dtype="bfloat16"))
+    model = load_policy(ModelSettings(model=str(checkpoint))).model
+    assert model.base_model.model.lm_head.weight.dtype is torch.bfloat16
+
+
+# --- what a path means ---
+
+
+def test_a_run_folder_means_its_newest_checkpoint_of_now(tmp_path):
+    newest = save_run(tmp_path / "run", ModelSettings(model="tiny"), steps=(2, 4))
+    config = pinned(run_with(ModelSettings(model=str(tmp_path / "run"), fork_from=tmp_path / "run")))
+    assert (config.model.model, config.model.fork_from) == (str(newest), newest)
+    other = run_with(ModelSettings(model="tiny", fork_from=tmp_path / "gone"))
+    assert pinned(other) == other
+
+
+def test_random_weights_of_a_config_follow_the_seed_and_can_be_planned(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(len(tokenizer), width=16, layers=1).config.save_pretrained(tmp_path)
+    settings = ModelSettings(model=str(tmp_path / "config.json"))
+    first, again, other = (load_policy(settings, seed=seed).model.lm_head.weight for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert "parameters" in plan_lines(run_with(settings), find_env("tic_tac_toe"), Start())[0]
+
+
+# --- the rest of a run ---
+
+
+def test_math_can_be_trained_on_with_what_suits_it():
+    found = find_env("math")
+    config = resolve(with_values(RunConfig(), {"id": "math", "set": dict(found.example)}), found)
+    assert config.agent.max_tokens is not None and config.train.max_seq_len - config.agent.max_tokens >= 256
+
+
+@pytest.mark.parametrize(("agent", "may"), [("agent", False), ("tool_agent", True), ("react", True)])
+def test_every_agent_but_the_plain_one_may_call_tools(agent, may):
+    assert AgentSettings(agent=agent).may_call_tools is may
+
+
+class FakeWandb:
+    """Hears which run it is of, and nothing else."""
+
+    ids: list[str]
+
+    def __init__(self, init: dict[str, str], **settings: object) -> None:
+        self.ids.append(init["id"])
+
+    def close(self) -> None: ...
+
+
+def test_a_run_is_the_same_one_for_wandb_when_it_is_resumed_and_another_when_it_begins_anew(tmp_path, monkeypatch):
+    FakeWandb.ids = []
+    monkeypatch.setattr(assemble, "WandbLogger", FakeWandb)
+    for start in (Start(), Start(first_step=2), Start(starts_over=True)):
+        start_logging(tmp_path / "here", start)
+    start_logging(tmp_path / "there", Start())  # a run of the same name in another place
+    first, resumed, started_over, other = FakeWandb.ids
+    assert first == resumed and len({first, started_over, other}) == 3
+
+
+def start_logging(runs: Path, start: Start) -> None:
+    config = replace(run_with(ModelSettings(model="tiny")), run=RunSettings(name="same", runs=runs, logger=("wandb",)))
+    prepare_folder(config, start)
+    make_loggers(config, config.folder).close()

@@ -79,7 +79,7 @@ class Settings:
     """The run's folder; if there is one already, a number is added."""
     resume: Path | None = None
     """Go on with the run in this folder, with the settings that it began with."""
-    seed: int = 0
+    seed: int = 1
     synth_games: int = 3000
     """Games of random legal play to warm up on."""
     warm_up_steps: int = 250

@@ -6,10 +6,12 @@ are busy with something else two threads can be several times slower than one.
 
 import os
 import time
+from statistics import median
 
 import torch
 
 _WIDTH, _TOKENS, _LAYERS = 128, 2048, 8
+_ROUNDS = 7
 
 
 def use_fastest_num_threads(most: int | None = None) -> int:
@@ -21,14 +23,15 @@ def use_fastest_num_threads(most: int | None = None) -> int:
     candidates = [1]
     while candidates[-1] * 2 <= most:
         candidates.append(candidates[-1] * 2)
-    seconds = {number: _time_steps(number) for number in candidates}
-    best = min(candidates, key=seconds.__getitem__)
+    # In turns: whatever else the machine does for a moment should not fall on one candidate alone.
+    rounds = [{number: _time_steps(number) for number in candidates} for _ in range(_ROUNDS)]
+    best = min(candidates, key=lambda number: median(seconds[number] for seconds in rounds))
     torch.set_num_threads(best)
     return best
 
 
-def _time_steps(num_threads: int, repeats: int = 5) -> float:
-    """The middle of a few forward and backward passes: one hiccup of the machine should not decide."""
+def _time_steps(num_threads: int, repeats: int = 3) -> float:
+    """The middle of a few forward and backward passes."""
     torch.set_num_threads(num_threads)
     weights = [torch.randn(_WIDTH, _WIDTH, requires_grad=True) for _ in range(_LAYERS)]
     inputs = torch.randn(_TOKENS, _WIDTH)
@@ -40,4 +43,4 @@ def _time_steps(num_threads: int, repeats: int = 5) -> float:
             hidden = torch.nn.functional.silu(hidden @ weight) * 0.1
         hidden.sum().backward()
         times.append(time.perf_counter() - started)
-    return sorted(times[1:])[repeats // 2]  # the first one also starts the threads
+    return median(times[1:])  # the first one also starts the threads

@@ -31,6 +31,7 @@ from generate_synth_data import play_one
 from ludic.batch_gen import OfflineBatchSource, RolloutBatchSource, RolloutEngine, make_dataset_sequence_requests_fn
 from ludic.distributed import SharedWeightsPublisher
 from ludic.eval import Estimate, evaluate, share_estimate
+from ludic.inference import HFChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
 from ludic.models.threads import use_fastest_num_threads
@@ -173,12 +174,13 @@ def warm_up(settings: Settings, folder: Path, display: Display) -> LoadedModel:
 def synth_games(settings: Settings, tokenizer: Any, path: Path, display: Display) -> Path:
     """Games of a player that plays any legal move, in the model's own tokens."""
     synth = SynthSettings(player="random", agent_starts_as=GAME.agent_starts_as, view=GAME.view)
+    template = HFChatTemplate(tokenizer)
     display.begin("Generating games", settings.synth_games)
 
     async def play() -> None:
         games = []
         for index in range(settings.synth_games):
-            games.append(await play_one(synth, SYNTH_SEEDS + index, tokenizer))
+            games.append(await play_one(synth, SYNTH_SEEDS + index, template, tokenizer))
             if index % 100 == 99:
                 display.advance(100)
         save_rollouts(games, path)

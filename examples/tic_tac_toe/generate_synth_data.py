@@ -21,7 +21,7 @@ import tyro
 from game import Game
 
 from ludic.envs.tic_tac_toe import TicTacToeEnv
-from ludic.inference import ByteTemplate, HFChatTemplate, ScriptedClient
+from ludic.inference import ByteTemplate, ChatTemplate, ScriptedClient
 from ludic.types import ConfigError, InferenceSpec, LudicError, Rollout, SamplingParams, derive_seed, save_rollouts
 
 
@@ -94,8 +94,10 @@ async def play_script(settings: Settings) -> list[Rollout]:
     return [await play_one(settings, seed) for seed in range(settings.seed, settings.seed + settings.episodes)]
 
 
-async def play_one(settings: Settings, seed: int, tokenizer: Any = None) -> Rollout:
-    """With a tokenizer, the game is recorded in its tokens: a model with it can learn from the game as one sequence."""
+async def play_one(
+    settings: Settings, seed: int, template: ChatTemplate | None = None, tokenizer: Any = None
+) -> Rollout:
+    """With a tokenizer and its template, the game is recorded in its tokens: a model can learn from it as one sequence."""
     env = TicTacToeEnv(**settings.env_kwargs(seed))
     dice = random.Random(derive_seed(seed, 1))  # not the opponent's
 
@@ -103,8 +105,7 @@ async def play_one(settings: Settings, seed: int, tokenizer: Any = None) -> Roll
         best = env.reference_action(env.agent_id) if settings.player == "minimax" else None
         return best or dice.choice(env.legal_actions(env.agent_id))
 
-    template = ByteTemplate() if tokenizer is None else HFChatTemplate(tokenizer)
-    protocol = settings.protocol(ScriptedClient(move, tokenizer=tokenizer), template)
+    protocol = settings.protocol(ScriptedClient(move, tokenizer=tokenizer), template or ByteTemplate())
     (rollout,) = await protocol.run(env=env, max_steps=settings.max_steps_per_episode, env_seed=seed)
     return rollout
 

@@ -284,10 +284,10 @@ def _meta(rollout: Rollout, calls: list[_Call], number: int, *, num_tokens: int)
         "request_meta": request_meta,
     }
     # Ludic's own facts go last: an env may add to them, not change them.
-    return {**_small_facts(last), **core}
+    return {**small_facts(last), **core}
 
 
-def _small_facts(step: Step) -> dict[str, Any]:
+def small_facts(step: Step) -> dict[str, Any]:
     """What is worth filtering and averaging by: numbers, flags and short texts; no lists, messages or observations."""
     return {
         key: value

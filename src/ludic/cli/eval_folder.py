@@ -6,7 +6,6 @@ Rollouts are written as episodes finish, and are what `--resume` goes on from; t
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from ludic import __version__
 from ludic.cli.eval_config import MAY_CHANGE_ON_RESUME, EvalConfig
 from ludic.cli.eval_table import Column
+from ludic.cli.run_config import slug
 from ludic.cli.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError
 from ludic.types.rollout import json_number
@@ -84,8 +84,3 @@ def write_results(folder: Path, columns: Sequence[Column]) -> None:
         (folder / "samples" / f"{slug(column.label)}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     metrics = {column.label: column.report.metrics for column in columns}
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-
-
-def slug(text: str) -> str:
-    """What can stand in the name of a file."""
-    return re.sub(r"[^\w.+-]+", "_", text).strip("_")

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludic.cli.eval_config import DEFAULT_MODEL, PolicySettings
-from ludic.cli.eval_folder import slug
-from ludic.cli.run_config import ModelSettings
+from ludic.cli.run_config import ModelSettings, slug
 from ludic.cli.run_folder import CHECKPOINTS, CONFIG
 from ludic.cli.run_model import (
     checkpoint_in,

@@ -321,16 +321,27 @@ def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
     )
     _check_temperature(resolved)
     _check_groups(resolved)
-    _check_engine(resolved.rollouts)
+    _check_engine(resolved)
     _check_lengths(resolved)
     _check_data(resolved, found)
     return resolved
 
 
-def _check_engine(rollouts: RolloutSettings) -> None:
+def _check_engine(config: RunConfig) -> None:
+    rollouts = config.rollouts
+    if rollouts.engine == "pipeline":
+        raise ConfigError(
+            "engine = 'pipeline' is not there yet: actors of their own come with a later version. Use engine = 'local' with "
+            "--max-lag 1 to generate while training."
+        )
     if rollouts.server and rollouts.engine != "vllm":
         servers = ", ".join(rollouts.server)
         raise ConfigError(f"server = {servers} is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
+    if config.eval.eval_in_background and rollouts.engine == "vllm":
+        raise ConfigError(
+            "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "
+            "and they change with every update. Evaluate without it."
+        )
 
 
 def _group_size(algo: AlgoSettings) -> int:
@@ -349,7 +360,12 @@ def default_name(config: RunConfig) -> str:
     """Env, model and algorithm, as far as they can stand in the name of a folder."""
     env = config.env.id.rpartition(":")[2].rpartition("/")[2]
     model = Path(config.model.model).name.removesuffix(".gguf")
-    return re.sub(r"[^\w.+-]+", "_", f"{env}-{model}-{config.algo.algo}")
+    return slug(f"{env}-{model}-{config.algo.algo}")
+
+
+def slug(text: str) -> str:
+    """What can stand in the name of a file."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
 def _check_temperature(config: RunConfig) -> None:

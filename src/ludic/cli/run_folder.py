@@ -1,6 +1,6 @@
 """The folder of a run: may it be used, where does the run stand, what does it hold.
 
-runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/  wandb_id
+runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/  wandb_id  server/
 """
 
 import secrets
@@ -19,7 +19,7 @@ from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
 
 CONFIG, METRICS, CHECKPOINTS, ROLLOUTS = "config.toml", "metrics.jsonl", "checkpoints", "rollouts"
-WANDB_ID = "wandb_id"
+WANDB_ID, SERVER = "wandb_id", "server"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,8 @@ def _require_unused(folder: Path, resume: bool) -> None:
         raise ConfigError(
             f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # A server that was started for the run writes before the run does, and may not have come up.
+    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {SERVER}):
         raise ConfigError(f"{folder} exists and is not the folder of a run. Choose another --name.")
 
 

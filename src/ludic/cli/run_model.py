@@ -23,7 +23,7 @@ from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.durable import problem_with
 from ludic.training.model_files import ADAPTER_WEIGHTS, read_weights
-from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher
+from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
 
 TINY_LENGTH = 1024
 
@@ -209,10 +209,8 @@ def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate
 # --- engines ---------------------------------------------------------------------------------------------------
 
 
-class PolicySnapshot(ChatClient, Protocol):
+class PolicySnapshot(ChatClient, TakesSnapshots, Protocol):
     """Serves the weights of the moment at which it was last told to take them."""
-
-    def take_snapshot(self, version: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -223,8 +221,8 @@ class ServedPolicy:
 
     client: ChatClient
     publisher: PolicyPublisher
-    snapshot: Callable[[], PolicySnapshot]
-    """Serves a copy of the weights, for evaluating while they change; made when asked for."""
+    snapshot: Callable[[], PolicySnapshot] | None = None
+    """Serves a copy of the weights, for evaluating while they change; made when asked for. None: it has no copies."""
     close: Callable[[], None]
     model: str
     """What the client calls it."""
@@ -234,11 +232,6 @@ def serve_policy(settings: RolloutSettings, loaded: LoadedModel, *, max_length: 
     """`max_length`: tokens of a prompt and its reply together. `folder`: of the run, for what a server needs."""
     if settings.engine == "vllm":
         return _serve_with_vllm(settings, loaded, max_length, folder)
-    if settings.engine == "pipeline":
-        raise ConfigError(
-            "engine = 'pipeline' is not there yet: actors of their own come with a later version. Use engine = 'local' with "
-            "--max-lag 1 to generate while training."
-        )
     return serve_locally(loaded, max_length=max_length)
 
 
@@ -255,13 +248,7 @@ def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
 
 
 def _serve_with_vllm(settings: RolloutSettings, loaded: LoadedModel, max_length: int, folder: Path) -> ServedPolicy:
-    from ludic.cli.run_vllm import VLLMPolicy, no_snapshot
+    from ludic.cli.run_vllm import VLLMPolicy
 
     policy = VLLMPolicy(settings, loaded, max_length=max_length, folder=folder)
-    return ServedPolicy(
-        client=policy.client,
-        publisher=policy.publisher,
-        snapshot=no_snapshot,
-        close=policy.close,
-        model=policy.model,
-    )
+    return ServedPolicy(client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model)

@@ -83,6 +83,7 @@ def _evaluator(config: RunConfig, served: ServedPolicy, play: Play, stack: conte
         return None
     if not config.eval.eval_in_background:
         return make_evaluator(config, play)
+    assert served.snapshot is not None, "resolve refuses it for engines without copies"
     snapshot = served.snapshot()
     stack.callback(snapshot.close)
     return SnapshotEvaluator(make_evaluator(config, replace(play, client=snapshot)), snapshot)

@@ -2,11 +2,12 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ludic.cli.run_config import RolloutSettings
+from ludic.cli.run_folder import SERVER
 from ludic.distributed import create_vllm_publisher
 from ludic.inference.control_token import read_control_token
 from ludic.inference.vllm_client import VLLMChatClient
@@ -31,7 +32,7 @@ class VLLMPolicy:
             token = None if settings.control_token is None else read_control_token(settings.control_token)
             self.client = VLLMChatClient(servers=settings.server, control_token=token)
         else:
-            self._process = _start(loaded, settings, max_length, folder / "server")
+            self._process = _start(loaded, settings, max_length, folder / SERVER)
             self.client = VLLMChatClient(servers=[self._process.url], control_token=self._process.control_token)
         self.publisher: PolicyPublisher = create_vllm_publisher(self.client)
         self.publisher.publish(dict(dense_parameters(loaded.model)), version=0)
@@ -71,10 +72,3 @@ async def _served_name(client: VLLMChatClient) -> str:
             f"The servers serve different models ({', '.join(sorted(names))}); start them with the same --served-model-name."
         )
     return str(names.pop())
-
-
-def no_snapshot() -> NoReturn:
-    raise ConfigError(
-        "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "
-        "and they change with every update. Evaluate without it."
-    )

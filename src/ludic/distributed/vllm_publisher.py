@@ -38,23 +38,13 @@ def create_vllm_publisher(
     requests in flight. `dtype`: cast on the way. `folder`: for "file". `address`: of this machine, for "gloo" and "nccl".
     `wait_s`: how long a server that is down may take to come back before publishing fails.
     """
-    if rank0_only:
-        return Rank0OnlyPublisher(
-            lambda: create_vllm_publisher(
-                client,
-                transport=transport,
-                pause=pause,
-                dtype=dtype,
-                folder=folder,
-                address=address,
-                bucket_bytes=bucket_bytes,
-                timeout_s=timeout_s,
-                wait_s=wait_s,
-            )
-        )
-    control = VllmControlPlane(client, pause=pause, timeout_s=timeout_s, wait_s=wait_s)
-    comm = make_communicator(control, transport, folder=folder, address=address)
-    return BroadcastPolicyPublisher(control, comm, bucket_bytes=bucket_bytes, dtype=dtype)
+
+    def make() -> PolicyPublisher:
+        control = VllmControlPlane(client, pause=pause, timeout_s=timeout_s, wait_s=wait_s)
+        comm = make_communicator(control, transport, folder=folder, address=address)
+        return BroadcastPolicyPublisher(control, comm, bucket_bytes=bucket_bytes, dtype=dtype)
+
+    return Rank0OnlyPublisher(make) if rank0_only else make()
 
 
 def make_communicator(

@@ -7,11 +7,11 @@ a policy are compared on the same tasks.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.batch_gen import RequestsFn, RolloutEngine
 from ludic.eval.report import EvalReport, Grading, make_report
-from ludic.types import Evaluator, Reducer, Rollout, RolloutRequest
+from ludic.types import Evaluator, Reducer, Rollout, RolloutRequest, TakesSnapshots
 
 EvalResult = tuple[list[dict[str, Any]], dict[str, float]]
 """(records, metrics)."""
@@ -116,16 +116,11 @@ class EngineEvaluator:
         )
 
 
-class TakesSnapshots(Protocol):
-    """Serves weights that stay as they are until the next snapshot, such as `ludic.inference.local.EngineSnapshot`."""
-
-    def take_snapshot(self, version: int) -> None: ...
-
-
 class SnapshotEvaluator:
     """An evaluator whose agents talk to a snapshot of the policy, so that training may go on meanwhile."""
 
     def __init__(self, evaluator: Evaluator, snapshot: TakesSnapshots) -> None:
+        """`snapshot`: whom the evaluator's agents talk to, such as `ludic.inference.local.snapshot.EngineSnapshot`."""
         self._evaluator = evaluator
         self._snapshot = snapshot
 
@@ -133,19 +128,5 @@ class SnapshotEvaluator:
         """The weights of now; a trainer calls it before each evaluation."""
         self._snapshot.take_snapshot(version)
 
-    async def eval(
-        self,
-        *,
-        requests: Sequence[RolloutRequest] | None = None,
-        reducers: Mapping[str, Reducer] | None = None,
-        max_steps: int | None = None,
-        timeout_s: float | None = None,
-        concurrency: int | None = None,
-    ) -> EvalResult:
-        return await self._evaluator.eval(
-            requests=requests,
-            reducers=reducers,
-            max_steps=max_steps,
-            timeout_s=timeout_s,
-            concurrency=concurrency,
-        )
+    async def eval(self, **settings: Any) -> EvalResult:
+        return await self._evaluator.eval(**settings)

@@ -8,11 +8,9 @@ averaged over all of them.
 from collections.abc import Sequence
 from typing import Any
 
+from ludic.batch_gen.stitching import small_facts
 from ludic.eval.outcome import Outcome
 from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, is_parse_failure
-
-MAX_INFO_TEXT = 256
-"""Longer texts of a step's info stay in the rollout."""
 
 
 def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:
@@ -20,7 +18,7 @@ def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:
     of_rollout = _rollout_facts(rollout, outcome)
     calls = {step.id: step for step in rollout.agent_steps}
     shown: list[Step] = [step for step in rollout.steps if step.kind == "env" or is_parse_failure(step)]
-    records = [{**_small_facts(step), **of_rollout, **_step_facts(step, calls)} for step in shown]
+    records = [{**small_facts(step), **of_rollout, **_step_facts(step, calls)} for step in shown]
     return records or [{**of_rollout, "step_index": None, "step_kind": None, "reward": 0.0, "parse_error": False}]
 
 
@@ -60,17 +58,6 @@ def _step_facts(step: Step, calls: dict[str, AgentStep]) -> dict[str, Any]:
         "finish_reason": None if trace is None else trace.finish_reason,
         "prompt_length": 0 if trace is None else len(trace.prompt_token_ids),
         "completion_length": sum(len(call.trace.completion_token_ids) for call in made),
-    }
-
-
-def _small_facts(step: Step) -> dict[str, Any]:
-    """What the env and the agent say of the step: numbers, flags and short texts."""
-    return {
-        key: value
-        for key, value in step.info.items()
-        if value is None
-        or isinstance(value, (bool, int, float))
-        or (isinstance(value, str) and len(value) <= MAX_INFO_TEXT)
     }
 
 

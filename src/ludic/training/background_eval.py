@@ -2,16 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, Protocol, runtime_checkable
-
-
-@runtime_checkable
-class Snapshots(Protocol):
-    """An evaluator that keeps the weights it evaluates, so that training may change its own meanwhile."""
-
-    def take_snapshot(self, version: int) -> None:
-        """Called between two steps, before each evaluation; returns when the weights are taken."""
-        ...
+from typing import Any
 
 
 class BackgroundEval:

@@ -20,7 +20,7 @@ from ludic.models.compiling import compile_layers
 from ludic.models.head import plain_model
 from ludic.models.lora import dense_parameters
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.background_eval import BackgroundEval, Snapshots
+from ludic.training.background_eval import BackgroundEval
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic import ValueHead, expected_values
@@ -48,6 +48,7 @@ from ludic.types import (
     SAWBatch,
     SAWItem,
     Stateful,
+    TakesSnapshots,
     TrainingLogger,
 )
 
@@ -142,7 +143,7 @@ class Trainer:
         if (cfg.eval_at_start or cfg.eval_every_n_steps) and self.evaluator is None:
             raise ConfigError("eval_at_start or eval_every_n_steps is set, but there is no evaluator.")
         shares_weights = isinstance(self.publisher, InPlacePublisher)
-        if cfg.eval_in_background and shares_weights and not isinstance(self.evaluator, Snapshots):
+        if cfg.eval_in_background and shares_weights and not isinstance(self.evaluator, TakesSnapshots):
             raise ConfigError(
                 "eval_in_background=True, but the engine serves the very weights that are trained: they would change in the middle "
                 "of an evaluation. Evaluate on a copy: SnapshotEvaluator(evaluator, EngineSnapshot(engine)), whose agents talk to "
@@ -436,7 +437,7 @@ class Trainer:
         return named
 
     def _take_snapshot(self) -> None:
-        if isinstance(self.evaluator, Snapshots):
+        if isinstance(self.evaluator, TakesSnapshots):
             self.evaluator.take_snapshot(self.step)
 
     async def _evaluate(self) -> None:

@@ -42,6 +42,7 @@ from ludic.types.interfaces import (
     StateFromStepFn,
     Stateful,
     StepSelector,
+    TakesSnapshots,
     TokenizeFn,
     TrainingLogger,
     VersionedClient,
@@ -92,7 +93,7 @@ from ludic.types.tokens import (
 
 __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
-    "RequestsExhausted",
+    "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions",

@@ -82,6 +82,15 @@ class ChecksServers(PolicyPublisher, Protocol):
     def is_current(self, version: int) -> bool: ...
 
 
+@runtime_checkable
+class TakesSnapshots(Protocol):
+    """Keeps a copy of the policy's weights, so that training may change its own meanwhile."""
+
+    def take_snapshot(self, version: int) -> None:
+        """The weights of now, called between two steps; returns when they are taken."""
+        ...
+
+
 class Evaluator(Protocol):
     """Runs evaluation episodes: (one record per sample, metrics)."""
 

@@ -38,6 +38,8 @@ def ludic(tmp_path, monkeypatch, capsys):
         (["tic_tac_toe", "--max-tokens", "1024"], "Raise --max-seq-len or lower --max-tokens"),
         (["tic_tac_toe", "--temperature", "0"], "there is nothing to learn from"),
         (["tic_tac_toe", "--engine", "pipeline"], "engine = 'pipeline' is not there yet"),
+        (["tic_tac_toe", "--engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
+        (["tic_tac_toe", "--server", "http://127.0.0.1:1"], "is for engine = 'vllm'"),
         (["tic_tac_toe", "--device", "gpu"], "is no device"),
         (["tic_tac_toe", "--schedule", "cosine", "--warmup-steps", "30"], "leaves none of the 30 steps"),
         (["tic_tac_toe", "--resume"], "There is nothing to resume"),

@@ -19,11 +19,12 @@ from ludic.cli.run_folder import Start, find_start, latest_checkpoint, metrics_w
 from ludic.cli.run_model import ServedPolicy, load_policy, make_template, pinned, serve_policy, use_threads
 from ludic.cli.run_plan import plan_lines
 from ludic.cli.settings import to_toml
+from ludic.distributed import WeightPushError
 from ludic.eval import SnapshotEvaluator
 from ludic.models.loading import LoadedModel
 from ludic.training import Trainer
 from ludic.training.checkpoint import CheckpointError
-from ludic.types import Evaluator, LudicError
+from ludic.types import Evaluator, LudicError, PolicyGone
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -112,7 +113,7 @@ def _train(
             resume=start.first_step > 0,
         )
         asyncio.run(_until_done(trainer, config.train.steps))
-    except (CheckpointError, OSError, FloatingPointError) as error:
+    except (CheckpointError, OSError, FloatingPointError, PolicyGone, WeightPushError) as error:
         raise RunFailed(f"{error} When that is mended: {_how_to_resume(folder)}") from error
     finally:
         logger.close()

@@ -11,12 +11,12 @@ from ludic.cli.run_folder import SERVER
 from ludic.distributed import create_vllm_publisher
 from ludic.inference.control_token import read_control_token
 from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_process import VLLMServerProcess, wait_for_vllm_health
+from ludic.inference.vllm_process import VLLMServerProcess, last_words, wait_for_vllm_health
 from ludic.inference.vllm_server import start_vllm_server
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
-from ludic.types import ConfigError, PolicyPublisher
+from ludic.types import ConfigError, PolicyGone, PolicyPublisher
 
 _START_S = 600.0
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -33,10 +33,22 @@ class VLLMPolicy:
             self.client = VLLMChatClient(servers=settings.server, control_token=token)
         else:
             self._process = _start(loaded, settings, max_length, folder / SERVER)
-            self.client = VLLMChatClient(servers=[self._process.url], control_token=self._process.control_token)
+            self.client = VLLMChatClient(
+                servers=[self._process.url],
+                control_token=self._process.control_token,
+                require_alive=self._require_alive,
+            )
         self.publisher: PolicyPublisher = create_vllm_publisher(self.client)
         self.publisher.publish(dict(dense_parameters(loaded.model)), version=0)
         self.model = asyncio.run(_served_name(self.client))
+
+    def _require_alive(self) -> None:
+        assert self._process is not None, "only asked of a server that we started"
+        if (code := self._process.poll()) is not None:
+            raise PolicyGone(
+                f"The vLLM server of this run ended with exit code {code}. {last_words(self._process.output())}\n"
+                f"All it wrote is in {self._process.log}."
+            )
 
     def close(self) -> None:
         asyncio.run(self.client.close())

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from ludic.distributed.interfaces import WeightPushError
 from ludic.inference.vllm_buckets import Bucket, WeightMetadata
-from ludic.types import ConfigError
+from ludic.types import ConfigError, PolicyGone
 
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 """Requests in flight: frozen and continued with the new weights, finished first, or ended where they are."""
@@ -210,8 +210,8 @@ class VllmControlPlane:
 
 
 def as_push_error(server: str, error: BaseException) -> BaseException:
-    """What a server or the way to it did wrong; mistakes in the set-up stay what they are."""
-    if isinstance(error, ConfigError) or not isinstance(error, OSError | TimeoutError | RuntimeError):
+    """What a server or the way to it did wrong; what waiting cannot mend stays what it is."""
+    if isinstance(error, ConfigError | PolicyGone) or not isinstance(error, OSError | TimeoutError | RuntimeError):
         return error
     made = WeightPushError(f"{server}: {type(error).__name__}: {error}")
     made.__cause__ = error

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "envs": BASE | {"sandbox"},
     "tools": BASE | {"sandbox"},
     "models": BASE,
+    "scaling": BASE,
     "inference": BASE,
     "inference.local": BASE | {"inference", "models"},
     "agents": BASE | {"parsers", "tools", "context", "inference"},

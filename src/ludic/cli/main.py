@@ -7,7 +7,9 @@ import typer
 
 from ludic import __version__
 from ludic.cli.evaluate import evaluate
+from ludic.cli.export import export
 from ludic.cli.listing import envs, parts
+from ludic.cli.plan import plan
 from ludic.cli.play import play
 from ludic.cli.serve import serve
 from ludic.cli.train import train
@@ -36,6 +38,8 @@ app.command()(play)
 app.command()(envs)
 app.command()(parts)
 app.command()(serve)
+app.command()(export)
+app.command()(plan)
 # Its flags are the run's settings, and so is its help.
 app.command(context_settings=OWN_FLAGS)(train)
 app.command("eval", context_settings=OWN_FLAGS)(evaluate)

@@ -5,16 +5,19 @@ tokens and 152k words that is ten gigabytes, and as much again for its gradient.
 keeps two numbers per token, backward computes the chunk's logits again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ludic.models.attention import AttentionState
 from ludic.types import ConfigError
 
+T = TypeVar("T")
 EntropyMode: TypeAlias = Literal["watch", "train"]
 _CHUNK_ELEMENTS = 1 << 27
 """Logits held at a time: half a gigabyte in fp32."""
@@ -24,14 +27,45 @@ _CHUNK_ELEMENTS = 1 << 27
 class Head:
     """What stands between a decoder's last hidden state and the logits."""
 
-    weight_VD: Tensor
+    source: nn.Linear | Tensor
+    """The layer, or its weight [V, D]. A sharded model exchanges its parameters around every computation, so that a layer is
+    asked for its weight only when it is used."""
     softcap: float | None = None
     """Gemma 2 squashes its logits: softcap · tanh(logits / softcap)."""
+
+    @property
+    def weight_VD(self) -> Tensor:
+        """Whole, also where ranks share the layer (tensor parallel)."""
+        weight = self.source if isinstance(self.source, Tensor) else self.source.weight
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(vocabulary, hidden size)."""
+        weight = self.source if isinstance(self.source, Tensor) else self.source.weight
+        return weight.shape[0], weight.shape[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits of these hidden states, in fp32."""
         logits = (hidden @ self.weight_VD.to(hidden.dtype).t()).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+@runtime_checkable
+class GathersWeights(Protocol):
+    """A model whose weights are only there while it computes, such as a sharded one."""
+
+    def ludic_compute(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, during which the weights are there."""
+        ...
+
+
+def compute(model: Any, work: Callable[[], T]) -> T:
+    """Whatever reads a model's weights is done in here, forward passes of its parts included."""
+    if isinstance(model, GathersWeights):
+        result: T = model.ludic_compute(work)
+        return result
+    return work()
 
 
 def plain_model(model: Any) -> Any:
@@ -48,19 +82,19 @@ def find_head(model: Any) -> Head:
             f"{type(inner).__name__} has no plain output layer (found {type(linear).__name__}); its log-probabilities cannot be "
             "computed in chunks."
         )
-    head = Head(linear.weight, inner.config.get_text_config().to_dict().get("final_logit_softcapping"))
-    _check_head(inner, head)
+    head = Head(linear, inner.config.get_text_config().to_dict().get("final_logit_softcapping"))
+    with torch.no_grad():
+        compute(model, lambda: _check_head(inner, head))
     return head
 
 
-@torch.no_grad()
 def _check_head(model: Any, head: Head) -> None:
-    device = head.weight_VD.device
+    device = model.get_input_embeddings().weight.device
     if device.type == "meta":
         return
     was_training = model.training
     model.eval()
-    ids = torch.arange(4, device=device)[None] % head.weight_VD.shape[0]
+    ids = torch.arange(4, device=device)[None] % head.shape[0]
     ours = head.logits(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = model(input_ids=ids, use_cache=False).logits.float()
     model.train(was_training)

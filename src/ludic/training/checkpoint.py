@@ -10,8 +10,7 @@ import logging
 import math
 import re
 import shutil
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,20 +20,25 @@ from safetensors import SafetensorError
 
 from ludic.training.durable import finish_folder, problem_with, read_json, read_manifest, sync, write_json
 from ludic.training.model_files import read_weights, write_weights
-from ludic.types import ConfigError, LudicError
+from ludic.training.rank_state import state_for
+from ludic.training.sharded_files import is_sharded, read_shards
+from ludic.training.state_files import (
+    CheckpointError,
+    check_state,
+    load_optimizer,
+    read_optimizer,
+    write_optimizer,
+    write_state,
+)
+from ludic.types import ConfigError
+
+__all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_FILE = "optimizer.pt"
-STATE_FILE = "trainer_state.json"
-TENSOR_STATE_FILE = "state.pt"
-_UNFINISHED = ".unfinished-"
+UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_(\d+)")
-
-
-class CheckpointError(LudicError, RuntimeError):
-    """A checkpoint cannot be written or read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class CheckpointConfig:
     """0 saves only when asked to."""
     max_to_keep: int | None = 2
     """How many of the newest stay, beside the best; None keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are never removed; 0 makes no such exception."""
     save_optimizer: bool = True
     """Without the optimizer a checkpoint is smaller, and a resumed run is not the same run."""
     best_metric: str | None = None
@@ -59,6 +65,13 @@ class CheckpointConfig:
             raise ConfigError(f"CheckpointConfig.every_n_steps={self.every_n_steps}; it is 0 (never) or more.")
         if self.max_to_keep is not None and self.max_to_keep < 1:
             raise ConfigError(f"CheckpointConfig.max_to_keep={self.max_to_keep}; keep at least 1, or None for all.")
+        if self.keep_every < 0:
+            raise ConfigError(f"CheckpointConfig.keep_every={self.keep_every}; it is 0 (no step is special) or more.")
+        if self.keep_every and self.every_n_steps and self.keep_every % self.every_n_steps:
+            raise ConfigError(
+                f"CheckpointConfig.keep_every={self.keep_every} is no multiple of every_n_steps={self.every_n_steps}, so most of "
+                "the steps to be kept would never be saved. Make it one."
+            )
         if self.best_mode not in ("max", "min"):
             raise ConfigError(f"CheckpointConfig.best_mode={self.best_mode!r}; there are 'max' and 'min'.")
 
@@ -99,14 +112,16 @@ class CheckpointManager:
         state: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         tokenizer: Any = None,
+        when_durable: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write step_<step> and prune older ones. `state` may hold plain values and tensors, nested in lists and dicts.
 
-        Whatever goes wrong, the checkpoints that were there stay as they were.
+        `when_durable` is told the folder once nothing can take it away any more: here before `save` returns, in managers that
+        write in the background later. Whatever goes wrong, the checkpoints that were there stay as they were.
         """
         target = self.root / f"step_{step:06d}"
-        unfinished = self.root / f"{_UNFINISHED}{target.name}"
-        plain, tensors = _split_state(step, state or {})
+        unfinished = self.root / f"{UNFINISHED}{target.name}"
+        check_state(step, state or {})
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
@@ -115,15 +130,10 @@ class CheckpointManager:
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
             if optimizer is not None and self.config.save_optimizer:
-                _torch_save(optimizer.state_dict(), unfinished / OPTIMIZER_FILE)
-            if tensors:
-                _torch_save(tensors, unfinished / TENSOR_STATE_FILE)
-            write_json(unfinished / STATE_FILE, {"step": step, "metrics": _finite(metrics or {}), "state": plain})
-            serial = 1 + max((saved.serial for saved in self._finished()), default=0)
-            finish_folder(unfinished, {"step": step, "serial": serial})
-            self._put_in_place(unfinished, target)
-            self._point_to(target, step, metrics or {})
-            self._prune()
+                write_optimizer(optimizer.state_dict(), unfinished)
+            write_state(unfinished, step, state or {}, metrics or {})
+            finish_folder(unfinished, {"step": step, "serial": self._next_serial()})
+            self._commit(unfinished, target, step, metrics or {})
         except (
             OSError,
             RuntimeError,
@@ -132,7 +142,20 @@ class CheckpointManager:
             raise CheckpointError(self._why_not_written(target, error)) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+        if when_durable is not None:
+            when_durable(target)
         return target
+
+    def finish(self) -> None:
+        """Wait for what is being written. Here `save` has waited already."""
+
+    def _next_serial(self) -> int:
+        return 1 + max((saved.serial for saved in self._finished()), default=0)
+
+    def _commit(self, unfinished: Path, target: Path, step: int, metrics: Mapping[str, float]) -> None:
+        self._put_in_place(unfinished, target)
+        self._point_to(target, step, metrics)
+        self._prune()
 
     def _put_in_place(self, unfinished: Path, target: Path) -> None:
         replaced = self.root / f"{_REPLACED}{target.name}"
@@ -167,15 +190,18 @@ class CheckpointManager:
             return
         best = self.best()
         for saved in list(self._finished())[self.config.max_to_keep :]:
-            if saved.folder != best:
+            if saved.folder != best and not self._is_kept_for_good(saved.step):
                 # Renamed first: half a folder under its own name would look like damage.
-                doomed = self.root / f"{_UNFINISHED}{saved.folder.name}"
+                doomed = self.root / f"{UNFINISHED}{saved.folder.name}"
                 saved.folder.rename(doomed)
                 shutil.rmtree(doomed)
 
+    def _is_kept_for_good(self, step: int) -> bool:
+        return self.config.keep_every > 0 and step % self.config.keep_every == 0
+
     def _remove_leftovers(self) -> None:
         """What a killed writer left behind."""
-        for leftover in self.root.glob(f"{_UNFINISHED}*"):
+        for leftover in self.root.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         for replaced in self.root.glob(f"{_REPLACED}*"):
             target = self.root / replaced.name.removeprefix(_REPLACED)
@@ -224,35 +250,44 @@ class CheckpointManager:
         The checkpoint is `path`, else that of `step`, else the newest that is undamaged.
         """
         folder = self._chosen(step, path)
+        state = state_for(folder)
+        if is_sharded(folder):
+            read_shards(model, optimizer, folder)
+            return state
         read_weights(model, folder)
         if optimizer is not None:
-            _read_optimizer(optimizer, folder)
-        saved = read_json(folder / STATE_FILE)
-        tensors = folder / TENSOR_STATE_FILE
-        state = {**saved["state"], **(_torch_load(tensors) if tensors.exists() else {})}
-        return {**state, "step": saved["step"]}
+            load_optimizer(optimizer, read_optimizer(folder), folder)
+        return state
 
     def _chosen(self, step: int | None, path: str | Path | None) -> Path:
-        if step is None and path is None:
-            return self._newest_undamaged()
-        folder = self.root / f"step_{step:06d}" if path is None else Path(path)
-        problem = "it does not exist" if not folder.is_dir() else problem_with(folder, checksums=True)
-        if problem is not None:
-            there = ", ".join(saved.folder.name for saved in self._finished()) or "none"
-            raise CheckpointError(f"Cannot load {folder}: {problem}. Complete checkpoints in {self.root}: {there}.")
-        return folder
+        is_asked_for = step is not None or path is not None
+        for folder in self._candidates(step, path):
+            problem = self._problem_with(folder)
+            if problem is None:
+                return folder
+            if is_asked_for:
+                there = ", ".join(saved.folder.name for saved in self._finished()) or "none"
+                raise CheckpointError(f"Cannot load {folder}: {problem}. Complete checkpoints in {self.root}: {there}.")
+            self._warn(f"Skipping the checkpoint {folder}: {problem}.")
+        raise CheckpointError(f"There is no undamaged checkpoint in {self.root}. Start the run without resuming.")
 
-    def _newest_undamaged(self) -> Path:
+    def _candidates(self, step: int | None, path: str | Path | None) -> list[Path]:
+        """The one that was asked for, or all that are complete, the newest first."""
+        if path is not None:
+            return [Path(path)]
+        if step is not None:
+            return [self.root / f"step_{step:06d}"]
         for folder in self._folders():
             problem = problem_with(folder, checksums=False)
             if problem is not None:
-                logger.warning("Skipping the checkpoint %s: %s.", folder, problem)
-        for saved in self._finished():
-            problem = problem_with(saved.folder, checksums=True)
-            if problem is None:
-                return saved.folder
-            logger.warning("Skipping the checkpoint %s: %s.", saved.folder, problem)
-        raise CheckpointError(f"There is no undamaged checkpoint in {self.root}. Start the run without resuming.")
+                self._warn(f"Skipping the checkpoint {folder}: {problem}.")
+        return [saved.folder for saved in self._finished()]
+
+    def _problem_with(self, folder: Path) -> str | None:
+        return problem_with(folder, checksums=True) if folder.is_dir() else "it does not exist"
+
+    def _warn(self, message: str) -> None:
+        logger.warning("%s", message)
 
     def _folders(self) -> Iterator[Path]:
         if self.root.is_dir():
@@ -266,71 +301,3 @@ class CheckpointManager:
             if manifest is not None and problem_with(folder, checksums=False) is None:
                 found.append(_Saved(folder, manifest["step"], manifest["serial"]))
         yield from sorted(found, key=lambda saved: saved.serial, reverse=True)
-
-
-# --- the parts of a checkpoint --------------------------------------------------------------------------------
-
-
-def _torch_save(value: Any, path: Path) -> None:
-    torch.save(value, path)
-
-
-def _torch_load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _read_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    file = folder / OPTIMIZER_FILE
-    if not file.exists():
-        raise CheckpointError(
-            f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to go on with a fresh one."
-        )
-    try:
-        optimizer.load_state_dict(_torch_load(file))
-    except ValueError as error:
-        raise CheckpointError(
-            f"The optimizer in {folder} does not fit: {error}. Train the same parameters, in the same groups, as when it was "
-            "saved, or pass optimizer=None to go on with a fresh one."
-        ) from error
-
-
-def _split_state(step: int, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what JSON gives back exactly, what goes into a tensor file)."""
-    if state.get("step", step) != step:
-        raise ConfigError(
-            f"The checkpoint is of step {step}, but its state says step {state['step']}. Leave it out there."
-        )
-    plain = {name: value for name, value in state.items() if _is_exact_in_json(value)}
-    tensors = {name: value for name, value in state.items() if name not in plain}
-    for name, value in tensors.items():
-        _check_storable(name, value)
-    return plain, tensors
-
-
-def _is_exact_in_json(value: Any) -> bool:
-    if type(value) is dict:
-        return all(type(key) is str for key in value) and all(map(_is_exact_in_json, value.values()))
-    if type(value) is list:
-        return all(map(_is_exact_in_json, value))
-    if type(value) is float:
-        return math.isfinite(value)
-    return value is None or type(value) in (str, int, bool)
-
-
-def _check_storable(path: str, value: Any) -> None:
-    """A tensor file is read without running code, so it holds these types only."""
-    if type(value) in (dict, OrderedDict):
-        for key, inner in value.items():
-            _check_storable(f"{path}[{key!r}]", inner)
-    elif type(value) in (list, tuple):
-        for index, inner in enumerate(value):
-            _check_storable(f"{path}[{index}]", inner)
-    elif not (value is None or isinstance(value, torch.Tensor) or type(value) in (str, int, float, bool)):
-        raise ConfigError(
-            f"state[{path}] is a {type(value).__name__}; a checkpoint holds plain values, lists, tuples, dicts and tensors. "
-            "Turn it into one of these (array.tolist(), torch.from_numpy(array))."
-        )
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}

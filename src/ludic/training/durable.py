@@ -7,7 +7,7 @@ whether the files still are what was written.
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,18 +43,26 @@ def sync(path: Path) -> None:
 
 def finish_folder(folder: Path, facts: Mapping[str, Any]) -> None:
     """Sync all that is in the folder and write its manifest, with `facts` beside the list of files."""
-    files = list(_files(folder))
+    write_manifest(folder, facts, synced(folder, list(files_in(folder))))
+
+
+def synced(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """Wait until these are on the disk; their entries for the manifest."""
     for file in files:
         sync(file)
-    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
-        sync(inner)
     with ThreadPoolExecutor(4) as pool:
         checksums = pool.map(_checksum, files)
-        listed = {
+        return {
             file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "crc32": checksum}
             for file, checksum in zip(files, checksums, strict=True)
         }
-    write_json(folder / MANIFEST, {**facts, "files": listed})
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any], listed: Mapping[str, Any]) -> None:
+    """The last file of a folder; `listed` comes from `synced`."""
+    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
+        sync(inner)
+    write_json(folder / MANIFEST, {**facts, "files": dict(listed)})
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -66,8 +74,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if isinstance(manifest, dict) and "files" in manifest else None
 
 
-def problem_with(folder: Path, *, checksums: bool) -> str | None:
-    """What is wrong with a folder, or None. Sizes are always compared; `checksums` reads every byte."""
+def problem_with(folder: Path, *, checksums: bool, share: slice = slice(None)) -> str | None:
+    """What is wrong with a folder, or None. Sizes are always compared; `checksums` reads every byte of a `share` of the
+    files: several processes can divide the work."""
     manifest = read_manifest(folder)
     if manifest is None:
         return f"it has no complete {MANIFEST}"
@@ -78,7 +87,9 @@ def problem_with(folder: Path, *, checksums: bool) -> str | None:
         size = file.stat().st_size
         if size != expected["size"]:
             return f"{name} has {size} bytes instead of {expected['size']}"
-    return _wrong_checksum(folder, manifest["files"]) if checksums else None
+    by_size = sorted(manifest["files"].items(), key=lambda entry: entry[1]["size"], reverse=True)
+    read = dict(by_size[share])
+    return _wrong_checksum(folder, read) if checksums else None
 
 
 def _wrong_checksum(folder: Path, listed: Mapping[str, Any]) -> str | None:
@@ -90,7 +101,8 @@ def _wrong_checksum(folder: Path, listed: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def files_in(folder: Path) -> Iterator[Path]:
+    """All that a manifest lists."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -32,7 +33,7 @@ class FullPrecisionAdamW(torch.optim.AdamW):
             copy.grad = None if served.grad is None else served.grad.float()
         result = super().step(closure)
         if pairs:
-            torch._foreach_copy_([served for served, _ in pairs], [copy for _, copy in pairs])
+            torch._foreach_copy_([_local(served) for served, _ in pairs], [_local(copy) for _, copy in pairs])
         for _, copy in pairs:
             copy.grad = None
         return result
@@ -56,6 +57,11 @@ class FullPrecisionAdamW(torch.optim.AdamW):
 def is_narrow(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether any of them would lose small updates."""
     return any(p.dtype in _NARROW for p in parameters)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """The part of a sharded parameter that is here; a copy is cut as what it is a copy of."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:

@@ -2,7 +2,8 @@
 
 A transformers model is written as `save_pretrained` writes it, so everything that reads Hugging Face folders reads a
 checkpoint; a peft model as its adapter alone; any other module as one safetensors file. Reading copies into the tensors
-that the model has, so whoever shares them (an engine, an optimizer) sees the new values.
+that the model has, so whoever shares them (an engine, an optimizer) sees the new values; of a sharded model every rank
+reads the same files and keeps its own part.
 """
 
 import logging
@@ -34,10 +35,10 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str = "5GB") -> None:
     """The files of the model, in a form that its kind of model is usually shared in."""
-    own: Any = _uncompiled(model)
-    if _made_by("peft", "PeftModel", own):
+    own: Any = uncompiled(model)
+    if is_peft(own):
         _write_adapters(own, folder)
-    elif _made_by("transformers", "PreTrainedModel", own):
+    elif is_transformers(own):
         with no_progress_bar():
             own.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
@@ -46,27 +47,60 @@ def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str =
 
 def read_weights(model: torch.nn.Module, folder: Path) -> None:
     """Give the model the weights that `write_weights` wrote. What does not fit exactly is an error."""
-    model = _uncompiled(model)
-    if _made_by("peft", "PeftModel", model):
+    model = uncompiled(model)
+    if is_peft(model):
         _read_adapters(model, folder)
         return
-    target = model.state_dict()
+    target = model.state_dict(keep_vars=True)
     stored = _stored_names(folder)
-    if _made_by("transformers", "PreTrainedModel", model) and _names_that_differ(stored, target):
+    if is_transformers(model) and _names_that_differ(stored, target):
         _copy_all(_converted(model, folder), target, folder)
     else:
         _copy_all(_Stored(stored), target, folder)
 
 
-def _made_by(package: str, name: str, model: torch.nn.Module) -> bool:
-    """Only a package that is loaded can have made the model, so asking never loads one."""
-    module = sys.modules.get(package)
-    return module is not None and isinstance(model, getattr(module, name))
+def is_peft(model: torch.nn.Module) -> bool:
+    return _made_by("peft", "PeftModel", model)
 
 
-def _uncompiled(model: torch.nn.Module) -> Any:
+def is_transformers(model: torch.nn.Module) -> bool:
+    return _made_by("transformers", "PreTrainedModel", model)
+
+
+def uncompiled(model: torch.nn.Module) -> Any:
     """The module itself: torch.compile wraps it and renames its weights."""
     return model._orig_mod if _made_by("torch._dynamo.eval_frame", "OptimizedModule", model) else model
+
+
+def _made_by(package: str, name: str, thing: Any) -> bool:
+    """Only a package that is loaded can have made it, so asking never loads one."""
+    module = sys.modules.get(package)
+    return module is not None and isinstance(thing, getattr(module, name))
+
+
+# --- tensors of which a rank has a part -----------------------------------------------------------------------
+
+
+def is_part(tensor: Any) -> bool:
+    """Whether it is sharded: a DTensor."""
+    return _made_by("torch.distributed.tensor", "DTensor", tensor)
+
+
+def own_part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """What this rank keeps of a tensor that is sharded as `like` is. Nothing is sent: all ranks have the whole one."""
+    if not is_part(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _whole(tensor: Any) -> Any:
+    """Gathered from all ranks, which all ask for it. Parts that wait in CPU memory travel as the others do."""
+    if not is_part(tensor):
+        return tensor
+    found: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return found
 
 
 # --- whole models ---------------------------------------------------------------------------------------------
@@ -96,9 +130,11 @@ def _stored_names(folder: Path) -> dict[str, Path]:
             found |= dict.fromkeys(opened.keys(), file)
     if not found:
         holds = sorted(path.name for path in folder.iterdir())
-        advice = (
-            "Wrap the model with peft first: it is an adapter." if ADAPTER_WEIGHTS in holds else "Was it cleaned up?"
-        )
+        advice = "Was it cleaned up?"
+        if ADAPTER_WEIGHTS in holds:
+            advice = "Wrap the model with peft first: it is an adapter."
+        elif "shards" in holds:
+            advice = f"Several ranks wrote it, each its part: `ludic export {folder} NEW_FOLDER` makes one that is read here."
         raise ConfigError(f"{folder} has no model*.safetensors; it holds {', '.join(holds)}. {advice}")
     return found
 
@@ -107,10 +143,16 @@ def _names_that_differ(stored: Mapping[str, Any], target: Tensors) -> list[str]:
     """Names on one side only. A tied weight is stored once, so one of its names is enough."""
     by_place: dict[Any, list[str]] = {}
     for name, tensor in target.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-        by_place.setdefault(place, []).append(name)
+        by_place.setdefault(_place(name, tensor), []).append(name)
     missing = [name for names in by_place.values() if not any(name in stored for name in names) for name in names]
     return missing + [name for name in stored if name not in target]
+
+
+def _place(name: str, tensor: torch.Tensor) -> Any:
+    """The same for two names of one weight. A rank's part may be empty and have no address, but it is one object."""
+    if is_part(tensor):
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
 
 
 def _copy_all(source: Tensors, target: Tensors, folder: Path) -> None:
@@ -123,11 +165,12 @@ def _copy_all(source: Tensors, target: Tensors, folder: Path) -> None:
     with torch.no_grad():
         for name in source:
             tensor = source[name]
-            _check_same_kind(name, tensor, target[name], folder)
-            target[name].copy_(tensor)
+            check_same_kind(name, tensor, target[name], folder)
+            target[name].copy_(own_part(tensor, target[name]))
 
 
-def _check_same_kind(name: str, stored: torch.Tensor, own: torch.Tensor, folder: Path) -> None:
+def check_same_kind(name: str, stored: Any, own: torch.Tensor, folder: Path) -> None:
+    """`stored` is a tensor, or what is known of one: its shape and dtype."""
     if stored.shape != own.shape or stored.dtype != own.dtype:
         raise ConfigError(
             f"{name} in {folder} is {tuple(stored.shape)} {stored.dtype}, but {tuple(own.shape)} {own.dtype} in this model; "
@@ -153,25 +196,25 @@ def _converted(model: Any, folder: Path) -> Tensors:
 
 
 def _write_adapters(model: Any, folder: Path) -> None:
-    _check_all_trained_is_in_an_adapter(model)
+    check_all_trained_is_in_an_adapter(model)
     # Whether embeddings were resized would be looked up on the hub; the fingerprint answers it without.
     model.save_pretrained(folder, save_embedding_layers=False)
-    write_json(folder / BASE_FINGERPRINT, _fingerprint(model, lambda parameter: not parameter.requires_grad))
+    write_json(folder / BASE_FINGERPRINT, base_fingerprint(model))
 
 
 def _read_adapters(model: Any, folder: Path) -> None:
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
     for adapter in model.peft_config:
-        file = (folder if adapter == "default" else folder / adapter) / ADAPTER_WEIGHTS
+        file = adapter_folder(folder, adapter) / ADAPTER_WEIGHTS
         if not file.is_file():
             raise ConfigError(
                 f"There is no adapter {adapter!r} in {folder}: {file.name} is not there. The model has the adapters "
                 f"{', '.join(model.peft_config)}; a checkpoint of a whole model is loaded before it is wrapped by peft."
             )
-        _check_same_scale(model.peft_config[adapter].to_dict(), file.with_name(ADAPTER_CONFIG))
+        check_same_scale(model.peft_config[adapter].to_dict(), file.with_name(ADAPTER_CONFIG))
         stored = load_file(file)
-        own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        own = adapter_tensors(model, adapter)
         differing = sorted(stored.keys() ^ own.keys())
         if differing:
             raise ConfigError(
@@ -179,12 +222,30 @@ def _read_adapters(model: Any, folder: Path) -> None:
                 "the same LoraConfig (target_modules, modules_to_save) as when it was saved."
             )
         for name, tensor in stored.items():
-            _check_same_kind(name, tensor, own[name], folder)
-        _check_base(model, folder)
-        set_peft_model_state_dict(model, stored, adapter_name=adapter)
+            check_same_kind(name, tensor, own[name], folder)
+        check_base(model, folder)
+        if not any(map(is_part, own.values())):
+            set_peft_model_state_dict(model, stored, adapter_name=adapter)
+            continue
+        with torch.no_grad():
+            for name, tensor in stored.items():
+                own[name].copy_(own_part(tensor, own[name]))
 
 
-def _check_same_scale(own: Mapping[str, Any], file: Path) -> None:
+def adapter_folder(folder: Path, adapter: str) -> Path:
+    """Where peft puts an adapter."""
+    return folder if adapter == "default" else folder / adapter
+
+
+def adapter_tensors(model: Any, adapter: str) -> dict[str, torch.Tensor]:
+    """An adapter's weights under peft's names."""
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    return found
+
+
+def check_same_scale(own: Mapping[str, Any], file: Path) -> None:
     """The same tensors under another alpha are another adapter, and nothing else would tell."""
     saved = read_json(file)
     differing = [name for name in _SCALE if saved.get(name) != own.get(name)]
@@ -196,19 +257,13 @@ def _check_same_scale(own: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def _check_all_trained_is_in_an_adapter(model: Any) -> None:
+def check_all_trained_is_in_an_adapter(model: Any) -> None:
     """Only adapters are written: a trained weight outside them would be lost."""
-    from peft import get_peft_model_state_dict
-
-    written = {
-        tensor.data_ptr()
-        for adapter in model.peft_config
-        for tensor in get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).values()
-    }
+    written = {_address(tensor) for adapter in model.peft_config for tensor in adapter_tensors(model, adapter).values()}
     lost = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.data_ptr() not in written
+        if parameter.requires_grad and _address(parameter) not in written
     ]
     if lost:
         raise ConfigError(
@@ -217,7 +272,18 @@ def _check_all_trained_is_in_an_adapter(model: Any) -> None:
         )
 
 
-def _check_base(model: torch.nn.Module, folder: Path) -> None:
+def _address(tensor: Any) -> int:
+    """Of an empty part it is 0; the ranks that hold something can tell."""
+    own: torch.Tensor = tensor.to_local() if is_part(tensor) else tensor
+    return own.data_ptr()
+
+
+def base_fingerprint(model: torch.nn.Module) -> dict[str, str]:
+    """Of all that is frozen. A sharded model's weights are gathered one by one, so every rank asks."""
+    return _fingerprint(model, lambda parameter: not parameter.requires_grad)
+
+
+def check_base(model: torch.nn.Module, folder: Path) -> None:
     """An adapter means something on top of its own base only."""
     file = folder / BASE_FINGERPRINT
     if not file.is_file():
@@ -248,5 +314,5 @@ def _fingerprint(model: torch.nn.Module, include: Callable[[torch.nn.Parameter],
 
 
 def _some_values(parameter: torch.Tensor) -> torch.Tensor:
-    flat = parameter.detach().reshape(-1)
+    flat = _whole(parameter.detach()).reshape(-1)
     return flat[torch.linspace(0, len(flat) - 1, _SAMPLES, device=flat.device).long()].float()

@@ -87,6 +87,21 @@ def truncated(item: SAWItem, length: int) -> SAWItem:
 # --- which samples go together ---
 
 
+FILLER = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]), 0.0)
+"""What a rank computes that has no sample left while others still have: as short as can be, and multiplied by zero."""
+
+
+def balanced_shares(items: Sequence[SAWItem], num_shares: int) -> list[list[SAWItem]]:
+    """Every sample in one share, and about as many tokens in each: the longest first, always to the smallest share."""
+    shares: list[list[SAWItem]] = [[] for _ in range(num_shares)]
+    num_tokens = [0] * num_shares
+    for item in sorted(items, key=lambda item: -len(item.input_ids)):
+        smallest = num_tokens.index(min(num_tokens))
+        shares[smallest].append(item)
+        num_tokens[smallest] += len(item.input_ids)
+    return shares
+
+
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
     if micro_token_budget <= 0 or max_seq_len <= 0:
         raise ConfigError(

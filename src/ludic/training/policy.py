@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.models.attention import route_attention
-from ludic.models.head import EntropyMode, Head, chosen_logps, find_head, hidden_states, plain_model
+from ludic.models.head import EntropyMode, Head, chosen_logps, compute, find_head, hidden_states, plain_model
 from ludic.models.packed import PackedSequences
 from ludic.training.packing import ActionFields, PackedBatch, action_fields, pack
 from ludic.types import SAWItem
@@ -27,13 +28,15 @@ class TrainedPolicy:
         self.model = model
         self.packed = packed
         if packed:
-            route_attention(plain_model(model))
+            with torch.no_grad():
+                compute(model, lambda: route_attention(plain_model(model)))
         self._head = find_head(model)
         first = next(model.parameters())
-        self.device: torch.device = first.device
+        self.device: torch.device = compute_device(model)
+        is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
         self._autocast_dtype = (
             _AUTOCAST[mixed_precision_dtype]
-            if mixed_precision_dtype is not None and first.is_cuda and first.dtype is torch.float32
+            if mixed_precision_dtype is not None and first.is_cuda and first.dtype is torch.float32 and not is_converted
             else None
         )
 
@@ -47,22 +50,35 @@ class TrainedPolicy:
 
     def logps(self, batch: PackedBatch, *, entropy: EntropyMode | None = None) -> tuple[Tensor, Tensor | None]:
         """[A] log-probs of the action tokens at their sampling temperature, and entropies if asked for."""
-        return self.logps_of(self.action_hidden(batch), batch, entropy=entropy)
+        return self.outputs(batch, entropy=entropy)[1:]
+
+    def outputs(
+        self, batch: PackedBatch, *, entropy: EntropyMode | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same after the hidden states [A, D] that the action tokens are predicted from."""
+
+        def work() -> tuple[Tensor, Tensor, Tensor | None]:
+            hidden_AD = self._action_hidden(batch)
+            return hidden_AD, *self._logps_of(hidden_AD, batch, entropy)
+
+        return compute(self.model, work)
 
     def action_hidden(self, batch: PackedBatch) -> Tensor:
-        """[A, D] the hidden states that the action tokens are predicted from."""
-        with self._precision():
-            return self.hidden(batch).index_select(0, batch.actions.predictor_A)
+        """[A, D] the hidden states alone."""
+        return compute(self.model, lambda: self._action_hidden(batch))
 
-    def logps_of(
-        self, hidden_AD: Tensor, batch: PackedBatch, *, entropy: EntropyMode | None = None
+    def _action_hidden(self, batch: PackedBatch) -> Tensor:
+        with self._precision():
+            return self._hidden(batch).index_select(0, batch.actions.predictor_A)
+
+    def _logps_of(
+        self, hidden_AD: Tensor, batch: PackedBatch, entropy: EntropyMode | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same from hidden states that are there already."""
         actions = batch.actions
         with self._precision():
             return chosen_logps(hidden_AD, self._head, actions.target_A, actions.inverse_temperature_A, entropy=entropy)
 
-    def hidden(self, batch: PackedBatch) -> Tensor:
+    def _hidden(self, batch: PackedBatch) -> Tensor:
         """Flat hidden states of all tokens, padding included."""
         if self.packed:
             state = PackedSequences(batch.lengths, self.device)

@@ -5,6 +5,7 @@ split. Names get one of three prefixes: train/, eval/, perf/.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,20 +65,46 @@ class StatSum:
 
     def means(self) -> dict[str, float]:
         """Means and maxima, after one copy from the device. A mean over a count of zero has no value and is left out."""
+        return self.totals().means()
+
+    def totals(self) -> "Totals":
+        """The sums themselves, as plain numbers."""
         both = self._pairs.keys() & self._maxima.keys()
         assert not both, f"{sorted(both)} were reported both as means and as maxima"
         pairs = [cell for name in self._pairs for pair in self._pairs[name] for cell in pair]
         maxima = [cell for name in self._maxima for cell in self._maxima[name]]
         values = iter(_on_host(pairs + maxima))
-        means = {}
+        totals = Totals()
         for name, reported in self._pairs.items():
             here = [(next(values), next(values)) for _ in reported]
-            count = sum(count for _, count in here)
-            if count != 0:
-                means[name] = sum(total for total, _ in here) / count
+            totals.sums[name] = sum(total for total, _ in here), sum(count for _, count in here)
         for name, cells in self._maxima.items():
-            means[name] = _largest([next(values) for _ in cells])
-        return means
+            totals.maxima[name] = _largest([next(values) for _ in cells])
+        return totals
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What micro-batches have reported, added up; those of several ranks can be added up again."""
+
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Name → (sum, count)."""
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self.sums.items() if count != 0} | self.maxima
+
+
+def added_up(parts: Iterable[Totals]) -> Totals:
+    """The totals of all."""
+    whole = Totals()
+    for part in parts:
+        for name, (total, count) in part.sums.items():
+            so_far, counted = whole.sums.get(name, (0.0, 0.0))
+            whole.sums[name] = so_far + total, counted + count
+        for name, value in part.maxima.items():
+            whole.maxima[name] = _largest([whole.maxima.get(name, value), value])
+    return whole
 
 
 def _scalar(name: str, cell: Cell) -> Cell:

@@ -1,5 +1,8 @@
 """`Trainer`: batches in, weights out. It never hears of episodes.
 
+With several ranks (ludic.distributed.ranks) each runs the same loop on its share of every batch; the first one fetches,
+publishes, evaluates and reports.
+
 One step reads as its phases: fetch a batch, keep what can be trained on, accumulate its gradient, step, publish, report.
 The heavy part runs in a thread, so that whatever generates the next batch goes on meanwhile.
 """
@@ -10,30 +13,47 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
+from ludic.distributed.gathered import publish_gathered
+from ludic.distributed.ranks import OneProcess, RankFailed, Ranks, check_together
 from ludic.distributed.shared_weights import SharedWeightsPublisher
+from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.compiling import compile_layers
 from ludic.models.head import plain_model
-from ludic.models.lora import dense_parameters
+from ludic.models.lora import dense_parameters, dense_weights
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.background_eval import BackgroundEval
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic import ValueHead, expected_values
+from ludic.training.dealing import Ending, EndKind, NothingToTrainOn, Prepared, Share, deal, recredited
 from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
 from ludic.training.guards import check_masks, check_model, check_parity
 from ludic.training.loggers import Resumable
+from ludic.training.losses import BatchFacts
 from ludic.training.losses.mismatch import effective_share
+from ludic.training.meeting import Told, meet
 from ludic.training.packing import TooLong, fit_length
 from ludic.training.policy import TrainedPolicy
 from ludic.training.rng import restore_rng, rng_state
-from ludic.training.stats import batch_stats, prefixed
+from ludic.training.sharded_checkpoint import ShardedCheckpointManager
+from ludic.training.stats import StatSum, added_up, batch_stats, prefixed
 from ludic.training.stopping import StopRequested, StopSignal
-from ludic.training.update import AdapterOff, FrozenReference, Reference, accumulate_gradients, micro_batches
+from ludic.training.update import (
+    AdapterOff,
+    FrozenReference,
+    Reference,
+    accumulate_gradients,
+    batch_facts,
+    equal_micro_batches,
+)
 from ludic.types import (
     BatchSource,
     ChecksServers,
@@ -41,7 +61,6 @@ from ludic.types import (
     Evaluator,
     FollowsVersions,
     InPlacePublisher,
-    LudicError,
     PolicyPublisher,
     Reducer,
     RequestsExhausted,
@@ -55,17 +74,7 @@ from ludic.types import (
 logger = logging.getLogger(__name__)
 
 
-class NothingToTrainOn(LudicError, RuntimeError):
-    """Batch after batch had no sample left."""
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A batch that can be trained on, and what was left out of it."""
-
-    items: list[SAWItem]
-    meta: dict[str, Any]
-    counts: dict[str, float] = field(default_factory=dict)
+T = TypeVar("T")
 
 
 class Trainer:
@@ -76,7 +85,7 @@ class Trainer:
         *,
         model: Any,
         algo: RLAlgorithm,
-        batch_source: BatchSource,
+        batch_source: BatchSource | None,
         cfg: TrainerConfig | None = None,
         publisher: PolicyPublisher | None = None,
         param_filter: Callable[[str, torch.Tensor], bool] | None = None,
@@ -89,16 +98,26 @@ class Trainer:
         evaluator: Evaluator | None = None,
         reference: Any = None,
         tokenizer: Any = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """With several `ranks` the model is sharded (shard_model); a source on the first rank alone feeds all of them, the
+        others are given None. Publisher, logger and evaluator are only used on the first."""
         self.cfg = cfg if cfg is not None else TrainerConfig()
+        self.ranks: Ranks = ranks if ranks is not None else OneProcess()
         self.model, self.algo, self.batch_source = model, algo, batch_source
         self.publisher, self.param_filter = publisher, param_filter
         self.logger, self.reducers, self.evaluator, self.tokenizer = train_logger, reducers, evaluator, tokenizer
-        self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
-        self._check_parts(resume_from)
+        saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
+        self._is_spread = is_sharded(model) or is_tensor_parallel(model)
+        """Whether each rank has only a part of the weights."""
+        self.roles = meet(self.ranks, Told(self.cfg, algo, model, saved_how, publisher, batch_source))
+        self.checkpointer = checkpointer or self._make_checkpointer(checkpoint_config)
+        check_together(self.ranks, lambda: self._check_parts(resume_from))
         self._prepare_model(enable_gradient_checkpointing or self.cfg.gradient_checkpointing)
         self.policy = TrainedPolicy(model, packed=self.cfg.packed, mixed_precision_dtype=self.cfg.mixed_precision_dtype)
-        if self.cfg.compile:  # after the policy has looked at its layers
+        if self.cfg.compile or (
+            is_sharded(model) and settings_of(model).compile
+        ):  # after the policy has looked at its layers
             compile_layers(model)
         self.reference = self._make_reference(reference)
         self.value_head = self._make_value_head()
@@ -116,7 +135,7 @@ class Trainer:
         self._untrained_from: dict[str, Any] | None = None
         """Where data stood before the batch that is being fetched or trained on; None between steps."""
         self.stop = StopSignal()
-        torch.manual_seed(self.cfg.seed)
+        torch.manual_seed(self.cfg.seed + self.ranks.rank % self.roles.num_shares)
         check_model(model)
         if resume_from is not None:
             self._resume(resume_from)
@@ -129,9 +148,27 @@ class Trainer:
 
     # --- making ---
 
+    def _make_checkpointer(self, config: CheckpointConfig | None) -> CheckpointManager | None:
+        if config is None:
+            return None
+        if not self._is_spread:
+            return CheckpointManager(config)
+        per_rank = ("rng", "batch_source", "credit_assigner") if self.roles.has_source_per_rank else ("rng",)
+        return ShardedCheckpointManager(config, per_rank=per_rank)
+
     def _check_parts(self, resume_from: int | str | None) -> None:
         cfg = self.cfg
-        if cfg.sync_every_steps and self.publisher is None:
+        if isinstance(self.publisher, InPlacePublisher) and self._is_spread:
+            raise ConfigError(
+                f"{type(self.publisher).__name__} serves the very weights that are trained, but these are spread over ranks. Serve "
+                "a copy of the model: with vLLM, or ClientPublisher(LocalEngine(copy)) of ludic.distributed.client_publisher."
+            )
+        if self.checkpointer is not None and self._is_spread != isinstance(self.checkpointer, ShardedCheckpointManager):
+            raise ConfigError(
+                f"A {type(self.checkpointer).__name__} cannot save this model: ShardedCheckpointManager is for sharded ones, and "
+                "CheckpointManager for all others. Give Trainer a checkpoint_config; it makes the right one."
+            )
+        if cfg.sync_every_steps and self.publisher is None and self.ranks.is_first:
             raise ConfigError(f"sync_every_steps={cfg.sync_every_steps}, but there is no publisher to sync through.")
         if isinstance(self.publisher, SharedWeightsPublisher):
             self.publisher.require_shared(self.model)
@@ -140,7 +177,7 @@ class Trainer:
                 f"sync_every_steps={cfg.sync_every_steps}, but {type(self.publisher).__name__} serves the very weights that are "
                 "trained: every step is published. Leave it None."
             )
-        if (cfg.eval_at_start or cfg.eval_every_n_steps) and self.evaluator is None:
+        if (cfg.eval_at_start or cfg.eval_every_n_steps) and self.evaluator is None and self.ranks.is_first:
             raise ConfigError("eval_at_start or eval_every_n_steps is set, but there is no evaluator.")
         shares_weights = isinstance(self.publisher, InPlacePublisher)
         if cfg.eval_in_background and shares_weights and not isinstance(self.evaluator, TakesSnapshots):
@@ -153,7 +190,7 @@ class Trainer:
             raise ConfigError(f"resume_from={resume_from!r} needs a checkpointer or a checkpoint_config.")
 
     def _prepare_model(self, with_checkpointing: bool) -> None:
-        if self.cfg.model_device is not None:
+        if self.cfg.model_device is not None and not self._is_spread:
             self.model.to(self.cfg.model_device)
         self.model.train()
         if with_checkpointing:
@@ -166,7 +203,8 @@ class Trainer:
         if not self.algo.loss.needs_reference:
             return None
         if reference is not None:
-            frozen = reference.to(self.policy.device).eval().requires_grad_(False)
+            placed = reference if is_sharded(reference) else reference.to(self.policy.device)
+            frozen = placed.eval().requires_grad_(False)
             precision = self.cfg.mixed_precision_dtype
             return FrozenReference(TrainedPolicy(frozen, packed=self.cfg.packed, mixed_precision_dtype=precision))
         if plain_model(self.model) is not self.model:
@@ -179,12 +217,15 @@ class Trainer:
     def _make_value_head(self) -> ValueHead | None:
         if not self.algo.loss.needs_values:
             return None
+        if is_tensor_parallel(self.model):
+            raise ConfigError(
+                f"{self.algo.name} trains a critic, which is not supported with tensor parallel; use FSDP."
+            )
         if self.algo.advantages is None:
             raise ConfigError(
                 f"{self.algo.name} trains a critic, but does not say how to use it; set advantages=TokenGAE(…)."
             )
-        weight = self.policy.head.weight_VD
-        return ValueHead(weight.shape[1]).to(weight.device)
+        return ValueHead(self.policy.head.shape[1]).to(self.policy.device)
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over everything trainable; override for another."""
@@ -192,6 +233,8 @@ class Trainer:
         if not parameters:
             raise ConfigError("The model has no parameter that requires a gradient.")
         on_gpu = parameters[0].is_cuda
+        # Parts of weights and weights that every rank has whole (a critic's) cannot be updated in one call.
+        is_mixed = len({isinstance(parameter, DTensor) for parameter in parameters}) > 1
         kind = FullPrecisionAdamW if is_narrow(parameters) else torch.optim.AdamW
         return kind(
             parameters,
@@ -199,13 +242,15 @@ class Trainer:
             betas=self.cfg.betas,
             eps=self.cfg.eps,
             weight_decay=self.cfg.weight_decay,
-            fused=on_gpu,
-            foreach=not on_gpu,
+            fused=on_gpu and not is_mixed,
+            foreach=not on_gpu and not is_mixed,
         )
 
     def _trained_parameters(self) -> list[torch.nn.Parameter]:
-        critic = [] if self.value_head is None else list(self.value_head.parameters())
-        return [p for p in self.model.parameters() if p.requires_grad] + critic
+        return [p for p in self.model.parameters() if p.requires_grad] + self._critic_parameters()
+
+    def _critic_parameters(self) -> list[torch.nn.Parameter]:
+        return [] if self.value_head is None else list(self.value_head.parameters())
 
     # --- the loop ---
 
@@ -215,10 +260,10 @@ class Trainer:
         self.stop = StopSignal()
         end = None if num_steps is None else self.step + num_steps
         try:
-            with self.stop.listening():
+            with self.stop.listening(), self.ranks.watching():
                 if self.cfg.eval_at_start and self.step == 0:
                     await self._evaluate()
-                while (end is None or self.step < end) and not self.stop.is_set:
+                while (end is None or self.step < end) and not self._stops_here():
                     try:
                         stats = await self._step()
                     except (RequestsExhausted, StopRequested) as reason:
@@ -230,6 +275,8 @@ class Trainer:
                     await self._save_if_due(stats)
                 if self.checkpointer is not None and self.step and self._last_saved != self.step:
                     await self._save(stats)  # however it ended, what was learned is kept
+                if self.checkpointer is not None:
+                    await self._in_thread(self.checkpointer.finish)
                 await self._background.finish()
         finally:
             await self._background.abandon()
@@ -237,39 +284,91 @@ class Trainer:
 
     async def train_step(self) -> dict[str, float]:
         """One batch, one optimizer step."""
-        stats = await self._step()
-        await self._save_if_due(stats)
+        with self.ranks.watching():
+            stats = await self._step()
+            await self._save_if_due(stats)
         return stats
+
+    def _stops_here(self) -> bool:
+        """Several ranks tell each other of a wish to stop where they deal out the next batch, and stop together."""
+        return self.stop.is_set and self.ranks.world_size == 1
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Beside the event loop. A thread has to be told which GPU is its process's."""
+
+        def on_device() -> T:
+            if self.policy.device.type == "cuda":
+                torch.cuda.set_device(self.policy.device)
+            return work(*args)
+
+        return await asyncio.to_thread(on_device)
 
     async def _step(self) -> dict[str, float]:
         started = time.perf_counter()
         self._untrained_from = self._data_states()
-        await asyncio.to_thread(self._restore_servers)
-        prepared = await self.stop.unless(self._fetch())
+        await self._in_thread(self._restore_servers)
+        share = await self._next_share()
         fetched = time.perf_counter()
-        stats = await asyncio.to_thread(self._update, prepared)
+        stats = await self._in_thread(self._update, share)
         updated = time.perf_counter()
-        await asyncio.to_thread(self._publish)
+        await self._in_thread(self._publish)
         stats |= {
             "fetch_s": fetched - started,
             "update_s": updated - fetched,
             "publish_s": time.perf_counter() - updated,
         }
         stats["tokens_per_s"] = stats["num_tokens"] / stats["update_s"]
-        return await asyncio.to_thread(self._report, stats, started)
+        return await self._in_thread(self._report, stats, started)
 
     # --- phases ---
 
     def _restore_servers(self) -> None:
         """A server that was restarted has forgotten the weights; it gets them again before anybody samples from it."""
-        if not isinstance(self.publisher, ChecksServers) or self._published is None:
+        if not self.roles.checks_servers or self._published is None:
             return
-        if not self.publisher.is_current(self._published):
+        is_lost = False
+        if self.ranks.is_first and isinstance(self.publisher, ChecksServers):
+            is_lost = not self.publisher.is_current(self._published)
+        if self.ranks.broadcast(is_lost):
             logger.warning("a server has lost version %d (was it restarted?); publishing again", self._published)
             self._push()
 
+    async def _next_share(self) -> Share:
+        """This rank's part of the next batch; all of it where there is only one."""
+        if self.ranks.world_size == 1:
+            return await self._in_thread(self._all_of, await self.stop.unless(self._fetch()))
+        try:
+            own: Prepared | Exception = await self._own_batch()
+        except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
+            own = error
+        report = own if isinstance(own, Prepared) else Ending.of(own)
+        try:
+            return await self._in_thread(deal, self.ranks, report, self._described, self.roles.num_shares)
+        except RankFailed:
+            if isinstance(own, Exception) and Ending.of(own).kind is EndKind.FAILED:
+                raise own from None  # the others say whose error it was; here it is raised as it is
+            raise
+
+    async def _own_batch(self) -> Prepared:
+        """What this rank brings to a batch of all: nothing, if only the first has a source."""
+        if self.stop.is_set:
+            raise StopRequested(self.stop.reason or "")
+        return Prepared([]) if self.batch_source is None else await self.stop.unless(self._fetch())
+
+    def _all_of(self, whole: Prepared) -> Share:
+        return Share(whole.items, batch_facts(whole.items), self._described(whole))
+
+    def _described(self, whole: Prepared) -> dict[str, float]:
+        """What there is to say of a batch before it is trained on."""
+        if self.step == 0:
+            check_masks(whole.items, self.tokenizer)
+        lags = [self.step - item.oldest_version for item in whole.items if item.oldest_version is not None]
+        stats = {**batch_stats(whole.items, whole.meta, self.reducers), **whole.counts}
+        return stats | ({"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))} if lags else {})
+
     async def _fetch(self) -> Prepared:
         """The next batch that has anything to train on."""
+        assert self.batch_source is not None, "checked before"
         left_out: dict[str, float] = {}
         for _ in range(self.cfg.max_empty_batches):
             prepared = self._prepare(await self.batch_source.next_batch())
@@ -305,13 +404,11 @@ class Trainer:
             return True
         return self.step - item.oldest_version <= self.cfg.max_lag
 
-    def _update(self, prepared: Prepared) -> dict[str, float]:
+    def _update(self, share: Share) -> dict[str, float]:
         """Gradient and optimizer step."""
         is_first = self.step == 0
-        if is_first:
-            check_masks(prepared.items, self.tokenizer)
         self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
-        items = self._with_advantages(prepared.items)
+        items, facts = self._with_advantages(share)
         sums = accumulate_gradients(
             self.policy,
             self.algo.loss,
@@ -321,34 +418,35 @@ class Trainer:
             reference=self.reference,
             value_head=self.value_head,
             watch_entropy=self.cfg.watch_entropy,
+            facts=facts,
+            ranks=self.ranks,
         )
         norm = self._apply_gradients()
-        stats = effective_share(sums.means())
-        if is_first:
+        stats = effective_share(self._over_ranks(sums))
+        if is_first and self.ranks.is_first:
             check_parity(stats, self.cfg.parity_tolerance)
-        lags = [self.step - 1 - item.oldest_version for item in prepared.items if item.oldest_version is not None]
-        if lags:
-            stats |= {"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))}
-        return {
-            **batch_stats(prepared.items, prepared.meta, self.reducers),
-            **prepared.counts,
-            **stats,
-            "grad_norm": norm,
-            "lr": self.optimizer.param_groups[0]["lr"],
-        }
+        return {**share.stats, **stats, "grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
-    def _with_advantages(self, items: list[SAWItem]) -> list[SAWItem]:
+    def _over_ranks(self, sums: StatSum) -> dict[str, float]:
+        gathered = self.ranks.gather(sums.totals())
+        return self.ranks.broadcast(None if gathered is None else added_up(gathered).means())
+
+    def _with_advantages(self, share: Share) -> tuple[list[SAWItem], BatchFacts]:
         """With a critic: weights from what it expects of these samples now."""
         if self.value_head is None or self.algo.advantages is None:
-            return items
-        bins = micro_batches(self.policy, items, self.cfg.micro_token_budget)
+            return share.items, share.facts
+        bins = equal_micro_batches(self.policy, share.items, self.cfg.micro_token_budget, self.ranks)
         values = expected_values(self.policy, self.value_head, bins, self.cfg.pad_token_id)
-        return self.algo.advantages.credit(items, [values[id(item)] for item in items])
+        expected = [_with_values(item, values[id(item)]) for item in share.items]
+        return recredited(self.ranks, expected, self._credit)
+
+    def _credit(self, items: list[SAWItem]) -> list[SAWItem]:
+        """An episode that became several samples is credited as one, whichever ranks they are on."""
+        assert self.algo.advantages is not None, "whoever calls it has checked"
+        return self.algo.advantages.credit(items, [_values(item) for item in items])
 
     def _apply_gradients(self) -> float:
-        parameters = self._trained_parameters()
-        limit = self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        norm = self._clip_gradients(self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf"))
         schedule = self.cfg.lr_schedule
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * (schedule(self.step) if schedule is not None else 1.0)
@@ -365,6 +463,13 @@ class Trainer:
         self._untrained_from = None
         return norm
 
+    def _clip_gradients(self, limit: float) -> float:
+        parameters = self._trained_parameters()
+        if not self._is_spread:
+            return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        self.ranks.sum_tensors([p.grad for p in self._critic_parameters() if p.grad is not None])
+        return clip_gradients([p.grad for p in parameters if p.grad is not None], limit, self.ranks)
+
     def _while_changing_weights(self) -> contextlib.AbstractContextManager[None]:
         if isinstance(self.publisher, InPlacePublisher):
             return self.publisher.updating(self.step + 1)
@@ -372,16 +477,24 @@ class Trainer:
 
     def _publish(self) -> None:
         """New weights to whatever serves the policy; an engine that shares them has them already."""
-        if self.publisher is not None and not isinstance(self.publisher, InPlacePublisher):
+        if self.roles.publishes:
             if not self._syncs_now():
                 return
             self._push()
         self._notify_source()
 
     def _push(self) -> None:
-        assert self.publisher is not None, "whoever calls it has one"
-        self.publisher.publish(self._served_weights(), version=self.step)
+        wanted = self.param_filter or (lambda name, weight: True)
+        if self._is_spread:  # a filter sees names, shapes and types; values only come one by one
+            chosen = [w for w in dense_weights(self.model) if wanted(w.name, w.without_values())]
+            publish_gathered(chosen, self.ranks, self._hand_on)
+        else:
+            self._hand_on({name: weight for name, weight in dense_parameters(self.model) if wanted(name, weight)})
         self._published = self.step
+
+    def _hand_on(self, weights: Mapping[str, torch.Tensor]) -> None:
+        assert self.publisher is not None, "whoever calls it has one"
+        self.publisher.publish(weights, version=self.step)
 
     def _announce_version(self) -> None:
         """An engine that shares the weights may have served another run: its versions begin with ours."""
@@ -397,10 +510,6 @@ class Trainer:
         every = self.cfg.sync_every_steps if self.cfg.sync_every_steps is not None else 1
         return bool(every) and self.step % every == 0
 
-    def _served_weights(self) -> dict[str, torch.Tensor]:
-        wanted = self.param_filter or (lambda name, weight: True)
-        return {name: weight for name, weight in dense_parameters(self.model) if wanted(name, weight)}
-
     def _report(self, stats: dict[str, float], started: float) -> dict[str, float]:
         """Log what is due; saving comes after: a kill in between loses no line."""
         named = prefixed({**stats, "step": float(self.step)})
@@ -410,7 +519,7 @@ class Trainer:
         return named
 
     def _log(self, step: int, stats: Mapping[str, float]) -> None:
-        if self.logger is not None:
+        if self.logger is not None and self.ranks.is_first:
             with self._logging:
                 self.logger.log(step, stats)
 
@@ -441,7 +550,14 @@ class Trainer:
             self.evaluator.take_snapshot(self.step)
 
     async def _evaluate(self) -> None:
-        """Now and here, or beside the steps that follow."""
+        """On the first rank; the others wait, and hear what came of it."""
+        if self.ranks.is_first:
+            await self._evaluate_here()
+        if self.ranks.world_size > 1:
+            self._last_eval = await self._in_thread(self.ranks.broadcast, self._last_eval)
+
+    async def _evaluate_here(self) -> None:
+        """Now, or beside the steps that follow."""
         if not self.cfg.eval_in_background:
             with contextlib.suppress(StopRequested):  # it can take long, and nothing is lost with it
                 await self.stop.unless(self.eval())
@@ -464,7 +580,7 @@ class Trainer:
         await self._wait_for_judgement()
         is_current = self._last_eval.get("eval/step") == self.step  # an older one says nothing of these weights
         metrics = {**(self._last_eval if is_current else {}), **stats}
-        await asyncio.to_thread(self._write, self._state(), metrics)
+        await self._in_thread(self._write, self._state(), metrics)
 
     async def _wait_for_judgement(self) -> None:
         """Which checkpoint is the best may hang on the evaluation of these weights, which may still be running."""
@@ -512,16 +628,16 @@ class Trainer:
         for name, part in parts.items():
             if name in state:
                 part.load_state_dict(state[name])
-        if self.publisher is not None and not isinstance(self.publisher, InPlacePublisher):
+        if self.roles.publishes:
             self._push()
         self._announce_version()
-        if isinstance(self.logger, Resumable):
+        if isinstance(self.logger, Resumable) and self.ranks.is_first:
             self.logger.resume(self.step)
         restore_rng(state["rng"])
         logger.info("resumed at step %d", self.step)
 
     def _data_parts(self) -> dict[str, Stateful]:
-        parts = {"batch_source": self.batch_source, "credit_assigner": self.algo.credit_assigner}
+        parts: dict[str, Any] = {"batch_source": self.batch_source, "credit_assigner": self.algo.credit_assigner}
         return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
     # --- without asyncio ---
@@ -534,3 +650,12 @@ class Trainer:
 
     def eval_sync(self) -> dict[str, float]:
         return asyncio.run(self.eval())
+
+
+def _with_values(item: SAWItem, values: np.ndarray) -> SAWItem:
+    return replace(item, attachments=replace(item.attachments, token_values=values))
+
+
+def _values(item: SAWItem) -> np.ndarray:
+    assert item.attachments.token_values is not None, "written just before"
+    return item.attachments.token_values

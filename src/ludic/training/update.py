@@ -1,7 +1,7 @@
 """The gradient of one batch: pack, forward, loss, backward, micro-batch by micro-batch.
 
 Every number that a loss divides by is taken over the whole batch before the first micro-batch runs, so the gradient
-does not depend on how the batch was cut.
+does not depend on how the batch was cut, nor on how many ranks share it.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludic.distributed.fsdp import sync_gradients
+from ludic.distributed.ranks import OneProcess, Ranks
 from ludic.models.head import EntropyMode
 from ludic.training.critic import ValueHead
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.tokens import over_tokens
-from ludic.training.packing import PackedBatch, split_items_by_token_budget, split_packed
+from ludic.training.packing import FILLER, PackedBatch, split_items_by_token_budget, split_packed
 from ludic.training.policy import TrainedPolicy
 from ludic.training.stats import StatSum
 from ludic.types import SAWItem
@@ -44,6 +46,14 @@ def micro_batches(policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_b
     return split_items_by_token_budget(items, micro_token_budget=micro_token_budget, max_seq_len=micro_token_budget)
 
 
+def equal_micro_batches(
+    policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int, ranks: Ranks
+) -> list[list[SAWItem]]:
+    """As many on every rank, or ranks would wait for each other for ever: who has fewer gets some that count for nothing."""
+    bins = micro_batches(policy, items, micro_token_budget)
+    return bins + [[FILLER]] * (int(ranks.max(len(bins))) - len(bins))
+
+
 def accumulate_gradients(
     policy: TrainedPolicy,
     loss: Loss,
@@ -54,14 +64,23 @@ def accumulate_gradients(
     reference: Reference | None = None,
     value_head: ValueHead | None = None,
     watch_entropy: bool = False,
+    facts: BatchFacts | None = None,
+    ranks: Ranks | None = None,
 ) -> StatSum:
-    """Add the batch's gradient to the parameters'; what the loss and the mismatch have to say comes back."""
-    facts = batch_facts(items)
+    """Add the batch's gradient to the parameters'; what the loss and the mismatch have to say comes back.
+
+    Where `items` are one rank's share, `facts` are those of the whole batch, and gradients are summed over ranks.
+    """
+    facts = batch_facts(items) if facts is None else facts
     sums = StatSum()
-    bins = micro_batches(policy, items, micro_token_budget)
-    for members in bins:
+    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or OneProcess())
+    for number, members in enumerate(bins):
         batch = policy.batch(members, pad_token_id)
+        sync_gradients(policy.model, is_last=number == len(bins) - 1)
         tokens = action_tokens(policy, loss, batch, facts, reference, value_head, watch_entropy)
+        if members[0] is FILLER:
+            _nothing(tokens).backward()
+            continue
         value, stats = loss.of(tokens)
         value.backward()
         sums.add({"loss": (value.detach(), tokens.num_items / facts.num_items), **stats, **mismatch_stats(tokens)})
@@ -69,6 +88,12 @@ def accumulate_gradients(
             sums.add({"entropy": over_tokens(tokens.entropy)})
     sums.add({"num_micro_batches": (float(len(bins)), 1.0)})
     return sums
+
+
+def _nothing(tokens: ActionTokens) -> Tensor:
+    """Zero, by way of everything that a loss could have used: the gradients are there, and are zero."""
+    used = (tokens.logps, tokens.entropy, tokens.values)
+    return sum((values.sum() for values in used if values is not None), torch.zeros(())) * 0.0
 
 
 def action_tokens(
@@ -82,8 +107,7 @@ def action_tokens(
 ) -> ActionTokens:
     """What the loss sees of one micro-batch."""
     entropy_mode: EntropyMode | None = "train" if loss.needs_entropy else "watch" if watch_entropy else None
-    hidden_AD = policy.action_hidden(batch)
-    logps, entropy = policy.logps_of(hidden_AD, batch, entropy=entropy_mode)
+    hidden_AD, logps, entropy = policy.outputs(batch, entropy=entropy_mode)
     actions = batch.actions
     return ActionTokens(
         logps=logps,

@@ -271,6 +271,8 @@ def test_a_state_may_repeat_the_step_but_not_contradict_it(tmp_path: Path):
         ({"every_n_steps": -1}, "0 .never."),
         ({"max_to_keep": 0}, "at least 1"),
         ({"best_mode": "most"}, "'max' and 'min'"),
+        ({"keep_every": -1}, "0 .no step is special."),
+        ({"keep_every": 25, "every_n_steps": 10}, "no multiple of every_n_steps=10"),
     ],
 )
 def test_settings_that_cannot_work_say_so(settings, message):
@@ -315,6 +317,21 @@ def test_the_best_can_be_the_lowest(tmp_path: Path):
         checkpoints.save(step, model=a_module(), metrics={"eval/loss": loss})
     assert names(tmp_path) == ["step_000002", "step_000003"]
     assert checkpoints.best() == tmp_path / "step_000002"
+
+
+def test_steps_that_keep_every_divides_are_kept_for_good(tmp_path: Path):
+    checkpoints = manager(tmp_path, max_to_keep=1, keep_every=3)
+    for step in range(1, 9):
+        checkpoints.save(step, model=a_module(step))
+    assert names(tmp_path) == ["step_000003", "step_000006", "step_000008"]
+    assert checkpoints.latest() == tmp_path / "step_000008"
+
+
+def test_whoever_asks_is_told_when_a_checkpoint_cannot_be_lost_any_more(tmp_path: Path):
+    told: list[tuple[Path, Path | None]] = []
+    checkpoints = manager(tmp_path)
+    path = checkpoints.save(1, model=a_module(), when_durable=lambda path: told.append((path, checkpoints.latest())))
+    assert told == [(path, path)]
 
 
 def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path):

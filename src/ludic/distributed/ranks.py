@@ -1,0 +1,328 @@
+"""Several trainer processes as one: what they tell each other beside tensors, and how they end together.
+
+Control goes over gloo on the CPU, also where tensors go by nccl: a rank may wait here for minutes while the first one
+evaluates, and no GPU timeout runs meanwhile. A rank that fails leaves a note for the others before it goes; one that was
+killed leaves none, and is found by a roll call.
+"""
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ludic.types import ConfigError, LudicError
+
+T = TypeVar("T")
+
+TIMEOUT_S = 7200.0
+"""How long a rank waits for another by default: longer than any evaluation should take."""
+_ROLL_CALL_S = 5.0
+
+
+class RankFailed(LudicError, RuntimeError):
+    """Another rank has failed or gone; this one cannot go on without it."""
+
+
+class Ranks(Protocol):
+    """The processes of one training run. Every method but the properties is called by all of them, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def gather(self, value: T) -> list[T] | None:
+        """Everybody's value, by rank, on the first one; None elsewhere."""
+        ...
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """The first rank gives one to each."""
+        ...
+
+    def broadcast(self, value: T | None) -> T:
+        """What the first rank has."""
+        ...
+
+    def sum(self, value: float) -> float: ...
+
+    def max(self, value: float) -> float: ...
+
+    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Each becomes the sum over ranks, in place."""
+        ...
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait for all; whoever has not come by then is named."""
+        ...
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Around work with collectives in it: a failure says whose it was, here and on the other ranks."""
+        ...
+
+
+class OneProcess:
+    """Nobody else is there."""
+
+    rank = 0
+    world_size = 1
+    is_first = True
+
+    def gather(self, value: T) -> list[T] | None:
+        return [value]
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        assert values is not None, "the first rank has something to give"
+        return values[0]
+
+    def broadcast(self, value: T | None) -> T:
+        assert value is not None, "the first rank has something to say"
+        return value
+
+    def sum(self, value: float) -> float:
+        return value
+
+    def max(self, value: float) -> float:
+        return value
+
+    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        pass
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class ProcessRanks:
+    """The processes of torch's default group."""
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s`: how long a rank waits for another before it gives up."""
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s={timeout_s}; ranks must be allowed to wait for each other.")
+        if not dist.is_initialized():
+            raise ConfigError(
+                "ProcessRanks needs torch's process group. Start the program with torchrun and call join_ranks()."
+            )
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.is_first = self.rank == 0
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._notes = dist.PrefixStore("ludic-ranks", dist.distributed_c10d._get_default_store())
+
+    def gather(self, value: T) -> list[T] | None:
+        with self.watching():
+            found: list[Any] | None = [None] * self.world_size if self.is_first else None
+            dist.gather_object(value, found, dst=0, group=self._control)
+            return found
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        with self.watching():
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, list(values) if values is not None else None, 0, group=self._control)
+            own: T = received[0]
+            return own
+
+    def broadcast(self, value: T | None) -> T:
+        with self.watching():
+            told: list[Any] = [value]
+            dist.broadcast_object_list(told, 0, group=self._control)
+            common: T = told[0]
+            return common
+
+    def sum(self, value: float) -> float:
+        return float(self._all(value).sum())
+
+    def max(self, value: float) -> float:
+        return float(self._all(value).max())
+
+    def _all(self, value: float) -> Tensor:
+        """Everybody's value; added up by each rank in the same order, so that all get the same to the last bit."""
+        with self.watching():
+            found = torch.empty(self.world_size, dtype=torch.float64)
+            own = torch.tensor([value], dtype=torch.float64)
+            dist.all_gather(list(found.split(1)), own, group=self._control)
+            return found
+
+    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
+        with self.watching():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        timeout = self._timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        with self.watching():
+            try:
+                dist.monitored_barrier(self._control, timeout, wait_all_ranks=True)
+            except RuntimeError as error:
+                if _is_broken_connection(error):
+                    raise
+                raise RankFailed(
+                    f"Not all ranks came within {timeout.total_seconds():g} s: {_first_line(error)}."
+                ) from error
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        try:
+            yield
+        except RankFailed:
+            raise
+        except Exception as error:
+            if not _is_broken_connection(error):
+                self._leave_note(error)
+                raise
+            raise RankFailed(f"{self._who_is_missing()} (Rank {self.rank} noticed: {_first_line(error)})") from error
+
+    def _leave_note(self, error: Exception) -> None:
+        with contextlib.suppress(dist.DistError):  # whoever kept the notes has gone already
+            self._notes.set(f"failed-{self.rank}", f"{type(error).__name__}: {error}")
+
+    def _who_is_missing(self) -> str:
+        """A failure that was noted; else the ranks that do not answer."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        try:
+            self._notes.set(f"here-{self.rank}", "yes")
+            end = time.monotonic() + _ROLL_CALL_S
+            silent = others
+            while silent and time.monotonic() < end:
+                for rank in others:
+                    if self._notes.check([f"failed-{rank}"]):
+                        return f"Rank {rank} failed: {self._notes.get(f'failed-{rank}').decode()}"
+                silent = [rank for rank in others if not self._notes.check([f"here-{rank}"])]
+                time.sleep(0.05)
+        except dist.DistError:
+            return (
+                "The process that ranks meet at (rank 0, or torchrun) has gone: it was killed, or its machine is lost."
+            )
+        if not silent:
+            return "The connection between ranks broke, though all of them are still there."
+        listed = ", ".join(map(str, silent))
+        return (
+            f"Rank {listed} of {self.world_size} does not answer: it was killed (out of memory?), or its machine is lost. "
+            "Start the run again from its last checkpoint; `torchrun --max-restarts` does so by itself."
+        )
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """torch has no type of its own for what gloo says when the other side is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun says of this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def launched() -> Launch | None:
+    """None outside of torchrun (or whoever sets the same variables)."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    if "RANK" not in found and "WORLD_SIZE" not in found:
+        return None
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(sorted(found))} are set, but {', '.join(missing)} are not: this process belongs to a group that it "
+            "cannot find. Start it with torchrun, or unset them."
+        )
+    return Launch(int(found["RANK"]), int(found["LOCAL_RANK"]), int(found["WORLD_SIZE"]))
+
+
+def join_ranks(*, timeout_s: float = TIMEOUT_S, device: str | None = None) -> Ranks:
+    """This process among those that torchrun has started: nccl for GPUs, gloo for CPUs. Alone without torchrun.
+
+    `device`: "cpu" or "cuda"; by default the GPU of this process's local rank, where there are GPUs.
+    """
+    launch = launched()
+    if launch is None:
+        return OneProcess()
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        _take_gpu(launch)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=_store(), rank=launch.rank, world_size=launch.world_size)
+    return ProcessRanks(timeout_s=timeout_s)
+
+
+def _store() -> dist.Store:
+    """Where ranks leave their addresses. torchrun may keep it over a restart: those of the dead must not be found in it."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"ludic-attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _take_gpu(launch: Launch) -> None:
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"Local rank {launch.local_rank} has no GPU: this machine has {torch.cuda.device_count()}. Start at most as many "
+            "processes as GPUs (torchrun --nproc-per-node), or train on the CPU: join_ranks(device='cpu')."
+        )
+    torch.cuda.set_device(launch.local_rank)
+
+
+def leave_ranks() -> None:
+    """At the end of a program: the group's connections are closed in order."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def require_same(ranks: Ranks, facts: Mapping[str, str]) -> None:
+    """Ranks that were started with other settings would train something else, or wait for each other for ever."""
+    gathered = ranks.gather(dict(facts))
+    problem = ranks.broadcast("" if gathered is None else difference(gathered))
+    if problem:
+        raise ConfigError(problem)
+
+
+def difference(gathered: Sequence[Mapping[str, str]]) -> str:
+    """What of these facts, by rank, is not the same everywhere; an empty text if all is."""
+    first = gathered[0]
+    for rank, facts in enumerate(gathered):
+        for name in [*first, *(name for name in facts if name not in first)]:
+            ours, theirs = first.get(name, "nothing"), facts.get(name, "nothing")
+            if ours != theirs:
+                return (
+                    f"Ranks were started with different settings: {name} is {ours} on rank 0 and {theirs} on rank {rank}. "
+                    "Give every rank the same."
+                )
+    return ""
+
+
+def check_together(ranks: Ranks, check: Callable[[], None]) -> None:
+    """`check` on every rank: what one of them cannot work with, none of them begins with."""
+    own: ConfigError | None = None
+    try:
+        check()
+    except ConfigError as error:
+        own = error
+    gathered = ranks.gather("" if own is None else str(own))
+    problem = ranks.broadcast(None if gathered is None else _first_said(gathered))
+    if own is not None:
+        raise own
+    if problem:
+        raise ConfigError(problem)
+
+
+def _first_said(gathered: Sequence[str]) -> str:
+    return next((f"Rank {rank} cannot begin: {said}" for rank, said in enumerate(gathered) if said), "")

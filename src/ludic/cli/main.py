@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 from ludic import __version__
+from ludic.cli.actor import actor
 from ludic.cli.evaluate import evaluate
+from ludic.cli.launch import launch
 from ludic.cli.listing import envs, parts
 from ludic.cli.play import play
 from ludic.cli.serve import serve
@@ -36,8 +38,10 @@ app.command()(play)
 app.command()(envs)
 app.command()(parts)
 app.command()(serve)
-# Its flags are the run's settings, and so is its help.
+# Their flags are the run's settings, and so is their help.
 app.command(context_settings=OWN_FLAGS)(train)
+app.command(context_settings=OWN_FLAGS)(actor)
+app.command(context_settings=OWN_FLAGS)(launch)
 app.command("eval", context_settings=OWN_FLAGS)(evaluate)
 
 

@@ -35,6 +35,7 @@ from ludic.training.stats import batch_stats, prefixed
 from ludic.training.stopping import StopRequested, StopSignal
 from ludic.training.update import AdapterOff, FrozenReference, Reference, accumulate_gradients, micro_batches
 from ludic.types import (
+    AccountsForItems,
     BatchSource,
     ChecksServers,
     ConfigError,
@@ -323,6 +324,8 @@ class Trainer:
             watch_entropy=self.cfg.watch_entropy,
         )
         norm = self._apply_gradients()
+        if isinstance(self.batch_source, AccountsForItems):
+            self.batch_source.notify_trained(self.step, len(prepared.items))
         stats = effective_share(sums.means())
         if is_first:
             check_parity(stats, self.cfg.parity_tolerance)
@@ -496,6 +499,8 @@ class Trainer:
             tokenizer=self.tokenizer,
         )
         self._last_saved = self.step
+        if isinstance(self.batch_source, AccountsForItems):
+            self.batch_source.notify_saved(self.step)
 
     def _resume(self, where: int | str) -> None:
         assert self.checkpointer is not None, "checked before"

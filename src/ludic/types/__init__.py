@@ -30,6 +30,7 @@ from ludic.types.inference import (
     VLLMExtensions,
 )
 from ludic.types.interfaces import (
+    AccountsForItems,
     BatchSource,
     ChatClient,
     ChecksServers,
@@ -92,7 +93,7 @@ from ludic.types.tokens import (
 )
 
 __all__ = [
-    "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
+    "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers", "AccountsForItems",
     "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",

@@ -37,7 +37,7 @@ def ludic(tmp_path, monkeypatch, capsys):
         (["tic_tac_toe", "--max-seq-len", "9000"], "micro_token_budget = 8192 is less than max_seq_len = 9000"),
         (["tic_tac_toe", "--max-tokens", "1024"], "Raise --max-seq-len or lower --max-tokens"),
         (["tic_tac_toe", "--temperature", "0"], "there is nothing to learn from"),
-        (["tic_tac_toe", "--engine", "pipeline"], "engine = 'pipeline' is not there yet"),
+        (["tic_tac_toe", "--engine", "pipeline"], "needs a Redis that learner and actors share"),
         (["tic_tac_toe", "--engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
         (["tic_tac_toe", "--server", "http://127.0.0.1:1"], "is for engine = 'vllm'"),
         (["tic_tac_toe", "--device", "gpu"], "is no device"),

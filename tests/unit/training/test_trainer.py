@@ -463,3 +463,42 @@ async def test_a_server_that_was_restarted_gets_its_weights_before_anything_is_s
     server.served = None
     await trainer.train_step()
     assert server.pushed == [1, 2, 2, 3]
+
+
+# --- sources that keep accounts -------------------------------------------------------------------------------
+
+
+class Accounting(Given):
+    """Writes down what it is told."""
+
+    def __init__(self, *batches):
+        super().__init__(*batches)
+        self.told = []
+
+    def notify_trained(self, step, num_items):
+        self.told.append(("trained", step, num_items))
+
+    def notify_saved(self, step):
+        self.told.append(("saved", step))
+
+
+async def test_a_source_that_keeps_accounts_hears_what_was_trained_and_what_is_safe(tmp_path):
+    trainer = hand_trainer(
+        algo=make_sft(), checkpoint_config=CheckpointConfig(tmp_path, every_n_steps=2), cfg={"too_long": "drop"}
+    )
+    source = trainer.batch_source = Accounting(
+        random_items([12, 9, 100], vocab=64), [], random_items([8], vocab=64), random_items([7], vocab=64)
+    )
+    await trainer.train(3)
+    assert source.told == [
+        ("trained", 1, 2), ("trained", 2, 1), ("saved", 2), ("trained", 3, 1), ("saved", 3)
+    ]  # fmt: skip
+
+
+async def test_a_step_that_fails_is_not_told_as_trained():
+    trainer = hand_trainer(algo=make_sft())
+    source = trainer.batch_source = Accounting(random_items([12], vocab=64))
+    trainer._apply_gradients = lambda: (_ for _ in ()).throw(FloatingPointError("nan"))
+    with pytest.raises(FloatingPointError):
+        await trainer.train_step()
+    assert source.told == []

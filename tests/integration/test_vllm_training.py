@@ -28,13 +28,14 @@ def player(tmp_path_factory) -> Path:
     return folder
 
 
-def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path):
+@pytest.mark.parametrize("adapter", [[], ["--lora-rank", "4", "--push", "adapter"]], ids=["all weights", "adapter"])
+def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path, adapter):
     skip_without_vllm()
     command = [
         sys.executable, "-m", "ludic.cli.main", "train", "tic_tac_toe", "--set", "view=compact", "--model", str(player),
         "--engine", "vllm", "--steps", "3", "--rollouts-per-update", "32", "--group-size", "8", "--lr", "1e-2",
         "--max-tokens", "3", "--max-seq-len", "128", "--logger", "print", "--runs", str(tmp_path), "--name", "run",
-        "--dtype", "float32",
+        "--dtype", "float32", *adapter,
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,7 @@
 """`--engine vllm`: the policy is sampled by vLLM servers, those that were named or one that is started for the run."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 
 from ludic.cli.run_config import RolloutSettings
 from ludic.cli.run_folder import SERVER
-from ludic.distributed import create_vllm_publisher
+from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
+from ludic.distributed.adapter_control import fitting_rank
+from ludic.distributed.peft_adapter import read_adapter
 from ludic.inference.control_token import read_control_token
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.inference.vllm_process import VLLMServerProcess, last_words, wait_for_vllm_health
@@ -20,6 +23,8 @@ from ludic.types import ConfigError, PolicyGone, PolicyPublisher
 
 _START_S = 600.0
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+ADAPTER, BASE = "policy", "base"
+"""What a server of ours calls the adapter, and the model under it."""
 
 
 class VLLMPolicy:
@@ -28,6 +33,8 @@ class VLLMPolicy:
     def __init__(self, settings: RolloutSettings, loaded: LoadedModel, *, max_length: int, folder: Path) -> None:
         """The servers get the weights of `loaded` at once: what they were started with may be something else."""
         self._process: VLLMServerProcess | None = None
+        if settings.push == "adapter" and plain_model(loaded.model) is loaded.model:
+            raise ConfigError("push = 'adapter', but there is none: all weights are trained. Give --lora-rank.")
         if settings.server:
             token = None if settings.control_token is None else read_control_token(settings.control_token)
             self.client = VLLMChatClient(servers=settings.server, control_token=token)
@@ -38,9 +45,14 @@ class VLLMPolicy:
                 control_token=self._process.control_token,
                 require_alive=self._require_alive,
             )
-        self.publisher: PolicyPublisher = create_vllm_publisher(self.client)
-        self.publisher.publish(dict(dense_parameters(loaded.model)), version=0)
-        self.model = asyncio.run(_served_name(self.client))
+        self.publisher: PolicyPublisher
+        if settings.push == "adapter":
+            self.publisher, self.model = _adapter_publisher(self.client, loaded, folder / SERVER), ADAPTER
+            self.publisher.publish({}, version=0)
+        else:
+            self.publisher = create_vllm_publisher(self.client)
+            self.publisher.publish(dict(dense_parameters(loaded.model)), version=0)
+            self.model = asyncio.run(_served_name(self.client))
 
     def _require_alive(self) -> None:
         assert self._process is not None, "only asked of a server that we started"
@@ -59,7 +71,8 @@ class VLLMPolicy:
 def _start(loaded: LoadedModel, settings: RolloutSettings, max_length: int, folder: Path) -> VLLMServerProcess:
     """vLLM reads a model from files; the run's own weights are the ones it is given."""
     model: Any = plain_model(loaded.model)
-    with no_progress_bar():
+    is_alone = settings.push == "adapter"
+    with no_progress_bar(), loaded.model.disable_adapter() if is_alone else contextlib.nullcontext():
         model.save_pretrained(folder / "model", state_dict=dict(dense_parameters(loaded.model)))
     loaded.tokenizer.save_pretrained(folder / "model")
     dtype = _DTYPES[next(model.parameters()).dtype]
@@ -69,11 +82,22 @@ def _start(loaded: LoadedModel, settings: RolloutSettings, max_length: int, fold
         max_model_len=max_length,
         gpu_memory_utilization=settings.server_memory,
         stream_output=False,
-        extra_args=["--dtype", dtype, "--served-model-name", "policy"],
+        extra_args=["--dtype", dtype, *(_lora_flags(loaded) if is_alone else ["--served-model-name", "policy"])],
         run_folder=folder,
     )
     wait_for_vllm_health(process.command.host, process.command.port, process, timeout_s=_START_S)
     return process
+
+
+def _lora_flags(loaded: LoadedModel) -> list[str]:
+    rank = fitting_rank(read_adapter(loaded.model).rank)
+    return ["--served-model-name", BASE, "--enable-lora", "--max-lora-rank", str(rank)]
+
+
+def _adapter_publisher(client: VLLMChatClient, loaded: LoadedModel, folder: Path) -> VllmAdapterPublisher:
+    adapters = folder / "adapters"
+    adapters.mkdir(parents=True, exist_ok=True)
+    return VllmAdapterPublisher(client, loaded.model, name=ADAPTER, folder=adapters)
 
 
 async def _served_name(client: VLLMChatClient) -> str:

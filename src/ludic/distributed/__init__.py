@@ -1,5 +1,6 @@
 """Getting new weights to whatever serves the policy."""
 
+from ludic.distributed.adapter_publisher import VllmAdapterPublisher
 from ludic.distributed.broadcast import BroadcastPolicyPublisher
 from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
 from ludic.distributed.rank0 import Rank0OnlyPublisher
@@ -14,5 +15,5 @@ InProcessPublisher = SharedWeightsPublisher
 __all__ = [
     "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
     "ControlPlane", "TensorCommunicator", "WeightMetadata", "WeightPushError",
-    "VllmControlPlane", "create_vllm_publisher",
+    "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make test       set up, then run every check and test that this machine can run"
 	@echo "make test-fast  unit, contract and golden tests that take no model (under a minute)"
-	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server, and with it its tests"
+	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the orchestration benchmark"
 
@@ -36,9 +36,9 @@ vllm: $(VENV_VLLM)/.ready
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-# The tests of the vLLM part run where `make vllm` has been called; elsewhere they are skipped and say so.
-test: $(VENV)/.ready lint
-	$(BIN)/pytest tests
+# A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread.
+test: $(VENV)/.ready $(VENV_VLLM)/.ready lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests
 
 test-fast: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"

@@ -1,15 +1,33 @@
 """Training through a real vLLM server: `ludic train --engine vllm`, weights pushed after every update."""
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ludic.types import load_rollouts
-from tests.integration.vllm_fixtures import skip_without_vllm
+from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource, RolloutEngine
+from ludic.inference import HFChatTemplate, VLLMChatClient
+from ludic.interaction import SingleAgentProtocol
+from ludic.parsers import ParseResult
+from ludic.types import (
+    EnvSpec,
+    InferenceSpec,
+    ProtocolSpec,
+    ReturnSpec,
+    RolloutRequest,
+    SamplingParams,
+    SAWBatch,
+    load_rollouts,
+)
+from tests.fakes import CountingEnv, RecordingClient, make_agent
+from tests.integration.vllm_fixtures import RunningServer, skip_without_vllm
 
 pytest.importorskip("torch", reason="the train extra is not installed")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -28,17 +46,23 @@ def player(tmp_path_factory) -> Path:
     return folder
 
 
-def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path):
-    skip_without_vllm()
-    command = [
+def train_command(player: Path, runs: Path, *, steps: int) -> list[str]:
+    return [
         sys.executable, "-m", "ludic.cli.main", "train", "tic_tac_toe", "--set", "view=compact", "--model", str(player),
-        "--engine", "vllm", "--steps", "3", "--rollouts-per-update", "32", "--group-size", "8", "--lr", "1e-2",
-        "--max-tokens", "3", "--max-seq-len", "128", "--logger", "print", "--runs", str(tmp_path), "--name", "run",
+        "--engine", "vllm", "--steps", str(steps), "--rollouts-per-update", "32", "--group-size", "8", "--lr", "1e-2",
+        "--max-tokens", "3", "--max-seq-len", "128", "--logger", "print", "--runs", str(runs), "--name", "run",
         "--dtype", "float32",
     ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("adapter", [[], ["--lora-rank", "4", "--push", "adapter"]], ids=["all weights", "adapter"])
+def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path, adapter):
+    skip_without_vllm()
+    command = [*train_command(player, tmp_path, steps=3), *adapter]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -49,3 +73,127 @@ def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path)
     (file,) = (tmp_path / "run" / "rollouts").glob("*.jsonl")
     versions = [run.version for r in load_rollouts(file) for step in r.agent_steps for run in step.trace.version_runs]
     assert sorted(set(versions)) == [0, 1, 2]
+
+
+def test_a_run_whose_own_server_dies_ends_with_the_servers_words(player, tmp_path):
+    skip_without_vllm()
+    run = subprocess.Popen(
+        train_command(player, tmp_path, steps=10_000),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ONE_THREAD,
+    )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 300
+        while not (metrics.exists() and metrics.read_text()):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        os.killpg(child_of(run.pid), signal.SIGKILL)  # the server leads a session of its own
+        said, _ = run.communicate(timeout=100)
+    finally:
+        run.kill()
+    assert run.returncode == 2, said
+    assert "The vLLM server of this run ended with exit code -9" in said and "Traceback" not in said
+    assert f"To go on: ludic train {tmp_path / 'run'} --resume" in said
+
+
+def child_of(pid: int) -> int:
+    (child,) = [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return child
+
+
+class KilledInTheMiddle:
+    """The source's second batch finds its server killed half way; it is started again for the third."""
+
+    def __init__(self, inner: RolloutBatchSource, client: RecordingClient, server: RunningServer) -> None:
+        self._inner, self._client, self._server = inner, client, server
+        self.batches: list[SAWBatch] = []
+
+    async def next_batch(self) -> SAWBatch:
+        if len(self.batches) == 1:
+            async with asyncio.timeout(100):
+                killing = self._kill_after(len(self._client.calls) + 20)
+                batch, _ = await asyncio.gather(self._inner.next_batch(), killing)
+            self._server.process.start()
+        else:
+            batch = await self._inner.next_batch()
+        self.batches.append(batch)
+        return batch
+
+    async def _kill_after(self, num_calls: int) -> None:
+        while len(self._client.calls) < num_calls:
+            await asyncio.sleep(0.002)
+        await asyncio.to_thread(self._server.process.kill)
+
+
+def shorter_is_better(text: str) -> ParseResult:
+    return ParseResult("go", 1.0 / (1 + len(text)), None)
+
+
+def test_a_server_killed_in_the_middle_of_a_batch_costs_episodes_and_gets_the_weights_again(vllm_server):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ludic.distributed import create_vllm_publisher
+    from ludic.models.lora import dense_parameters
+    from ludic.training import Trainer, TrainerConfig, make_grpo
+
+    model: Any = AutoModelForCausalLM.from_pretrained(vllm_server.model_dir, dtype=torch.float32)
+    first_weights = {name: weight.clone() for name, weight in dense_parameters(model)}
+    template = HFChatTemplate(AutoTokenizer.from_pretrained(vllm_server.model_dir))
+    impatient = VLLMChatClient(
+        vllm_server.host, vllm_server.port, control_token=vllm_server.control_token, max_retries=0
+    )
+    client = RecordingClient(impatient)
+    publisher = create_vllm_publisher(impatient)
+
+    def protocol(**kwargs: Any) -> SingleAgentProtocol:
+        agent = make_agent(
+            client, model="tiny", chat_template=template, parser=shorter_is_better, reject_incomplete_completions=False
+        )
+        return SingleAgentProtocol(agent, **kwargs)
+
+    inference = InferenceSpec(
+        sampling=SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True), return_=ReturnSpec.for_rl()
+    )
+    request = RolloutRequest(
+        env=EnvSpec("counting", {"target": 99}), protocol=ProtocolSpec("single"), inference=inference
+    )
+    engine = RolloutEngine(
+        env_registry={"counting": CountingEnv},
+        protocol_registry={"single": protocol},
+        max_retries=0,
+        max_failed_share=1.0,
+    )
+    source = KilledInTheMiddle(
+        RolloutBatchSource(
+            engine,
+            requests_fn=lambda: [request] * 8,
+            strategy=GRPORequestStrategy(2),
+            algorithm=make_grpo(group_size=2),
+            max_steps=2,
+            concurrency=4,
+        ),
+        client,
+        vllm_server,
+    )
+    trainer = Trainer(
+        model=model,
+        algo=make_grpo(group_size=2),
+        batch_source=source,
+        publisher=publisher,
+        cfg=TrainerConfig(lr=1e-3, max_seq_len=512),
+    )
+    try:
+        trainer.train_sync(num_steps=3)
+        # 16 episodes of 2 calls, 4 at a time, killed after 20 calls: some groups were whole, some were not.
+        failed = [batch.meta["num_failed"] for batch in source.batches]
+        assert failed[0] == failed[2] == 0 and 0 < failed[1] < 16
+        versions = [{item.oldest_version for item in batch.items} for batch in source.batches]
+        assert versions == [{0}, {1}, {2}], "the server that came back was given the second update's weights"
+        assert publisher.is_current(3)
+    finally:
+        vllm_server.wait()
+        publisher.publish(first_weights, version=0)

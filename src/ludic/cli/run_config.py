@@ -26,6 +26,7 @@ Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 MaybeCutOff: TypeAlias = Annotated[CutOff | None, tyro.conf.arg(metavar="{reject,read}", help_behavior_hint="")]
 MaybeUnreadable: TypeAlias = Annotated[Unreadable | None, tyro.conf.arg(metavar="{go_on,stop}", help_behavior_hint="")]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
+Push: TypeAlias = Literal["merged", "adapter"]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
 TINY = "tiny"
 
@@ -166,6 +167,8 @@ class RolloutSettings:
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4
     """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
+    push: Push = "merged"
+    """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     save_rollouts: bool = True
     """Write every episode to the run folder."""
 
@@ -375,6 +378,8 @@ def _check_engine(config: RunConfig) -> None:
         who = "actor_engine" if config.is_pipeline else "engine"
         what = config.pipeline.actor_engine if config.is_pipeline else rollouts.engine
         raise ConfigError(f"server = {servers} is for {who} = 'vllm', but the {who.replace('_', ' ')} is {what!r}.")
+    if rollouts.push == "adapter" and rollouts.engine != "vllm":
+        raise ConfigError(f"push = 'adapter' is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
     if config.eval.eval_in_background and config.samples_on_vllm:
         raise ConfigError(
             "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "

@@ -40,10 +40,11 @@ from ludic.cli.run_folder import (
 from ludic.cli.run_model import load_policy, make_template, pinned, serve_policy, use_threads
 from ludic.cli.run_plan import plan_lines
 from ludic.cli.settings import to_toml
+from ludic.distributed import WeightPushError
 from ludic.models.loading import LoadedModel
 from ludic.training import Trainer
 from ludic.training.checkpoint import CheckpointError
-from ludic.types import LudicError
+from ludic.types import LudicError, PolicyGone
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -128,7 +129,7 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
         asyncio.run(_until_done(trainer, config.train.steps))
     except RedisGone:  # an OSError too, but nothing that has to be mended here
         raise
-    except (CheckpointError, OSError, FloatingPointError) as error:
+    except (CheckpointError, OSError, FloatingPointError, PolicyGone, WeightPushError) as error:
         raise RunFailed(f"{error} When that is mended: To go on: {how_to_resume(config)}") from error
     finally:
         logger.close()

@@ -1,5 +1,6 @@
 """Getting new weights to whatever serves the policy."""
 
+from ludic.distributed.adapter_publisher import VllmAdapterPublisher
 from ludic.distributed.broadcast import BroadcastPolicyPublisher
 from ludic.distributed.folder_weights import FolderFollower, FolderPublisher
 from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
@@ -16,5 +17,5 @@ __all__ = [
     "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
     "FolderPublisher", "FolderFollower",
     "ControlPlane", "TensorCommunicator", "WeightMetadata", "WeightPushError",
-    "VllmControlPlane", "create_vllm_publisher",
+    "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher",
 ]  # fmt: skip

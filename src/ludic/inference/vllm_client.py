@@ -10,14 +10,14 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from ludic.inference.control_token import CONTROL_HEADER, CONTROL_VARIABLE
-from ludic.inference.http_retry import Busy, EndpointError, Retries
+from ludic.inference.http_retry import Busy, EndpointError, Retries, Unreachable
 from ludic.inference.http_session import Answer, HttpSessions, error_of
 from ludic.inference.vllm_pool import Server, ServerFacts, ServerPool
 from ludic.inference.vllm_wire import (
@@ -68,15 +68,18 @@ class VLLMChatClient:
         max_retries: int = 8,
         wait_s: float = 0.5,
         publisher: PolicyPublisher | None = None,
+        require_alive: Callable[[], None] | None = None,
     ) -> None:
         """Waits up to `connection_timeout_s` for every server to be healthy (0: does not look, for use inside an event loop).
 
         `request_timeout_s` bounds one completion with all its retries. The waits between retries begin at `wait_s`, double, and
         stay below 10 s, so that eight of them outlast the restart of a server. `control_token` is read from
-        $LUDIC_CONTROL_TOKEN where it is not given; only weights and other control calls need it.
+        $LUDIC_CONTROL_TOKEN where it is not given; only weights and other control calls need it. `require_alive` is called when a
+        server cannot be reached, and raises if waiting for it is in vain: whoever started the server knows.
         """
         self.servers = [_checked_url(url) for url in servers] or [_checked_url(f"http://{host}:{port}")]
         self.publisher = publisher
+        self._require_alive = require_alive
         self._control_token = control_token if control_token is not None else os.environ.get(CONTROL_VARIABLE)
         self._request_timeout_s = request_timeout_s
         self._retries = Retries(max_retries=max_retries, wait_s=wait_s, longest_wait_s=_LONGEST_WAIT_S)
@@ -131,18 +134,25 @@ class VLLMChatClient:
         data = await self._ask_for_tokens(server, path, body, request)
         response = read_completion(server.url + path, data, request, version)
         check_not_cut(response, max_tokens_of(body))
+        server.models.add(request.model)
         info: Info = {"raw_response": data, "used_args": body, "mode": "token_in"}
         if len(self.servers) > 1:
             info["server"] = server.url
         return response, info
 
     async def _ask_for_tokens(self, server: Server, path: str, body: Body, request: TokenCompletionRequest) -> bytes:
-        answer = await self._http.ask("POST", server.url + path, body=msgspec.json.encode(body))
+        answer = await self._ask("POST", server.url + path, body=msgspec.json.encode(body))
         if answer.status != 200:
-            raise refusal(
-                server.url + path, answer, num_prompt=len(request.prompt_token_ids), max_tokens=max_tokens_of(body)
-            )
+            raise _refusal_of(server, path, answer, request, max_tokens_of(body))
         return answer.data
+
+    async def _ask(self, method: str, url: str, **more: Any) -> Answer:
+        try:
+            return await self._http.ask(method, url, **more)
+        except Unreachable:
+            if self._require_alive is not None:
+                self._require_alive()
+            raise
 
     # --- what a server offers ---
 
@@ -159,14 +169,14 @@ class VLLMChatClient:
 
     async def _find_facts(self, server: Server, request: TokenCompletionRequest) -> ServerFacts:
         probe = _probe_for(request)
-        answer = await self._http.ask("POST", server.url + GENERATE, body=msgspec.json.encode(generate_body(probe)))
+        answer = await self._ask("POST", server.url + GENERATE, body=msgspec.json.encode(generate_body(probe)))
         has_generate = not lacks_generate(answer)
         if not has_generate:
             data = await self._ask_for_tokens(server, COMPLETIONS, completions_body(probe), probe)
         elif answer.status == 200:
             data = answer.data
         else:
-            raise refusal(server.url + GENERATE, answer, num_prompt=1, max_tokens=1)
+            raise _refusal_of(server, GENERATE, answer, probe, max_tokens=1)
         response = read_completion(server.url, data, probe)
         logprobs = response.completion_logprobs
         assert logprobs is not None, "the probe asks for them"
@@ -175,11 +185,11 @@ class VLLMChatClient:
             # The only candidate that top_k=1 leaves has probability 1, if truncation counts.
             gives_processed_logprobs=bool(logprobs[0] == 0),
             max_model_len=await self._context_at(server.url),
-            has_versions=(await self._http.ask("GET", f"{server.url}/weight_info", timeout_s=_QUICK_S)).status == 200,
+            has_versions=(await self._ask("GET", f"{server.url}/weight_info", timeout_s=_QUICK_S)).status == 200,
         )
 
     async def _context_at(self, server: str) -> int | None:
-        answer = await self._http.ask("GET", f"{server}/v1/models", timeout_s=_QUICK_S)
+        answer = await self._ask("GET", f"{server}/v1/models", timeout_s=_QUICK_S)
         if answer.status != 200:
             raise refusal(f"{server}/v1/models", answer)
         lengths = [card.get("max_model_len") for card in _json_object(f"{server}/v1/models", answer).get("data", [])]
@@ -247,7 +257,7 @@ class VLLMChatClient:
         url = server + path
         headers = {} if self._control_token is None else {CONTROL_HEADER: self._control_token}
         data = None if body is None else msgspec.json.encode(body)
-        answer = await self._http.ask(method, url, body=data, headers=headers, params=params, timeout_s=timeout_s)
+        answer = await self._ask(method, url, body=data, headers=headers, params=params, timeout_s=timeout_s)
         if answer.status != 200:
             raise _control_refusal(url, answer, has_token=self._control_token is not None)
         try:
@@ -286,6 +296,15 @@ def _probe_for(request: TokenCompletionRequest) -> TokenCompletionRequest:
         sampling=SamplingParams(temperature=1.0, top_k=1, max_tokens=1),
         return_=ReturnSpec.for_rl(),
     )
+
+
+def _refusal_of(
+    server: Server, path: str, answer: Answer, request: TokenCompletionRequest, max_tokens: int
+) -> LudicError:
+    if answer.status == 404 and request.model in server.models:
+        # It was restarted and has lost an adapter; other servers have it, and whoever pushed it will push it again.
+        return Busy(f"{server.url} has lost {request.model!r}: {error_of(answer.text)['message']}", status=404)
+    return refusal(server.url + path, answer, num_prompt=len(request.prompt_token_ids), max_tokens=max_tokens)
 
 
 def _check_fits(facts: ServerFacts, request: TokenCompletionRequest) -> None:

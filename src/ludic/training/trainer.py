@@ -36,6 +36,7 @@ from ludic.training.stopping import StopRequested, StopSignal
 from ludic.training.update import AdapterOff, FrozenReference, Reference, accumulate_gradients, micro_batches
 from ludic.types import (
     AccountsForItems,
+    AdapterPublisher,
     BatchSource,
     ChecksServers,
     ConfigError,
@@ -136,6 +137,12 @@ class Trainer:
             raise ConfigError(f"sync_every_steps={cfg.sync_every_steps}, but there is no publisher to sync through.")
         if isinstance(self.publisher, SharedWeightsPublisher):
             self.publisher.require_shared(self.model)
+        if isinstance(self.publisher, AdapterPublisher):
+            self.publisher.require_trained(self.model)
+            if self.param_filter is not None:
+                raise ConfigError(
+                    "param_filter chooses among merged weights, but the publisher sends the adapter alone."
+                )
         if isinstance(self.publisher, InPlacePublisher) and cfg.sync_every_steps not in (None, 1):
             raise ConfigError(
                 f"sync_every_steps={cfg.sync_every_steps}, but {type(self.publisher).__name__} serves the very weights that are "
@@ -401,6 +408,8 @@ class Trainer:
         return bool(every) and self.step % every == 0
 
     def _served_weights(self) -> dict[str, torch.Tensor]:
+        if isinstance(self.publisher, AdapterPublisher):
+            return {}
         wanted = self.param_filter or (lambda name, weight: True)
         return {name: weight for name, weight in dense_parameters(self.model) if wanted(name, weight)}
 

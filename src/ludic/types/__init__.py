@@ -31,6 +31,7 @@ from ludic.types.inference import (
 )
 from ludic.types.interfaces import (
     AccountsForItems,
+    AdapterPublisher,
     BatchSource,
     ChatClient,
     ChecksServers,
@@ -93,8 +94,8 @@ from ludic.types.tokens import (
 )
 
 __all__ = [
-    "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers", "AccountsForItems",
-    "TakesSnapshots", "RequestsExhausted",
+    "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
+    "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions",

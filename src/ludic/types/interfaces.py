@@ -99,6 +99,15 @@ class ChecksServers(PolicyPublisher, Protocol):
 
 
 @runtime_checkable
+class AdapterPublisher(PolicyPublisher, Protocol):
+    """Reads the adapter that it sends from the model itself: nobody has to merge weights for it; it is handed none."""
+
+    def require_trained(self, model: Any) -> None:
+        """ConfigError if it is another model whose adapter it sends."""
+        ...
+
+
+@runtime_checkable
 class TakesSnapshots(Protocol):
     """Keeps a copy of the policy's weights, so that training may change its own meanwhile."""
 

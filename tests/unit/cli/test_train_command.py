@@ -40,6 +40,11 @@ def ludic(tmp_path, monkeypatch, capsys):
         (["tic_tac_toe", "--engine", "pipeline"], "needs a Redis that learner and actors share"),
         (["tic_tac_toe", "--engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
         (["tic_tac_toe", "--server", "http://127.0.0.1:1"], "is for engine = 'vllm'"),
+        (["tic_tac_toe", "--push", "adapter"], "push = 'adapter' is for engine = 'vllm'"),
+        (
+            ["tic_tac_toe", "--engine", "vllm", "--push", "adapter"],
+            "there is none: all weights are trained. Give --lora-rank",
+        ),
         (["tic_tac_toe", "--device", "gpu"], "is no device"),
         (["tic_tac_toe", "--schedule", "cosine", "--warmup-steps", "30"], "leaves none of the 30 steps"),
         (["tic_tac_toe", "--resume"], "There is nothing to resume"),

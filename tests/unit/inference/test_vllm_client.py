@@ -15,6 +15,7 @@ from ludic.types import (
     BackendExtensions,
     ChatClient,
     ConfigError,
+    PolicyGone,
     PromptTooLong,
     ReturnSpec,
     TokenMismatch,
@@ -425,3 +426,15 @@ def test_importing_it_needs_neither_vllm_nor_torch_nor_aiohttp():
     probe = "import sys, ludic.inference.vllm_client; print({'torch', 'vllm', 'aiohttp', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+async def test_who_started_a_server_can_say_that_waiting_for_it_is_in_vain():
+    def gone() -> None:
+        raise PolicyGone("it was shot")
+
+    client = VLLMChatClient("127.0.0.1", free_port(), connection_timeout_s=0, wait_s=60, require_alive=gone)
+    with pytest.raises(PolicyGone, match="shot"):
+        await client.complete_tokens(a_request())
+    with pytest.raises(PolicyGone, match="shot"):
+        await client.get_policy_version()
+    await client.close()

@@ -502,3 +502,39 @@ async def test_a_step_that_fails_is_not_told_as_trained():
     with pytest.raises(FloatingPointError):
         await trainer.train_step()
     assert source.told == []
+
+
+class AdapterServer(ForgetfulServer):
+    """Takes the adapter from the model itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.handed = []
+
+    def publish(self, state_dict, version=None):
+        super().publish(state_dict, version)
+        self.handed.append(state_dict)
+
+    def require_trained(self, model):
+        if model is not self.model:
+            raise ConfigError("made for another model")
+
+
+async def test_nobody_merges_weights_for_a_publisher_that_sends_the_adapter():
+    model = tiny_llama()
+    server = AdapterServer(model)
+    batches = [random_items([12, 9], vocab=64) for _ in range(2)]
+    trainer = hand_trainer(*batches, algo=make_sft(), model=model, publisher=server)
+    await trainer.train_step()
+    server.served = None
+    await trainer.train_step()
+    assert server.pushed == [1, 1, 2] and server.handed == [{}, {}, {}]
+
+
+def test_a_publisher_that_sends_another_models_adapter_is_refused():
+    with pytest.raises(ConfigError, match="another model"):
+        hand_trainer(publisher=AdapterServer(tiny_llama()))
+    model = tiny_llama()
+    with pytest.raises(ConfigError, match="param_filter"):
+        hand_trainer(model=model, publisher=AdapterServer(model), param_filter=lambda name, weight: True)

@@ -169,8 +169,11 @@ local function learner_calls()
   local holder = read_lease(name)
   if holder and holder ~= token then return redis.error_reply('{LEASE_LOST} ' .. name .. ' belongs to ' .. holder) end
   write_lease(name, token)
-  redis.call('HSET', LEARNER, 'version', ARGV[3], 'items_per_update', ARGV[4], 'max_lag', ARGV[5],
+  redis.call('HSET', LEARNER, 'items_per_update', ARGV[4], 'max_lag', ARGV[5],
     'waiting:' .. name, ARGV[6], 'in_hand:' .. name, ARGV[7])
+  -- Ranks are not in the same step at the same moment; actors that saw the version go back and forth would each time give up
+  -- what they play. The first rank is the one that publishes.
+  if name == 'learner-0' then redis.call('HSET', LEARNER, 'version', ARGV[3]) end
   return nil
 end
 """

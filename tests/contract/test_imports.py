@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agents": BASE | {"parsers", "tools", "context", "inference"},
     "interaction": BASE | {"agents", "envs", "parsers"},
     "batch_gen": BASE | {"interaction", "envs", "inference"},
-    "distributed": BASE | {"inference"},
+    "distributed": BASE | {"inference", "models"},
     "training": BASE | {"models", "distributed"},
     "eval": BASE | {"batch_gen"},
 }

@@ -46,7 +46,9 @@ NAMES = {
     "keep_agent_steps combine any_of apply_filter default_step_selector",
     "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
     "ludic.distributed": "SharedWeightsPublisher InProcessPublisher BroadcastPolicyPublisher Rank0OnlyPublisher "
-    "VllmControlPlane ControlPlane TensorCommunicator WeightMetadata WeightPushError create_vllm_publisher",
+    "VllmControlPlane ControlPlane TensorCommunicator WeightMetadata WeightPushError create_vllm_publisher "
+    "VllmAdapterPublisher FolderPublisher FolderFollower",
+    "ludic.batch_gen.pipeline": "PipelineBatchSource PipelineStats run_pipeline_actor ExperienceQueue",
     "ludic.eval": "EngineEvaluator SnapshotEvaluator evaluate run_eval run_eval_sync EvalReport Grading make_report "
     "paired_difference Outcome outcome_of outcomes_of step_records Estimate mean_estimate share_estimate pass_at_k "
     "majority_at_k",

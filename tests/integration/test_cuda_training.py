@@ -76,3 +76,36 @@ def test_the_bandit_is_learned_on_a_gpu_with_shared_weights():
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
     assert all(stats["train/logp_difference_abs"] < 0.02 for stats in history)
     assert all(stats["train/lag_max"] == 0 for stats in history)
+
+
+def test_evaluating_a_snapshot_beside_training_sees_whole_versions():
+    """Three things capture and launch at once: the live engine's graphs, the snapshot's, and the trainer's kernels."""
+    from ludic.eval import EngineEvaluator, SnapshotEvaluator
+    from ludic.inference.local.snapshot import EngineSnapshot
+    from ludic.training import TrainerConfig, make_grpo
+    from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine, tiny_llama
+
+    seen: dict[int, set[int]] = {}
+
+    async def learn():
+        cfg = TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0, eval_in_background=True, eval_every_n_steps=2)
+        trainer, engine = bandit_trainer(
+            make_grpo(group_size=8), model=tiny_llama(hidden_size=64).cuda(), cfg=TrainerConfig(max_seq_len=64)
+        )
+        snapshot = EngineSnapshot(engine, kv_tokens=8192)
+        inner = snapshot.complete_tokens
+
+        async def noting(request):
+            response, info = await inner(request)
+            seen.setdefault(snapshot.version, set()).update(run.version for run in response.version_runs)
+            return response, info
+
+        snapshot.complete_tokens = noting
+        evaluator = EngineEvaluator(rollout_engine(snapshot), BanditRequests(256), concurrency=64)
+        trainer.cfg, trainer.evaluator = cfg, SnapshotEvaluator(evaluator, snapshot)
+        await trainer.train(12)
+        engine.close()
+        snapshot.close()
+
+    asyncio.run(learn())
+    assert seen == {version: {version} for version in (2, 4, 6, 8, 10, 12)}

@@ -58,9 +58,10 @@ def train_command(player: Path, runs: Path, *, steps: int) -> list[str]:
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path):
+@pytest.mark.parametrize("adapter", [[], ["--lora-rank", "4", "--push", "adapter"]], ids=["all weights", "adapter"])
+def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path, adapter):
     skip_without_vllm()
-    command = train_command(player, tmp_path, steps=3)
+    command = [*train_command(player, tmp_path, steps=3), *adapter]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -5,7 +5,8 @@ The first half (playing) is free of training, and shared with `ludic eval`; the 
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ludic.cli.run_env import FoundEnv, read_samples
 from ludic.cli.run_folder import CHECKPOINTS, METRICS, wandb_id
 from ludic.cli.run_model import ServedPolicy
 from ludic.cli.settings import values_of
-from ludic.eval import EngineEvaluator, Grading
+from ludic.eval import EngineEvaluator, Grading, SnapshotEvaluator
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.loading import LoadedModel
@@ -44,11 +45,13 @@ from ludic.training import (
 )
 from ludic.training.schedules import LRSchedule
 from ludic.types import (
+    BatchSource,
     ChatClient,
     ConfigError,
     EnvSpec,
     Evaluator,
     InferenceSpec,
+    PolicyPublisher,
     ProtocolSpec,
     ReturnSpec,
     RolloutRequest,
@@ -60,7 +63,8 @@ from ludic.types import (
 PROTOCOL = "play"
 SHOWN = (
     "avg_total_reward", "avg_turns", "avg_completion_length", "parse_error_rate", "truncated_rate", "num_failed",
-    "loss", "entropy", "grad_norm", "ess", "lr", "lag_max", "step_s", "fetch_s", "update_s", "tokens_per_s",
+    "loss", "entropy", "grad_norm", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
+    "step_s", "fetch_s", "update_s", "tokens_per_s",
 )  # fmt: skip
 """What progress displays show of the training stats; metrics.jsonl has them all."""
 
@@ -220,9 +224,9 @@ def make_source(
         max_steps=play.max_steps,
         concurrency=config.rollouts.concurrency,
     )
-    if config.rollouts.max_lag == 0:
+    if config.max_lag == 0:
         return source
-    return AsyncRolloutBatchSource(source, max_lag=config.rollouts.max_lag)
+    return AsyncRolloutBatchSource(source, max_lag=config.max_lag)
 
 
 def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
@@ -242,18 +246,22 @@ def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
     )
 
 
-def make_loggers(config: RunConfig, folder: Path) -> TeeLogger:
-    """metrics.jsonl in any case, and what was asked for."""
+Status = Callable[[], str]
+"""A line about how things stand, made anew each time."""
+
+
+def make_loggers(config: RunConfig, folder: Path, status: Status | None = None) -> TeeLogger:
+    """metrics.jsonl in any case, and what was asked for; a console also shows the status line, if there is one."""
     made: list[TrainingLogger] = [JSONLLogger(folder / METRICS)]
-    made += [_LOGGERS[name](config, folder) for name in config.run.logger if name != "none"]
+    made += [_LOGGERS[name](config, folder, status) for name in config.run.logger if name != "none"]
     return TeeLogger(*made)
 
 
-_LOGGERS: Mapping[str, Callable[[RunConfig, Path], TrainingLogger]] = {
-    "rich": lambda config, folder: RichLiveLogger(keys=SHOWN, total_steps=config.train.steps),
-    "print": lambda config, folder: PrintLogger(keys=SHOWN),
-    "tensorboard": lambda config, folder: TensorBoardLogger(folder / "events"),
-    "wandb": lambda config, folder: WandbLogger(
+_LOGGERS: Mapping[str, Callable[[RunConfig, Path, Status | None], TrainingLogger]] = {
+    "rich": lambda config, _, status: RichLiveLogger(keys=SHOWN, total_steps=config.train.steps, status=status),
+    "print": lambda config, _, status: PrintLogger(keys=SHOWN, status=status),
+    "tensorboard": lambda config, folder, _: TensorBoardLogger(folder / "events"),
+    "wandb": lambda config, folder, _: WandbLogger(
         {"id": wandb_id(folder), "resume": "allow"}, name=folder.name, config=values_of(config), dir=folder
     ),
 }
@@ -272,7 +280,8 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
         micro_token_budget=train.micro_token_budget,
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
-        max_lag=config.rollouts.max_lag or None,
+        # In a pipeline the source leaves out what is too old, by whole groups; the trainer would do it by the item.
+        max_lag=None if config.is_pipeline else config.max_lag or None,
         seed=train.seed,
         eval_at_start=settings.eval_at_start,
         eval_every_n_steps=settings.eval_every or None,
@@ -289,29 +298,47 @@ def checkpoint_config(config: RunConfig, folder: Path) -> CheckpointConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingParts:
+    """What differs between a run that plays itself and one that is fed by actors."""
+
+    algorithm: RLAlgorithm
+    source: BatchSource
+    publisher: PolicyPublisher
+    evaluator: Evaluator | None = None
+    status: Status | None = None
+
+
 def make_trainer(
     config: RunConfig,
     loaded: LoadedModel,
-    served: ServedPolicy,
-    play: Play,
+    parts: TrainingParts,
     *,
     folder: Path,
     logger: TrainingLogger,
-    evaluator: Evaluator | None = None,
-    jsonl_path: Path | None = None,
     resume: bool = False,
 ) -> Trainer:
-    """`jsonl_path`: where episodes are written."""
-    algorithm = make_algorithm(config)
     return Trainer(
         model=loaded.model,
-        algo=algorithm,
-        batch_source=make_source(config, play, algorithm, jsonl_path=jsonl_path),
+        algo=parts.algorithm,
+        batch_source=parts.source,
         cfg=trainer_config(config),
-        publisher=served.publisher,
+        publisher=parts.publisher,
         checkpoint_config=checkpoint_config(config, folder),
         resume_from="latest" if resume else None,
         train_logger=logger,
-        evaluator=evaluator,
+        evaluator=parts.evaluator,
         tokenizer=loaded.tokenizer,
     )
+
+
+def evaluator_of(config: RunConfig, served: ServedPolicy, play: Play, stack: ExitStack) -> Evaluator | None:
+    """As asked for: none, one that training waits for, or one on a copy of the weights."""
+    if not config.eval.is_on:
+        return None
+    if not config.eval.eval_in_background:
+        return make_evaluator(config, play)
+    assert served.snapshot is not None, "resolve refuses it for engines without copies"
+    snapshot = served.snapshot()
+    stack.callback(snapshot.close)
+    return SnapshotEvaluator(make_evaluator(config, replace(play, client=snapshot)), snapshot)

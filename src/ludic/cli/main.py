@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from ludic import __version__
+from ludic.cli.actor import actor
 from ludic.cli.evaluate import evaluate
 from ludic.cli.export import export
+from ludic.cli.launch import launch
 from ludic.cli.listing import envs, parts
 from ludic.cli.plan import plan
 from ludic.cli.play import play
@@ -40,8 +42,10 @@ app.command()(parts)
 app.command()(serve)
 app.command()(export)
 app.command()(plan)
-# Its flags are the run's settings, and so is its help.
+# Their flags are the run's settings, and so is their help.
 app.command(context_settings=OWN_FLAGS)(train)
+app.command(context_settings=OWN_FLAGS)(actor)
+app.command(context_settings=OWN_FLAGS)(launch)
 app.command("eval", context_settings=OWN_FLAGS)(evaluate)
 
 

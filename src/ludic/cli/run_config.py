@@ -15,6 +15,7 @@ import tyro
 
 from ludic import registry
 from ludic.catalog import CutOff, Suggested, Unreadable
+from ludic.cli.pipeline_config import DEFAULT_MAX_LAG, PipelineSettings
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
 from ludic.types import ConfigError
@@ -25,6 +26,7 @@ Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 MaybeCutOff: TypeAlias = Annotated[CutOff | None, tyro.conf.arg(metavar="{reject,read}", help_behavior_hint="")]
 MaybeUnreadable: TypeAlias = Annotated[Unreadable | None, tyro.conf.arg(metavar="{go_on,stop}", help_behavior_hint="")]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
+Push: TypeAlias = Literal["merged", "adapter"]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
 TINY = "tiny"
 
@@ -152,16 +154,21 @@ class RolloutSettings:
     """Episodes at a time. It changes the speed, not the episodes."""
     temperature: float = 1.0
     """Of sampling while training."""
-    max_lag: int = 0
-    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind."""
+    max_lag: MaybeInt = None
+    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind. Default: 0; in a
+    pipeline 4."""
     engine: Engine = "local"
-    """What generates: local is the engine inside this process; vllm a server, or several."""
+    """What generates: local is the engine inside this process; vllm a server, or several; pipeline actors of their own
+    (`ludic actor`, or `ludic launch` for all of it)."""
     server: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL…", help_behavior_hint="")] = ()
-    """For vllm: servers that are running (`ludic serve --engine vllm`). Default: one is started for the run."""
+    """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
+    run, in a pipeline by `ludic launch`."""
     control_token: MaybePath = None
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4
     """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
+    push: Push = "merged"
+    """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     save_rollouts: bool = True
     """Write every episode to the run folder."""
 
@@ -265,6 +272,7 @@ class RunConfig:
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
     @property
@@ -282,11 +290,31 @@ class RunConfig:
         """Tasks per update."""
         return self.rollouts.rollouts_per_update // self.group_size
 
+    @property
+    def max_lag(self) -> int:
+        assert self.rollouts.max_lag is not None, "resolve gives it one"
+        return self.rollouts.max_lag
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.rollouts.engine == "pipeline"
+
+    @property
+    def queue_key(self) -> str:
+        assert self.pipeline.queue_key is not None, "resolve gives it one in a pipeline"
+        return self.pipeline.queue_key
+
+    @property
+    def samples_on_vllm(self) -> bool:
+        """Somebody else's processes hold the weights that are sampled from, and only one set of them."""
+        return self.rollouts.engine == "vllm" or (self.is_pipeline and self.pipeline.actor_engine == "vllm")
+
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "concurrency", "threads",
      "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
-     "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s"}
+     "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis", "actors", "max_waiting",
+     "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
 )  # fmt: skip
 """What a run is not another run for."""
 
@@ -319,6 +347,7 @@ def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
         resolve_play(config, found.suggested),
         {"group_size": _group_size(config.algo), "name": config.run.name or default_name(config)},
     )
+    resolved = with_values(resolved, _pipeline_defaults(resolved))
     _check_temperature(resolved)
     _check_groups(resolved)
     _check_engine(resolved)
@@ -327,17 +356,31 @@ def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
     return resolved
 
 
+def _pipeline_defaults(config: RunConfig) -> dict[str, Any]:
+    """What depends on whether learner and actors are apart."""
+    lag = config.rollouts.max_lag
+    if not config.is_pipeline:
+        return {"max_lag": 0 if lag is None else lag}
+    pipeline, groups = config.pipeline, config.rollouts.rollouts_per_update // (config.algo.group_size or 1)
+    return {
+        "max_lag": DEFAULT_MAX_LAG if lag is None else lag,
+        "queue_key": pipeline.queue_key or f"ludic:{config.run.name}",
+        "max_waiting": pipeline.max_waiting or max(64, 4 * groups),
+    }
+
+
 def _check_engine(config: RunConfig) -> None:
     rollouts = config.rollouts
-    if rollouts.engine == "pipeline":
-        raise ConfigError(
-            "engine = 'pipeline' is not there yet: actors of their own come with a later version. Use engine = 'local' with "
-            "--max-lag 1 to generate while training."
-        )
-    if rollouts.server and rollouts.engine != "vllm":
+    if config.pipeline.redis and not config.is_pipeline:
+        raise ConfigError(f"redis is for engine = 'pipeline', but the engine is {rollouts.engine!r}.")
+    if rollouts.server and not config.samples_on_vllm:
         servers = ", ".join(rollouts.server)
-        raise ConfigError(f"server = {servers} is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
-    if config.eval.eval_in_background and rollouts.engine == "vllm":
+        who = "actor_engine" if config.is_pipeline else "engine"
+        what = config.pipeline.actor_engine if config.is_pipeline else rollouts.engine
+        raise ConfigError(f"server = {servers} is for {who} = 'vllm', but the {who.replace('_', ' ')} is {what!r}.")
+    if rollouts.push == "adapter" and rollouts.engine != "vllm":
+        raise ConfigError(f"push = 'adapter' is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
+    if config.eval.eval_in_background and config.samples_on_vllm:
         raise ConfigError(
             "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "
             "and they change with every update. Evaluate without it."

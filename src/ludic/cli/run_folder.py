@@ -1,10 +1,10 @@
 """The folder of a run: may it be used, where does the run stand, what does it hold.
 
 runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/  wandb_id  server/
+              of a pipeline also: rollouts/actor-0-….jsonl  weights/weights_20.safetensors  redis/  logs/learner.log
 """
 
 import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,9 @@ from ludic.types import ConfigError
 
 CONFIG, METRICS, CHECKPOINTS, ROLLOUTS = "config.toml", "metrics.jsonl", "checkpoints", "rollouts"
 WANDB_ID, SERVER = "wandb_id", "server"
+WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
+_BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}
+"""What may be there before the run itself writes anything: a server, a Redis or an actor was started first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +51,13 @@ def find_start(config: RunConfig, *, resume: bool) -> Start:
     refused = [difference for difference in changed if not _may_change(difference, config)]
     if refused:
         raise ConfigError(
-            f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `ludic train {folder} --resume` goes on "
+            f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `{how_to_resume(config)}` goes on "
             "with its own; give another --name to start a new run."
         )
     step = latest_step(folder)
     if step >= config.train.steps:
         raise ConfigError(
-            f"{folder} is complete: {step} of {config.train.steps} updates. To go on: ludic train {folder} --resume --steps "
-            f"{2 * step}"
+            f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(config)} --steps {2 * step}"
         )
     return Start(first_step=step, starts_over=step == 0 and has_begun(folder), changed=changed)
 
@@ -66,8 +68,7 @@ def _require_unused(folder: Path, resume: bool) -> None:
         raise ConfigError(
             f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
         )
-    # A server that was started for the run writes before the run does, and may not have come up.
-    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {SERVER}):
+    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _BEFORE_THE_RUN):
         raise ConfigError(f"{folder} exists and is not the folder of a run. Choose another --name.")
 
 
@@ -81,9 +82,14 @@ def _why_not_again(config: RunConfig, changed: list[Difference]) -> str:
     named = [d for d in changed if d.name not in ("name", "runs")]
     what = f"a run with other settings ({'; '.join(map(str, named))})" if named else "this very run"
     return (
-        f"{folder} holds {what}, {latest_step(folder)} updates of it saved. `ludic train {folder} --resume` goes on with it; "
+        f"{folder} holds {what}, {latest_step(folder)} updates of it saved. `{how_to_resume(config)}` goes on with it; "
         "another --name starts a new one."
     )
+
+
+def how_to_resume(config: RunConfig) -> str:
+    """What to type."""
+    return f"ludic {'launch' if config.is_pipeline else 'train'} {config.folder} --resume"
 
 
 def _may_change(difference: Difference, config: RunConfig) -> bool:
@@ -100,7 +106,8 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
         if start.starts_over:
             (folder / METRICS).unlink(missing_ok=True)
             (folder / WANDB_ID).unlink(missing_ok=True)
-            shutil.rmtree(folder / ROLLOUTS, ignore_errors=True)
+            for file in (folder / ROLLOUTS).glob("from_step_*.jsonl"):  # those of actors go on being written
+                file.unlink()
         rollouts_file(folder, start).unlink(missing_ok=True)
         (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
     except OSError as error:

@@ -18,7 +18,7 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.inference import HermesToolParser, HFChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
-from ludic.models.loading import LoadedModel, best_dtype, load_model
+from ludic.models.loading import SMOLLM2, LoadedModel, best_dtype, load_model
 from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.durable import problem_with
@@ -91,6 +91,28 @@ def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
     loaded = load_policy(_held_as(run.model, settings), seed=run.train.seed)
     read_weights(loaded.model, folder)
     return replace(loaded, name=str(folder))
+
+
+def without_adapter(settings: ModelSettings) -> ModelSettings:
+    """The model as one that only samples holds it: it is sent all weights, adapters merged, so it needs no adapter."""
+    return replace(base_settings(settings), lora_rank=0, fork_from=None)
+
+
+def load_tokenizer(settings: ModelSettings) -> Any:
+    """Without the weights, where they can be told apart."""
+    base = base_settings(settings)
+    if base.model == TINY:
+        return character_tokenizer()
+    if base.model == SMOLLM2 or Path(base.model).suffix in (".gguf", ".json"):
+        return load_policy(base).tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(checkpoint_in(Path(base.model)) or base.model))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot find the tokenizer of {base.model!r}: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def base_settings(settings: ModelSettings) -> ModelSettings:
@@ -235,9 +257,13 @@ def serve_policy(settings: RolloutSettings, loaded: LoadedModel, *, max_length: 
     return serve_locally(loaded, max_length=max_length)
 
 
-def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
+def local_engine(loaded: LoadedModel, *, max_length: int) -> LocalEngine:
     longest = loaded.model.config.get_text_config().max_position_embeddings
-    engine = LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest))
+    return LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest))
+
+
+def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
+    engine = local_engine(loaded, max_length=max_length)
     return ServedPolicy(
         client=engine,
         publisher=SharedWeightsPublisher(engine),

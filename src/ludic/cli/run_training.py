@@ -5,26 +5,46 @@ import contextlib
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from ludic.batch_gen import AsyncRolloutBatchSource
-from ludic.cli.assemble import Play, make_algorithm, make_evaluator, make_loggers, make_play, make_trainer
+from ludic.batch_gen.pipeline.connection import RedisGone
+from ludic.batch_gen.pipeline.lease import LeaseLost
+from ludic.batch_gen.pipeline.source import PipelineBatchSource
+from ludic.cli import run_pipeline
+from ludic.cli.assemble import (
+    Status,
+    TrainingParts,
+    evaluator_of,
+    make_algorithm,
+    make_loggers,
+    make_play,
+    make_source,
+    make_trainer,
+)
+from ludic.cli.pipeline_config import TRY_AGAIN
 from ludic.cli.run_config import RunConfig, resolve
 from ludic.cli.run_env import FoundEnv
-from ludic.cli.run_folder import Start, find_start, latest_checkpoint, metrics_with, prepare_folder, rollouts_file
-from ludic.cli.run_model import ServedPolicy, load_policy, make_template, pinned, serve_policy, use_threads
+from ludic.cli.run_folder import (
+    Start,
+    find_start,
+    how_to_resume,
+    latest_checkpoint,
+    metrics_with,
+    prepare_folder,
+    rollouts_file,
+)
+from ludic.cli.run_model import load_policy, make_template, pinned, serve_policy, use_threads
 from ludic.cli.run_plan import plan_lines
 from ludic.cli.settings import to_toml
 from ludic.distributed import WeightPushError
-from ludic.eval import SnapshotEvaluator
 from ludic.models.loading import LoadedModel
 from ludic.training import Trainer
 from ludic.training.checkpoint import CheckpointError
-from ludic.types import Evaluator, LudicError, PolicyGone
+from ludic.types import LudicError, PolicyGone
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -52,69 +72,65 @@ def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
     config = pinned(resolve(config, found))
     start = find_start(config, resume=resume)
     make_algorithm(config)  # a wrong argument is named before a large model is loaded for nothing
+    if config.is_pipeline:
+        run_pipeline.check(config)
     for line in _opening(config, start):
         say(line)
     use_threads(config.model)
     with contextlib.ExitStack() as stack:
-        loaded, served = _serve(config, start, stack)
-        template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
-        play = make_play(config.env, config.agent, found, served.client, template, served.model)
-        evaluator = _evaluator(config, served, play, stack)
+        loaded = _load(config, start)
+        make_parts = run_pipeline.learner_parts if config.is_pipeline else _own_parts
+        parts = make_parts(config, found, loaded, start, stack)
         prepare_folder(config, start)
+        if config.is_pipeline:
+            run_pipeline.begin(config, parts, loaded, start, resume=resume)
         began = time.perf_counter()
-        trainer = _train(config, loaded, served, play, evaluator, start)
-    for line in _closing(config, trainer, time.perf_counter() - began):
+        try:
+            trainer = _train(config, loaded, parts, start)
+        except (LeaseLost, RedisGone) as error:
+            say(f"{error} To go on: {how_to_resume(config)}")
+            return TRY_AGAIN
+    for line in _closing(config, trainer, time.perf_counter() - began, parts.status):
         say(line)
     reason = trainer.stop.reason
     return 128 + signal.Signals[reason] if reason in signal.Signals.__members__ else 0
 
 
-def _serve(config: RunConfig, start: Start, stack: contextlib.ExitStack) -> tuple[LoadedModel, ServedPolicy]:
+def _load(config: RunConfig, start: Start) -> LoadedModel:
     settings = config.model
     if start.first_step and not settings.lora_rank:
         settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone by now
-    loaded = load_policy(settings, seed=config.train.seed)
+    return load_policy(settings, seed=config.train.seed)
+
+
+def _own_parts(
+    config: RunConfig, found: FoundEnv, loaded: LoadedModel, start: Start, stack: contextlib.ExitStack
+) -> TrainingParts:
+    """For a run that plays its own episodes."""
     served = serve_policy(config.rollouts, loaded, max_length=config.train.max_seq_len, folder=config.folder)
     stack.callback(served.close)
-    return loaded, served
+    template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
+    play = make_play(config.env, config.agent, found, served.client, template, served.model)
+    algorithm = make_algorithm(config)
+    jsonl_path = rollouts_file(config.folder, start) if config.rollouts.save_rollouts else None
+    return TrainingParts(
+        algorithm=algorithm,
+        source=make_source(config, play, algorithm, jsonl_path=jsonl_path),
+        publisher=served.publisher,
+        evaluator=evaluator_of(config, served, play, stack),
+    )
 
 
-def _evaluator(config: RunConfig, served: ServedPolicy, play: Play, stack: contextlib.ExitStack) -> Evaluator | None:
-    if not config.eval.is_on:
-        return None
-    if not config.eval.eval_in_background:
-        return make_evaluator(config, play)
-    assert served.snapshot is not None, "resolve refuses it for engines without copies"
-    snapshot = served.snapshot()
-    stack.callback(snapshot.close)
-    return SnapshotEvaluator(make_evaluator(config, replace(play, client=snapshot)), snapshot)
-
-
-def _train(
-    config: RunConfig,
-    loaded: LoadedModel,
-    served: ServedPolicy,
-    play: Play,
-    evaluator: Evaluator | None,
-    start: Start,
-) -> Trainer:
+def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: Start) -> Trainer:
     folder = config.folder
-    logger = make_loggers(config, folder)
+    logger = make_loggers(config, folder, parts.status)
     try:
-        trainer = make_trainer(
-            config,
-            loaded,
-            served,
-            play,
-            folder=folder,
-            logger=logger,
-            evaluator=evaluator,
-            jsonl_path=rollouts_file(folder, start) if config.rollouts.save_rollouts else None,
-            resume=start.first_step > 0,
-        )
+        trainer = make_trainer(config, loaded, parts, folder=folder, logger=logger, resume=start.first_step > 0)
         asyncio.run(_until_done(trainer, config.train.steps))
+    except RedisGone:  # an OSError too, but nothing that has to be mended here
+        raise
     except (CheckpointError, OSError, FloatingPointError, PolicyGone, WeightPushError) as error:
-        raise RunFailed(f"{error} When that is mended: {_how_to_resume(folder)}") from error
+        raise RunFailed(f"{error} When that is mended: To go on: {how_to_resume(config)}") from error
     finally:
         logger.close()
     return trainer
@@ -122,7 +138,7 @@ def _train(
 
 async def _until_done(trainer: Trainer, num_steps: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        if isinstance(trainer.batch_source, AsyncRolloutBatchSource):
+        if isinstance(trainer.batch_source, (AsyncRolloutBatchSource, PipelineBatchSource)):
             await stack.enter_async_context(trainer.batch_source)
         await trainer.train(num_steps - trainer.step)
 
@@ -144,7 +160,7 @@ def _opening(config: RunConfig, start: Start) -> list[str]:
     return lines
 
 
-def _closing(config: RunConfig, trainer: Trainer, seconds: float) -> list[str]:
+def _closing(config: RunConfig, trainer: Trainer, seconds: float, status: Status | None) -> list[str]:
     """A plain statement: what came of it, where it is, what to type next."""
     folder = config.folder
     is_stopped = trainer.stop.is_set
@@ -156,15 +172,15 @@ def _closing(config: RunConfig, trainer: Trainer, seconds: float) -> list[str]:
     if rewards:
         lines.append(f"Reward: {rewards[0]:.3f} in the first update, {rewards[-1]:.3f} in the last.")
     lines += _eval_lines(list(metrics_with(folder, "eval/mean_reward")))
+    lines += [] if status is None else [f"Samples: {status()}."]
     saved = latest_checkpoint(folder)
     lines.append(f"Run folder: {folder}")
     if is_stopped or trainer.step < config.train.steps:
-        lines.append(
-            _how_to_resume(folder) if saved else f"Nothing is saved yet; {_how_to_resume(folder)} starts over."
-        )
+        how = how_to_resume(config)
+        lines.append(f"To go on: {how}" if saved else f"Nothing is saved yet; {how} starts over.")
     elif saved is not None:
         lines.append(f"Next: ludic eval {folder}")
-        lines.append(f"      ludic train {folder} --resume --steps {2 * config.train.steps}")
+        lines.append(f"      {how_to_resume(config)} --steps {2 * config.train.steps}")
     return lines
 
 
@@ -185,7 +201,3 @@ def _evaluated(row: dict[str, Any]) -> str:
     mean, low, high = (row.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
     return f"{name.replace('_', ' ')} {mean:.3f}{interval}"
-
-
-def _how_to_resume(folder: Path) -> str:
-    return f"To go on: ludic train {folder} --resume"

@@ -1,6 +1,8 @@
 """Getting new weights to whatever serves the policy."""
 
+from ludic.distributed.adapter_publisher import VllmAdapterPublisher
 from ludic.distributed.broadcast import BroadcastPolicyPublisher
+from ludic.distributed.folder_weights import FolderFollower, FolderPublisher
 from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
 from ludic.distributed.rank0 import Rank0OnlyPublisher
 from ludic.distributed.shared_weights import SharedWeightsPublisher
@@ -13,6 +15,7 @@ InProcessPublisher = SharedWeightsPublisher
 
 __all__ = [
     "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
+    "FolderPublisher", "FolderFollower",
     "ControlPlane", "TensorCommunicator", "WeightMetadata", "WeightPushError",
-    "VllmControlPlane", "create_vllm_publisher",
+    "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher",
 ]  # fmt: skip

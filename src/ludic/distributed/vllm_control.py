@@ -91,7 +91,8 @@ class VllmControlPlane:
     def finalize_update(self, version: int, checksums: Mapping[str, int]) -> None:
         self._post("/finish_weight_update", {"weight_version": str(version)})
         self._empty_prefix_caches()
-        self._compare(checksums)
+        if checksums:
+            self._compare(checksums, self._ask_workers("ludic_received"))
         self._post("/resume")
         self._loading, self._paused = False, []
 
@@ -150,10 +151,8 @@ class VllmControlPlane:
             if not answer.get("success", True):
                 raise WeightPushError(f"{server} kept its prefix cache, whose entries come from the old weights.")
 
-    def _compare(self, checksums: Mapping[str, int]) -> None:
-        if not checksums:
-            return
-        for server, workers in self._ask_workers("ludic_received").items():
+    def _compare(self, checksums: Mapping[str, int], received: Mapping[str, Sequence[Any]]) -> None:
+        for server, workers in received.items():
             for worker in workers:
                 wrong = [name for name, value in checksums.items() if worker["checksums"].get(name) != value]
                 if wrong:
@@ -177,12 +176,17 @@ class VllmControlPlane:
         answers = self._get("/weight_info", timeout_s=min(10.0, self._timeout_s))
         return [str(answer["weight_version"]) for answer in answers.values()]
 
-    def _ask_workers(self, method: str, args: Sequence[Any] = ()) -> dict[str, list[Any]]:
-        answers = self._post("/collective_rpc", {"method": method, "args": list(args)})
+    def _ask_workers(
+        self, method: str, args: Sequence[Any] = (), *, servers: Sequence[str] = ()
+    ) -> dict[str, list[Any]]:
+        answers = self._post("/collective_rpc", {"method": method, "args": list(args)}, servers=servers)
         return {server: answer["results"] for server, answer in answers.items()}
 
-    def _post(self, path: str, body: Any = None, params: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-        return self._run({server: self._post_to(server, path, body, params) for server in self.servers})
+    def _post(
+        self, path: str, body: Any = None, params: Mapping[str, str] | None = None, *, servers: Sequence[str] = ()
+    ) -> dict[str, dict[str, Any]]:
+        asked = servers or self.servers
+        return self._run({server: self._post_to(server, path, body, params) for server in asked})
 
     def _post_to(
         self, server: str, path: str, body: Any = None, params: Mapping[str, str] | None = None

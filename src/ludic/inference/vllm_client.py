@@ -134,6 +134,7 @@ class VLLMChatClient:
         data = await self._ask_for_tokens(server, path, body, request)
         response = read_completion(server.url + path, data, request, version)
         check_not_cut(response, max_tokens_of(body))
+        server.models.add(request.model)
         info: Info = {"raw_response": data, "used_args": body, "mode": "token_in"}
         if len(self.servers) > 1:
             info["server"] = server.url
@@ -142,9 +143,7 @@ class VLLMChatClient:
     async def _ask_for_tokens(self, server: Server, path: str, body: Body, request: TokenCompletionRequest) -> bytes:
         answer = await self._ask("POST", server.url + path, body=msgspec.json.encode(body))
         if answer.status != 200:
-            raise refusal(
-                server.url + path, answer, num_prompt=len(request.prompt_token_ids), max_tokens=max_tokens_of(body)
-            )
+            raise _refusal_of(server, path, answer, request, max_tokens_of(body))
         return answer.data
 
     async def _ask(self, method: str, url: str, **more: Any) -> Answer:
@@ -177,7 +176,7 @@ class VLLMChatClient:
         elif answer.status == 200:
             data = answer.data
         else:
-            raise refusal(server.url + GENERATE, answer, num_prompt=1, max_tokens=1)
+            raise _refusal_of(server, GENERATE, answer, probe, max_tokens=1)
         response = read_completion(server.url, data, probe)
         logprobs = response.completion_logprobs
         assert logprobs is not None, "the probe asks for them"
@@ -297,6 +296,15 @@ def _probe_for(request: TokenCompletionRequest) -> TokenCompletionRequest:
         sampling=SamplingParams(temperature=1.0, top_k=1, max_tokens=1),
         return_=ReturnSpec.for_rl(),
     )
+
+
+def _refusal_of(
+    server: Server, path: str, answer: Answer, request: TokenCompletionRequest, max_tokens: int
+) -> LudicError:
+    if answer.status == 404 and request.model in server.models:
+        # It was restarted and has lost an adapter; other servers have it, and whoever pushed it will push it again.
+        return Busy(f"{server.url} has lost {request.model!r}: {error_of(answer.text)['message']}", status=404)
+    return refusal(server.url + path, answer, num_prompt=len(request.prompt_token_ids), max_tokens=max_tokens)
 
 
 def _check_fits(facts: ServerFacts, request: TokenCompletionRequest) -> None:

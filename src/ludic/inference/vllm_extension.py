@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from ludic.inference.vllm_adapters import AdapterSync
 from ludic.inference.vllm_buckets import Bucket, checksum, sampled, unpack
 from ludic.inference.vllm_group import Meeting, broadcast, join, reach_store
 
@@ -143,7 +144,7 @@ class LudicTransfer(WeightTransferEngine):
         )
 
 
-class WeightSync:
+class WeightSync(AdapterSync):
     """Mixed into vLLM's worker; each method can be called by `/collective_rpc`."""
 
     weight_transfer_engine: LudicTransfer

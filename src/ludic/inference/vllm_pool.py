@@ -40,6 +40,8 @@ class Server:
     url: str
     facts: ServerFacts | None = None
     """None until it was asked, and again after it failed: it may come back as another."""
+    models: set[str] = field(default_factory=set)
+    """Names that it has answered to."""
     num_in_flight: int = 0
     num_failures: int = 0
     """In a row."""

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,6 +57,8 @@ from ludic.training.update import (
     equal_micro_batches,
 )
 from ludic.types import (
+    AccountsForItems,
+    AdapterPublisher,
     BatchSource,
     ChecksServers,
     ConfigError,
@@ -134,6 +138,8 @@ class Trainer:
         """The version that other processes serve, as far as we know; None before the first."""
         self._untrained_from: dict[str, Any] | None = None
         """Where data stood before the batch that is being fetched or trained on; None between steps."""
+        self._num_brought = 0
+        """How many samples of the batch that is being trained on came from our own source."""
         self.stop = StopSignal()
         torch.manual_seed(self.cfg.seed + self.ranks.rank % self.roles.num_shares)
         check_model(model)
@@ -163,6 +169,11 @@ class Trainer:
                 f"{type(self.publisher).__name__} serves the very weights that are trained, but these are spread over ranks. Serve "
                 "a copy of the model: with vLLM, or ClientPublisher(LocalEngine(copy)) of ludic.distributed.client_publisher."
             )
+        if isinstance(self.publisher, AdapterPublisher) and self._is_spread:
+            raise ConfigError(
+                f"{type(self.publisher).__name__} reads the adapter from the model, whose weights are spread over ranks. Publish merged "
+                "weights: create_vllm_publisher(client)."
+            )
         if self.checkpointer is not None and self._is_spread != isinstance(self.checkpointer, ShardedCheckpointManager):
             raise ConfigError(
                 f"A {type(self.checkpointer).__name__} cannot save this model: ShardedCheckpointManager is for sharded ones, and "
@@ -172,6 +183,12 @@ class Trainer:
             raise ConfigError(f"sync_every_steps={cfg.sync_every_steps}, but there is no publisher to sync through.")
         if isinstance(self.publisher, SharedWeightsPublisher):
             self.publisher.require_shared(self.model)
+        if isinstance(self.publisher, AdapterPublisher):
+            self.publisher.require_trained(self.model)
+            if self.param_filter is not None:
+                raise ConfigError(
+                    "param_filter chooses among merged weights, but the publisher sends the adapter alone."
+                )
         if isinstance(self.publisher, InPlacePublisher) and cfg.sync_every_steps not in (None, 1):
             raise ConfigError(
                 f"sync_every_steps={cfg.sync_every_steps}, but {type(self.publisher).__name__} serves the very weights that are "
@@ -336,11 +353,14 @@ class Trainer:
     async def _next_share(self) -> Share:
         """This rank's part of the next batch; all of it where there is only one."""
         if self.ranks.world_size == 1:
-            return await self._in_thread(self._all_of, await self.stop.unless(self._fetch()))
+            whole = await self.stop.unless(self._fetch())
+            self._num_brought = len(whole.items)
+            return await self._in_thread(self._all_of, whole)
         try:
             own: Prepared | Exception = await self._own_batch()
         except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
             own = error
+        self._num_brought = len(own.items) if isinstance(own, Prepared) else 0
         report = own if isinstance(own, Prepared) else Ending.of(own)
         try:
             return await self._in_thread(deal, self.ranks, report, self._described, self.roles.num_shares)
@@ -422,6 +442,8 @@ class Trainer:
             ranks=self.ranks,
         )
         norm = self._apply_gradients()
+        if isinstance(self.batch_source, AccountsForItems):
+            self.batch_source.notify_trained(self.step, self._num_brought)
         stats = effective_share(self._over_ranks(sums))
         if is_first and self.ranks.is_first:
             check_parity(stats, self.cfg.parity_tolerance)
@@ -485,7 +507,9 @@ class Trainer:
 
     def _push(self) -> None:
         wanted = self.param_filter or (lambda name, weight: True)
-        if self._is_spread:  # a filter sees names, shapes and types; values only come one by one
+        if isinstance(self.publisher, AdapterPublisher):
+            self._hand_on({})
+        elif self._is_spread:  # a filter sees names, shapes and types; values only come one by one
             chosen = [w for w in dense_weights(self.model) if wanted(w.name, w.without_values())]
             publish_gathered(chosen, self.ranks, self._hand_on)
         else:
@@ -610,8 +634,14 @@ class Trainer:
             state=state,
             metrics=metrics,
             tokenizer=self.tokenizer,
+            when_durable=partial(self._notify_saved, self.step),
         )
         self._last_saved = self.step
+
+    def _notify_saved(self, step: int, folder: Path) -> None:
+        """A sharded checkpoint is on disk some time after `save` returned."""
+        if isinstance(self.batch_source, AccountsForItems):
+            self.batch_source.notify_saved(step)
 
     def _resume(self, where: int | str) -> None:
         assert self.checkpointer is not None, "checked before"

@@ -30,6 +30,8 @@ from ludic.types.inference import (
     VLLMExtensions,
 )
 from ludic.types.interfaces import (
+    AccountsForItems,
+    AdapterPublisher,
     BatchSource,
     ChatClient,
     ChecksServers,
@@ -93,7 +95,7 @@ from ludic.types.tokens import (
 
 __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
-    "TakesSnapshots", "RequestsExhausted",
+    "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions",

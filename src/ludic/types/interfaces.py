@@ -54,6 +54,22 @@ class FollowsVersions(Protocol):
     def notify_version(self, version: int) -> None: ...
 
 
+@runtime_checkable
+class AccountsForItems(Protocol):
+    """Hands out samples that must neither be lost nor used twice, and has to know what became of them.
+
+    Both may be called from a thread, and must not take long.
+    """
+
+    def notify_trained(self, step: int, num_items: int) -> None:
+        """An optimizer step is done; so many of the items handed out since the last call went into it, and no others will."""
+        ...
+
+    def notify_saved(self, step: int) -> None:
+        """A checkpoint of this step is on disk: what was trained until then is never needed again."""
+        ...
+
+
 class CreditAssigner(Protocol):
     """From finished rollouts to one weight per step; it sees a whole batch, so siblings can be compared."""
 
@@ -80,6 +96,15 @@ class ChecksServers(PolicyPublisher, Protocol):
     """Can tell whether what it published is still served: a server that was restarted has forgotten it."""
 
     def is_current(self, version: int) -> bool: ...
+
+
+@runtime_checkable
+class AdapterPublisher(PolicyPublisher, Protocol):
+    """Reads the adapter that it sends from the model itself: nobody has to merge weights for it; it is handed none."""
+
+    def require_trained(self, model: Any) -> None:
+        """ConfigError if it is another model whose adapter it sends."""
+        ...
 
 
 @runtime_checkable

@@ -463,3 +463,78 @@ async def test_a_server_that_was_restarted_gets_its_weights_before_anything_is_s
     server.served = None
     await trainer.train_step()
     assert server.pushed == [1, 2, 2, 3]
+
+
+# --- sources that keep accounts -------------------------------------------------------------------------------
+
+
+class Accounting(Given):
+    """Writes down what it is told."""
+
+    def __init__(self, *batches):
+        super().__init__(*batches)
+        self.told = []
+
+    def notify_trained(self, step, num_items):
+        self.told.append(("trained", step, num_items))
+
+    def notify_saved(self, step):
+        self.told.append(("saved", step))
+
+
+async def test_a_source_that_keeps_accounts_hears_what_was_trained_and_what_is_safe(tmp_path):
+    trainer = hand_trainer(
+        algo=make_sft(), checkpoint_config=CheckpointConfig(tmp_path, every_n_steps=2), cfg={"too_long": "drop"}
+    )
+    source = trainer.batch_source = Accounting(
+        random_items([12, 9, 100], vocab=64), [], random_items([8], vocab=64), random_items([7], vocab=64)
+    )
+    await trainer.train(3)
+    assert source.told == [
+        ("trained", 1, 2), ("trained", 2, 1), ("saved", 2), ("trained", 3, 1), ("saved", 3)
+    ]  # fmt: skip
+
+
+async def test_a_step_that_fails_is_not_told_as_trained():
+    trainer = hand_trainer(algo=make_sft())
+    source = trainer.batch_source = Accounting(random_items([12], vocab=64))
+    trainer._apply_gradients = lambda: (_ for _ in ()).throw(FloatingPointError("nan"))
+    with pytest.raises(FloatingPointError):
+        await trainer.train_step()
+    assert source.told == []
+
+
+class AdapterServer(ForgetfulServer):
+    """Takes the adapter from the model itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.handed = []
+
+    def publish(self, state_dict, version=None):
+        super().publish(state_dict, version)
+        self.handed.append(state_dict)
+
+    def require_trained(self, model):
+        if model is not self.model:
+            raise ConfigError("made for another model")
+
+
+async def test_nobody_merges_weights_for_a_publisher_that_sends_the_adapter():
+    model = tiny_llama()
+    server = AdapterServer(model)
+    batches = [random_items([12, 9], vocab=64) for _ in range(2)]
+    trainer = hand_trainer(*batches, algo=make_sft(), model=model, publisher=server)
+    await trainer.train_step()
+    server.served = None
+    await trainer.train_step()
+    assert server.pushed == [1, 1, 2] and server.handed == [{}, {}, {}]
+
+
+def test_a_publisher_that_sends_another_models_adapter_is_refused():
+    with pytest.raises(ConfigError, match="another model"):
+        hand_trainer(publisher=AdapterServer(tiny_llama()))
+    model = tiny_llama()
+    with pytest.raises(ConfigError, match="param_filter"):
+        hand_trainer(model=model, publisher=AdapterServer(model), param_filter=lambda name, weight: True)

@@ -1,7 +1,7 @@
 """Stats as plain lines of text."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO
 
 
@@ -17,20 +17,31 @@ class PrintLogger:
         *,
         percent: Collection[str] = (),
         stream: IO[str] | None = None,
+        status: Callable[[], str] | None = None,
+        status_every: int = 5,
     ) -> None:
-        """`keys` chooses what is shown, in that order; `percent` are shown in percent; `stream` is stdout unless given."""
+        """`keys` chooses what is shown, in that order; `percent` are shown in percent; `stream` is stdout unless given.
+
+        `status` is asked for one more line after the first step and then every `status_every`-th.
+        """
         self._prefix = prefix
         self._keys = keys
         self._precision = precision
         self._max_items_per_line = max_items_per_line
         self._percent = percent
         self._stream = stream
+        self._status, self._status_every = status, status_every
+        self._status_at: int | None = None
+        """The step at which the status line is due; None: at once."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         # sys.stdout is looked up now, since it may have been replaced since this logger was made.
         stream = sys.stdout if self._stream is None else self._stream
         for line in self.lines(step, stats):
             stream.write(f"{line}\n")
+        if self._status is not None and (self._status_at is None or step >= self._status_at):
+            stream.write(f"{self._prefix} {self._status()}\n")
+            self._status_at = step + self._status_every
         stream.flush()
 
     def lines(self, step: int, stats: Mapping[str, float]) -> list[str]:

@@ -7,7 +7,7 @@ import atexit
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from rich.columns import Columns
@@ -36,10 +36,11 @@ class RichLiveLogger:
         percent: Collection[str] = (),
         total_steps: int | None = None,
         console: Console | None = None,
+        status: Callable[[], str] | None = None,
     ) -> None:
         """`keys` chooses what is shown; `history` values of `spark_key` are kept and the last `spark_window` drawn.
 
-        With `total_steps` it also says how much time is left.
+        With `total_steps` it also says how much time is left. `status` is asked for a line under the table at each `log`.
         """
         self._keys = keys
         self._spark_key = spark_key if "/" in spark_key else f"train/{spark_key}"
@@ -52,8 +53,11 @@ class RichLiveLogger:
         self._total_steps = total_steps
         self._began: tuple[int, float] | None = None
         """The first step that was logged, and when."""
+        self._status = status
         self._live: Live | None = None
-        self._plain = PrintLogger(keys=keys, precision=precision, percent=percent, stream=self._console.file)
+        self._plain = PrintLogger(
+            keys=keys, precision=precision, percent=percent, stream=self._console.file, status=status
+        )
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         if not self._console.is_terminal:
@@ -86,7 +90,8 @@ class RichLiveLogger:
             prefix, slash, _ = name.partition("/")
             groups.setdefault(prefix if slash else "other", []).append(name)
         panels = [Panel(self._table(names), title=group, expand=False) for group, names in sorted(groups.items())]
-        return Group(Text(self._headline(step), style="bold"), Columns(panels), *self._spark_line())
+        status = [] if self._status is None else [Text(self._status())]
+        return Group(Text(self._headline(step), style="bold"), Columns(panels), *self._spark_line(), *status)
 
     def _headline(self, step: int) -> str:
         if self._total_steps is None:

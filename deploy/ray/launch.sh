@@ -1,0 +1,9 @@
+#!/bin/bash
+# A pipeline on a Ray cluster that is running: Ray decides where learner and actors go.
+#
+#   LUDIC_REDIS_URL=redis://:PASSWORD@HOST:6379/0 deploy/ray/launch.sh run.toml
+#
+# To be run on a machine of the cluster, from a folder that all its machines share.
+set -euo pipefail
+: "${LUDIC_REDIS_URL:?the URL of a Redis that every machine of the cluster reaches}"
+exec ludic launch "${1:?usage: deploy/ray/launch.sh run.toml}" --ray --learner-gpus 1 --actor-gpus 1 --actors 4 "${@:2}"

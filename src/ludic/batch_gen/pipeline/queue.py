@@ -1,0 +1,485 @@
+"""`ExperienceQueue`: groups of samples between actors and learners, over Redis Streams.
+
+A group is delivered at least once, whole, to one learner at a time, and acknowledged when that learner says what became of it.
+Whatever a lost connection leaves open is asked again: the scripts (ludic.batch_gen.pipeline.scripts) do nothing twice. The
+queue carries bytes; what they mean is the wire format's matter (ludic.batch_gen.pipeline.wire).
+"""
+
+import asyncio
+import os
+import platform
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NewType, TypeVar
+
+from ludic.batch_gen.pipeline import scripts
+from ludic.batch_gen.pipeline.connection import Patience, RedisAddress, away
+from ludic.batch_gen.pipeline.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseTimes, lost
+from ludic.types import ConfigError
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+_Answer = TypeVar("_Answer")
+
+ActorId = NewType("ActorId", str)
+"""One life of one actor: a restarted actor has a new one, since its sequence numbers begin again."""
+
+START = "0"
+"""Cursor that goes through all of a learner's own unacknowledged groups."""
+_ENOUGH_BYTES = 16 * 2**20
+"""An answer of Redis ends after so many bytes, whatever was asked for."""
+_MAX_LOOKED_AT = 1000
+"""A take looks at so many entries at a time: Redis serves nobody else meanwhile."""
+_FORGET_ACTOR_S = 24 * 3600
+"""An actor that was silent for so long will not repeat a push."""
+
+
+def new_actor_id(name: str = "actor") -> ActorId:
+    return ActorId(f"{name}@{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedGroup:
+    """A group on its way into the queue."""
+
+    sequence: int
+    """1, 2, 3, … within an actor's life."""
+    payload: bytes
+    num_items: int
+    oldest_version: int | None
+    """Of any token of any item; None when nobody said."""
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1 or not 1 <= self.num_items < 1_000_000 or not self.payload:
+            raise ConfigError(
+                f"A group with sequence={self.sequence}, num_items={self.num_items} and {len(self.payload)} bytes; sequence "
+                "numbers begin at 1, and a group has from 1 to 999,999 items."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenGroup:
+    """A group that a learner was given."""
+
+    id: str
+    """Of its entry; what it is settled by."""
+    num_items: int
+    oldest_version: int | None
+    payload: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What one look into the queue gave."""
+
+    groups: list[TakenGroup]
+    cursor: str
+    """Where to go on among one's own unacknowledged groups; empty when they are through."""
+    is_empty: bool
+    """There was nothing more to take."""
+    stale: dict[int, int]
+    """Lag → items that were dropped because of it."""
+    num_dead: int
+    """Items that were buried: entries that are not like ours, payloads missing or too large."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settlement:
+    """What became of a group's items."""
+
+    id: str
+    trained: int = 0
+    stale: int = 0
+    filtered: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerState:
+    """What an actor needs to know to keep its pace."""
+
+    version: int | None
+    """The policy version that the learner trains on; None before the first learner."""
+    items_per_update: int | None
+    """None before the first learner."""
+    max_lag: int | None
+    is_waiting: bool
+    """The learner has nothing to train on."""
+    waiting_items: int
+    """In the queue and not begun to be trained on, whether or not a learner has fetched them."""
+    in_progress_items: int
+    """Being made by all living actors, the caller among them."""
+    num_actors: int
+    """Heard of lately, the caller among them."""
+    waiting_groups: int
+    """Groups that no learner has fetched: what `max_waiting` bounds."""
+    num_learners: int
+    """Heard of lately."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Census:
+    """All there is, at one moment. Counts are in items."""
+
+    produced: int
+    trained: int
+    stale: int
+    filtered: int
+    dead: int
+    taken_groups: int
+    """Fetched by a learner, not acknowledged."""
+    taken_items: int
+    waiting_groups: int
+    waiting_items: int
+    num_foreign: int
+    """Entries that our push has not written; a learner buries them when it comes to them."""
+    oldest_waiting_s: float
+    num_actors: int
+    in_progress_items: int
+    num_dead_letters: int
+    version: int | None
+
+    @property
+    def in_queue(self) -> int:
+        """Summed from the entries themselves."""
+        return self.taken_items + self.waiting_items
+
+    @property
+    def balance(self) -> int:
+        """0 when every item that was produced is accounted for."""
+        return self.produced - (self.trained + self.stale + self.filtered + self.dead + self.in_queue)
+
+
+class ExperienceQueue:
+    """One end of the queue; actors and learners each have their own.
+
+    Works in whichever event loop calls it. Close it, or use `async with`.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        queue_key: str = "ludic_queue",
+        *,
+        max_waiting: int = 1024,
+        max_bytes: int = 64 * 2**20,
+        patience_s: float = 120.0,
+        lease_times: LeaseTimes = LEASE_TIMES,
+        actor_timeout_s: float = 15.0,
+    ) -> None:
+        if max_waiting < 1 or max_bytes < 1:
+            raise ConfigError(f"max_waiting={max_waiting}, max_bytes={max_bytes}; both must be 1 or more.")
+        self.address = RedisAddress(redis_url)
+        self.keys = scripts.Keys(queue_key)
+        self.lease_times = lease_times
+        self._max_waiting, self._max_bytes = max_waiting, max_bytes
+        self.patience_s = patience_s
+        self._living_ms = round(actor_timeout_s * 1000)
+        self._client: redis.asyncio.Redis | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pushing = asyncio.Lock()
+
+    @property
+    def census_arguments(self) -> list[Any]:
+        return [self._living_ms]
+
+    def __repr__(self) -> str:
+        return f"ExperienceQueue({str(self.address)!r}, {self.keys.queue_key!r})"
+
+    # --- actors ---
+
+    async def push(
+        self, actor: ActorId, sequence: int, payload: bytes, *, num_items: int, oldest_version: int | None
+    ) -> bool:
+        """False when the queue is full: try the same number again later.
+
+        A number that was pushed before is answered True and changes nothing. Numbers rise within an actor's life: one that
+        comes after a greater one is taken for such a repetition.
+        """
+        group = PackedGroup(sequence=sequence, payload=payload, num_items=num_items, oldest_version=oldest_version)
+        return await self.push_many(actor, [group]) == 1
+
+    async def push_many(self, actor: ActorId, groups: Sequence[PackedGroup]) -> int:
+        """How many of them, from the first on, are in the queue; the rest found no room."""
+        for group in groups:
+            if len(group.payload) > self._max_bytes:
+                raise ConfigError(
+                    f"A group of {group.num_items} items has {len(group.payload)} bytes, the limit is {self._max_bytes}. "
+                    "Use smaller groups, or raise the limit of actors and learners."
+                )
+        num_done = 0
+        async with self._pushing:  # in order: a number that is overtaken would be lost
+            for part in _parts_of_size(groups, _ENOUGH_BYTES):
+                accepted = await self._push_part(actor, part)
+                num_done += accepted
+                if accepted < len(part):
+                    break
+        return num_done
+
+    async def _push_part(self, actor: ActorId, groups: Sequence[PackedGroup]) -> int:
+        payloads = {self.keys.arriving(actor, group.sequence): group.payload for group in groups}
+        args: list[Any] = [actor, self._max_waiting]
+        for group in groups:
+            args += [group.sequence, group.num_items, "" if group.oldest_version is None else group.oldest_version]
+
+        async def push(client: "redis.asyncio.Redis") -> int:
+            # EVAL, not EVALSHA: a script that Redis has forgotten would fail when the payloads have been written.
+            async with client.pipeline(transaction=True) as transaction:
+                transaction.mset(payloads)
+                transaction.eval(scripts.PUSH, len(self.keys.all), *self.keys.all, *args)
+                _, accepted = await transaction.execute()
+            return accepted
+
+        return await self._patiently(push)
+
+    async def beat_actor(self, actor: ActorId, in_progress_items: int) -> LearnerState:
+        """A sign of life, and how the learner stands."""
+        lease_ms = round(self.lease_times.holds_s * 1000)
+        args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms]
+        (
+            version, items_per_update, max_lag, is_waiting, waiting_items, in_progress, num_actors, waiting_groups, num_learners
+        ) = await self._call(scripts.BEAT_ACTOR, args)  # fmt: skip
+        return LearnerState(
+            version=_number(version),
+            items_per_update=_number(items_per_update),
+            max_lag=_number(max_lag),
+            is_waiting=bool(is_waiting),
+            waiting_items=waiting_items,
+            in_progress_items=in_progress,
+            num_actors=num_actors,
+            waiting_groups=waiting_groups,
+            num_learners=num_learners,
+        )
+
+    async def leave(self, actor: ActorId) -> None:
+        """The actor has ended, and will not push again under this name."""
+        await self._call(scripts.LEAVE, [actor])
+
+    # --- learners ---
+
+    async def acquire(self, lease: Lease) -> tuple[str, float]:
+        """Whose the name is now, and for how many seconds still where it is another's."""
+        holder, left_ms = await self._call(
+            scripts.ACQUIRE, [lease.name, lease.token, round(self.lease_times.holds_s * 1000)]
+        )
+        return holder.decode(errors="replace"), int(left_ms) / 1000
+
+    async def release(self, lease: Lease) -> None:
+        """The name is free at once; its unacknowledged groups wait for whoever takes it next."""
+        await self._call(scripts.RELEASE, [lease.name, lease.token])
+
+    async def announce(self, lease: Lease, status: LearnerStatus) -> None:
+        """Tell actors how the learner stands."""
+        await self._learner_call(scripts.ANNOUNCE, lease, status, [])
+
+    async def take(
+        self,
+        lease: Lease,
+        status: LearnerStatus,
+        *,
+        max_items: int,
+        cursor: str = "",
+        held: Collection[str] = (),
+    ) -> Taken:
+        """Whole groups until there are `max_items` items or more: first one's own that are not yet acknowledged, from
+        `cursor` on, without those that are `held`; then new ones. What is too old is dropped on the way.
+
+        Whoever did not get to see the answer (it was cancelled) has to begin with cursor `START` again.
+        """
+        limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT]
+        args = [*limits, cursor, *(held if cursor else ())]
+        again = [*limits, START, *held]  # after a lost reply, what was delivered is among our own
+        flat, cursor_after, is_empty, stale, num_dead = await self._learner_call(
+            scripts.TAKE, lease, status, args, again=again
+        )
+        ids = [id_.decode() for id_ in flat[::3]]
+        rows = zip(ids, flat[1::3], flat[2::3], await self._payloads(ids), strict=True)
+        return Taken(
+            groups=[
+                TakenGroup(id=id_, num_items=int(n), oldest_version=_number(v), payload=payload)
+                for id_, n, v, payload in rows
+            ],
+            cursor=cursor_after.decode(),
+            is_empty=bool(is_empty),
+            stale=_summed(stale),
+            num_dead=num_dead,
+        )
+
+    async def _payloads(self, ids: Sequence[str]) -> list[bytes]:
+        """Their sizes were right when the script looked; whatever has been put there since, no more than the limit is read.
+        They stay until the groups are settled; where somebody else has removed one it is empty, which no reader takes for a
+        group."""
+        if not ids:
+            return []
+
+        async def read(client: "redis.asyncio.Redis") -> list[Any]:
+            async with client.pipeline(transaction=False) as pipeline:
+                for id_ in ids:
+                    pipeline.getrange(self.keys.payload(id_), 0, self._max_bytes - 1)
+                return await pipeline.execute(raise_on_error=False)
+
+        found = await self._patiently(read)
+        return [payload if isinstance(payload, bytes) else b"" for payload in found]
+
+    async def settle(self, lease: Lease, status: LearnerStatus, settlements: Sequence[Settlement]) -> int:
+        """Acknowledge and remove these groups; how many of them were still there. A repetition changes nothing."""
+        num_settled = 0
+        for start in range(0, len(settlements), scripts.CHUNK):
+            part = settlements[start : start + scripts.CHUNK]
+            num_settled += await self._learner_call(scripts.SETTLE, lease, status, settle_arguments(part))
+        return num_settled
+
+    async def bury(self, lease: Lease, status: LearnerStatus, reasons: dict[str, str]) -> int:
+        """Move these groups (entry id → what is wrong with it) to the dead letters; how many items that were."""
+        args = [value for id_, reason in reasons.items() for value in (id_, reason[:1000])]
+        return int(await self._learner_call(scripts.BURY, lease, status, args))
+
+    async def reclaim(self, lease: Lease, status: LearnerStatus, *, num_learners: int) -> int:
+        """Take over the groups of learners that are gone for good (ranks that this world does not have); how many."""
+        args = [round(self.lease_times.holds_s * 1000), num_learners, scripts.CHUNK]
+        return int(await self._learner_call(scripts.RECLAIM, lease, status, args))
+
+    # --- both ---
+
+    async def census(self) -> Census:
+        return read_census(await self._call(scripts.CENSUS, self.census_arguments))
+
+    async def clear(self) -> None:
+        """Forget everything: what is in the queue, all counts, all leases. For the beginning of a new run."""
+        await self._call(scripts.CLEAR, [])
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
+
+    async def __aenter__(self) -> "ExperienceQueue":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # --- calling Redis ---
+
+    async def _learner_call(
+        self,
+        script: str,
+        lease: Lease,
+        status: LearnerStatus,
+        args: Sequence[Any],
+        *,
+        again: Sequence[Any] | None = None,
+    ) -> Any:
+        from redis.exceptions import ResponseError
+
+        who = status.arguments(lease)
+        try:
+            return await self._call(script, [*who, *args], again=None if again is None else [*who, *again])
+        except ResponseError as error:
+            if str(error).startswith(scripts.LEASE_LOST):
+                raise lost(lease, str(error)) from error
+            raise
+
+    async def _call(self, script: str, args: Sequence[Any], *, again: Sequence[Any] | None = None) -> Any:
+        """The script's answer; where the connection is lost it is asked again, with the arguments `again` if given."""
+        now, then = args, args if again is None else again
+
+        def ask(client: "redis.asyncio.Redis") -> Awaitable[Any]:
+            nonlocal now
+            mine, now = now, then
+            return client.register_script(script)(keys=self.keys.all, args=mine)
+
+        return await self._patiently(ask)
+
+    async def _patiently(self, ask: Callable[["redis.asyncio.Redis"], Awaitable[Any]]) -> Any:
+        """The answer; where the connection is lost it is asked again."""
+        patience = Patience(self.address, self.patience_s)
+        while True:
+            try:
+                async with asyncio.timeout(self.address.timeout_s):
+                    answer = await _unless_cancelled(ask(self._connected()))
+            except away() as error:
+                await asyncio.sleep(patience.wait_after(error))
+            else:
+                patience.answered()
+                return answer
+
+    def _connected(self) -> "redis.asyncio.Redis":
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            # Connections belong to a loop; those of an ended one went with it (`train_sync` once more).
+            self._client, self._loop = self.address.async_client(), loop
+            self._pushing = asyncio.Lock()
+        return self._client
+
+
+async def _unless_cancelled(call: Awaitable[_Answer]) -> _Answer:
+    """The answer. redis-py waits with `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes in the same
+    turn as what it waits for; whoever cancelled would wait for ever."""
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    num_before = task.cancelling()
+    try:
+        return await call
+    finally:
+        if task.cancelling() > num_before:
+            raise asyncio.CancelledError
+
+
+def settle_arguments(settlements: Sequence[Settlement]) -> list[Any]:
+    """The script's, after those that every learner's call has."""
+    return [value for s in settlements for value in (s.id, s.trained, s.stale, s.filtered)]
+
+
+def read_census(answer: Sequence[Any]) -> Census:
+    *numbers, version = answer
+    (
+        produced, trained, stale, filtered, dead, taken_groups, taken_items, waiting_groups, waiting_items, num_foreign,
+        age_ms, num_actors, in_progress_items, num_dead_letters,
+    ) = numbers  # fmt: skip
+    return Census(
+        produced=produced,
+        trained=trained,
+        stale=stale,
+        filtered=filtered,
+        dead=dead,
+        taken_groups=taken_groups,
+        taken_items=taken_items,
+        waiting_groups=waiting_groups,
+        waiting_items=waiting_items,
+        num_foreign=num_foreign,
+        oldest_waiting_s=age_ms / 1000,
+        num_actors=num_actors,
+        in_progress_items=in_progress_items,
+        num_dead_letters=num_dead_letters,
+        version=_number(version),
+    )
+
+
+def _number(text: bytes) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _summed(pairs: Sequence[bytes]) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for lag, items in zip(pairs[::2], pairs[1::2], strict=True):
+        sums[int(lag)] = sums.get(int(lag), 0) + int(items)
+    return sums
+
+
+def _parts_of_size(groups: Sequence[PackedGroup], max_bytes: int) -> Iterable[list[PackedGroup]]:
+    """In order; each part within the size, or a single group."""
+    part: list[PackedGroup] = []
+    size = 0
+    for group in groups:
+        if part and (size + len(group.payload) > max_bytes or len(part) >= scripts.CHUNK):
+            yield part
+            part, size = [], 0
+        part.append(group)
+        size += len(group.payload)
+    if part:
+        yield part

@@ -1,0 +1,428 @@
+"""`PipelineBatchSource`: the learner's end of the pipeline.
+
+It keeps the learner's name (lease.py), fetches groups (queue.py), reads them (wire.py), hands out batches of whole groups, and
+acknowledges them when the trainer says that they are trained on and saved (ledger.py). The next batch is fetched and read
+while the last one is trained on.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ludic.batch_gen.pipeline import scripts
+from ludic.batch_gen.pipeline.connection import RedisGone
+from ludic.batch_gen.pipeline.lease import (
+    LEASE_TIMES,
+    CallScript,
+    Heartbeat,
+    LearnerStatus,
+    Lease,
+    LeaseHeld,
+    LeaseLost,
+    LeaseTimes,
+)
+from ludic.batch_gen.pipeline.ledger import Acknowledge, Ledger
+from ludic.batch_gen.pipeline.queue import (
+    START,
+    Census,
+    ExperienceQueue,
+    Settlement,
+    TakenGroup,
+    read_census,
+    settle_arguments,
+)
+from ludic.batch_gen.pipeline.stats import PipelineStats
+from ludic.batch_gen.pipeline.wire import UnreadableGroup, WireLimits, decode_group, group_facts
+from ludic.types import ConfigError, SAWBatch, SAWItem
+
+logger = logging.getLogger(__name__)
+
+_LIMITS = WireLimits()
+_FIRST_PAUSE_S = 0.005
+_LOOKS_PER_POLL = 20
+_LEASES_TO_WAIT = 4
+"""A learner that is still alive after so many lease times is no dead predecessor."""
+_CLOSING_PATIENCE_S = 5.0
+_REFRESH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyGroup:
+    """A group that can be handed out."""
+
+    id: str
+    items: list[SAWItem]
+    oldest_version: int | None
+
+
+class PipelineBatchSource:
+    """Batches of whole groups from a queue that actors fill.
+
+    `batch_size` is items per update over all ranks; a rank's batch has its share of them or more, since groups stay together.
+    `poll_timeout`: an empty queue is looked at 20 times in so many seconds. `max_lag`: groups with any token of a policy that
+    is more versions away are dropped. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from any thread;
+    `acknowledge` says which of the last two removes a group from the queue. Close it, or use `async with`.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        queue_key: str = "ludic_queue",
+        batch_size: int = 4,
+        poll_timeout: float = 1.0,
+        *,
+        max_lag: int | None = None,
+        acknowledge: str = Acknowledge.SAVED,
+        rank: int = 0,
+        world_size: int = 1,
+        limits: WireLimits = _LIMITS,
+        lease_times: LeaseTimes = LEASE_TIMES,
+        patience_s: float = 120.0,
+        prefetch: bool = True,
+    ) -> None:
+        _check(batch_size, poll_timeout, max_lag, acknowledge, rank, world_size)
+        self._queue = ExperienceQueue(
+            redis_url, queue_key, max_bytes=limits.max_bytes, patience_s=patience_s, lease_times=lease_times
+        )
+        self._batch_size, self._poll_timeout, self._max_lag = batch_size, poll_timeout, max_lag
+        self._world_size, self._limits = world_size, limits
+        self._share = math.ceil(batch_size / world_size)
+        # With several ranks a group that one has fetched ahead is one that another waits for.
+        self._prefetches = prefetch and world_size == 1
+        self._lease = Lease(f"learner-{rank}")
+        self._ledger = Ledger(Acknowledge(acknowledge))
+        self._heartbeat = Heartbeat(self._queue.address, self._queue.keys, self._lease, lease_times, self._beat)
+        self._is_named = self._has_begun = self._is_closed = False
+        self._version: int | None = None
+        self._is_waiting = False
+        self._ready: list[_ReadyGroup] = []
+        self._cursor = START
+        self._filling: asyncio.Task[None] | None = None
+        self._reclaim_at = self._refresh_at = 0.0
+        self._num_batches = 0
+        self._seen = threading.Lock()
+        """Of the census and the histograms, which are also read from the trainer's thread."""
+        self._census: Census | None = None
+        self._lags: Counter[int] = Counter()
+        self._dropped_lags: Counter[int] = Counter()
+
+    # --- batches ---
+
+    async def next_batch(self) -> SAWBatch:
+        """Waits, without holding up the event loop, until there are enough items that are fresh."""
+        await self._begin()
+        await self.flush()
+        await self._refresh_if_due()
+        self._is_waiting = True
+        try:
+            while not self._is_filled:
+                await self._fill_in_background()
+                await self._drop_stale()
+        finally:
+            self._is_waiting = False
+        batch = await self._hand_out()
+        if self._prefetches:
+            self._start_filling()
+        return batch
+
+    get_next_batch = next_batch
+
+    async def _hand_out(self) -> SAWBatch:
+        groups = list(self._ready)
+        num_items = sum(len(group.items) for group in groups)
+        # Redis confirms that the lease is still ours before anybody trains on these.
+        await self._queue.announce(self._lease, self._status(extra_in_hand=num_items))
+        self._ledger.hand_out((group.id, len(group.items)) for group in groups)
+        self._ready = self._ready[len(groups) :]
+        lags = self._lags_of(groups)
+        with self._seen:
+            self._lags.update(lags)
+        self._num_batches += 1
+        metrics = {"num_groups": float(len(groups)), **self.stats().metrics()}
+        meta = {
+            "source": "pipeline_redis",
+            "batch_index": self._num_batches - 1,
+            "num_samples": num_items,
+            "lags": dict(sorted(lags.items())),
+            **metrics,
+            "rollout_metrics": metrics,
+        }
+        return SAWBatch(items=[item for group in groups for item in group.items], meta=meta)
+
+    def _lags_of(self, groups: Sequence[_ReadyGroup]) -> Counter[int]:
+        lags: Counter[int] = Counter()
+        for group in groups:
+            lag = self._lag(group)
+            if lag is not None:
+                lags[lag] += len(group.items)
+        return lags
+
+    def _lag(self, group: _ReadyGroup) -> int | None:
+        if self._version is None or group.oldest_version is None:
+            return None
+        return self._version - group.oldest_version
+
+    def _is_stale(self, group: _ReadyGroup) -> bool:
+        """As the script `take` has it."""
+        lag = self._lag(group)
+        if lag is None or self._max_lag is None:
+            return False
+        return lag > self._max_lag or -lag > self._max_lag + 1
+
+    async def _drop_stale(self) -> None:
+        """What was fetched ahead may have become too old."""
+        stale = [group for group in self._ready if self._is_stale(group)]
+        if not stale:
+            return
+        lags = self._lags_of(stale)
+        settlements = [Settlement(id=group.id, stale=len(group.items)) for group in stale]
+        await self._queue.settle(self._lease, self._status(), settlements)
+        with self._seen:
+            self._dropped_lags.update(lags)
+        gone = {group.id for group in stale}
+        self._ready = [group for group in self._ready if group.id not in gone]
+
+    # --- fetching ---
+
+    @property
+    def _is_filled(self) -> bool:
+        fresh = [group for group in self._ready if not self._is_stale(group)]
+        return len(fresh) == len(self._ready) and sum(len(group.items) for group in fresh) >= self._share
+
+    def _start_filling(self) -> asyncio.Task[None]:
+        self._filling = asyncio.create_task(self._fill(), name="fetch groups ahead")
+        return self._filling
+
+    async def _fill_in_background(self) -> None:
+        """Wait for what is being fetched, or begin to. A task of an event loop that has ended is begun anew."""
+        task, self._filling = self._filling, None
+        if task is None or task.cancelled() or task.get_loop() is not asyncio.get_running_loop():
+            task = self._start_filling()
+        try:
+            await task
+        finally:
+            self._filling = None
+
+    async def _fill(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while (missing := self._share - sum(len(group.items) for group in self._ready)) > 0:
+            await self._reclaim_if_due()
+            if await self._take(missing):
+                pause_s = _FIRST_PAUSE_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, self._poll_timeout / _LOOKS_PER_POLL)
+
+    async def _take(self, num_items: int) -> bool:
+        """Fetch and read once; False when there is nothing in the queue."""
+        held = self._ledger.ids() | {group.id for group in self._ready}
+        # Until what it gives is in our hands: whoever interrupts us leaves it among our unacknowledged ones.
+        cursor, self._cursor = self._cursor, START
+        taken = await self._queue.take(self._lease, self._status(), max_items=num_items, cursor=cursor, held=held)
+        # Redis may have been killed and have lost its last moments: it offers as new what we hold, or have acknowledged.
+        new = [group for group in taken.groups if group.id not in held and not self._ledger.forgotten(group.id)]
+        groups, unreadable = await asyncio.to_thread(self._read, new)
+        if unreadable:
+            logger.warning("%d groups cannot be read and are buried; one of them: %s", *_one_of(unreadable))
+            await self._queue.bury(self._lease, self._status(), unreadable)
+        self._ready += groups
+        self._cursor = taken.cursor
+        with self._seen:
+            self._dropped_lags.update(taken.stale)
+        return bool(taken.groups) or not taken.is_empty
+
+    def _read(self, taken: Sequence[TakenGroup]) -> tuple[list[_ReadyGroup], dict[str, str]]:
+        """The groups, and why the others are none."""
+        groups: list[_ReadyGroup] = []
+        unreadable: dict[str, str] = {}
+        for group in taken:
+            try:
+                items = decode_group(group.payload, self._limits)
+            except UnreadableGroup as error:
+                unreadable[group.id] = str(error)
+                continue
+            facts = group_facts(items)
+            if facts != (group.num_items, group.oldest_version):
+                said = f"{group.num_items} items from version {group.oldest_version}"
+                unreadable[group.id] = f"The entry says {said}, but the payload has {facts[0]} from {facts[1]}."
+                continue
+            groups.append(_ReadyGroup(group.id, items, group.oldest_version))
+        return groups, unreadable
+
+    async def _reclaim_if_due(self) -> None:
+        if time.monotonic() < self._reclaim_at:
+            return
+        num_moved = await self._queue.reclaim(self._lease, self._status(), num_learners=self._world_size)
+        if num_moved:
+            logger.info("%d groups of a learner that is gone are ours now", num_moved)
+            self._cursor = START
+        else:
+            self._reclaim_at = time.monotonic() + self._queue.lease_times.holds_s
+
+    # --- what the trainer tells, from any thread ---
+
+    def notify_version(self, version: int) -> None:
+        """The policy is this one now."""
+        self._version = version
+
+    def notify_trained(self, step: int, num_items: int) -> None:
+        """The optimizer's step number `step` has used so many of the items that were handed out since the last one."""
+        self._ledger.trained(step, num_items)
+        self._version = step
+
+    def notify_saved(self, step: int) -> None:
+        """A checkpoint of this step is on disk."""
+        self._ledger.saved(step)
+
+    # --- acknowledging ---
+
+    async def flush(self) -> None:
+        """Acknowledge what may be."""
+        due = self._ledger.due()
+        if due:
+            await self._queue.settle(self._lease, self._status(leaving=due), due)
+            self._ledger.settled(due)
+
+    def _beat(self, call: CallScript) -> None:
+        """From the heartbeat's thread: a sign of life, what is to be acknowledged, and a look at the queue."""
+        due = self._ledger.due()[: scripts.CHUNK]
+        call(scripts.SETTLE, [*self._status(leaving=due).arguments(self._lease), *settle_arguments(due)])
+        self._ledger.settled(due)
+        self._note(read_census(call(scripts.CENSUS, self._queue.census_arguments)))
+
+    def _status(self, *, leaving: Sequence[Settlement] = (), extra_in_hand: int = 0) -> LearnerStatus:
+        return LearnerStatus(
+            version=self._version,
+            items_per_update=self._batch_size,
+            max_lag=self._max_lag,
+            is_waiting=self._is_waiting,
+            items_in_hand=self._ledger.items_in_hand(leaving) + extra_in_hand,
+        )
+
+    # --- stats ---
+
+    def stats(self) -> PipelineStats:
+        """As of the last heartbeat, or of the end. Costs nothing; from any thread."""
+        with self._seen:
+            if self._census is None:
+                return PipelineStats()
+            return PipelineStats.of(self._census, self._lags, self._dropped_lags)
+
+    async def _refresh_if_due(self) -> None:
+        """So that a console is live in a fast run, too."""
+        if time.monotonic() >= self._refresh_at:
+            self._refresh_at = time.monotonic() + _REFRESH_S
+            await self.refresh_stats()
+
+    async def refresh_stats(self) -> PipelineStats:
+        """As of now."""
+        self._note(await self._queue.census())
+        return self.stats()
+
+    def _note(self, census: Census) -> None:
+        with self._seen:
+            self._census = census
+
+    # --- resume ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups that are in the weights already, and not yet acknowledged."""
+        return {"num_batches": self._num_batches, "trained": self._ledger.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._has_begun:
+            raise ConfigError("Load the state before the first next_batch; groups have been fetched already.")
+        self._num_batches = state["num_batches"]
+        self._ledger.load(state["trained"])
+
+    # --- beginning and end ---
+
+    async def _begin(self) -> None:
+        if self._is_closed:
+            raise ConfigError("This PipelineBatchSource is closed; make a new one.")
+        if self._has_begun:
+            return
+        self._is_named = True  # or will be, whatever interrupts us
+        await self._acquire()
+        await self._queue.announce(self._lease, self._status())
+        self._has_begun = True
+        self._heartbeat.start()
+
+    async def _acquire(self) -> None:
+        """Our name; if a learner that may be dead has it, wait until its lease has run out."""
+        give_up_at = time.monotonic() + _LEASES_TO_WAIT * self._queue.lease_times.holds_s
+        while True:
+            holder, left_s = await self._queue.acquire(self._lease)
+            if holder == self._lease.token:
+                return
+            if time.monotonic() > give_up_at:
+                raise LeaseHeld(
+                    f"{self._lease.name!r} of queue {self._queue.keys.queue_key!r} belongs to another learner ({holder}), which "
+                    "is alive. Stop that one, or use another queue_key (or rank, if both belong to one run)."
+                )
+            logger.warning(
+                "%s belongs to %s, which was heard of lately; waiting %.1f s for its lease to run out",
+                self._lease.name,
+                holder,
+                left_s,
+            )
+            await asyncio.sleep(left_s + 0.01)
+
+    async def close(self) -> None:
+        """Acknowledge what may be, and free the name. What was not trained on stays in the queue."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        task, self._filling = self._filling, None
+        if task is not None and task.get_loop() is asyncio.get_running_loop():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if self._has_begun:
+            await asyncio.to_thread(self._heartbeat.stop)
+        if self._is_named:
+            await self._say_goodbye()
+        await self._queue.close()
+
+    async def _say_goodbye(self) -> None:
+        self._queue.patience_s = min(self._queue.patience_s, _CLOSING_PATIENCE_S)
+        try:
+            if self._has_begun:
+                await self.flush()
+            await self.refresh_stats()
+            await self._queue.release(self._lease)
+        except (LeaseLost, RedisGone) as error:
+            logger.warning("closed without a last word to Redis; a resume settles what is open: %s", error)
+
+    async def __aenter__(self) -> "PipelineBatchSource":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _one_of(unreadable: dict[str, str]) -> tuple[int, str]:
+    return len(unreadable), next(iter(unreadable.values()))
+
+
+def _check(
+    batch_size: int, poll_timeout: float, max_lag: int | None, acknowledge: str, rank: int, world_size: int
+) -> None:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} of world_size={world_size}; ranks go from 0 to world_size - 1.")
+    if batch_size < world_size:
+        raise ConfigError(f"batch_size={batch_size}, but there are {world_size} ranks; each needs an item at least.")
+    if not poll_timeout > 0:
+        raise ConfigError(f"poll_timeout={poll_timeout}; it must be more than 0 seconds.")
+    if max_lag is not None and max_lag < 0:
+        raise ConfigError(f"max_lag={max_lag}; it must be 0 or more, or None for no limit.")
+    if acknowledge not in list(Acknowledge):
+        raise ConfigError(f"acknowledge={acknowledge!r}; it must be one of {', '.join(Acknowledge)}.")

@@ -1,0 +1,172 @@
+"""Arrays on the wire: what all items of a group have in common is one array, little-endian, without gaps.
+
+Reading never trusts a length: what an array must hold follows from the arrays before it, and the first ones are
+bounded by the message itself. Everything read is a copy: nothing keeps the message alive.
+"""
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup
+from ludic.types import LogprobArray
+
+U2, U4, I4 = (np.dtype(code) for code in ("<u2", "<u4", "<i4"))
+F4 = np.dtype("<f4")
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+def raw(values: npt.ArrayLike, dtype: np.dtype[Any]) -> memoryview:
+    return np.ascontiguousarray(values, dtype=dtype).data
+
+
+def packed(values: Sequence[float], code: str) -> memoryview:
+    """One number per item: "B" uint8, "I" uint32, "q" int64, "d" float64. For so few, faster than an array."""
+    return memoryview(struct.pack(f"<{len(values)}{code}", *values))
+
+
+def unpacked(data: memoryview, code: str, count: int, name: str) -> tuple[Any, ...]:
+    size = count * struct.calcsize(f"<{code}")
+    if len(data) != size:
+        raise UnreadableGroup(f"{name} has {len(data)} bytes; {count} numbers take {size}.")
+    return struct.unpack(f"<{count}{code}", data)
+
+
+def read(data: memoryview, dtype: np.dtype[Any], count: int, name: str) -> npt.NDArray[Any]:
+    """The `count` numbers that `data` must be; still a view of it."""
+    if len(data) != count * dtype.itemsize:
+        raise UnreadableGroup(f"{name} has {len(data)} bytes; {count} numbers take {count * dtype.itemsize}.")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def read_any(data: memoryview, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    """As many whole numbers as there are."""
+    return read(data, dtype, len(data) // dtype.itemsize, name)
+
+
+# --- runs ---
+
+
+def _run_bounds(values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Where each stretch of equal values begins, and the length at the end."""
+    edges = (values[1:] != values[:-1]).nonzero()[0]
+    bounds = np.empty(len(edges) + 2, dtype=np.int64)
+    bounds[0], bounds[-1] = 0, len(values)
+    np.add(edges, 1, out=bounds[1:-1])
+    return bounds
+
+
+def encode_mask(mask: BoolArray) -> memoryview:
+    """Lengths of alternating stretches, the first of them False (and so perhaps empty)."""
+    bounds = _run_bounds(mask)
+    if len(mask) and mask[0]:
+        bounds = np.concatenate([bounds[:1], bounds])
+    return raw(bounds[1:] - bounds[:-1], U4)
+
+
+def decode_mask(data: memoryview, length: int, name: str) -> BoolArray:
+    runs = read_any(data, U4, name)
+    if len(runs) <= _FEW_RUNS:
+        bounds = _checked_ends(runs, length, name)
+        mask = np.zeros(length, dtype=np.bool_)
+        for start, end in zip(bounds[0::2], bounds[1::2], strict=False):  # an odd run out is False, and is so already
+            mask[start:end] = True
+    else:
+        is_true = np.zeros(len(runs), dtype=np.bool_)
+        is_true[1::2] = True
+        mask = repeated(is_true, runs, length, name)
+    mask.setflags(write=False)
+    return mask
+
+
+def repeated(values: npt.NDArray[Any], runs: npt.NDArray[np.uint32], length: int, name: str) -> npt.NDArray[Any]:
+    """Each value as often as its run says; all runs together cover `length`."""
+    if len(runs) > _FEW_RUNS:
+        covered = int(runs.sum(dtype=np.uint64))
+        if covered != length:
+            raise _wrong_cover(covered, length, name)
+        return np.repeat(values, runs)
+    ends = _checked_ends(runs, length, name)
+    out = np.empty(length, dtype=values.dtype)
+    for value, start, end in zip(values, [0, *ends], ends, strict=False):
+        out[start:end] = value
+    return out
+
+
+_FEW_RUNS = 256
+"""Up to here a slice per run is faster than `np.repeat`, which goes token by token."""
+
+
+def _checked_ends(runs: npt.NDArray[np.uint32], length: int, name: str) -> list[int]:
+    """Where each run ends."""
+    ends = list(accumulate(runs.tolist()))
+    covered = ends[-1] if ends else 0
+    if covered != length:
+        raise _wrong_cover(covered, length, name)
+    return ends
+
+
+def _wrong_cover(covered: int, length: int, name: str) -> UnreadableGroup:
+    return UnreadableGroup(f"The runs of {name} cover {covered} tokens of {length}.")
+
+
+# --- float columns ---
+
+
+class FloatColumn(msgspec.Struct, gc=False, omit_defaults=True):
+    """One float32 per action token of the items that have it."""
+
+    values: memoryview
+    runs: memoryview | None = None
+    """How often each value is repeated; None means once each."""
+    items: memoryview | None = None
+    """1 for each item that has it, 0 for the others; None means all."""
+
+
+def encode_floats(arrays: Sequence[LogprobArray | None], *, try_runs: bool) -> FloatColumn | None:
+    """`try_runs` where values usually repeat: rewards are zero but for a few tokens, weights are constant in a turn."""
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return None
+    items = None if len(present) == len(arrays) else packed([array is not None for array in arrays], "B")
+    values = np.concatenate(present)
+    if try_runs and len(values):
+        bounds = _run_bounds(values.view(np.uint32))  # as bits: a NaN equals itself, and 0.0 is not -0.0
+        starts = bounds[:-1]
+        if 2 * len(starts) < len(values):
+            return FloatColumn(values=raw(values[starts], F4), runs=raw(bounds[1:] - starts, U4), items=items)
+    return FloatColumn(values=raw(values, F4), items=items)
+
+
+def decode_floats(
+    column: FloatColumn | None, counts: Sequence[int], name: str, *, must_be_finite: bool
+) -> list[LogprobArray | None]:
+    """One array per item, None for items without; `counts` are the items' action tokens."""
+    if column is None:
+        return [None] * len(counts)
+    has_it: Sequence[bool] = [True] * len(counts)
+    if column.items is not None:
+        has_it = [flag != 0 for flag in unpacked(column.items, "B", len(counts), f"items of {name}")]
+    ends = list(accumulate(count if is_there else 0 for count, is_there in zip(counts, has_it, strict=True)))
+    values = _float_values(column, ends[-1], name, must_be_finite=must_be_finite)
+    return [
+        values[end - count : end] if is_there else None
+        for count, end, is_there in zip(counts, ends, has_it, strict=True)
+    ]
+
+
+def _float_values(column: FloatColumn, length: int, name: str, *, must_be_finite: bool) -> LogprobArray:
+    runs = None if column.runs is None else read_any(column.runs, U4, name)
+    values = read(column.values, F4, length if runs is None else len(runs), name).astype(np.float32)
+    if must_be_finite and not np.isfinite(values).all():
+        raise UnreadableGroup(f"{name} holds values that are not finite.")
+    if runs is not None:
+        values = repeated(values, runs, length, name)
+    values.setflags(write=False)
+    return values

@@ -1,0 +1,124 @@
+"""An item's meta on the wire: plain JSON values only, checked on both sides.
+
+None, flags, numbers, texts, lists and maps with text keys. Two things differ from JSON's text form: NaN and the
+infinities survive, and an int has at most 64 bits. A tuple comes back as a list, an enum of texts as its text.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup, UnwritableGroup
+
+MAX_DEPTH = 32
+"""Lists and maps inside one another. Readers of meta recurse; this keeps them far from Python's own limit."""
+
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_TEXT = frozenset({str})
+_CONTAINERS = (dict, list)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[dict[str, Any]])
+
+
+def encode_metas(metas: Iterable[Mapping[str, Any]]) -> bytes:
+    plain = [_plain_map(meta, ()) for meta in metas]
+    try:
+        return _encoder.encode(plain)
+    except (OverflowError, UnicodeEncodeError):
+        raise _culprit(plain) from None
+
+
+def decode_metas(data: memoryview) -> list[dict[str, Any]]:
+    try:
+        metas = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableGroup(f"The meta of its items cannot be read: {error}.") from None
+    for meta in metas:
+        _check_values(meta.values(), 1)
+    return metas
+
+
+# --- before it is written ---
+
+
+def _plain_map(value: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The map itself where it is plain already, which is what stitching makes, or a copy that is."""
+    _check_depth(path)
+    odd = [key for key, inner in value.items() if type(inner) not in _SCALARS or type(key) is not str]
+    if not odd and type(value) is dict:
+        return value
+    plain = dict(value)
+    for key in odd:
+        if type(key) is not str:
+            return {_plain_key(key, path): _plain(inner, (*path, str(key))) for key, inner in value.items()}
+        plain[key] = _plain(value[key], (*path, key))
+    return plain
+
+
+def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, Mapping):
+        return _plain_map(value, path)
+    if isinstance(value, (list, tuple)):
+        _check_depth(path)
+        return [_plain(inner, (*path, str(index))) for index, inner in enumerate(value)]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    raise UnwritableGroup(
+        f"{_named(path)} is a {type(value).__name__}, but meta travels as JSON: None, bool, int, float, str, lists, and "
+        "dicts with str keys. Convert it where it is put into meta, or leave it out."
+    )
+
+
+def _plain_key(key: Any, path: tuple[str, ...]) -> str:
+    if not isinstance(key, str):
+        raise UnwritableGroup(
+            f"{_named(path)} has the key {key!r}, a {type(key).__name__}; meta travels as JSON, whose keys are str."
+        )
+    return str.__str__(key)
+
+
+def _check_depth(path: tuple[str, ...]) -> None:
+    if len(path) >= MAX_DEPTH:
+        raise UnwritableGroup(f"{_named(path[:3])} goes deeper than {MAX_DEPTH} levels; flatten it or leave it out.")
+
+
+def _named(path: tuple[str, ...]) -> str:
+    return "SAWItem.meta" + "".join(f"[{key!r}]" for key in path)
+
+
+def _culprit(metas: list[dict[str, Any]]) -> UnwritableGroup:
+    """Which value the encoder choked on; found only now, so that the usual case pays nothing."""
+    for key, value in ((key, value) for meta in metas for key, value in meta.items()):
+        try:
+            _encoder.encode({key: value})
+        except (OverflowError, UnicodeEncodeError) as error:
+            return UnwritableGroup(f"{_named((key,))} cannot be written: {error}. Convert it, or leave it out.")
+    raise AssertionError("the metas were refused together, but none of their values alone")
+
+
+# --- after it is read ---
+
+
+def _check_values(values: Iterable[Any], depth: int) -> None:
+    """The decoder also knows bytes, timestamps, extensions and maps with other keys; none of them is JSON."""
+    for value in values:
+        kind = type(value)
+        if kind in _SCALARS:
+            continue
+        if kind not in _CONTAINERS:
+            raise UnreadableGroup(f"The meta of an item holds a {kind.__name__}, which is not JSON.")
+        if not value:
+            continue
+        if depth >= MAX_DEPTH:
+            raise UnreadableGroup(f"The meta of an item goes deeper than {MAX_DEPTH} levels.")
+        if kind is dict and not _TEXT.issuperset(map(type, value)):
+            raise UnreadableGroup("The meta of an item has a map with keys that are not text.")
+        _check_values(value.values() if kind is dict else value, depth + 1)

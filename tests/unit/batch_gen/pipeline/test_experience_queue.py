@@ -1,0 +1,715 @@
+"""The queue against a real redis-server: delivery, repetition, back-pressure, leases, burial, and the account."""
+
+import asyncio
+import logging
+import shutil
+import socket
+import subprocess
+from itertools import count
+
+import pytest
+import redis
+
+from ludic.batch_gen.pipeline.connection import RedisGone, shown
+from ludic.batch_gen.pipeline.lease import Lease, LeaseLost, LeaseTimes
+from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, PackedGroup, Settlement, new_actor_id
+from ludic.types import ConfigError
+from tests.redis_fixtures import end_redis, start_redis
+from tests.unit.batch_gen.pipeline.queue_parts import (
+    ACTOR,
+    Learner,
+    LossyProxy,
+    Pusher,
+    kill_connections,
+    let_lease_run_out,
+    payload,
+    payload_keys,
+    raw_client,
+)
+
+_numbers = count()
+
+
+@pytest.fixture
+def key() -> str:
+    return f"queue-{next(_numbers)}"
+
+
+@pytest.fixture
+async def queue(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key) as made:
+        yield made
+
+
+def group(sequence: int, num_items: int = 1, version: int | None = 0, data: bytes = b"x") -> PackedGroup:
+    return PackedGroup(sequence=sequence, payload=data, num_items=num_items, oldest_version=version)
+
+
+# --- pushing ---
+
+
+async def test_a_pushed_group_is_taken_as_it_was(queue):
+    assert await queue.push(ACTOR, 1, b"bytes\x00of one", num_items=3, oldest_version=7)
+    (taken,) = (await Learner(queue).take()).groups
+    assert (taken.payload, taken.num_items, taken.oldest_version) == (b"bytes\x00of one", 3, 7)
+
+
+async def test_a_group_of_an_unknown_version_comes_without_one(queue):
+    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=None)
+    (taken,) = (await Learner(queue, version=99, max_lag=0).take()).groups
+    assert taken.oldest_version is None
+
+
+async def test_a_repeated_push_is_answered_and_changes_nothing(shared_redis, queue, key):
+    for _ in range(3):
+        assert await queue.push(ACTOR, 1, b"x", num_items=2, oldest_version=0)
+    census = await queue.census()
+    assert (census.produced, census.waiting_groups, census.balance) == (2, 1, 0)
+    with raw_client(shared_redis) as client:
+        assert len(payload_keys(client, key)) == 1
+
+
+async def test_a_push_that_is_repeated_after_its_group_was_settled_leaves_nothing_behind(shared_redis, queue, key):
+    learner = Learner(queue)
+    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+    (taken,) = (await learner.take()).groups
+    await learner.settle(Settlement(id=taken.id, trained=1))
+    assert await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+    with raw_client(shared_redis) as client:
+        assert not payload_keys(client, key)
+    assert (await queue.census()).in_queue == 0
+
+
+async def test_redis_may_forget_the_scripts_at_any_time(shared_redis, queue):
+    learner = Learner(queue)
+    for number in (1, 2):
+        with raw_client(shared_redis) as client:
+            client.script_flush()
+        assert await queue.push(ACTOR, number, b"x", num_items=1, oldest_version=0)
+        with raw_client(shared_redis) as client:
+            client.script_flush()
+        assert len((await learner.take()).groups) == 1
+
+
+async def test_a_push_whose_answer_was_lost_is_in_the_queue_once(shared_redis, key):
+    async with LossyProxy(shared_redis) as proxy, ExperienceQueue(proxy.url, key) as queue:
+        proxy.num_to_lose = 2
+        assert await queue.push_many(ACTOR, [group(1), group(2)]) == 2
+        assert proxy.num_lost == 2
+        assert await queue.push(ACTOR, 3, b"x", num_items=1, oldest_version=0)
+        assert (await queue.census()).produced == 3
+
+
+async def test_actors_number_their_groups_each_for_itself(queue):
+    for actor in (new_actor_id(), new_actor_id()):
+        assert await queue.push(actor, 1, b"x", num_items=1, oldest_version=0)
+    assert (await queue.census()).waiting_groups == 2
+
+
+async def test_a_full_queue_refuses_and_takes_the_same_number_later(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key, max_waiting=2) as queue:
+        assert await queue.push_many(ACTOR, [group(n) for n in (1, 2, 3, 4)]) == 2
+        assert not await queue.push(ACTOR, 3, b"x", num_items=1, oldest_version=0)
+        assert (await queue.census()).produced == 2, "what was refused is not counted"
+        with raw_client(shared_redis) as client:
+            assert len(payload_keys(client, key)) == 2, "nor kept"
+        await Learner(queue).take()
+        assert await queue.push_many(ACTOR, [group(3), group(4)]) == 1
+        assert (await queue.census()).produced == 3
+
+
+async def test_groups_that_wait_for_a_checkpoint_only_do_not_hold_up_actors(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key, max_waiting=2) as queue:
+        learner = Learner(queue)
+        for start in range(1, 21, 2):
+            assert await queue.push_many(ACTOR, [group(start), group(start + 1)]) == 2
+            assert len((await learner.take(2)).groups) == 2
+        assert (await queue.census()).taken_groups == 20
+
+
+async def test_a_group_that_is_refused_does_not_let_a_later_one_overtake_it(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key, max_waiting=1) as queue:
+        await queue.push(ACTOR, 1, b"1", num_items=1, oldest_version=0)
+        pushes = [asyncio.create_task(queue.push_many(ACTOR, [group(2, data=b"2"), group(3, data=b"3")]))]
+        assert await asyncio.gather(*pushes) == [0]
+        learner, seen = Learner(queue), []
+        for number in (2, 3):
+            seen += [g.payload for g in (await learner.take()).groups]
+            assert await queue.push(ACTOR, number, str(number).encode(), num_items=1, oldest_version=0)
+        seen += [g.payload for g in (await learner.take()).groups]
+        assert seen == [b"1", b"2", b"3"]
+
+
+async def test_a_group_above_the_limit_is_refused_where_it_is_made(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key, max_bytes=10) as queue:
+        with pytest.raises(ConfigError, match="11 bytes, the limit is 10"):
+            await queue.push(ACTOR, 1, b"x" * 11, num_items=1, oldest_version=0)
+
+
+@pytest.mark.parametrize("wrong", [{"sequence": 0}, {"num_items": 0}, {"num_items": 1_000_000}, {"data": b""}])
+def test_a_group_that_cannot_be_counted_is_refused(wrong):
+    with pytest.raises(ConfigError):
+        group(**{"sequence": 1, **wrong})
+
+
+# --- taking and settling ---
+
+
+async def test_whole_groups_are_taken_until_there_are_enough_items(queue):
+    await queue.push_many(ACTOR, [group(n, num_items=3) for n in (1, 2, 3)])
+    taken = await Learner(queue).take(4)
+    assert [g.num_items for g in taken.groups] == [3, 3]
+    assert not taken.is_empty
+
+
+async def test_two_learners_never_get_the_same_group(queue):
+    await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in range(1, 101)])
+    learners = [Learner(queue, rank) for rank in range(2)]
+    shares = await asyncio.gather(*(learner.take(1) for _ in range(50) for learner in learners))
+    payloads = [g.payload for taken in shares for g in taken.groups]
+    assert len(payloads) == len(set(payloads)) == 100
+
+
+async def test_what_is_settled_is_counted_once_however_often_it_is_said(queue):
+    await queue.push_many(ACTOR, [group(1, num_items=5), group(2, num_items=4)])
+    learner = Learner(queue)
+    one, two = (await learner.take(9)).groups
+    first = Settlement(id=one.id, trained=3, filtered=2)
+    assert await learner.settle(first) == 1
+    assert await learner.settle(first, Settlement(id=two.id, stale=4)) == 1
+    census = await queue.census()
+    assert (census.trained, census.filtered, census.stale, census.in_queue, census.balance) == (3, 2, 4, 0, 0)
+
+
+async def test_settling_leaves_nothing_behind(shared_redis, queue, key):
+    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+    learner = Learner(queue)
+    (taken,) = (await learner.take()).groups
+    await learner.settle(Settlement(id=taken.id, trained=1))
+    with raw_client(shared_redis) as client:
+        assert client.xlen(f"{{{key}}}") == 0
+        assert not payload_keys(client, key)
+
+
+async def test_what_nobody_was_given_cannot_be_settled(shared_redis, queue, key):
+    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+    with raw_client(shared_redis) as client:
+        ((id_, _),) = client.xrange(f"{{{key}}}")
+    assert await Learner(queue).settle(Settlement(id=id_.decode(), trained=1)) == 0
+    assert (await queue.census()).waiting_groups == 1
+
+
+async def test_what_is_too_old_is_dropped_without_being_sent(queue):
+    for number, version in enumerate((3, 4, 5, 6, 7), start=1):
+        await queue.push(ACTOR, number, b"x", num_items=number, oldest_version=version)
+    taken = await Learner(queue, version=6, max_lag=1).take(100)
+    assert [g.oldest_version for g in taken.groups] == [5, 6, 7]
+    assert taken.stale == {3: 1, 2: 2}
+    census = await queue.census()
+    assert (census.stale, census.in_queue, census.balance) == (3, 12, 0)
+
+
+async def test_a_group_of_a_life_that_was_not_resumed_is_stale(queue):
+    """The learner died at version 57 and begins again at 40."""
+    for number, version in enumerate((40, 41, 42, 57), start=1):
+        await queue.push(ACTOR, number, b"x", num_items=1, oldest_version=version)
+    taken = await Learner(queue, version=40, max_lag=1).take(100)
+    assert [g.oldest_version for g in taken.groups] == [40, 41, 42]
+    assert taken.stale == {-17: 1}
+
+
+async def test_without_a_limit_nothing_is_too_old(queue):
+    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+    assert len((await Learner(queue, version=10**6).take()).groups) == 1
+
+
+async def test_an_answer_that_was_lost_is_given_again_and_only_what_is_not_held(shared_redis, key):
+    async with LossyProxy(shared_redis) as proxy, ExperienceQueue(proxy.url, key) as queue:
+        await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in range(1, 7)])
+        learner = Learner(queue)
+        held = [g.id for g in (await learner.take(2)).groups]
+        proxy.num_to_lose = 1
+        taken = await learner.take(2, held=held)
+        assert proxy.num_lost == 1
+        assert [g.payload for g in taken.groups] == [b"3", b"4"]
+        held += [g.id for g in taken.groups]
+        assert [g.payload for g in (await learner.take(2, held=held)).groups] == [b"5", b"6"]
+
+
+async def test_payloads_that_were_lost_on_the_way_are_fetched_again(shared_redis, key):
+    async with LossyProxy(shared_redis, b"GETRANGE") as proxy, ExperienceQueue(proxy.url, key) as queue:
+        await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in (1, 2, 3)])
+        proxy.num_to_lose = 2
+        taken = await Learner(queue).take(2)
+        assert proxy.num_lost == 2
+        assert [g.payload for g in taken.groups] == [b"1", b"2"]
+
+
+async def test_a_settlement_whose_answer_was_lost_counts_once(shared_redis, key):
+    async with LossyProxy(shared_redis) as proxy, ExperienceQueue(proxy.url, key) as queue:
+        await queue.push(ACTOR, 1, b"x", num_items=2, oldest_version=0)
+        learner = Learner(queue)
+        (taken,) = (await learner.take()).groups
+        proxy.num_to_lose = 1
+        await learner.settle(Settlement(id=taken.id, trained=2))
+        census = await queue.census()
+        assert (proxy.num_lost, census.trained, census.balance) == (1, 2, 0)
+
+
+async def test_connections_that_are_killed_in_between_are_made_again(shared_redis, queue):
+    pusher, learner = Pusher(queue), Learner(queue)
+    for _ in range(5):
+        await pusher.push()
+        assert kill_connections(shared_redis) >= 1
+        (taken,) = (await learner.take()).groups
+        kill_connections(shared_redis)
+        await learner.settle(Settlement(id=taken.id, trained=2))
+        kill_connections(shared_redis)
+    census = await queue.census()
+    assert (census.trained, census.in_queue, census.balance) == (10, 0, 0)
+
+
+async def test_ones_own_groups_come_page_by_page_and_then_new_ones(queue):
+    await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in range(1, 101)])
+    learner = Learner(queue)
+    await learner.take(80)
+    seen, cursor = [], "0"
+    for _ in range(10):
+        taken = await learner.take(10, cursor=cursor)
+        seen += [int(g.payload) for g in taken.groups]
+        cursor = taken.cursor
+    assert seen == list(range(1, 101))
+    assert cursor == ""
+
+
+async def test_a_restart_of_redis_loses_nothing_that_was_acknowledged(redis_server):
+    async with ExperienceQueue(redis_server.url) as queue:
+        await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in range(1, 11)])
+        learner = Learner(queue)
+        taken = (await learner.take(4)).groups
+        await learner.settle(Settlement(id=taken[0].id, trained=1))
+        before = await queue.census()
+        redis_server.kill()
+        pushing = asyncio.create_task(queue.push(ACTOR, 11, b"11", num_items=1, oldest_version=0))
+        await asyncio.to_thread(redis_server.start)
+        assert await pushing
+        after = await queue.census()
+        assert (after.trained, after.taken_groups, after.in_queue) == (1, 3, before.in_queue + 1)
+        assert after.balance == 0
+        again = (await learner.take_again(100)).groups
+        assert [int(g.payload) for g in again] == list(range(2, 12))
+
+
+async def test_a_call_that_is_cancelled_ends(queue):
+    """Before Python 3.12 asyncio.wait_for can swallow a cancellation; a learner that is told to stop must stop."""
+
+    async def ask_for_ever() -> None:
+        while True:
+            await queue.census()
+
+    for moment in range(100):
+        task = asyncio.create_task(ask_for_ever())
+        for _ in range(moment % 23):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task}, timeout=10)
+        assert task.cancelled()
+
+
+# --- what is not ours ---
+
+HOSTILE = {
+    "other fields": {"uid": "1", "data": "x" * 100},
+    "a huge field": {"n": "1", "v": "0", "p": "1" * 2_000_000},
+    "a huge number": {"n": "9" * 400, "v": "0", "p": "1"},
+    "no items": {"n": "0", "v": "0", "p": "1"},
+    "minus one item": {"n": "-1", "v": "0", "p": "1"},
+    "half an item": {"n": "0.5", "v": "0", "p": "1"},
+    "not a version": {"n": "1", "v": "nan", "p": "1"},
+    "one field more": {"n": "1", "v": "0", "p": "1", "q": "1"},
+    "binary": {b"\xff\x00": b"\x00\xff"},
+}
+
+
+@pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
+async def test_an_entry_that_push_has_not_written_is_buried_and_the_next_is_taken(shared_redis, queue, key, fields):
+    await queue.census()
+    with raw_client(shared_redis) as client:
+        client.xadd(f"{{{key}}}", fields)
+    before = await queue.census()
+    assert (before.num_foreign, before.in_queue, before.balance) == (1, 0, 0)
+    await queue.push(ACTOR, 1, b"x", num_items=4, oldest_version=0)
+    taken = await Learner(queue).take()
+    assert [g.num_items for g in taken.groups] == [4]
+    assert taken.num_dead == 1
+    after = await queue.census()
+    assert (after.produced, after.dead, after.num_foreign, after.num_dead_letters, after.balance) == (5, 1, 0, 1, 0)
+
+
+async def test_a_group_whose_payload_is_gone_is_buried(shared_redis, queue, key):
+    await queue.push(ACTOR, 1, b"x", num_items=4, oldest_version=0)
+    with raw_client(shared_redis) as client:
+        client.delete(*payload_keys(client, key))
+    assert (await Learner(queue).take()).num_dead == 4
+    census = await queue.census()
+    assert (census.produced, census.dead, census.balance) == (4, 4, 0)
+
+
+async def test_a_group_whose_payload_is_something_else_is_buried(shared_redis, queue, key):
+    await queue.push(ACTOR, 1, b"x", num_items=4, oldest_version=0)
+    with raw_client(shared_redis) as client:
+        (name,) = payload_keys(client, key)
+        client.delete(name)
+        client.hset(name, "not", "text")
+        assert (await Learner(queue).take()).num_dead == 4
+        assert not payload_keys(client, key)
+
+
+async def test_a_payload_above_the_limit_is_never_fetched(shared_redis, key):
+    async with (
+        ExperienceQueue(shared_redis.url, key) as actors,
+        ExperienceQueue(shared_redis.url, key, max_bytes=1000) as learners,
+    ):
+        await actors.push_many(ACTOR, [group(1, data=b"x" * 1001), group(2, data=b"y" * 1000)])
+        taken = await Learner(learners).take()
+        assert [g.payload for g in taken.groups] == [b"y" * 1000]
+        assert (await learners.census()).dead == 1
+        with raw_client(shared_redis) as client:
+            ((_, letter),) = client.xrange(f"{{{key}}}:dead")
+        assert letter[b"reason"] == b"the payload has 1001 bytes, the limit is 1000"
+
+
+async def test_a_dead_letter_says_what_it_was_and_keeps_a_small_payload_only(shared_redis, queue, key):
+    await queue.push_many(ACTOR, [group(1, data=b"small", num_items=2), group(2, data=b"x" * 70_000)])
+    learner = Learner(queue)
+    small, large = (await learner.take(3)).groups
+    assert await queue.bury(learner.lease, learner.status, {small.id: "no sense", large.id: "r" * 5000}) == 3
+    assert await queue.bury(learner.lease, learner.status, {small.id: "once more"}) == 0
+    with raw_client(shared_redis) as client:
+        letters = [letter for _, letter in client.xrange(f"{{{key}}}:dead")]
+    assert letters[0] == {
+        b"reason": b"no sense", b"id": small.id.encode(), b"items": b"2", b"bytes": b"5", b"payload": b"small"
+    }  # fmt: skip
+    assert (letters[1][b"payload"], letters[1][b"bytes"], len(letters[1][b"reason"])) == (b"", b"70000", 1000)
+
+
+async def test_dead_letters_are_bounded(shared_redis, queue, key):
+    await queue.census()
+    with raw_client(shared_redis) as client, client.pipeline() as pipe:
+        for _ in range(3000):
+            pipe.xadd(f"{{{key}}}", {"junk": "1"})
+        pipe.execute()
+    learner = Learner(queue)
+    while not (await learner.take()).is_empty:
+        pass
+    census = await queue.census()
+    assert census.dead == 3000
+    assert census.num_dead_letters < 1200
+    assert census.balance == 0
+
+
+async def test_an_entry_that_somebody_deleted_does_not_come_again(shared_redis, queue, key):
+    await queue.push_many(ACTOR, [group(1, data=b"1"), group(2, data=b"2")])
+    learner = Learner(queue)
+    first, _ = (await learner.take(2)).groups
+    with raw_client(shared_redis) as client:
+        client.xdel(f"{{{key}}}", first.id)
+    assert [g.payload for g in (await learner.take_again(2)).groups] == [b"2"]
+    assert (await queue.census()).balance == 1, "what was taken out of the account is missing in it"
+
+
+async def test_actors_do_not_wait_for_items_that_somebody_deleted(shared_redis, queue, key):
+    await queue.push_many(ACTOR, [group(1, num_items=8), group(2, num_items=3)])
+    with raw_client(shared_redis) as client:
+        client.xtrim(f"{{{key}}}", maxlen=1, approximate=False)
+    assert (await queue.census()).balance == 8
+    assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 3
+
+
+async def test_a_payload_that_is_exchanged_after_the_look_is_not_read_beyond_the_limit(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key, max_bytes=100) as queue:
+        await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+        (taken,) = (await Learner(queue).take()).groups
+        with raw_client(shared_redis) as client:
+            client.set(queue.keys.payload(taken.id), b"y" * 1_000_000)
+            assert await queue._payloads([taken.id]) == [b"y" * 100]
+            client.delete(queue.keys.payload(taken.id))
+            client.rpush(queue.keys.payload(taken.id), "not bytes")
+        assert await queue._payloads([taken.id]) == [b""]
+
+
+# --- leases ---
+
+
+async def test_a_name_is_taken_over_only_after_its_lease_has_run_out(shared_redis, queue, key):
+    old, new = Lease("learner-0"), Lease("learner-0")
+    assert (await queue.acquire(old))[0] == old.token
+    holder, left_s = await queue.acquire(new)
+    assert holder == old.token
+    assert 0 < left_s <= 15
+    let_lease_run_out(shared_redis, key)
+    assert (await queue.acquire(new))[0] == new.token
+
+
+async def test_a_lease_that_has_run_out_is_still_ours_while_nobody_wanted_it(shared_redis, queue, key):
+    learner = Learner(queue)
+    await queue.acquire(learner.lease)
+    let_lease_run_out(shared_redis, key)
+    await learner.take()
+    assert (await queue.acquire(Lease("learner-0")))[0] == learner.lease.token, "and any call renews it"
+
+
+async def test_whoever_lost_its_name_can_neither_take_nor_settle_nor_bury(shared_redis, queue, key):
+    await queue.push_many(ACTOR, [group(1), group(2)])
+    old, new = Learner(queue), Learner(queue)
+    await queue.acquire(old.lease)
+    (taken,) = (await old.take()).groups
+    let_lease_run_out(shared_redis, key)
+    await queue.acquire(new.lease)
+    with pytest.raises(LeaseLost, match=new.lease.token):
+        await old.take()
+    with pytest.raises(LeaseLost):
+        await old.settle(Settlement(id=taken.id, trained=1))
+    with pytest.raises(LeaseLost):
+        await queue.bury(old.lease, old.status, {taken.id: "x"})
+    with pytest.raises(LeaseLost):
+        await queue.announce(old.lease, old.status)
+    assert [g.id for g in (await new.take_again()).groups] == [taken.id]
+    assert (await queue.census()).trained == 0
+
+
+async def test_a_released_name_is_free_at_once(queue):
+    old, new = Lease("learner-0"), Lease("learner-0")
+    await queue.acquire(old)
+    await queue.release(old)
+    assert (await queue.acquire(new))[0] == new.token
+    await queue.release(old)
+    assert (await queue.acquire(Lease("learner-0")))[0] == new.token, "only its holder releases it"
+
+
+async def test_groups_of_a_rank_that_this_world_does_not_have_are_reclaimed(shared_redis, key):
+    times = LeaseTimes(holds_s=0.03, beat_s=0.01)
+    async with ExperienceQueue(shared_redis.url, key, lease_times=times) as queue:
+        await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in (1, 2, 3)])
+        ranks = [Learner(queue, rank) for rank in range(3)]
+        for learner in ranks:
+            await learner.take()
+        await asyncio.sleep(0.05)
+        first = ranks[0]
+        assert await queue.reclaim(first.lease, first.status, num_learners=2) == 1
+        assert [g.payload for g in (await first.take_again(9)).groups] == [b"1", b"3"], "rank 1 is left alone"
+        with pytest.raises(LeaseLost, match="reclaimed"):
+            await ranks[2].take()
+        assert (await queue.acquire(Lease("learner-2")))[1] == 0, "a world that grows again has the name again"
+
+
+async def test_a_rank_that_lives_is_not_reclaimed(queue):
+    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+    away, here = Learner(queue, rank=5), Learner(queue)
+    await away.take()
+    assert await queue.reclaim(here.lease, here.status, num_learners=1) == 0
+
+
+async def test_groups_that_a_stranger_took_come_back(shared_redis, key):
+    times = LeaseTimes(holds_s=0.03, beat_s=0.01)
+    async with ExperienceQueue(shared_redis.url, key, lease_times=times) as queue:
+        await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+        with raw_client(shared_redis) as client:
+            client.xreadgroup("learners", "somebody", {f"{{{key}}}": ">"})
+        await asyncio.sleep(0.05)
+        learner = Learner(queue)
+        assert await queue.reclaim(learner.lease, learner.status, num_learners=1) == 1
+        assert len((await learner.take_again()).groups) == 1
+
+
+# --- what actors hear ---
+
+
+async def test_before_the_first_learner_nothing_is_known_of_it(queue):
+    state = await queue.beat_actor(ACTOR, 5)
+    assert (state.version, state.items_per_update, state.max_lag, state.num_learners) == (None, None, None, 0)
+    assert (state.in_progress_items, state.num_actors) == (5, 1)
+
+
+async def test_an_actor_hears_how_the_learner_stands(queue):
+    learner = Learner(queue, version=12, items_per_update=32, max_lag=3, is_waiting=True)
+    await queue.announce(learner.lease, learner.status)
+    state = await queue.beat_actor(ACTOR, 0)
+    assert (state.version, state.items_per_update, state.max_lag) == (12, 32, 3)
+    assert state.is_waiting
+    assert state.num_learners == 1
+
+
+async def test_items_in_progress_are_those_of_all_living_actors(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key) as queue:
+        await queue.beat_actor(ActorId("a"), 3)
+        await queue.beat_actor(ActorId("b"), 4)
+        with raw_client(shared_redis) as client:
+            client.hset(f"{{{key}}}:beats", "dead", "1000 99")
+        assert (await queue.beat_actor(ActorId("a"), 5)).in_progress_items == 9
+        await queue.leave(ActorId("b"))
+        state = await queue.beat_actor(ActorId("a"), 5)
+        assert (state.in_progress_items, state.num_actors) == (5, 1)
+
+
+async def test_what_a_learner_has_fetched_but_not_begun_still_waits(queue):
+    """Pacing counts it: it is trained on before anything that is begun now."""
+    await queue.push_many(ACTOR, [group(n, num_items=4) for n in (1, 2, 3)])
+    learner = Learner(queue)
+    await learner.take(8)
+    assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 12
+    begun = Learner(queue, items_in_hand=4)
+    begun.lease = learner.lease
+    await queue.announce(begun.lease, begun.status)
+    assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 8
+
+
+async def test_actors_of_long_ago_are_forgotten(shared_redis, queue, key):
+    with raw_client(shared_redis) as client:
+        client.hset(f"{{{key}}}:beats", "old", "1000 1")
+        client.hset(f"{{{key}}}:actors", "old", "17")
+        await queue.beat_actor(ACTOR, 0)
+        assert client.hkeys(f"{{{key}}}:actors") == client.hkeys(f"{{{key}}}:beats")[1:] == []
+
+
+async def test_a_cleared_queue_is_a_new_one(shared_redis, queue, key):
+    await queue.push_many(ACTOR, [group(number) for number in range(5, 1205)])
+    await Learner(queue).take()
+    await queue.clear()
+    with raw_client(shared_redis) as client:
+        assert not client.keys(f"{{{key}}}*")
+    census = await queue.census()
+    assert (census.produced, census.in_queue, census.version) == (0, 0, None)
+    assert await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+    assert (await queue.census()).produced == 1
+
+
+# --- reaching Redis ---
+
+
+async def test_a_redis_that_is_not_there_is_given_up_after_the_patience(tmp_path):
+    async with ExperienceQueue(f"unix://user:hunter2@{tmp_path}/none.sock", patience_s=0.1) as queue:
+        with pytest.raises(RedisGone, match="has not answered") as failure:
+            await queue.census()
+    assert "hunter2" not in str(failure.value)
+
+
+async def test_a_redis_that_comes_later_is_waited_for(redis_server):
+    redis_server.kill()
+    async with ExperienceQueue(redis_server.url) as queue:
+        asking = asyncio.create_task(queue.census())
+        await asyncio.to_thread(redis_server.start)
+        assert (await asking).produced == 0
+
+
+async def test_passwords_work_and_are_never_shown(caplog):
+    server = start_redis("--requirepass", "right-secret")
+    caplog.set_level(logging.DEBUG)
+    try:
+        async with ExperienceQueue(f"unix://:right-secret@{server.socket}") as queue:
+            assert (await queue.census()).produced == 0
+            assert "secret" not in repr(queue) + str(queue.address) + repr(queue.address)
+        async with ExperienceQueue(f"unix://:wrong-secret@{server.socket}") as queue:
+            with pytest.raises(ConfigError, match="refuses the login") as failure:
+                await queue.census()
+    finally:
+        end_redis(server)
+    chain = [failure.value, failure.value.__cause__]
+    assert "secret" not in "".join(map(repr, chain)) + caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_a_server_with_tls_is_reached(tmp_path):
+    key_file, certificate, port = tmp_path / "key.pem", tmp_path / "cert.pem", free_port()
+    make_certificate = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        "-keyout", str(key_file), "-out", str(certificate),
+    ]  # fmt: skip
+    subprocess.run(make_certificate, check=True, capture_output=True)
+    server = start_redis(
+        "--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key_file),
+        "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no", "--requirepass", "secret",
+    )  # fmt: skip
+    try:
+        url = f"rediss://:secret@127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+        async with ExperienceQueue(url, patience_s=1) as queue:
+            assert await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+            assert (await queue.census()).produced == 1
+        async with ExperienceQueue(f"rediss://:secret@127.0.0.1:{port}/0", patience_s=0.1) as queue:
+            with pytest.raises(RedisGone, match="certificate"):
+                await queue.census()
+    finally:
+        end_redis(server)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hunter2@host:port/0",
+        "redis://:hunter2/@host:6379",
+        "redis://[hunter2/0",
+        "http://:hunter2@host",
+        "hunter2",
+    ],
+)
+def test_an_address_that_cannot_be_read_is_named_without_its_password(url):
+    with pytest.raises(ConfigError) as failure:
+        ExperienceQueue(url)
+    shown_chain = f"{failure.value!r} {failure.value.__cause__!r} {failure.value.__suppress_context__}"
+    assert "hunter2" not in shown_chain
+
+
+def test_an_address_is_shown_without_user_password_and_options():
+    url = "rediss://me:hunter2@example.org:6380/3?password=hunter3"
+    assert shown(url) == "rediss://example.org:6380/3"
+
+
+@pytest.mark.parametrize("queue_key", ["", "a{b", "a}b"])
+def test_a_queue_key_that_would_spread_over_a_cluster_is_refused(queue_key):
+    with pytest.raises(ConfigError, match="queue_key"):
+        ExperienceQueue("redis://localhost", queue_key)
+
+
+@pytest.mark.parametrize("ending", ["an answer", redis.ConnectionError("lost")])
+async def test_a_cancellation_that_the_client_swallows_is_kept(queue, ending):
+    """As asyncio.wait_for does in Python 3.11 when the answer comes in the same turn."""
+
+    async def swallow(client):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if isinstance(ending, Exception):
+                raise ending from None
+            return ending
+
+    task = asyncio.create_task(queue._patiently(swallow))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+
+
+def test_a_queue_outlives_its_event_loop(shared_redis, key):
+    queue = ExperienceQueue(shared_redis.url, key)
+    assert asyncio.run(queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0))
+    assert asyncio.run(queue.push(ACTOR, 2, payload([2]), num_items=1, oldest_version=0))
+    assert asyncio.run(queue.census()).produced == 2
+
+
+async def test_an_error_that_is_no_outage_is_raised_at_once(shared_redis, queue, key):
+    with raw_client(shared_redis) as client:
+        client.set(f"{{{key}}}", "not a stream")
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
+
+
+def test_a_beat_that_is_too_slow_for_its_lease_is_refused():
+    with pytest.raises(ConfigError, match="at most a third"):
+        LeaseTimes(holds_s=5, beat_s=3)

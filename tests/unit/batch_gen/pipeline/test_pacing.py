@@ -1,0 +1,97 @@
+"""Pacing: nothing is begun that would be too old when its turn comes, and the learner is never starved by it."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludic.batch_gen.pipeline.pacing import expected_lag, is_too_late, may_begin
+
+
+@dataclass(frozen=True)
+class Learner:
+    version: int | None = 10
+    items_per_update: int | None = 8
+    max_lag: int | None = 2
+    is_waiting: bool = False
+
+
+@pytest.mark.parametrize(
+    ("is_waiting", "ahead_items", "lag"),
+    [
+        (True, 0, 0),  # the next batch begins with it
+        (True, 7, 0),
+        (True, 8, 1),
+        (False, 0, 1),  # an update is being made, which it cannot be part of
+        (False, 7, 1),
+        (False, 8, 2),
+        (False, 23, 3),
+    ],
+)
+def test_an_item_is_as_many_updates_behind_as_batches_go_before_it(is_waiting, ahead_items, lag):
+    learner = Learner(is_waiting=is_waiting)
+    assert expected_lag(learner, ahead_items, 10) == lag
+    assert may_begin(learner, ahead_items=ahead_items) == (lag <= 2)
+
+
+def test_old_weights_count_as_lag_too():
+    learner = Learner(is_waiting=True)
+    assert may_begin(learner, ahead_items=0, served_version=8)
+    assert not may_begin(learner, ahead_items=0, served_version=7), "it could never be used"
+    assert not may_begin(learner, ahead_items=8, served_version=8)
+
+
+def test_without_lag_a_group_is_begun_only_for_a_learner_that_waits():
+    learner = Learner(max_lag=0)
+    assert not may_begin(learner, ahead_items=0)
+    assert may_begin(replace(learner, is_waiting=True), ahead_items=7)
+    assert not may_begin(replace(learner, is_waiting=True), ahead_items=8)
+
+
+def test_without_a_limit_only_the_queue_holds_an_actor_up():
+    assert may_begin(Learner(max_lag=None), ahead_items=10**6, served_version=0)
+
+
+@pytest.mark.parametrize("unknown", [{"version": None}, {"items_per_update": None}])
+def test_nothing_is_begun_before_a_learner_has_said_what_it_takes(unknown):
+    assert not may_begin(replace(Learner(is_waiting=True), **unknown), ahead_items=0)
+
+
+def test_nothing_is_begun_with_weights_of_a_life_that_was_not_resumed():
+    assert not may_begin(Learner(version=40, is_waiting=True), ahead_items=0, served_version=57)
+    assert not may_begin(Learner(version=40, max_lag=None), ahead_items=0, served_version=57)
+
+
+@given(items_per_update=st.integers(1, 64), max_lag=st.integers(0, 5), group_size=st.integers(1, 16), data=st.data())
+def test_paced_groups_are_never_stale_and_never_leave_the_learner_waiting_for_ever(
+    items_per_update, max_lag, group_size, data
+):
+    """A queue in order, groups finished at once: who begins only when he may is never dropped, in any order of events."""
+    learner = Learner(version=0, items_per_update=items_per_update, max_lag=max_lag, is_waiting=True)
+    queue: list[int] = []
+    num_updates = 0
+    for _ in range(60):
+        may = may_begin(learner, ahead_items=len(queue))
+        if learner.is_waiting and len(queue) >= items_per_update:  # it takes whole groups until it has enough
+            taken = 0
+            while taken < items_per_update:
+                assert learner.version - queue[0] <= max_lag
+                queue, taken = queue[group_size:], taken + group_size
+            learner = replace(learner, is_waiting=False)
+        elif may and (learner.is_waiting or data.draw(st.booleans(), label="the actor goes first")):
+            queue += [learner.version] * group_size
+        elif not learner.is_waiting:
+            learner = replace(learner, version=learner.version + 1, is_waiting=True)
+            num_updates += 1
+        else:
+            raise AssertionError("the learner waits, and the actor may not begin")
+    assert num_updates > 0 or items_per_update > 25 * group_size
+
+
+def test_a_group_is_too_late_when_its_first_version_is_out_of_reach():
+    assert not is_too_late(Learner(version=12), 10)
+    assert is_too_late(Learner(version=13), 10)
+    assert not is_too_late(Learner(version=13, max_lag=None), 10)
+    assert not is_too_late(Learner(version=13), None), "nobody knows how old it is"
+    assert not is_too_late(Learner(version=None), 10)

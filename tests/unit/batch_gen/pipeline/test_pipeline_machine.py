@@ -1,0 +1,202 @@
+"""Any order of pushes, batches, steps, checkpoints, crashes and resumes: nothing is lost, nothing is applied twice.
+
+The account is drawn up from a scan of Redis, not from the code that is tested. `applied` is what the weights have learned
+from: at a resume it becomes what it was at the checkpoint. Rules have no preconditions, since what there is to do can hang on
+how fast Redis answers; one that finds nothing to do does nothing.
+"""
+
+import asyncio
+from itertools import count
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from ludic.batch_gen.pipeline import PipelineBatchSource
+from ludic.batch_gen.pipeline.queue import ExperienceQueue
+from tests.redis_fixtures import RedisServer
+from tests.unit.batch_gen.pipeline.queue_parts import (
+    Pusher,
+    crash,
+    kill_connections,
+    let_lease_run_out,
+    payload,
+    payload_keys,
+    raw_client,
+    tags_of,
+)
+
+_numbers = count()
+MAX_LAG = 2
+
+
+class Pipeline(RuleBasedStateMachine):
+    server: RedisServer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.key = f"machine-{next(_numbers)}"
+        self.stream = f"{{{self.key}}}"
+        self.redis = raw_client(self.server)
+        self.queue = ExperienceQueue(self.server.url, self.key, max_waiting=12)
+        self.pusher = Pusher(self.queue)
+        self.last_push: tuple[int, bytes, int, int] | None = None
+        self.step = 0
+        self.applied: list[int] = []
+        self.given: set[int] = set()
+        """In this life."""
+        self.out: list[int] = []
+        self.checkpoint: tuple[int, list[int], dict] | None = None
+        self.source = self.make_source()
+
+    def make_source(self, batch_size: int = 3) -> PipelineBatchSource:
+        source = PipelineBatchSource(self.server.url, self.key, batch_size, poll_timeout=0.02, max_lag=MAX_LAG)
+        if self.checkpoint is not None:
+            source.load_state_dict(self.checkpoint[2])
+        source.notify_version(self.step)
+        return source
+
+    def run(self, coroutine):
+        return self.loop.run_until_complete(coroutine)
+
+    # --- actors ---
+
+    @rule(size=st.integers(1, 4), age=st.integers(0, 4))
+    def push(self, size: int, age: int) -> None:
+        version = max(0, self.step - age)
+        number, first = self.pusher.num_pushed + 1, self.pusher.num_items
+        if self.run(self.pusher.push(size, version)):
+            self.last_push = (number, payload(list(range(first, first + size)), version), size, version)
+
+    @rule()
+    def push_the_same_again(self) -> None:
+        if self.last_push is None:
+            return
+        number, data, size, version = self.last_push
+        pushed = self.queue.push(self.pusher.actor, number, data, num_items=size, oldest_version=version)
+        assert self.run(pushed)
+
+    @rule()
+    def push_what_cannot_be_read(self) -> None:
+        number = self.pusher.num_pushed + 1
+        pushed = self.queue.push(self.pusher.actor, number, b"junk", num_items=2, oldest_version=self.step)
+        self.pusher.num_pushed += self.run(pushed)
+
+    @rule()
+    def somebody_else_writes(self) -> None:
+        self.redis.xadd(self.stream, {"n": "1", "junk": "x"})
+
+    # --- the learner ---
+
+    @rule(patience_s=st.sampled_from([0.0, 0.002, 0.01, 0.1]))
+    def ask_for_a_batch(self, patience_s: float) -> None:
+        """It may be cancelled at any moment, or there may be nothing."""
+        batch = self.run(self.batch_within(patience_s))
+        if batch is None:
+            return
+        tags = tags_of(batch)
+        assert len(tags) >= 3
+        assert not self.given & set(tags), "given twice in one life"
+        assert all(self.step - item.oldest_version <= MAX_LAG for item in batch.items)
+        self.given |= set(tags)
+        self.out += tags
+
+    async def batch_within(self, patience_s: float):
+        try:
+            async with asyncio.timeout(patience_s):
+                return await self.source.next_batch()
+        except TimeoutError:
+            return None
+
+    @rule(share=st.floats(0, 1))
+    def train(self, share: float) -> None:
+        if not self.out:
+            return
+        self.step += 1
+        self.source.notify_trained(self.step, round(share * len(self.out)))
+        self.applied += self.out
+        self.out = []
+        assert len(self.applied) == len(set(self.applied)), "the weights have learned twice from one item"
+
+    @rule(is_told=st.booleans())
+    def save(self, is_told: bool) -> None:
+        self.checkpoint = (self.step, list(self.applied), self.source.state_dict())
+        if is_told:
+            self.source.notify_saved(self.step)
+
+    @rule()
+    def acknowledge(self) -> None:
+        if self.source._has_begun:
+            self.run(self.source.flush())
+
+    @rule(is_clean=st.booleans())
+    def end_and_resume(self, is_clean: bool) -> None:
+        self.run(self.source.close() if is_clean else crash(self.source))
+        if not is_clean:
+            let_lease_run_out(self.server, self.key)
+        self.resume(batch_size=3)
+
+    def resume(self, batch_size: int) -> None:
+        self.step, applied, _ = self.checkpoint or (0, [], {})
+        self.applied, self.out, self.given = list(applied), [], set()
+        self.source = self.make_source(batch_size)
+
+    @rule()
+    def cut_connections(self) -> None:
+        kill_connections(self.server)
+
+    # --- what always holds ---
+
+    @invariant()
+    def the_account_is_right(self) -> None:
+        entries = self.redis.xrange(self.stream)
+        ours = [(id_, int(fields[b"n"])) for id_, fields in entries if b"p" in fields]
+        assert self.balance() == sum(n for _, n in ours)
+        assert {f"{self.stream}:payload:".encode() + id_ for id_, _ in ours} == set(payload_keys(self.redis, self.key))
+
+    def balance(self) -> int:
+        counts = self.counts()
+        return counts.pop("produced", 0) - sum(counts.values())
+
+    def counts(self) -> dict[str, int]:
+        return {name.decode(): int(value) for name, value in self.redis.hgetall(f"{self.stream}:counts").items()}
+
+    def teardown(self) -> None:
+        try:
+            self.run(self.source.close())
+            self.resume(batch_size=1)
+            self.run(self.train_on_the_rest())
+            counts = self.counts()
+            assert self.redis.xlen(self.stream) == len(payload_keys(self.redis, self.key)) == 0
+            assert self.balance() == 0
+            # Of all that was pushed, what is not in the weights was counted as something else.
+            assert len(set(self.applied)) == len(self.applied) == counts.get("trained", 0) + counts.get("filtered", 0)
+        finally:
+            self.run(self.source.close())
+            self.run(self.queue.close())
+            self.redis.close()
+            self.loop.close()
+
+    async def train_on_the_rest(self) -> None:
+        """Until the queue is empty, which it must become."""
+        async with asyncio.timeout(30):
+            while self.redis.xlen(self.stream):
+                batch = await self.batch_within(0.1)
+                if batch is not None:
+                    self.step += 1
+                    self.applied += tags_of(batch)
+                    self.source.notify_trained(self.step, len(batch))
+                    self.source.notify_saved(self.step)
+                if self.source._has_begun:
+                    await self.source.flush()
+
+
+def test_nothing_is_lost_and_nothing_is_applied_twice(shared_redis):
+    machine = type("PipelineHere", (Pipeline,), {"server": shared_redis})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

@@ -1,0 +1,631 @@
+"""The learner's end against a real redis-server: batches, acknowledgement, resume, leases, and what goes wrong on the way."""
+
+import asyncio
+import shutil
+import threading
+import time
+from itertools import count
+
+import pytest
+
+from ludic.batch_gen.pipeline import (
+    LeaseHeld,
+    LeaseLost,
+    LeaseTimes,
+    PipelineBatchSource,
+    PipelineStats,
+    RedisGone,
+    WireLimits,
+)
+from ludic.batch_gen.pipeline.lease import Lease
+from ludic.batch_gen.pipeline.queue import ExperienceQueue, new_actor_id
+from ludic.types import AccountsForItems, ConfigError, FollowsVersions, Stateful
+from tests.unit.batch_gen.pipeline.queue_parts import (
+    ACTOR,
+    SHORT,
+    LossyProxy,
+    Pusher,
+    crash,
+    kill_connections,
+    let_lease_run_out,
+    payload,
+    raw_client,
+    tags_of,
+)
+
+_numbers = count()
+
+
+@pytest.fixture
+def key() -> str:
+    return f"source-{next(_numbers)}"
+
+
+@pytest.fixture
+async def queue(shared_redis, key):
+    async with ExperienceQueue(shared_redis.url, key) as made:
+        yield made
+
+
+@pytest.fixture
+async def pusher(queue):
+    return Pusher(queue)
+
+
+@pytest.fixture
+async def make_source(shared_redis, key):
+    made = []
+
+    def make(batch_size=4, **settings) -> PipelineBatchSource:
+        made.append(PipelineBatchSource(shared_redis.url, key, batch_size, **settings))
+        return made[-1]
+
+    yield make
+    for source in made:
+        await source.close()
+
+
+async def until(condition) -> None:
+    """Wait for what another thread or task is about to do."""
+    async with asyncio.timeout(20):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+# --- batches ---
+
+
+async def test_a_batch_has_whole_groups_and_enough_items(pusher, make_source):
+    groups = [await pusher.push(size) for size in (3, 3, 3, 1)]
+    source = make_source(batch_size=4)
+    first, second = await source.next_batch(), await source.get_next_batch()
+    assert tags_of(first) == groups[0] + groups[1]
+    assert tags_of(second) == groups[2] + groups[3]
+    assert first.meta["source"] == "pipeline_redis"
+    assert (first.meta["num_groups"], first.meta["num_samples"], second.meta["batch_index"]) == (2, 6, 1)
+    assert first.meta["rollout_metrics"]["queue_items"] == first.meta["queue_items"] == 10.0, "as of its beginning"
+
+
+def test_it_is_what_a_trainer_looks_for(shared_redis):
+    source = PipelineBatchSource(shared_redis.url)
+    assert isinstance(source, Stateful)
+    assert isinstance(source, FollowsVersions)
+    assert isinstance(source, AccountsForItems)
+
+
+async def test_waiting_for_data_leaves_the_event_loop_free(pusher, make_source):
+    source = make_source(batch_size=2)
+    waiting = asyncio.create_task(source.next_batch())
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    tags = await pusher.push()
+    assert tags_of(await waiting) == tags
+
+
+async def test_the_next_batch_is_fetched_while_this_one_is_trained_on(queue, pusher, make_source):
+    for _ in range(3):
+        await pusher.push()
+    await make_source(batch_size=2).next_batch()
+
+    async def is_ahead() -> bool:
+        return (await queue.census()).taken_groups == 2
+
+    await until(is_ahead)
+    assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 4, "fetched ahead is not begun"
+
+
+@pytest.mark.parametrize("settings", [{"prefetch": False}, {"batch_size": 4, "world_size": 2}])
+async def test_without_prefetch_nothing_is_taken_that_nobody_asked_for(queue, pusher, make_source, settings):
+    """Nor with several ranks: what one fetches ahead, another waits for."""
+    for _ in range(3):
+        await pusher.push()
+    source = make_source(**{"batch_size": 2, **settings})
+    await source.next_batch()
+    await asyncio.sleep(0.05)
+    assert (await queue.census()).taken_groups == 1
+
+
+async def test_actors_hear_that_the_learner_waits_and_that_it_does_not(queue, pusher, make_source):
+    source = make_source(batch_size=2, max_lag=3, prefetch=False)
+    source.notify_version(5)
+    waiting = asyncio.create_task(source.next_batch())
+
+    async def is_waiting() -> bool:
+        return (await queue.beat_actor(ACTOR, 0)).is_waiting
+
+    await until(is_waiting)
+    await pusher.push(version=5)
+    await waiting
+    state = await queue.beat_actor(ACTOR, 0)
+    assert (state.is_waiting, state.version, state.items_per_update, state.max_lag) == (False, 5, 2, 3)
+    assert state.waiting_items == 0
+
+
+async def test_two_ranks_take_disjoint_groups_and_the_same_number_of_batches(pusher, make_source):
+    pushed = [tag for size in (1, 2, 3) * 8 for tag in await pusher.push(size)]
+    ranks = [make_source(batch_size=8, rank=rank, world_size=2) for rank in range(2)]
+    seen: list[int] = []
+    num_batches = 0
+    while len(pushed) - len(seen) >= 12:  # two shares of 4 may take 6 each
+        batches = await asyncio.gather(*(rank.next_batch() for rank in ranks))
+        assert all(len(batch) >= 4 for batch in batches)
+        seen += [tag for batch in batches for tag in tags_of(batch)]
+        num_batches += 1
+        for rank in ranks:
+            rank.notify_trained(num_batches, 0)
+    assert num_batches >= 4
+    assert len(seen) == len(set(seen))
+    assert set(seen) <= set(pushed)
+
+
+# --- what becomes of the items ---
+
+
+async def test_a_group_stays_in_the_queue_until_a_checkpoint_has_it(queue, pusher, make_source):
+    source = make_source(batch_size=2, prefetch=False)
+    for step in (1, 2):
+        await pusher.push()
+        await source.next_batch()
+        source.notify_trained(step, 2)
+        await source.flush()
+    assert ((await queue.census()).trained, (await queue.census()).taken_groups) == (0, 2)
+    source.notify_saved(1)
+    await source.flush()
+    assert ((await queue.census()).trained, (await queue.census()).taken_groups) == (2, 1)
+    source.notify_saved(5)
+    await source.flush()
+    census = await queue.census()
+    assert (census.trained, census.in_queue, census.balance) == (4, 0, 0)
+
+
+async def test_by_policy_a_group_leaves_with_the_step_that_used_it(queue, pusher, make_source):
+    source = make_source(batch_size=2, acknowledge="trained")
+    await pusher.push()
+    await source.next_batch()
+    source.notify_trained(1, 2)
+    await source.flush()
+    assert (await queue.census()).trained == 2
+
+
+async def test_what_the_trainer_left_out_is_counted_as_filtered(queue, pusher, make_source):
+    """Two batches before a step: the first had nothing to train on, and the trainer asked again."""
+    source = make_source(batch_size=2)
+    for size in (3, 4):
+        await pusher.push(size)
+        await source.next_batch()
+    source.notify_trained(1, 5)
+    source.notify_saved(1)
+    await source.flush()
+    census = await queue.census()
+    assert (census.trained, census.filtered, census.balance) == (5, 2, 0)
+
+
+async def test_the_heartbeat_acknowledges_while_the_trainer_is_busy(queue, pusher, make_source):
+    source = make_source(batch_size=2, lease_times=SHORT)
+    await pusher.push()
+    await source.next_batch()
+    source.notify_trained(1, 2)
+    source.notify_saved(1)
+
+    async def is_settled() -> bool:
+        return (await queue.census()).trained == 2
+
+    await until(is_settled)
+
+    async def is_shown() -> bool:
+        return source.stats().trained == 2
+
+    await until(is_shown)
+    assert source.stats().balance == 0
+
+
+async def test_stale_groups_are_dropped_whole_and_counted(queue, pusher, make_source):
+    await pusher.push(3, version=1)
+    fresh = await pusher.push(2, version=4)
+    source = make_source(batch_size=2, max_lag=1)
+    source.notify_version(5)
+    batch = await source.next_batch()
+    assert tags_of(batch) == fresh
+    assert batch.meta["lags"] == {1: 2}
+    stats = await source.refresh_stats()
+    assert (stats.stale, stats.dropped_lags, stats.lags, stats.balance) == (3, {4: 3}, {1: 2}, 0)
+
+
+async def test_what_was_fetched_ahead_and_became_too_old_is_not_handed_out(queue, pusher, make_source):
+    source = make_source(batch_size=2, max_lag=0)
+    source.notify_version(0)
+    await pusher.push(version=0)
+    await source.next_batch()
+    await pusher.push(version=0)
+
+    async def is_ahead() -> bool:
+        return (await queue.census()).taken_groups == 2
+
+    await until(is_ahead)
+    source.notify_trained(1, 2)
+    source.notify_version(1)
+    fresh = await pusher.push(version=1)
+    assert tags_of(await source.next_batch()) == fresh
+    stats = await source.refresh_stats()
+    assert (stats.stale, stats.dropped_lags, stats.balance) == (2, {1: 2}, 0)
+
+
+# --- what cannot be read ---
+
+
+async def test_unreadable_groups_are_buried_and_the_learner_goes_on(shared_redis, queue, key, make_source):
+    actor = new_actor_id()
+    good = payload([1, 2])
+    hostile = [b"\x80\x04junk", good[:-3], good + b"!", b"LGRP\xff\x00\x00", payload([3])]
+    for number, data in enumerate([*hostile, good], start=1):
+        await queue.push(actor, number, data, num_items=2, oldest_version=0)
+    await queue.push(actor, 100, payload([4, 5], version=9), num_items=2, oldest_version=0)
+    await queue.push(actor, 101, payload([6, 7]), num_items=2, oldest_version=0)
+    with raw_client(shared_redis) as client:
+        client.xadd(f"{{{key}}}", {"payload": "cos\nsystem\n(S'true'\ntR."})
+    await queue.push(actor, 102, payload([8, 9]), num_items=2, oldest_version=0)
+    source = make_source(batch_size=2)
+    assert [tags_of(await source.next_batch()) for _ in range(3)] == [[1, 2], [6, 7], [8, 9]]
+    stats = await source.refresh_stats()
+    assert (stats.dead, stats.num_dead_letters, stats.balance) == (13, 7, 0)
+    with raw_client(shared_redis) as client:
+        reasons = [letter[b"reason"].decode() for _, letter in client.xrange(f"{{{key}}}:dead")]
+    assert "The entry says 2 items from version 0, but the payload has 1 from 0." in reasons
+    assert "The entry says 2 items from version 0, but the payload has 2 from 9." in reasons
+
+
+async def test_a_group_beyond_the_limits_is_never_fetched(queue, pusher, make_source):
+    await pusher.push(50)
+    small = await pusher.push(2)
+    source = make_source(batch_size=1, limits=WireLimits(max_bytes=len(payload([50, 51])) + 8))
+    assert tags_of(await source.next_batch()) == small
+    assert (await queue.census()).dead == 50
+
+
+# --- crashes and resumes ---
+
+
+async def test_what_a_dead_learner_held_goes_to_the_next_one(shared_redis, key, pusher, make_source):
+    groups = [await pusher.push() for _ in range(4)]
+    old = make_source(batch_size=2)
+    assert tags_of(await old.next_batch()) == groups[0]
+    await crash(old)
+    let_lease_run_out(shared_redis, key)
+    new = make_source(batch_size=2)
+    assert [tags_of(await new.next_batch()) for _ in range(4)] == groups
+
+
+async def test_what_is_in_the_checkpoint_is_not_trained_on_again_and_what_is_not_is(
+    shared_redis, key, queue, pusher, make_source
+):
+    groups = [await pusher.push() for _ in range(6)]
+    old = make_source(batch_size=2)
+    for step in (1, 2, 3):
+        await old.next_batch()
+        old.notify_trained(step, 1)
+        if step == 2:
+            checkpoint = old.state_dict()  # on disk by now, but Redis has not heard of it
+    await old.next_batch()
+    await crash(old)
+    let_lease_run_out(shared_redis, key)
+    new = make_source(batch_size=2)
+    new.load_state_dict(checkpoint)
+    assert [tags_of(await new.next_batch()) for _ in range(4)] == groups[2:]
+    census = await queue.census()
+    assert (census.trained, census.filtered, census.balance) == (2, 2, 0)
+    assert new.state_dict()["num_batches"] == 6
+
+
+async def test_a_checkpoint_that_redis_has_heard_of_changes_nothing_twice(
+    shared_redis, key, queue, pusher, make_source
+):
+    groups = [await pusher.push() for _ in range(2)]
+    old = make_source(batch_size=2)
+    await old.next_batch()
+    old.notify_trained(1, 2)
+    checkpoint = old.state_dict()
+    old.notify_saved(1)
+    await old.flush()
+    await crash(old)
+    let_lease_run_out(shared_redis, key)
+    new = make_source(batch_size=2)
+    new.load_state_dict(checkpoint)
+    assert tags_of(await new.next_batch()) == groups[1]
+    assert ((await queue.census()).trained, (await queue.census()).balance) == (2, 0)
+
+
+async def test_a_cancelled_wait_loses_nothing_and_gives_nothing_twice(pusher, make_source):
+    """A stop signal cancels the fetch wherever it is; many moments are tried."""
+    source = make_source(batch_size=2, poll_timeout=0.02)
+    seen: list[int] = []
+    pushed: list[int] = []
+    for moment in range(60):
+        if moment % 2:
+            pushed += await pusher.push()
+        task = asyncio.create_task(source.next_batch())
+        for _ in range(moment % 17):
+            await asyncio.sleep(0.0003)
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(outcome, asyncio.CancelledError):
+            seen += tags_of(outcome)
+    while len(seen) < len(pushed):
+        seen += tags_of(await source.next_batch())
+    assert sorted(seen) == pushed
+
+
+async def test_lost_replies_lose_nothing_and_give_nothing_twice(shared_redis, key, queue, pusher):
+    groups = [await pusher.push() for _ in range(8)]
+    async with LossyProxy(shared_redis) as proxy, PipelineBatchSource(proxy.url, key, batch_size=2) as source:
+        seen = []
+        for step in range(1, 9):
+            proxy.num_to_lose += 1
+            seen.append(tags_of(await source.next_batch()))
+            source.notify_trained(step, 2)
+            source.notify_saved(step)
+        assert seen == groups
+        assert proxy.num_lost >= 7
+    census = await queue.census()
+    assert (census.trained, census.in_queue, census.balance) == (16, 0, 0)
+
+
+async def test_killed_connections_lose_nothing(shared_redis, key, pusher, make_source):
+    groups = [await pusher.push() for _ in range(6)]
+    source = make_source(batch_size=2)
+    seen = []
+    for step in range(1, 7):
+        kill_connections(shared_redis)
+        seen.append(tags_of(await source.next_batch()))
+        source.notify_trained(step, 2)
+    assert seen == groups
+
+
+async def test_a_restart_of_redis_is_waited_out_by_a_learner(redis_server):
+    async with (
+        ExperienceQueue(redis_server.url) as queue,
+        PipelineBatchSource(redis_server.url, batch_size=2) as source,
+    ):
+        pusher = Pusher(queue)
+        groups = [await pusher.push() for _ in range(4)]
+        seen = [tags_of(await source.next_batch())]
+        source.notify_trained(1, 2)
+        source.notify_saved(1)
+        redis_server.kill()
+        waiting = asyncio.create_task(source.next_batch())
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(redis_server.start)
+        seen.append(tags_of(await waiting))
+        seen += [tags_of(await source.next_batch()) for _ in range(2)]
+        assert seen == groups
+        stats = await source.refresh_stats()
+        assert (stats.trained, stats.in_queue, stats.balance) == (2, 6, 0)
+
+
+async def test_what_redis_has_not_confirmed_is_still_in_the_state(redis_server):
+    async with (
+        ExperienceQueue(redis_server.url) as queue,
+        PipelineBatchSource(redis_server.url, batch_size=2, patience_s=0.1, prefetch=False) as source,
+    ):
+        await Pusher(queue).push()
+        await source.next_batch()
+        source.notify_trained(1, 2)
+        source.notify_saved(1)
+        redis_server.kill()
+        with pytest.raises(RedisGone):
+            await source.flush()
+        assert [row[1:] for row in source.state_dict()["trained"]] == [[1, 2, 0]]
+        redis_server.start()
+        await source.flush()
+        assert source.state_dict()["trained"] == []
+        assert (await queue.census()).trained == 2
+
+
+async def test_a_redis_that_has_lost_its_last_moments_gives_nothing_twice(redis_server):
+    """With everysec a kill -9 can undo takes and acknowledgements that were answered; here a copy of its file does."""
+    async with (
+        ExperienceQueue(redis_server.url) as queue,
+        PipelineBatchSource(redis_server.url, batch_size=2, prefetch=False) as source,
+    ):
+        pusher = Pusher(queue)
+        groups = [await pusher.push() for _ in range(4)]
+        before = redis_server.folder.with_suffix(".before")
+        await queue.census()
+        shutil.copytree(redis_server.folder / "appendonlydir", before)
+        seen = [tags_of(await source.next_batch()) for _ in range(2)]
+        source.notify_trained(1, 4)
+        source.notify_saved(1)
+        seen.append(tags_of(await source.next_batch()))
+        assert (await queue.census()).trained == 4
+        redis_server.kill()
+        shutil.rmtree(redis_server.folder / "appendonlydir")
+        before.rename(redis_server.folder / "appendonlydir")
+        redis_server.start()
+        assert (await queue.census()).waiting_items == 8, "Redis knows of nothing"
+        seen.append(tags_of(await source.next_batch()))
+        assert seen == groups
+        source.notify_trained(2, 3)
+        source.notify_saved(2)
+        await source.flush()
+        census = await queue.census()
+        assert (census.trained, census.filtered, census.in_queue, census.balance) == (7, 1, 0, 0)
+
+
+# --- leases ---
+
+
+async def test_a_new_learner_waits_until_the_lease_of_a_dead_one_has_run_out(pusher, make_source, caplog):
+    tags = await pusher.push()
+    old = make_source(batch_size=2, lease_times=SHORT)
+    await old.next_batch()
+    await crash(old)
+    new = make_source(batch_size=2, lease_times=SHORT)
+    assert tags_of(await new.next_batch()) == tags
+    assert "for its lease to run out" in caplog.text
+
+
+async def test_a_learner_that_lives_keeps_its_name(pusher, make_source):
+    await pusher.push()
+    times = LeaseTimes(holds_s=0.3, beat_s=0.05)
+    await make_source(batch_size=2, lease_times=times).next_batch()
+    with pytest.raises(LeaseHeld, match="alive"):
+        await make_source(batch_size=2, lease_times=times).next_batch()
+
+
+async def test_a_blocked_event_loop_does_not_lose_the_lease(queue, pusher, make_source):
+    groups = [await pusher.push() for _ in range(2)]
+    source = make_source(batch_size=2, lease_times=SHORT)
+    await source.next_batch()
+    time.sleep(3 * SHORT.holds_s)
+    async with ExperienceQueue(queue.address.url, queue.keys.queue_key, lease_times=SHORT) as other:
+        holder, left_s = await other.acquire(Lease("learner-0"))
+    assert holder == source._lease.token
+    assert left_s > 0
+    assert tags_of(await source.next_batch()) == groups[1]
+
+
+async def test_a_learner_that_was_taken_for_dead_is_told(shared_redis, key, queue, pusher, make_source):
+    groups = [await pusher.push() for _ in range(3)]
+    old = make_source(batch_size=2)
+    assert tags_of(await old.next_batch()) == groups[0]
+
+    async def is_ahead() -> bool:
+        return (await queue.census()).taken_groups == 2
+
+    await until(is_ahead)
+    let_lease_run_out(shared_redis, key)
+    new = make_source(batch_size=2)
+    await new.next_batch()
+    old.notify_trained(1, 2)
+    old.notify_saved(1)
+    with pytest.raises(LeaseLost, match="Resume from the last checkpoint"):
+        await old.next_batch()  # although it has a batch ready
+    assert (await queue.census()).trained == 0
+    assert [tags_of(await new.next_batch()) for _ in range(2)] == groups[1:]
+
+
+async def test_a_closed_learner_leaves_its_name_and_what_it_did_not_train_on(queue, pusher, make_source):
+    groups = [await pusher.push() for _ in range(3)]
+    old = make_source(batch_size=2)
+    for step in (1, 2):
+        await old.next_batch()
+        old.notify_trained(step, 2)
+    old.notify_saved(1)
+    await old.close()
+    await old.close()
+    assert (old.stats().trained, old.stats().in_queue, old.stats().balance) == (2, 4, 0)
+    new = make_source(batch_size=2)
+    assert [tags_of(await new.next_batch()) for _ in range(2)] == groups[1:]
+
+
+async def test_a_learner_that_is_stopped_while_it_begins_leaves_its_name(queue, make_source):
+    for moment in range(30):
+        source = make_source(batch_size=2)
+        task = asyncio.create_task(source.next_batch())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        await source.close()
+    last = Lease("learner-0")
+    assert await queue.acquire(last) == (last.token, 0.0)
+
+
+async def test_a_source_that_was_never_used_closes(make_source):
+    source = make_source()
+    await source.close()
+    with pytest.raises(ConfigError, match="closed"):
+        await source.next_batch()
+
+
+# --- threads and loops ---
+
+
+async def test_the_trainer_may_tell_from_other_threads(queue, pusher, make_source):
+    source = make_source(batch_size=2, lease_times=SHORT)
+    is_over = threading.Event()
+
+    def read_all_the_time() -> None:
+        while not is_over.is_set():
+            source.state_dict()
+            source.stats()
+            time.sleep(0)
+
+    reader = threading.Thread(target=read_all_the_time)
+    reader.start()
+    try:
+        for step in range(1, 21):
+            await pusher.push()
+            await source.next_batch()
+            tellers = [
+                threading.Thread(target=source.notify_trained, args=(step, 2)),
+                threading.Thread(target=source.notify_saved, args=(step - 1,)),
+                threading.Thread(target=source.notify_version, args=(step,)),
+            ]
+            for teller in tellers:
+                teller.start()
+            for teller in tellers:
+                teller.join()
+    finally:
+        is_over.set()
+        reader.join()
+    source.notify_saved(20)
+    await source.close()
+    census = await queue.census()
+    assert (census.trained, census.in_queue, census.balance) == (40, 0, 0)
+
+
+def test_a_source_outlives_its_event_loop(shared_redis, key):
+    """`train_sync` twice: the second run goes on with what the first had fetched."""
+
+    async def push_some() -> list[list[int]]:
+        async with ExperienceQueue(shared_redis.url, key) as queue:
+            pusher = Pusher(queue)
+            return [await pusher.push() for _ in range(6)]
+
+    groups = asyncio.run(push_some())
+    source = PipelineBatchSource(shared_redis.url, key, batch_size=2)
+    seen = [tags_of(asyncio.run(source.next_batch())) for _ in range(6)]
+    assert seen == groups
+    asyncio.run(source.close())
+
+
+# --- settings, stats ---
+
+
+async def test_a_state_that_comes_too_late_is_refused(pusher, make_source):
+    await pusher.push()
+    source = make_source(batch_size=2)
+    await source.next_batch()
+    with pytest.raises(ConfigError, match="before the first next_batch"):
+        source.load_state_dict({"num_batches": 0, "trained": []})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": 2, "world_size": 2},
+        {"rank": -1},
+        {"world_size": 0},
+        {"batch_size": 0},
+        {"batch_size": 1, "world_size": 2},
+        {"poll_timeout": 0},
+        {"max_lag": -1},
+        {"acknowledge": "never"},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        PipelineBatchSource("redis://localhost", **wrong)
+
+
+def test_the_account_is_shown_in_one_line():
+    stats = PipelineStats(produced=1280, trained=1024, stale=16, in_queue=240)
+    assert stats.identity() == "produced 1280 = 1024 trained + 16 stale + 0 filtered + 0 dead + 240 in queue"
+    assert stats.balance == 0
+
+
+def test_the_account_says_what_is_missing():
+    stats = PipelineStats(produced=10, trained=7, in_queue=1)
+    assert stats.balance == 2
+    assert stats.identity().endswith("1 in queue + 2 UNACCOUNTED FOR")

@@ -1,0 +1,186 @@
+"""`ludic actor` and its learner, `ludic train --engine pipeline`: real parts in one process, with a real Redis between them."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ludic.batch_gen.pipeline.actor import ActorReport
+from ludic.batch_gen.pipeline.connection import RedisGone
+from ludic.batch_gen.pipeline.lease import LeaseLost
+from ludic.batch_gen.pipeline.source import PipelineBatchSource
+from ludic.cli import run_actor
+from ludic.cli.pipeline_config import PipelineSettings
+from ludic.cli.run_config import ModelSettings, RunConfig, resolve
+from ludic.cli.run_env import find_env
+from ludic.cli.run_model import load_tokenizer, without_adapter
+from ludic.cli.run_pipeline import pipeline_algorithm
+from ludic.cli.settings import with_values
+from ludic.training.loggers import read_metrics
+from ludic.training.losses import CorrectedLoss
+from tests.redis_fixtures import RedisServer, shared_redis  # noqa: F401 - a fixture
+from tests.unit.cli.train_parts import SMALL, command_in
+
+
+@pytest.fixture
+def ludic(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("LUDIC_REDIS_URL", raising=False)
+    return command_in(tmp_path, monkeypatch, capsys)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tic_tac_toe"], "needs a Redis that learner and actors share: give --redis"),
+        (["tic_tac_toe", "--actor-index", "-1"], "actors are counted from 0"),
+        (["tic_tac_toe", "--redis", "redis://h", "--algo", "scalerl"], "group by group"),
+        (["tic_tac_toe", "--redis", "redis://h", "--actor-engine", "vllm"], "actor_engine = 'vllm' needs servers"),
+        (["nowhere"], "No env named 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_a_helpful_message(arguments, message, ludic, tmp_path):
+    ended = ludic("actor", *arguments, "--model", "tiny")
+    assert ended.code == 2 and message in " ".join(ended.err.replace("│", " ").split()), ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+# --- seeds ---
+
+
+def test_no_two_lives_of_any_actors_share_a_seed():
+    seeds = {run_actor.actor_seed(0, index, life) for index in range(50) for life in range(50)}
+    assert len(seeds) == 2500
+    assert run_actor.actor_seed(0, 3, 7) == run_actor.actor_seed(0, 3, 7) != run_actor.actor_seed(1, 3, 7)
+
+
+# --- parts ---
+
+
+def test_a_pipeline_corrects_its_loss_unless_told_not_to():
+    def loss_of(**values: object) -> object:
+        config = with_values(RunConfig(), {"id": "tic_tac_toe", "engine": "pipeline", **values})
+        return pipeline_algorithm(resolve(config, find_env("tic_tac_toe"))).loss
+
+    assert isinstance(loss_of(), CorrectedLoss) and isinstance(loss_of(algo="cispo"), CorrectedLoss)
+    assert not isinstance(loss_of(corrections=False), CorrectedLoss)
+
+
+def test_an_actor_holds_no_adapter():
+    settings = without_adapter(ModelSettings(model="tiny", lora_rank=4, fork_from=Path("elsewhere")))
+    assert settings.lora_rank == 0 and settings.fork_from is None
+    assert load_tokenizer(ModelSettings(model="tiny")).encode("a")
+
+
+def test_progress_is_said_now_and_then(capsys):
+    progress = run_actor.Progress(every_s=1000)
+    for count in (1, 2, 3):
+        progress(ActorReport(actor="a", num_groups=count, num_items=4 * count, num_failed=1))
+    assert capsys.readouterr().out == "Pushed 1 groups, 4 samples, 1 failed\n"
+
+
+# --- together ---
+
+
+@contextlib.contextmanager
+def actors_beside(config: RunConfig, *indices: int):
+    """Actors in threads, each with its own model and engine; they end with the block."""
+    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    reports: list[ActorReport | None] = []
+
+    def work(index: int) -> None:
+        async def play() -> None:
+            stop = asyncio.Event()
+            started.append((asyncio.get_running_loop(), stop))
+            reports.append(await run_actor._play(config, policy, index, stop))
+
+        with contextlib.ExitStack() as stack:
+            policy = run_actor._with_an_engine(config, find_env(config.env.id), stack)
+            asyncio.run(play())
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in indices]
+    for thread in threads:
+        thread.start()
+    try:
+        yield reports
+    finally:
+        for loop, stop in started:
+            loop.call_soon_threadsafe(stop.set)
+        for thread in threads:
+            thread.join(timeout=30)
+            assert not thread.is_alive(), "an actor did not stop"
+
+
+def pipeline_config(redis: RedisServer, name: str, arguments: list[str]) -> tuple[RunConfig, Callable[..., list[str]]]:
+    flags = [*arguments, "--engine", "pipeline", "--redis", redis.url, "--name", name]
+    from ludic.cli.run_command import read_run_command
+    from ludic.cli.train import Words
+
+    _, config = read_run_command(Words, flags, prog="ludic train", description="")
+    return resolve(config, find_env(config.env.id)), lambda *more: ["train", *flags, *more]
+
+
+def episodes(folder: Path) -> list[dict]:
+    files = sorted((folder / "rollouts").glob("actor-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_actors_feed_a_learner_that_evaluates_and_accounts_for_every_sample(ludic, shared_redis):  # noqa: F811
+    arguments = [
+        "letter.py:Letter",
+        *SMALL,
+        "--logger",
+        "print",
+        "--steps",
+        "6",
+        "--lr",
+        "1e-2",
+        "--checkpoint-every",
+        "2",
+    ]
+    config, command = pipeline_config(shared_redis, "both", arguments)
+    with actors_beside(config, 0, 1) as reports:
+        ended = ludic(*command("--eval-every", "3", "--eval-at-start", "--eval-episodes", "8"))
+    assert ended.code == 0, ended.err
+    assert "Done after update 6 of 6" in ended.out and "Samples: produced " in ended.out
+    assert "= 48 trained + " in ended.out.rpartition("Samples: ")[2] and "UNACCOUNTED" not in ended.out
+    rows = list(read_metrics(config.folder / "metrics.jsonl"))
+    assert [row["step"] for row in rows if "eval/mean_reward" in row] == [0, 3, 6]
+    assert all(report is not None and report.num_items for report in reports)
+    assert (config.folder / "weights" / "weights_6.safetensors").is_file()
+    played = episodes(config.folder)
+    seeds = [(row["meta"]["env_seed"], row["meta"]["sampling_seed"]) for row in played]
+    assert len(seeds) >= 48 and len(set(seeds)) == len(seeds), "two actors played the same episode"
+
+
+def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_redis, tmp_path):  # noqa: F811
+    arguments = ["letter.py:Letter", *SMALL, "--steps", "1"]
+    config, command = pipeline_config(shared_redis, "again", arguments)
+    with actors_beside(config, 0):
+        assert ludic(*command()).code == 0
+    (tmp_path / "runs" / "again").rename(tmp_path / "runs" / "old")
+    with actors_beside(config, 0):
+        ended = ludic(*command())
+    assert ended.code == 0 and "= 8 trained + " in ended.out.rpartition("Samples: ")[2], ended.out
+
+
+@pytest.mark.parametrize("error", [LeaseLost("The lease is somebody else's."), RedisGone("Redis is away.")])
+def test_a_learner_that_lost_what_it_needs_says_try_again(error, ludic, shared_redis, monkeypatch):  # noqa: F811
+    async def lose(self: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PipelineBatchSource, "next_batch", lose)
+    _, command = pipeline_config(shared_redis, "lost", ["letter.py:Letter", *SMALL, "--steps", "1"])
+    ended = ludic(*command())
+    assert ended.code == 75 and f"{error} To go on: ludic launch runs/lost --resume" in ended.out
+
+
+def test_settings_of_a_pipeline_check_themselves():
+    with pytest.raises(ValueError, match="max_restarts = -1"):
+        PipelineSettings(max_restarts=-1)

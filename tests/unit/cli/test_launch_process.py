@@ -1,0 +1,137 @@
+"""`ludic launch` as a process: the tiny model, two actors, a Redis; interrupted, killed in parts and as a whole, resumed."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ludic.training.loggers import read_metrics
+from tests.redis_fixtures import end_redis, start_redis
+from tests.unit.cli.train_parts import ENV
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed"),
+]
+RUN = [
+    "letter.py:Letter", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
+    "--lr", "1e-2", "--logger", "print", "--checkpoint-every", "5", "--name", "run",
+]  # fmt: skip
+IDENTITY = re.compile(
+    r"produced (\d+) = (\d+) trained \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) in queue"
+)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Iterator[Path]:
+    (tmp_path / "letter.py").write_text(ENV)
+    yield tmp_path
+    for name in ("redis", "learner", "actor-0", "actor-1"):
+        pid = pid_of(tmp_path, name)
+        assert pid is None or not is_alive(pid), f"{name} was left behind"
+
+
+def launch(folder: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    environ = {name: value for name, value in os.environ.items() if name != "LUDIC_REDIS_URL"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ludic.cli.main", "launch", *arguments],
+        cwd=folder,
+        env={**environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def pid_of(folder: Path, name: str) -> int | None:
+    file = folder / "runs" / "run" / "logs" / f"{name}.pid"
+    return int(file.read_text()) if file.exists() and file.read_text().strip() else None
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def steps(folder: Path) -> list[int]:
+    path = folder / "runs" / "run" / "metrics.jsonl"
+    return [row["step"] for row in read_metrics(path)] if path.exists() else []
+
+
+def until(condition: Callable[[], bool], process: "subprocess.Popen[str]", what: str) -> None:
+    deadline = time.monotonic() + 180
+    while not condition():
+        ended = process.poll() is not None
+        assert not ended and time.monotonic() < deadline, f"{what}: {process.communicate()[0] if ended else ''}"
+        time.sleep(0.05)
+
+
+def account(said: str) -> dict[str, int]:
+    """The learner's last line of account."""
+    names = ("produced", "trained", "stale", "filtered", "dead", "in queue")
+    counts = dict(zip(names, map(int, IDENTITY.findall(said)[-1]), strict=True))
+    assert counts["produced"] == sum(counts[name] for name in names[1:]), said
+    return counts
+
+
+def test_a_pipeline_that_is_interrupted_and_killed_in_parts_goes_on_where_it_was(folder):
+    process = launch(folder, *RUN, "--steps", "1000")
+    until(lambda: len(steps(folder)) >= 3, process, "no three updates")
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    done = steps(folder)
+    assert process.returncode == 130 and "Traceback" not in said, said
+    assert f"Stopped after update {done[-1]} of 1000" in said and "To go on: ludic launch runs/run --resume" in said
+    first = account(said)
+    assert first["trained"] == 16 * done[-1], "all that was trained is acknowledged by the checkpoint at the end"
+
+    last = done[-1] + 8
+    again = launch(folder, "runs/run", "--resume", "--steps", str(last))
+    until(lambda: len(steps(folder)) >= len(done) + 2, again, "no two updates more")
+    for name in ("learner", "actor-0"):
+        os.kill(pid_of(folder, name) or 0, signal.SIGKILL)
+    said, _ = again.communicate(timeout=240)
+    assert again.returncode == 0 and f"Going on after update {done[-1]}" in said, said
+    for name in ("learner", "actor-0"):
+        assert f"{name} was ended by SIGKILL; restart 1 of at most 5" in said, said
+    assert steps(folder) == list(range(1, last + 1)) and f"Done after update {last} of {last}" in said
+    assert account(said)["trained"] == 16 * last, "what the killed learner had not saved was trained on again, once"
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(folder):
+    process = launch(folder, *RUN, "--steps", "1000")
+    until(lambda: len(steps(folder)) >= 1, process, "no update")
+    pids = [pid_of(folder, name) or 0 for name in ("redis", "learner", "actor-0", "actor-1")]
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
+        time.sleep(0.05)
+    log = (folder / "runs" / "run" / "logs" / "learner.log").read_text()
+    assert "Stopped after update" in log, "the learner had its Redis to the end, and saved"
+
+
+def test_the_roles_of_a_pipeline_run_on_ray(folder):
+    """A local Ray is the cluster; the launcher connects to it as to any other."""
+    ray = pytest.importorskip("ray")
+    redis = start_redis()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        environment = {"LUDIC_REDIS_URL": redis.url, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        process = launch(folder, *RUN, "--steps", "4", "--ray", "--ray-address", address, **environment)
+        said, _ = process.communicate(timeout=240)
+    finally:
+        ray.shutdown()
+        end_redis(redis)
+    assert process.returncode == 0, said
+    assert steps(folder) == [1, 2, 3, 4] and account(said)["trained"] == 64
+    assert "Done after update 4 of 4" in (folder / "runs" / "run" / "logs" / "learner.log").read_text()

@@ -1,0 +1,233 @@
+"""The supervisor with real processes: what dies comes back, what dies too often ends it, nothing is left behind."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ludic.cli.merged_output import MergedOutput
+from ludic.cli.processes import LocalProcesses
+from ludic.cli.supervisor import Outcome, RestartLimit, Role, Supervisor, WhenDone, how_it_ended
+
+FAST = RestartLimit(max_restarts=2, within_s=60, delay_s=0.01)
+FOREVER = "import time; print('up', flush=True); time.sleep(600)"
+UNTIL_TERM = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(0)))"
+)
+
+
+def role(name: str, code: str, **facts: object) -> Role:
+    return Role(name=name, command=(sys.executable, "-c", code), **facts)  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def pid_of(logs: Path, name: str) -> int | None:
+    file = logs / f"{name}.pid"
+    return int(file.read_text()) if file.exists() and file.read_text().strip() else None
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+class Watched:
+    """A supervisor on roles of this test; `meanwhile` runs beside it."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.lines: list[tuple[str, str]] = []
+
+    def run(self, *roles: Role, limit: RestartLimit = FAST, meanwhile: Callable[[], None] | None = None) -> Outcome:
+        processes = LocalProcesses(self.logs)
+        supervisor = Supervisor(
+            roles, processes.start, show=lambda name, line: self.lines.append((name, line)), limit=limit
+        )
+        helper = threading.Thread(target=meanwhile or (lambda: None), daemon=True)
+        helper.start()
+        outcome = supervisor.run()
+        helper.join(timeout=20)
+        processes.close()
+        for each in roles:
+            pid = pid_of(self.logs, each.name)
+            until(lambda pid=pid: pid is None or not is_alive(pid), f"{each.name} was left behind")
+        return outcome
+
+    def of(self, name: str) -> list[str]:
+        return [line for who, line in self.lines if who == name]
+
+    def kill(self, name: str, after: str) -> Callable[[], None]:
+        """SIGKILL to the role itself, once it has said `after`."""
+
+        def work() -> None:
+            until(lambda: after in self.of(name), f"{name} never said {after}")
+            os.kill(pid_of(self.logs, name) or 0, signal.SIGKILL)
+
+        return work
+
+
+@pytest.fixture
+def watched(tmp_path):
+    return Watched(tmp_path / "logs")
+
+
+def test_when_the_main_role_is_done_everything_stops(watched):
+    outcome = watched.run(
+        role("main", "print('working')", when_done=WhenDone.ENDS_ALL), role("helper", FOREVER, needs=())
+    )
+    assert outcome == Outcome(0, "main is done.") and watched.of("main") == ["working"]
+
+
+def test_a_role_that_is_killed_is_restarted(watched, tmp_path):
+    lives = tmp_path / "lives"
+    code = f"""
+import pathlib, time
+lives = pathlib.Path({str(lives)!r})
+with lives.open("a") as file: file.write("x")
+print("life", len(lives.read_text()), flush=True)
+if len(lives.read_text()) == 1: time.sleep(600)
+"""
+    outcome = watched.run(role("main", code, when_done=WhenDone.ENDS_ALL), meanwhile=watched.kill("main", "life 1"))
+    assert outcome.code == 0 and watched.of("main") == ["life 1", "life 2"]
+    assert any("main was ended by SIGKILL; restart 1 of at most 2" in line for line in watched.of("launch"))
+
+
+def test_a_role_that_dies_too_often_ends_everything_with_its_own_words(watched):
+    outcome = watched.run(
+        role("actor", "import sys; print('no GPU here'); sys.exit(3)"),
+        role("main", FOREVER, when_done=WhenDone.ENDS_ALL),
+    )
+    assert outcome.code == 1
+    assert "actor ended with exit code 3 and has died 3 times" in outcome.reason and "no GPU here" in outcome.reason
+    assert watched.of("actor").count("no GPU here") == 3
+
+
+def test_deaths_outside_the_window_are_forgotten(watched):
+    code = "import sys, time; time.sleep(0.25); sys.exit(3)"
+    limit = RestartLimit(max_restarts=1, within_s=0.2, delay_s=0.01)
+    outcome = watched.run(
+        role("actor", code),
+        role("main", "import time; time.sleep(1.5)", when_done=WhenDone.ENDS_ALL),
+        limit=limit,
+    )
+    assert outcome.code == 0 and sum("restart 1 of" in line for line in watched.of("launch")) >= 2
+
+
+def test_a_hopeless_exit_code_is_not_tried_again(watched):
+    main = role(
+        "main", "import sys; print('bad flag'); sys.exit(2)", when_done=WhenDone.ENDS_ALL, hopeless=frozenset({2})
+    )
+    outcome = watched.run(main)
+    assert outcome.code == 2 and "bad flag" in outcome.reason and watched.of("main") == ["bad flag"]
+
+
+def test_an_ordinary_role_may_have_no_more_to_do_but_a_server_may_not(watched):
+    outcome = watched.run(
+        role("actor", "pass", when_done=WhenDone.IS_FINE),
+        role("server", "pass"),
+        role("main", FOREVER, when_done=WhenDone.ENDS_ALL),
+    )
+    assert outcome.code == 1 and "server ended with exit code 0 and has died 3 times" in outcome.reason
+    assert any("actor has no more to do" in line for line in watched.of("launch"))
+
+
+def test_roles_are_stopped_after_those_that_need_them(watched):
+    slow = f"{UNTIL_TERM}\nprint('up', flush=True)\ntime.sleep(600)"
+    late = slow.replace("(print('bye'", "(time.sleep(0.5), print('bye'")
+    outcome = watched.run(
+        role("redis", slow), role("actor", late, needs=("redis",)), meanwhile=signal_after(watched, "redis", "actor")
+    )
+    assert outcome.code == 130
+    said = [name for name, line in watched.lines if line == "bye"]
+    assert said == ["actor", "redis"]
+
+
+def signal_after(watched: Watched, *names: str) -> Callable[[], None]:
+    def work() -> None:
+        until(lambda: all("up" in watched.of(name) for name in names), "not everybody came up")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    return work
+
+
+def test_who_does_not_stop_in_time_is_killed(watched):
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    outcome = watched.run(role("actor", deaf, stop_within_s=0.3), meanwhile=signal_after(watched, "actor"))
+    assert outcome.code == 130 and any("actor did not stop within 0.3 s" in line for line in watched.of("launch"))
+
+
+def test_a_second_signal_does_not_wait(watched):
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+
+    def twice() -> None:
+        signal_after(watched, "actor")()
+        until(lambda: any("Stopping" in line for line in watched.of("launch")), "it never began to stop")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert watched.run(role("actor", deaf), meanwhile=twice).code == 130
+
+
+def test_children_of_a_role_do_not_outlive_it(watched, tmp_path):
+    code = f"""
+import pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
+"""
+    assert watched.run(role("main", code, when_done=WhenDone.ENDS_ALL)).code == 0
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+def test_nothing_outlives_a_supervisor_that_was_killed_and_the_order_is_kept(tmp_path):
+    """redis is needed by the actor, so it has to end after it, although nobody is left to see to that."""
+    logs = tmp_path / "logs"
+    program = f"""
+import sys
+from pathlib import Path
+from ludic.cli.processes import LocalProcesses
+from ludic.cli.supervisor import Role, Supervisor
+ends = "import signal, sys, time, pathlib\\nname, delay = sys.argv[1], float(sys.argv[2])\\n" \\
+    "def end(*_):\\n    time.sleep(delay); open({str(tmp_path / "order")!r}, 'a').write(name + ' '); sys.exit(0)\\n" \\
+    "signal.signal(signal.SIGTERM, end); print('up', flush=True)\\nwhile True: time.sleep(1)"
+def role(name, delay, **facts):
+    return Role(name=name, command=(sys.executable, "-c", ends, name, delay), **facts)
+roles = [role("redis", "0"), role("actor", "0.5", needs=("redis",))]
+Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: None).run()
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+    until(lambda: all((logs / f"{name}.log").exists() and "up" in (logs / f"{name}.log").read_text() for name in
+                      ("redis", "actor")), "not everybody came up")  # fmt: skip
+    pids = [pid_of(logs, name) or 0 for name in ("redis", "actor")]
+    supervisor.kill()
+    supervisor.wait()
+    until(lambda: not any(map(is_alive, pids)), "a child outlived its supervisor")
+    assert (tmp_path / "order").read_text().split() == ["actor", "redis"]
+
+
+def test_exit_codes_are_said_in_words():
+    assert how_it_ended(137) == "was ended by SIGKILL" and how_it_ended(3) == "ended with exit code 3"
+
+
+def test_merged_output_names_who_wrote_and_is_plain_for_files():
+    stream = io.StringIO()
+    show = MergedOutput(["redis", "actor-0"], stream)
+    show("redis", "ready")
+    show("actor-0", "playing")
+    assert stream.getvalue() == "redis   | ready\nactor-0 | playing\n"

@@ -171,8 +171,8 @@ class Trainer:
             )
         if isinstance(self.publisher, AdapterPublisher) and self._is_spread:
             raise ConfigError(
-                f"{type(self.publisher).__name__} reads the adapter from the model, whose weights are spread over ranks. Publish merged "
-                "weights: create_vllm_publisher(client)."
+                f"{type(self.publisher).__name__} reads the adapter from the model, whose weights are spread over ranks. Publish "
+                "merged weights: create_vllm_publisher(client)."
             )
         if self.checkpointer is not None and self._is_spread != isinstance(self.checkpointer, ShardedCheckpointManager):
             raise ConfigError(

@@ -35,6 +35,9 @@ from ludic.types import ConfigError
 Precision: TypeAlias = Literal["bf16", "fp32"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
+_TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPSettings:
@@ -184,12 +187,22 @@ def _sharded(model: Any, settings: FSDPSettings, mesh: DeviceMesh) -> Any:
     for module in _groups(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    # An expert that no token of this rank was sent to has no gradient here, but may have one on another rank.
-    model.set_reduce_scatter_unused_params(True)
+    _reduce_unused(model)
     _prefetch(blocks, settings.prefetch)
     _let_compute(model)
     model.ludic_fsdp = settings
     return model
+
+
+def _reduce_unused(model: Any) -> None:
+    """An expert that no token of this rank was sent to has no gradient here, but may have one on another rank."""
+    if _TORCH >= (2, 13):
+        model.set_reduce_scatter_unused_params(True)
+    elif any(count for name, count in plain_model(model).config.to_dict().items() if name in _NUM_EXPERTS):
+        raise ConfigError(
+            f"{type(plain_model(model)).__name__} has experts, which torch {torch.__version__} cannot shard safely: ranks would "
+            "wait for each other's gradients for ever. Use torch 2.13 or newer."
+        )
 
 
 def _precision(settings: FSDPSettings, mesh: DeviceMesh) -> MixedPrecisionPolicy:

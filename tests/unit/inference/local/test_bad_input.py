@@ -329,6 +329,7 @@ async def test_closing_fails_what_is_open_and_refuses_what_comes():
     tasks.append(asyncio.create_task(engine.score_tokens([1], [2])))
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(asyncio.to_thread(engine.close))
+    await eventually(lambda: engine._is_closed)  # or what is open might be done before the engine hears of its end
     gate.open()
     await in_time(closing)
     for answer in await in_time(asyncio.gather(*tasks, return_exceptions=True)):

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test test-fast vllm redis lint bench clean
+.PHONY: help train test test-fast environments vllm redis lint bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
@@ -34,6 +34,10 @@ $(VENV_VLLM)/.ready: requirements/vllm.txt
 
 vllm: $(VENV_VLLM)/.ready
 
+# Side by side: both take minutes.
+environments:
+	$(MAKE) -j 2 $(VENV)/.ready $(VENV_VLLM)/.ready
+
 # A real Redis server for the pipeline. Where it cannot be installed, the tests that need it are skipped and say so.
 redis:
 	command -v redis-server >/dev/null || (apt-get update -q && apt-get install -y -q redis-server) || \
@@ -44,7 +48,7 @@ train: $(VENV)/.ready
 
 # A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread. Not
 # reordered: xdist would put files with few tests last, and those are the ones that take minutes.
-test: $(VENV)/.ready $(VENV_VLLM)/.ready redis lint
+test: environments redis lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready

@@ -53,22 +53,16 @@ class PipelineSettings:
 
 
 def _check_url(url: str) -> None:
+    from ludic.batch_gen.pipeline.connection import shown  # here, since every command reads these settings
+
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(
-            f"redis = {without_password(url)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://."
-        )
+        raise ConfigError(f"redis = {shown(url)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://.")
     if parts.password or "password=" in parts.query:
         raise ConfigError(
-            f"redis = {without_password(url)!r} holds a password, which would be written to config.toml and shown by `ps`. "
+            f"redis = {shown(url)!r} holds a password, which would be written to config.toml and shown by `ps`. "
             f"Put the URL into the environment variable {REDIS_VARIABLE} instead."
         )
-
-
-def without_password(url: str) -> str:
-    parts = urlsplit(url)
-    place = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{place}{parts.path}"
 
 
 def given_redis(settings: PipelineSettings) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any
 from ludic.batch_gen import GRPORequestStrategy, IdentityStrategy
 from ludic.batch_gen.groups import TooManyFailures
 from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
-from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
+from ludic.batch_gen.pipeline.connection import RedisGone, require_redis, shown
 from ludic.cli.assemble import Play, make_play, train_requests
-from ludic.cli.pipeline_config import TRY_AGAIN, redis_url, required_servers, without_password
+from ludic.cli.pipeline_config import TRY_AGAIN, redis_url, required_servers
 from ludic.cli.run_config import RunConfig, resolve
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import ROLLOUTS, WEIGHTS
@@ -56,7 +56,7 @@ def play(config: RunConfig, found: FoundEnv, *, index: int) -> int:
     require_redis("ludic actor")
     url = redis_url(config.pipeline)
     pipeline_algorithm(config)
-    _say(f"Actor {index} of {config.folder}, for the queue {config.queue_key} at {without_password(url)}.")
+    _say(f"Actor {index} of {config.folder}, for the queue {config.queue_key} at {shown(url)}.")
     use_threads(config.model)
     try:
         with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ async def _play(config: RunConfig, policy: ActorPolicy, index: int, stop: asynci
         client=policy.client,
         algorithm=pipeline_algorithm(config),
         strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
-        max_waiting=config.pipeline.max_waiting or 1,
+        max_waiting=config.max_waiting,
         name=f"actor-{index}",
         follow=policy.follow,
         stop=stop,

@@ -305,6 +305,11 @@ class RunConfig:
         return self.pipeline.queue_key
 
     @property
+    def max_waiting(self) -> int:
+        assert self.pipeline.max_waiting is not None, "resolve gives it one in a pipeline"
+        return self.pipeline.max_waiting
+
+    @property
     def samples_on_vllm(self) -> bool:
         """Somebody else's processes hold the weights that are sampled from, and only one set of them."""
         return self.rollouts.engine == "vllm" or (self.is_pipeline and self.pipeline.actor_engine == "vllm")

@@ -14,6 +14,7 @@ from typing import Any
 from ludic.batch_gen.pipeline.connection import require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
+from ludic.batch_gen.pipeline.wire_limits import WireLimits
 from ludic.cli.assemble import TrainingParts, evaluator_of, make_algorithm, make_play
 from ludic.cli.pipeline_config import redis_url, required_servers
 from ludic.cli.run_config import RunConfig
@@ -23,6 +24,7 @@ from ludic.cli.run_model import ServedPolicy, local_engine, make_template
 from ludic.distributed.folder_weights import FolderPublisher
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
 from ludic.training import RLAlgorithm
@@ -68,14 +70,16 @@ def learner_parts(
     config: RunConfig, found: FoundEnv, loaded: LoadedModel, start: Start, stack: ExitStack
 ) -> TrainingParts:
     """Source, publisher and, where asked for, an evaluator."""
-    served = _served(config, loaded, stack)
+    served = _served(config, loaded)
+    if served is not None:
+        stack.callback(served.close)
     evaluator = None
     if config.eval.is_on:
         assert served is not None, "somebody answers wherever there is an evaluation"
         template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
         play = make_play(config.env, config.agent, found, served.client, template, served.model)
         evaluator = evaluator_of(config, served, play, stack)
-    source = make_pipeline_source(config)
+    source = make_pipeline_source(config, loaded)
     return TrainingParts(
         algorithm=pipeline_algorithm(config),
         source=source,
@@ -85,14 +89,21 @@ def learner_parts(
     )
 
 
-def make_pipeline_source(config: RunConfig) -> PipelineBatchSource:
+def make_pipeline_source(config: RunConfig, loaded: LoadedModel) -> PipelineBatchSource:
     return PipelineBatchSource(
         redis_url(config.pipeline),
         config.queue_key,
         config.rollouts.rollouts_per_update,
         max_lag=config.max_lag,
         acknowledge=config.pipeline.acknowledge,
+        limits=readable_by(loaded),
     )
+
+
+def readable_by(loaded: LoadedModel) -> WireLimits:
+    """A token that the model has no embedding for would kill the learner, and again after every restart: a group with one is
+    a dead letter instead."""
+    return WireLimits(vocab_size=plain_model(loaded.model).get_input_embeddings().num_embeddings)
 
 
 def begin(config: RunConfig, parts: TrainingParts, loaded: LoadedModel, start: Start, *, resume: bool) -> None:
@@ -112,13 +123,13 @@ async def clear_queue(config: RunConfig) -> None:
 # --- who answers in an evaluation ------------------------------------------------------------------------------
 
 
-def _served(config: RunConfig, loaded: LoadedModel, stack: ExitStack) -> ServedPolicy | None:
+def _served(config: RunConfig, loaded: LoadedModel) -> ServedPolicy | None:
     if config.samples_on_vllm:
-        return _on_servers(config, stack)
-    return _in_this_process(config, loaded, stack) if config.eval.is_on else None
+        return _on_servers(config)
+    return _in_this_process(config, loaded) if config.eval.is_on else None
 
 
-def _on_servers(config: RunConfig, stack: ExitStack) -> ServedPolicy:
+def _on_servers(config: RunConfig) -> ServedPolicy:
     """The servers that actors use, too."""
     from ludic.cli.run_vllm import client_of, served_name, wait_for_servers
     from ludic.distributed import create_vllm_publisher
@@ -126,18 +137,16 @@ def _on_servers(config: RunConfig, stack: ExitStack) -> ServedPolicy:
     servers = required_servers(config.rollouts.server)
     wait_for_servers(servers)
     client = client_of(config.rollouts, servers, config.folder)
-    stack.callback(lambda: asyncio.run(client.close()))
     return ServedPolicy(
         client=client,
         publisher=create_vllm_publisher(client, wait_s=_SERVER_AWAY_S),
-        close=lambda: None,
+        close=lambda: asyncio.run(client.close()),
         model=asyncio.run(served_name(client)),
     )
 
 
-def _in_this_process(config: RunConfig, loaded: LoadedModel, stack: ExitStack) -> ServedPolicy:
+def _in_this_process(config: RunConfig, loaded: LoadedModel) -> ServedPolicy:
     engine = local_engine(loaded, max_length=config.train.max_seq_len)
-    stack.callback(engine.close)
     return ServedPolicy(
         client=engine,
         publisher=FolderAndEngine(FolderPublisher(config.folder / WEIGHTS), engine),

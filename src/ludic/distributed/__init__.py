@@ -2,6 +2,7 @@
 
 from ludic.distributed.adapter_publisher import VllmAdapterPublisher
 from ludic.distributed.broadcast import BroadcastPolicyPublisher
+from ludic.distributed.client_publisher import ClientPublisher
 from ludic.distributed.folder_weights import FolderFollower, FolderPublisher
 from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
 from ludic.distributed.rank0 import Rank0OnlyPublisher
@@ -15,7 +16,7 @@ InProcessPublisher = SharedWeightsPublisher
 
 __all__ = [
     "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
-    "FolderPublisher", "FolderFollower",
+    "ClientPublisher", "FolderPublisher", "FolderFollower",
     "ControlPlane", "TensorCommunicator", "WeightMetadata", "WeightPushError",
     "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher",
 ]  # fmt: skip

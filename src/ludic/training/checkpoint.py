@@ -123,9 +123,7 @@ class CheckpointManager:
         unfinished = self.root / f"{UNFINISHED}{target.name}"
         check_state(step, state or {})
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            unfinished.mkdir()
+            self._begin(unfinished)
             write_weights(model, unfinished, max_shard_size=self.config.max_shard_size)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
@@ -198,6 +196,11 @@ class CheckpointManager:
 
     def _is_kept_for_good(self, step: int) -> bool:
         return self.config.keep_every > 0 and step % self.config.keep_every == 0
+
+    def _begin(self, unfinished: Path) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        unfinished.mkdir()
 
     def _remove_leftovers(self) -> None:
         """What a killed writer left behind."""

@@ -160,11 +160,6 @@ class ShardedCheckpointManager(CheckpointManager):
             self._fingerprint = base_fingerprint(own) if is_peft(own) else {}
         return self._fingerprint
 
-    def _begin(self, unfinished: Path) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        unfinished.mkdir()
-
     def _write_small(
         self,
         folder: Path,

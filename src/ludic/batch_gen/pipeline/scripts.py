@@ -109,15 +109,18 @@ local function payload_size(id)
   return type(size) == 'number' and size or 0
 end
 
--- Groups that no learner has taken. Those that wait for a checkpoint only must never hold up an actor.
-local function num_waiting()
+-- How many groups learners have in hand. Whoever calls first makes the learners' group, and with it the stream.
+local function num_pending()
   local pending = redis.pcall('XPENDING', STREAM, GROUP)
-  if pending.err then
-    redis.call('XGROUP', 'CREATE', STREAM, GROUP, '0', 'MKSTREAM')
-    pending = {{0}}
-  end
-  return math.max(0, redis.call('XLEN', STREAM) - pending[1])
+  if not pending.err then return pending[1] end
+  redis.call('XGROUP', 'CREATE', STREAM, GROUP, '0', 'MKSTREAM')
+  return 0
 end
+
+local function ensure_group() num_pending() end
+
+-- Groups that no learner has taken. Those that wait for a checkpoint only must never hold up an actor.
+local function num_waiting() return math.max(0, redis.call('XLEN', STREAM) - num_pending()) end
 
 -- An entry's number of items and oldest version ('' for none); nothing where push has not written it.
 local function read_entry(fields)
@@ -221,7 +224,7 @@ local wanted, max_bytes, enough_bytes, may_look = tonumber(ARGV[8]), tonumber(AR
 local cursor = ARGV[12]
 local held = {}
 for i = 13, #ARGV do held[ARGV[i]] = true end
-num_waiting()
+ensure_group()
 
 local groups, stale, items, bytes, dead, looked = {}, {}, 0, 0, 0, 0
 
@@ -295,7 +298,7 @@ SETTLE = (
 -- Then per entry: id, items trained, stale, filtered.
 local lost = learner_calls()
 if lost then return lost end
-num_waiting()
+ensure_group()
 local settled = 0
 for i = 8, #ARGV, 4 do
   if remove(ARGV[i]) then
@@ -315,7 +318,7 @@ BURY = (
 -- Then per entry: id, reason.
 local lost = learner_calls()
 if lost then return lost end
-num_waiting()
+ensure_group()
 local dead = 0
 for i = 8, #ARGV, 2 do
   local entries = redis.call('XRANGE', STREAM, ARGV[i], ARGV[i])
@@ -344,7 +347,7 @@ if holder and holder ~= token then
   local left = time + lease_ms - now_ms()
   if left > 0 then return {holder, whole(left)} end
 end
-num_waiting()
+ensure_group()
 write_lease(name, token)
 redis.call('HSET', LEARNER, 'waiting:' .. name, '0', 'in_hand:' .. name, '0')
 return {token, '0'}
@@ -368,7 +371,7 @@ RECLAIM = (
 -- the caller. A rank of this world is left alone: it comes back under its own name, and knows what it has trained on.
 local lost = learner_calls()
 if lost then return lost end
-num_waiting()
+ensure_group()
 local name, lease_ms, num_learners, left = ARGV[1], tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 
 local function is_gone(other, idle_ms)
@@ -481,7 +484,7 @@ CENSUS = (
     + _LOOK_AROUND
     + """
 -- for how long a beat counts. What is in the queue is summed from its entries, not worked out from the counts.
-num_waiting()
+ensure_group()
 local last = '0-0'
 for _, row in ipairs(redis.call('XINFO', 'GROUPS', STREAM)) do
   local facts = {}

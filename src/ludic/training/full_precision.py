@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from ludic.training.local_adamw import LocalAdamW, local_part
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class FullPrecisionAdamW(torch.optim.AdamW):
+class FullPrecisionAdamW(LocalAdamW):
     """`param_groups` hold the copies; whoever looks for gradients before the step finds them at the model's parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], **settings: Any) -> None:
@@ -33,7 +34,7 @@ class FullPrecisionAdamW(torch.optim.AdamW):
             copy.grad = None if served.grad is None else served.grad.float()
         result = super().step(closure)
         if pairs:
-            torch._foreach_copy_([_local(served) for served, _ in pairs], [_local(copy) for _, copy in pairs])
+            torch._foreach_copy_([local_part(served) for served, _ in pairs], [local_part(copy) for _, copy in pairs])
         for _, copy in pairs:
             copy.grad = None
         return result
@@ -57,11 +58,6 @@ class FullPrecisionAdamW(torch.optim.AdamW):
 def is_narrow(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether any of them would lose small updates."""
     return any(p.dtype in _NARROW for p in parameters)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """The part of a sharded parameter that is here; a copy is cut as what it is a copy of."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.gathered import publish_gathered
@@ -38,6 +37,7 @@ from ludic.training.critic import ValueHead, expected_values
 from ludic.training.dealing import Ending, EndKind, NothingToTrainOn, Prepared, Share, deal, recredited
 from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
 from ludic.training.guards import check_masks, check_model, check_parity
+from ludic.training.local_adamw import LocalAdamW
 from ludic.training.loggers import Resumable
 from ludic.training.losses import BatchFacts
 from ludic.training.losses.mismatch import effective_share
@@ -250,17 +250,15 @@ class Trainer:
         if not parameters:
             raise ConfigError("The model has no parameter that requires a gradient.")
         on_gpu = parameters[0].is_cuda
-        # Parts of weights and weights that every rank has whole (a critic's) cannot be updated in one call.
-        is_mixed = len({isinstance(parameter, DTensor) for parameter in parameters}) > 1
-        kind = FullPrecisionAdamW if is_narrow(parameters) else torch.optim.AdamW
+        kind = FullPrecisionAdamW if is_narrow(parameters) else LocalAdamW
         return kind(
             parameters,
             lr=self.cfg.lr,
             betas=self.cfg.betas,
             eps=self.cfg.eps,
             weight_decay=self.cfg.weight_decay,
-            fused=on_gpu and not is_mixed,
-            foreach=not on_gpu and not is_mixed,
+            fused=on_gpu,
+            foreach=not on_gpu,
         )
 
     def _trained_parameters(self) -> list[torch.nn.Parameter]:

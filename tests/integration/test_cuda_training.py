@@ -87,11 +87,9 @@ def test_evaluating_a_snapshot_beside_training_sees_whole_versions():
 
     seen: dict[int, set[int]] = {}
 
-    async def learn():
-        cfg = TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0, eval_in_background=True, eval_every_n_steps=2)
-        trainer, engine = bandit_trainer(
-            make_grpo(group_size=8), model=tiny_llama(hidden_size=64).cuda(), cfg=TrainerConfig(max_seq_len=64)
-        )
+    snapshots = []
+
+    def snapshot_evaluator(engine):
         snapshot = EngineSnapshot(engine, kv_tokens=8192)
         inner = snapshot.complete_tokens
 
@@ -101,11 +99,21 @@ def test_evaluating_a_snapshot_beside_training_sees_whole_versions():
             return response, info
 
         snapshot.complete_tokens = noting
+        snapshots.append(snapshot)
         evaluator = EngineEvaluator(rollout_engine(snapshot), BanditRequests(256), concurrency=64)
-        trainer.cfg, trainer.evaluator = cfg, SnapshotEvaluator(evaluator, snapshot)
+        return SnapshotEvaluator(evaluator, snapshot)
+
+    async def learn():
+        cfg = TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0, eval_in_background=True, eval_every_n_steps=2)
+        trainer, engine = bandit_trainer(
+            make_grpo(group_size=8),
+            model=tiny_llama(hidden_size=64).cuda(),
+            cfg=cfg,
+            make_evaluator=snapshot_evaluator,
+        )
         await trainer.train(12)
         engine.close()
-        snapshot.close()
+        snapshots[0].close()
 
     asyncio.run(learn())
     assert seen == {version: {version} for version in (2, 4, 6, 8, 10, 12)}

@@ -8,7 +8,6 @@ The heavy part runs in a thread, so that whatever generates the next batch goes 
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -22,32 +21,31 @@ import numpy as np
 import torch
 
 from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
-from ludic.distributed.gathered import publish_gathered
 from ludic.distributed.ranks import OneProcess, RankFailed, Ranks, check_together
-from ludic.distributed.shared_weights import SharedWeightsPublisher
 from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.compiling import compile_layers
 from ludic.models.head import plain_model
-from ludic.models.lora import dense_parameters, dense_weights
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.background_eval import BackgroundEval
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic import ValueHead, expected_values
-from ludic.training.dealing import Ending, EndKind, NothingToTrainOn, Prepared, Share, deal, recredited
+from ludic.training.dealing import Ending, EndKind, Prepared, Share, deal, recredited
+from ludic.training.evaluating import Evaluating
 from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
-from ludic.training.guards import check_masks, check_model, check_parity
+from ludic.training.guards import check_model, check_parity
 from ludic.training.local_adamw import LocalAdamW
 from ludic.training.loggers import Resumable
 from ludic.training.losses import BatchFacts
 from ludic.training.losses.mismatch import effective_share
 from ludic.training.meeting import Told, meet
-from ludic.training.packing import TooLong, fit_length
 from ludic.training.policy import TrainedPolicy
+from ludic.training.preparing import describe, fetch
+from ludic.training.publishing import Publishing
 from ludic.training.rng import restore_rng, rng_state
 from ludic.training.sharded_checkpoint import ShardedCheckpointManager
-from ludic.training.stats import StatSum, added_up, batch_stats, prefixed
+from ludic.training.stats import StatSum, added_up, prefixed
 from ludic.training.stopping import StopRequested, StopSignal
+from ludic.training.trainer_checks import GivenParts, check_parts
 from ludic.training.update import (
     AdapterOff,
     FrozenReference,
@@ -58,20 +56,15 @@ from ludic.training.update import (
 )
 from ludic.types import (
     AccountsForItems,
-    AdapterPublisher,
     BatchSource,
-    ChecksServers,
     ConfigError,
     Evaluator,
     FollowsVersions,
-    InPlacePublisher,
     PolicyPublisher,
     Reducer,
     RequestsExhausted,
-    SAWBatch,
     SAWItem,
     Stateful,
-    TakesSnapshots,
     TrainingLogger,
 )
 
@@ -109,14 +102,26 @@ class Trainer:
         self.cfg = cfg if cfg is not None else TrainerConfig()
         self.ranks: Ranks = ranks if ranks is not None else OneProcess()
         self.model, self.algo, self.batch_source = model, algo, batch_source
-        self.publisher, self.param_filter = publisher, param_filter
-        self.logger, self.reducers, self.evaluator, self.tokenizer = train_logger, reducers, evaluator, tokenizer
+        self.publisher, self.evaluator = publisher, evaluator
+        self.logger, self.reducers, self.tokenizer = train_logger, reducers, tokenizer
         saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
         self._is_spread = is_sharded(model) or is_tensor_parallel(model)
         """Whether each rank has only a part of the weights."""
         self.roles = meet(self.ranks, Told(self.cfg, algo, model, saved_how, publisher, batch_source))
         self.checkpointer = checkpointer or self._make_checkpointer(checkpoint_config)
-        check_together(self.ranks, lambda: self._check_parts(resume_from))
+        is_first = self.ranks.is_first
+        given = GivenParts(
+            self.cfg,
+            model,
+            self._is_spread,
+            is_first,
+            publisher,
+            param_filter,
+            self.checkpointer,
+            resume_from,
+            evaluator,
+        )
+        check_together(self.ranks, lambda: check_parts(given))
         self._prepare_model(enable_gradient_checkpointing or self.cfg.gradient_checkpointing)
         self.policy = TrainedPolicy(model, packed=self.cfg.packed, mixed_precision_dtype=self.cfg.mixed_precision_dtype)
         if self.cfg.compile or (
@@ -129,13 +134,19 @@ class Trainer:
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
-        self._last_eval: dict[str, float] = {}
-        self._background = BackgroundEval()
+        self._evaluating = Evaluating(evaluator, self.cfg, self._log)
+        self._publishing = Publishing(
+            model,
+            publisher,
+            ranks=self.ranks,
+            roles=self.roles,
+            is_spread=self._is_spread,
+            param_filter=param_filter,
+            every=self.cfg.sync_every_steps,
+        )
         self._logging = threading.Lock()
         """A step is reported from a thread, an evaluation beside it from the event loop; loggers see one at a time."""
         self._last_saved: int | None = None
-        self._published: int | None = None
-        """The version that other processes serve, as far as we know; None before the first."""
         self._untrained_from: dict[str, Any] | None = None
         """Where data stood before the batch that is being fetched or trained on; None between steps."""
         self._num_brought = 0
@@ -146,7 +157,8 @@ class Trainer:
         if resume_from is not None:
             self._resume(resume_from)
         else:
-            self._announce_version()
+            self._publishing.begin(self.step, is_resumed=False)
+            self._notify_source()
 
     @property
     def current_step(self) -> int:
@@ -161,50 +173,6 @@ class Trainer:
             return CheckpointManager(config)
         per_rank = ("rng", "batch_source", "credit_assigner") if self.roles.has_source_per_rank else ("rng",)
         return ShardedCheckpointManager(config, per_rank=per_rank)
-
-    def _check_parts(self, resume_from: int | str | None) -> None:
-        cfg = self.cfg
-        if isinstance(self.publisher, InPlacePublisher) and self._is_spread:
-            raise ConfigError(
-                f"{type(self.publisher).__name__} serves the very weights that are trained, but these are spread over ranks. Serve "
-                "a copy of the model: with vLLM, or ClientPublisher(LocalEngine(copy)) of ludic.distributed.client_publisher."
-            )
-        if isinstance(self.publisher, AdapterPublisher) and self._is_spread:
-            raise ConfigError(
-                f"{type(self.publisher).__name__} reads the adapter from the model, whose weights are spread over ranks. Publish "
-                "merged weights: create_vllm_publisher(client)."
-            )
-        if self.checkpointer is not None and self._is_spread != isinstance(self.checkpointer, ShardedCheckpointManager):
-            raise ConfigError(
-                f"A {type(self.checkpointer).__name__} cannot save this model: ShardedCheckpointManager is for sharded ones, and "
-                "CheckpointManager for all others. Give Trainer a checkpoint_config; it makes the right one."
-            )
-        if cfg.sync_every_steps and self.publisher is None and self.ranks.is_first:
-            raise ConfigError(f"sync_every_steps={cfg.sync_every_steps}, but there is no publisher to sync through.")
-        if isinstance(self.publisher, SharedWeightsPublisher):
-            self.publisher.require_shared(self.model)
-        if isinstance(self.publisher, AdapterPublisher):
-            self.publisher.require_trained(self.model)
-            if self.param_filter is not None:
-                raise ConfigError(
-                    "param_filter chooses among merged weights, but the publisher sends the adapter alone."
-                )
-        if isinstance(self.publisher, InPlacePublisher) and cfg.sync_every_steps not in (None, 1):
-            raise ConfigError(
-                f"sync_every_steps={cfg.sync_every_steps}, but {type(self.publisher).__name__} serves the very weights that are "
-                "trained: every step is published. Leave it None."
-            )
-        if (cfg.eval_at_start or cfg.eval_every_n_steps) and self.evaluator is None and self.ranks.is_first:
-            raise ConfigError("eval_at_start or eval_every_n_steps is set, but there is no evaluator.")
-        shares_weights = isinstance(self.publisher, InPlacePublisher)
-        if cfg.eval_in_background and shares_weights and not isinstance(self.evaluator, TakesSnapshots):
-            raise ConfigError(
-                "eval_in_background=True, but the engine serves the very weights that are trained: they would change in the middle "
-                "of an evaluation. Evaluate on a copy: SnapshotEvaluator(evaluator, EngineSnapshot(engine)), whose agents talk to "
-                "the snapshot."
-            )
-        if resume_from is not None and self.checkpointer is None:
-            raise ConfigError(f"resume_from={resume_from!r} needs a checkpointer or a checkpoint_config.")
 
     def _prepare_model(self, with_checkpointing: bool) -> None:
         if self.cfg.model_device is not None and not self._is_spread:
@@ -284,17 +252,17 @@ class Trainer:
                     except (RequestsExhausted, StopRequested) as reason:
                         logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
                         break
-                    self._background.check()
-                    if self.cfg.eval_every_n_steps and self.step % self.cfg.eval_every_n_steps == 0:
+                    self._evaluating.beside.check()
+                    if self._evaluating.is_due(self.step):
                         await self._evaluate()  # before saving: which checkpoint is the best hangs on it
                     await self._save_if_due(stats)
                 if self.checkpointer is not None and self.step and self._last_saved != self.step:
                     await self._save(stats)  # however it ended, what was learned is kept
                 if self.checkpointer is not None:
                     await self._in_thread(self.checkpointer.finish)
-                await self._background.finish()
+                await self._evaluating.beside.finish()
         finally:
-            await self._background.abandon()
+            await self._evaluating.beside.abandon()
         return stats
 
     async def train_step(self) -> dict[str, float]:
@@ -321,7 +289,7 @@ class Trainer:
     async def _step(self) -> dict[str, float]:
         started = time.perf_counter()
         self._untrained_from = self._data_states()
-        await self._in_thread(self._restore_servers)
+        await self._in_thread(self._publishing.restore_servers, self.step)
         share = await self._next_share()
         fetched = time.perf_counter()
         stats = await self._in_thread(self._update, share)
@@ -336,17 +304,6 @@ class Trainer:
         return await self._in_thread(self._report, stats, started)
 
     # --- phases ---
-
-    def _restore_servers(self) -> None:
-        """A server that was restarted has forgotten the weights; it gets them again before anybody samples from it."""
-        if not self.roles.checks_servers or self._published is None:
-            return
-        is_lost = False
-        if self.ranks.is_first and isinstance(self.publisher, ChecksServers):
-            is_lost = not self.publisher.is_current(self._published)
-        if self.ranks.broadcast(is_lost):
-            logger.warning("a server has lost version %d (was it restarted?); publishing again", self._published)
-            self._push()
 
     async def _next_share(self) -> Share:
         """This rank's part of the next batch; all of it where there is only one."""
@@ -376,51 +333,12 @@ class Trainer:
     def _all_of(self, whole: Prepared) -> Share:
         return Share(whole.items, batch_facts(whole.items), self._described(whole))
 
-    def _described(self, whole: Prepared) -> dict[str, float]:
-        """What there is to say of a batch before it is trained on."""
-        if self.step == 0:
-            check_masks(whole.items, self.tokenizer)
-        lags = [self.step - item.oldest_version for item in whole.items if item.oldest_version is not None]
-        stats = {**batch_stats(whole.items, whole.meta, self.reducers), **whole.counts}
-        return stats | ({"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))} if lags else {})
-
     async def _fetch(self) -> Prepared:
-        """The next batch that has anything to train on."""
         assert self.batch_source is not None, "checked before"
-        left_out: dict[str, float] = {}
-        for _ in range(self.cfg.max_empty_batches):
-            prepared = self._prepare(await self.batch_source.next_batch())
-            if prepared.items:
-                return prepared
-            left_out = {name: left_out.get(name, 0) + count for name, count in prepared.counts.items()}
-            await asyncio.sleep(0)  # an empty source must not keep everybody else from running
-        raise NothingToTrainOn(
-            f"{self.cfg.max_empty_batches} batches in a row had nothing to train on at step {self.step}; left out: {left_out}. "
-            "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered?"
-        )
+        return await fetch(self.batch_source, self.algo, self.cfg, self.step)
 
-    def _prepare(self, batch: SAWBatch) -> Prepared:
-        """Leave out what is too old, what the algorithm does not want, and what does not fit."""
-        num_received = len(batch.items)
-        fresh = [item for item in batch.items if self._is_fresh(item)]
-        kept = SAWBatch(items=fresh, meta=dict(batch.meta))
-        if self.algo.preprocess is not None and fresh:
-            kept = self.algo.preprocess(kept)
-        fitted = fit_length(kept.items, self.cfg.max_seq_len, TooLong(self.cfg.too_long))
-        items = [item for item in fitted.items if item.num_action_tokens]
-        counts = {
-            "num_stale": float(num_received - len(fresh)),
-            "num_filtered": float(len(fresh) - len(kept.items)),
-            "num_too_long": float(fitted.num_dropped),
-            "num_cut": float(fitted.num_truncated),
-            "num_without_action": float(len(fitted.items) - len(items)),
-        }
-        return Prepared(items, kept.meta, counts)
-
-    def _is_fresh(self, item: SAWItem) -> bool:
-        if self.cfg.max_lag is None or item.oldest_version is None:
-            return True
-        return self.step - item.oldest_version <= self.cfg.max_lag
+    def _described(self, whole: Prepared) -> dict[str, float]:
+        return describe(whole, self.step, self.reducers, self.tokenizer)
 
     def _update(self, share: Share) -> dict[str, float]:
         """Gradient and optimizer step."""
@@ -476,7 +394,7 @@ class Trainer:
                 f"The gradient of step {self.step} is {norm}; the weights were left as they are. Look at the batch's log-probs "
                 "and weights, lower lr, or train in fp32."
             )
-        with self._while_changing_weights():
+        with self._publishing.while_changing_weights(self.step + 1):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -490,47 +408,14 @@ class Trainer:
         self.ranks.sum_tensors([p.grad for p in self._critic_parameters() if p.grad is not None])
         return clip_gradients([p.grad for p in parameters if p.grad is not None], limit, self.ranks)
 
-    def _while_changing_weights(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self.publisher, InPlacePublisher):
-            return self.publisher.updating(self.step + 1)
-        return contextlib.nullcontext()
-
     def _publish(self) -> None:
-        """New weights to whatever serves the policy; an engine that shares them has them already."""
-        if self.roles.publishes:
-            if not self._syncs_now():
-                return
-            self._push()
-        self._notify_source()
-
-    def _push(self) -> None:
-        wanted = self.param_filter or (lambda name, weight: True)
-        if isinstance(self.publisher, AdapterPublisher):
-            self._hand_on({})
-        elif self._is_spread:  # a filter sees names, shapes and types; values only come one by one
-            chosen = [w for w in dense_weights(self.model) if wanted(w.name, w.without_values())]
-            publish_gathered(chosen, self.ranks, self._hand_on)
-        else:
-            self._hand_on({name: weight for name, weight in dense_parameters(self.model) if wanted(name, weight)})
-        self._published = self.step
-
-    def _hand_on(self, weights: Mapping[str, torch.Tensor]) -> None:
-        assert self.publisher is not None, "whoever calls it has one"
-        self.publisher.publish(weights, version=self.step)
-
-    def _announce_version(self) -> None:
-        """An engine that shares the weights may have served another run: its versions begin with ours."""
-        if isinstance(self.publisher, InPlacePublisher):
-            self.publisher.publish({}, version=self.step)
-        self._notify_source()
+        """New weights to whatever serves the policy."""
+        if self._publishing.after_step(self.step):
+            self._notify_source()
 
     def _notify_source(self) -> None:
         if isinstance(self.batch_source, FollowsVersions):  # only now: its next batch is sampled with these
             self.batch_source.notify_version(self.step)
-
-    def _syncs_now(self) -> bool:
-        every = self.cfg.sync_every_steps if self.cfg.sync_every_steps is not None else 1
-        return bool(every) and self.step % every == 0
 
     def _report(self, stats: dict[str, float], started: float) -> dict[str, float]:
         """Log what is due; saving comes after: a kill in between loses no line."""
@@ -549,45 +434,14 @@ class Trainer:
 
     async def eval(self) -> dict[str, float]:
         """The evaluator's metrics of the weights as they are, logged under eval/."""
-        self._take_snapshot()
-        return await self._eval_of(self.step)
-
-    async def _eval_of(self, step: int) -> dict[str, float]:
-        """`step` is the version that the evaluator sees; beside training, ours goes on meanwhile."""
-        if self.evaluator is None:
-            raise ConfigError("There is no evaluator; give Trainer(evaluator=…).")
-        _, metrics = await self.evaluator.eval(
-            max_steps=self.cfg.eval_max_steps,
-            timeout_s=self.cfg.eval_timeout_s,
-            concurrency=self.cfg.eval_concurrency,
-        )
-        named = {f"eval/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
-        named["eval/step"] = float(step)
-        self._last_eval = named
-        self._log(step, named)
-        return named
-
-    def _take_snapshot(self) -> None:
-        if isinstance(self.evaluator, TakesSnapshots):
-            self.evaluator.take_snapshot(self.step)
+        return await self._evaluating.now(self.step)
 
     async def _evaluate(self) -> None:
         """On the first rank; the others wait, and hear what came of it."""
         if self.ranks.is_first:
-            await self._evaluate_here()
+            await self._evaluating.now_or_beside(self.step, self.stop)
         if self.ranks.world_size > 1:
-            self._last_eval = await self._in_thread(self.ranks.broadcast, self._last_eval)
-
-    async def _evaluate_here(self) -> None:
-        """Now, or beside the steps that follow."""
-        if not self.cfg.eval_in_background:
-            with contextlib.suppress(StopRequested):  # it can take long, and nothing is lost with it
-                await self.stop.unless(self.eval())
-            return
-        await self._background.finish()
-        if not self.stop.is_set:
-            self._take_snapshot()
-            self._background.start(self.step, self._eval_of(self.step))
+            self._evaluating.last = await self._in_thread(self.ranks.broadcast, self._evaluating.last)
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Everything that a resumed run needs to go on as if nothing had happened."""
@@ -599,17 +453,10 @@ class Trainer:
 
     async def _save(self, stats: Mapping[str, float]) -> None:
         """The state is taken here, in the event loop: whatever generates ahead changes its own here, too."""
-        await self._wait_for_judgement()
-        is_current = self._last_eval.get("eval/step") == self.step  # an older one says nothing of these weights
-        metrics = {**(self._last_eval if is_current else {}), **stats}
-        await self._in_thread(self._write, self._state(), metrics)
-
-    async def _wait_for_judgement(self) -> None:
-        """Which checkpoint is the best may hang on the evaluation of these weights, which may still be running."""
         assert self.checkpointer is not None, "only called to save"
-        metric = self.checkpointer.config.best_metric
-        if metric is not None and metric.startswith("eval/") and self._background.is_evaluating(self.step):
-            await self._background.finish()
+        await self._evaluating.wait_for_judgement(self.step, self.checkpointer.config.best_metric)
+        metrics = {**self._evaluating.found_of(self.step), **stats}
+        await self._in_thread(self._write, self._state(), metrics)
 
     def _state(self) -> dict[str, Any]:
         """Data as it stood before the first batch that has not been trained on: that one is made again."""
@@ -656,9 +503,8 @@ class Trainer:
         for name, part in parts.items():
             if name in state:
                 part.load_state_dict(state[name])
-        if self.roles.publishes:
-            self._push()
-        self._announce_version()
+        self._publishing.begin(self.step, is_resumed=True)
+        self._notify_source()
         if isinstance(self.logger, Resumable) and self.ranks.is_first:
             self.logger.resume(self.step)
         restore_rng(state["rng"])

@@ -122,6 +122,7 @@ def bandit_trainer(
     num_prompts: int = 8,
     model: Any = None,
     make_source: Callable[[Any], Any] = lambda source: source,
+    make_evaluator: Callable[[LocalEngine], Any] = lambda engine: None,
     **settings: Any,
 ) -> tuple[Trainer, LocalEngine]:
     """A trainer whose samples come from an engine on its own weights."""
@@ -142,6 +143,6 @@ def bandit_trainer(
         batch_source=make_source(source),
         cfg=config,
         publisher=SharedWeightsPublisher(engine),
-        **settings,
+        **{"evaluator": make_evaluator(engine), **settings},
     )
     return trainer, engine

@@ -34,8 +34,8 @@ from ludic.training import (
     make_scalerl,
     make_sft,
 )
+from ludic.training.dealing import NothingToTrainOn
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
-from ludic.training.trainer import NothingToTrainOn
 from ludic.types import ConfigError, RequestsExhausted, SAWBatch
 from tests.unit.training.bandit import (
     AsciiBandit,

@@ -105,9 +105,14 @@ class _LastMerged:
 
 @torch.no_grad()
 def _merge(layer: Any) -> nn.Module:
-    """peft merges into a copy of the one layer; a sharded layer's copy is whole."""
+    """peft merges into a copy of the one layer; a sharded layer's copy is whole.
+
+    On a single rank `full_tensor` is the very memory of the weight: merging into it would change the frozen base.
+    """
     memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.full_tensor(), requires_grad=False) for p in layer.parameters() if isinstance(p, DTensor)
+        id(p): nn.Parameter(p.full_tensor().clone(), requires_grad=False)
+        for p in layer.parameters()
+        if isinstance(p, DTensor)
     }
     merged = copy.deepcopy(layer, memo)
     if not merged.disable_adapters and set(merged.active_adapters) - set(merged.merged_adapters):

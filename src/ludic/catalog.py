@@ -15,6 +15,9 @@ Unreadable: TypeAlias = Literal["go_on", "stop"]
 class Suggested:
     """How an env is best played; what a command takes where its user does not say."""
 
+    agent: str = "agent"
+    """Registered agent; one that calls tools where the env offers some."""
+    agent_args: Mapping[str, Any] = field(default_factory=dict)
     parser: str = "raw"
     parser_args: Mapping[str, Any] = field(default_factory=dict)
     max_steps: int = 32
@@ -51,6 +54,81 @@ _MATH_SAMPLE = {
     "solution": "The sum of the roots is 6 and their product is 4, so the sum is $\\boxed{\\frac{3}{2}}$.",
 }
 
+_MUSIQUE_SAMPLE = {
+    "id": "example",
+    "question": "In which year was the founder of the Alder Street Observatory born?",
+    "answer": "1871",
+    "answer_aliases": ["in 1871"],
+    "decomposition": [
+        {"question": "Who founded the Alder Street Observatory?", "answer": "Ida Morrow"},
+        {"question": "In which year was #1 born?", "answer": "1871"},
+    ],
+    "paragraphs": [
+        {
+            "title": "Alder Street Observatory",
+            "text": "The Alder Street Observatory is a small public observatory. It was founded by Ida Morrow in 1902.",
+            "is_supporting": True,
+        },
+        {
+            "title": "Ida Morrow",
+            "text": "Ida Morrow (1871 to 1940) was an astronomer and a maker of lenses.",
+            "is_supporting": True,
+        },
+        {
+            "title": "Alder",
+            "text": "Alders are trees of the birch family. They grow along streams and on wet ground.",
+            "is_supporting": False,
+        },
+        {
+            "title": "Samuel Morrow",
+            "text": "Samuel Morrow, born in 1868, was a painter of harbours and ships.",
+            "is_supporting": False,
+        },
+    ],
+}
+
+_PROGRAM_SAMPLE = {
+    "id": "example",
+    "question": "Read a whole number n and then n whole numbers, one per line. Write the largest of them.",
+    "tests": [
+        {"input": "3\n4\n-1\n2\n", "expected": "4\n"},
+        {"input": "1\n-7\n", "expected": "-7\n", "weight": 2.0},
+        {"input": "2\n10\n9\n", "expected": "10\n", "timeout_s": 2.0},
+    ],
+    "solution": "n = int(input())\nprint(max(int(input()) for _ in range(n)))\n",
+}
+_APPS_SAMPLE = {
+    "problem_id": "example",
+    "question": "One line holds words. Write how many of them begin with a capital letter.",
+    "input_output": '{"inputs": ["Ada met Bob\\n", "none here\\n"], "outputs": ["2\\n", "0\\n"]}',
+    "solutions": '["print(sum(word[0].isupper() for word in input().split()))\\n"]',
+}
+_HUMANEVAL_SAMPLE = {
+    "task_id": "example",
+    "prompt": 'def without_vowels(text: str) -> str:\n    """The text without a, e, i, o and u, in either case."""\n',
+    "entry_point": "without_vowels",
+    "canonical_solution": '    return "".join(letter for letter in text if letter.lower() not in "aeiou")\n',
+    "test": (
+        'def check(candidate):\n    assert candidate("Anna") == "nn"\n    assert candidate("") == ""\n'
+        '    assert not candidate("aEiOu")\n'
+    ),
+}
+_MBPP_SAMPLE = {
+    "task_id": "example",
+    "prompt": "Write a function that gives the sum of the digits of a whole number.",
+    "code": "def digit_sum(n):\n    return sum(int(digit) for digit in str(abs(n)))\n",
+    "test_imports": [],
+    "test_list": ["assert digit_sum(305) == 8", "assert digit_sum(0) == 0", "assert digit_sum(-19) == 10"],
+}
+# The last block of code in a reply; a reply without one is worth what a program is that does not compile.
+_CODE = Suggested(
+    parser="pattern",
+    parser_args={"pattern": r"(?s)```(?:python|py)?[ \t]*\n(.*?)```", "error_reward": -0.1},
+    max_steps=8,
+    max_tokens=1024,
+    unreadable="stop",
+)
+
 # A model that has never played talks around its move; the last cell it names is the one it means.
 _CELL = Suggested(
     parser="pattern", parser_args={"pattern": r"\b[ABC][123]\b"}, max_steps=5, max_tokens=12, cut_off="read"
@@ -70,10 +148,60 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
             example={"sample": _MATH_SAMPLE},
             suggested=Suggested(parser="boxed", max_steps=1, max_tokens=768),
         ),
+        "musique_search": Builtin(
+            "ludic.envs.musique_search:MuSiQueSearchEnv",
+            example={"sample": _MUSIQUE_SAMPLE},
+            suggested=Suggested(
+                agent="react",
+                agent_args={"max_react_steps": 8},
+                parser="xml_tag",
+                parser_args={"tag": "answer", "success_reward": 0.0, "error_reward": -0.2},
+                max_steps=3,
+            ),
+        ),
+        "code_exec": Builtin(
+            "ludic.envs.code_exec:ProgrammingEnv", example={"sample": _PROGRAM_SAMPLE}, suggested=_CODE
+        ),
+        "apps": Builtin("ludic.envs.code_exec:APPSEnv", example={"sample": _APPS_SAMPLE}, suggested=_CODE),
+        "humaneval": Builtin(
+            "ludic.envs.code_exec:HumanEvalEnv", example={"sample": _HUMANEVAL_SAMPLE}, suggested=_CODE
+        ),
+        "mbpp": Builtin("ludic.envs.code_exec:MBPPEnv", example={"sample": _MBPP_SAMPLE}, suggested=_CODE),
         "key_door": Builtin("ludic.envs.key_door:KeyDoorEnv", suggested=Suggested(max_steps=64, max_tokens=8)),
         "twenty_forty_eight": Builtin(
             "ludic.envs.twenty_forty_eight:TwentyFortyEightEnv", suggested=Suggested(max_steps=512, max_tokens=8)
         ),
+        "game_boy": Builtin(
+            "ludic.envs.game_boy:GameBoyEnv",
+            example={"rom": "demo", "max_presses": 40, "hold_frames": 2, "settle_frames": 2},
+            suggested=Suggested(max_steps=128, max_tokens=32),
+        ),
+        "gymnasium": Builtin(
+            "ludic.envs.adapters.gymnasium:GymnasiumEnv",
+            example={"env_id": "FrozenLake-v1"},
+            suggested=Suggested(max_steps=100, max_tokens=8),
+        ),
+        "pettingzoo": Builtin(
+            "ludic.envs.adapters.pettingzoo:PettingZooEnv",
+            example={"game": "classic.connect_four_v3"},
+            suggested=Suggested(max_steps=64, max_tokens=8),
+        ),
+        "textarena": Builtin(
+            "ludic.envs.adapters.textarena:TextArenaEnv",
+            example={"game": "TicTacToe-v0", "num_players": 2},
+            suggested=Suggested(max_steps=64, max_tokens=64),
+        ),
+        "verifiers": Builtin(
+            "ludic.envs.adapters.verifiers:VerifiersEnv",
+            example={"taskset": "ludic.envs.adapters.sums_taskset", "answer_field": "answer"},
+            suggested=Suggested(max_steps=16, max_tokens=512),
+        ),
+        "reasoning_gym": Builtin(
+            "ludic.envs.adapters.reasoning_gym:ReasoningGymEnv",
+            example={"task": "chain_sum"},
+            suggested=Suggested(parser="xml_tag", parser_args={"tag": "answer"}, max_steps=1, max_tokens=1024),
+        ),
+        "rustorio": Builtin("ludic.envs.rustorio:RustorioEnv", suggested=Suggested(max_steps=5, max_tokens=2048)),
         "prisoners_dilemma": Builtin(
             "ludic.envs.prisoners_dilemma:PrisonersDilemmaEnv", suggested=Suggested(max_steps=32, max_tokens=8)
         ),
@@ -82,11 +210,14 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
         "agent": Builtin("ludic.agents:Agent"),
         "tool_agent": Builtin("ludic.agents:ToolAgent"),
         "react": Builtin("ludic.agents:ReActAgent"),
+        "retool": Builtin("ludic.agents:ReToolAgent"),
+        "game_boy": Builtin("ludic.agents:GameBoyAgent"),
     },
     "context": {
         "full_dialog": Builtin("ludic.context:FullDialog"),
         "truncated_thinking": Builtin("ludic.context:TruncatedThinkingContext"),
         "sliding_window": Builtin("ludic.context:SlidingWindow"),
+        "summarised": Builtin("ludic.context:SummarisedDialog"),
     },
     "protocol": {
         "single_agent": Builtin("ludic.interaction:SingleAgentProtocol"),
@@ -104,6 +235,8 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
     },
     "tool": {
         "calculator": Builtin("ludic.tools.calculator:calculator", bind=True),
+        "python": Builtin("ludic.tools.python_tool:python", bind=True),
+        "search": Builtin("ludic.tools.search:DocumentSearch", example={"documents": ["Alders grow on wet ground."]}),
     },
     "algorithm": {
         name: Builtin(f"ludic.training.algorithms:make_{name}")

@@ -2,7 +2,18 @@
 
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent
+from ludic.agents.game_boy_agent import GameBoyAgent
 from ludic.agents.react_agent import ReActAgent
+from ludic.agents.retool_agent import ReToolAgent
 from ludic.agents.tool_agent import ToolAgent, ToolScope
 
-__all__ = ["Agent", "ToolAgent", "ReActAgent", "AgentActStep", "AgentActResult", "ToolScope"]
+__all__ = [
+    "Agent",
+    "ToolAgent",
+    "ReActAgent",
+    "ReToolAgent",
+    "GameBoyAgent",
+    "AgentActStep",
+    "AgentActResult",
+    "ToolScope",
+]

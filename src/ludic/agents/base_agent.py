@@ -6,7 +6,7 @@ knows nothing of environments; the interaction protocol brings the two together.
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,6 +117,14 @@ class Agent:
     def allow_tokens(self, max_tokens: int | None) -> None:
         """At most so many sampled tokens from now on; the last reply is cut off where they end."""
         self._tokens_left = max_tokens
+
+    def take_tools(self, tools: Sequence[Callable[..., Any]]) -> None:
+        """What the coming episode offers (`LudicEnv.episode_tools`), instead of what the last one did."""
+        if tools:
+            raise ConfigError(
+                f"This env offers tools, which {type(self).__name__} cannot call. Use an agent that can: ToolAgent or "
+                "ReActAgent (on the command line --agent react)."
+            )
 
     def reset(self, system_prompt: str | None = None) -> None:
         self.ctx.reset(system_prompt=system_prompt)

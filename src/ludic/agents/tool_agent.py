@@ -1,11 +1,12 @@
 """`ToolAgent`: an agent whose model may call tools before it answers.
 
 Two scopes: `tools` are run by the agent itself (calculator, interpreter); `external_tools` are handed to the
-protocol (delegation, sub-agents). Every model call is a step of its own, and tool trouble is told to the model
-instead of ending the episode.
+protocol (delegation, sub-agents). Tools that an env brings along for one episode (a search over its documents) are
+run like the agent's own. Every model call is a step of its own, and tool trouble is told to the model instead of
+ending the episode.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -40,11 +41,11 @@ class ToolAgent(Agent):
         **agent_kwargs: Any,
     ) -> None:
         super().__init__(**agent_kwargs)
-        self.tool_map = {tool.name: tool for tool in map(as_tool, tools or ())}
-        self._external = {tool.name: tool for tool in map(as_tool, external_tools or ())}
-        self.tool_schemas = [tool.schema for tool in (*self.tool_map.values(), *self._external.values())]
-        self._advertised = self.tool_schemas if tools_in_prompt and self.tool_schemas else None
-        self._check_tools(len(tools or ()) + len(external_tools or ()))
+        self._own = [as_tool(tool) for tool in tools or ()]
+        self._tools_in_prompt = tools_in_prompt
+        self._external: dict[str, Tool] = _by_name(map(as_tool, external_tools or ()))
+        self._num_external = len(external_tools or ())
+        self._equip(())
         if max_model_calls < 1:
             raise ConfigError(f"max_model_calls={max_model_calls}; a turn needs at least one model call.")
         self.max_model_calls = max_model_calls
@@ -54,11 +55,24 @@ class ToolAgent(Agent):
         self._calls_this_turn = 0
         """Counted over the whole turn: answers of external tools do not start a new allowance."""
 
+    def take_tools(self, tools: Sequence[Callable[..., Any]]) -> None:
+        if tools or self._of_episode:
+            self._equip(tools)
+
+    def _equip(self, of_episode: Sequence[Callable[..., Any]]) -> None:
+        """The agent's own tools and those of an episode."""
+        internal = [*self._own, *map(as_tool, of_episode)]
+        self._of_episode = of_episode
+        self.tool_map = _by_name(internal)
+        self.tool_schemas = [tool.schema for tool in (*self.tool_map.values(), *self._external.values())]
+        self._advertised = self.tool_schemas if self._tools_in_prompt and self.tool_schemas else None
+        self._check_tools(len(internal) + self._num_external)
+
     def _check_tools(self, num_given: int) -> None:
         if len({*self.tool_map, *self._external}) != num_given:
             raise ConfigError(
                 f"Two tools share a name: internal {sorted(self.tool_map)}, external {sorted(self._external)}. "
-                "Names must be unique over both scopes."
+                "Names must be unique over both scopes, and over what the env offers."
             )
         if not num_given:
             return
@@ -194,3 +208,7 @@ class ToolAgent(Agent):
             "content": answer.content,
             "is_error": answer.is_error,
         }
+
+
+def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    return {tool.name: tool for tool in tools}

@@ -153,7 +153,13 @@ def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> C
     def make_agent(client: ChatClient) -> Agent:
         context = registry.contexts.make(agent.context, system_prompt=agent.system_prompt, **agent.context_set)
         made: Agent = registry.agents.make(
-            agent.agent, client=client, model=model, ctx=context, parser=parser, chat_template=template, **arguments
+            agent.agent or "agent",
+            client=client,
+            model=model,
+            ctx=context,
+            parser=parser,
+            chat_template=template,
+            **arguments,
         )
         return made
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
+from ludic.cli.play_tools import Toolbox
 from ludic.cli.run_env import find_env, read_lines, read_sample
 from ludic.cli.scripted import reference_or_random, scripted_protocol
 from ludic.cli.settings import read_pair
@@ -105,7 +106,7 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
     for _ in range(max_steps):
         if not env.active_agents:
             break
-        actions = {agent_id: _ask(env, agent_id, shown[agent_id]) for agent_id in env.active_agents}
+        actions = {agent_id: _ask(env, agent_id, shown[agent_id], runner) for agent_id in env.active_agents}
         outcomes = runner.run(env.async_step(actions))
         for agent_id in env.agent_ids:
             outcome = outcome_for(env, agent_id, outcomes)
@@ -117,15 +118,22 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
     _say_goodbye(env, totals, outcomes)
 
 
-def _ask(env: AnyEnv, agent_id: str, obs: str) -> str:
+def _ask(env: AnyEnv, agent_id: str, obs: str, runner: asyncio.Runner) -> str:
     console.print(escape(f"\n{_address(env, agent_id)}{obs}"))
     legal = env.legal_actions(agent_id)
+    toolbox = Toolbox(env.episode_tools(agent_id))
+    if toolbox.usage:
+        console.print(escape(f"Tools: {toolbox.usage}"), style="dim")
     while True:
         text = console.input(
             f"[bold]{escape(agent_id)}>[/bold] " if len(env.agent_ids) > 1 else "[bold]>[/bold] "
         ).strip()
         if text.lower() in ("quit", "exit", "q"):
             raise EOFError
+        answer = runner.run(toolbox.answer(text))
+        if answer is not None:
+            console.print(escape(answer))
+            continue
         chosen = matching_action(text, legal) if text else None
         if chosen is not None:
             return chosen

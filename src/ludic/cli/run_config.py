@@ -94,8 +94,8 @@ class ModelSettings:
 class AgentSettings:
     """How the model plays."""
 
-    agent: str = "agent"
-    """Registered agent (`ludic parts agent`)."""
+    agent: MaybeText = None
+    """Registered agent (`ludic parts agent`). Default: what suits the env, else agent: one model call per turn."""
     agent_set: Arguments = field(default_factory=dict)
     """Argument of the agent; tools are given by name: tools='["calculator"]'."""
     context: str = "full_dialog"
@@ -123,7 +123,7 @@ class AgentSettings:
     @property
     def may_call_tools(self) -> bool:
         """Every agent but the plain one, so its chat template has to read calls."""
-        return self.agent != "agent"
+        return self.agent not in (None, "agent")
 
 
 # --- sections of a training run --------------------------------------------------------------------------------
@@ -328,13 +328,16 @@ MAY_CHANGE_ON_RESUME = frozenset(
 
 
 def resolve_play(config: T, suggested: Suggested) -> T:
-    """What the env suggests, where nothing was said: parser, turns, tokens."""
+    """What the env suggests, where nothing was said: agent, parser, turns, tokens."""
     given = values_of(config)
+    agent_set = suggested.agent_args if given["agent"] is None else {}
     parser_set = suggested.parser_args if given["parser"] is None else {}
     max_tokens = given["max_tokens"] or suggested.max_tokens
     return with_values(
         config,
         {
+            "agent": given["agent"] or suggested.agent,
+            "agent_set": {**agent_set, **given["agent_set"]},
             "parser": given["parser"] or suggested.parser,
             "parser_set": {**parser_set, **given["parser_set"]},
             "max_steps": given["max_steps"] or suggested.max_steps,

@@ -15,7 +15,7 @@ from ludic.cli.run_config import TINY, ModelSettings, RolloutSettings, RunConfig
 from ludic.cli.run_folder import CHECKPOINTS, CONFIG
 from ludic.cli.settings import read_toml, with_values
 from ludic.distributed import SharedWeightsPublisher
-from ludic.inference import HermesToolParser, HFChatTemplate
+from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import SMOLLM2, LoadedModel, best_dtype, load_model
@@ -25,7 +25,7 @@ from ludic.training.durable import problem_with
 from ludic.training.model_files import ADAPTER_WEIGHTS, read_weights
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
 
-TINY_LENGTH = 1024
+TINY_LENGTH = 4096
 
 
 # --- weights ---------------------------------------------------------------------------------------------------
@@ -224,8 +224,9 @@ def use_threads(settings: ModelSettings) -> None:
 
 
 def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate:
-    """The model's own chat template; a model without one cannot play."""
-    return HFChatTemplate(tokenizer, tool_parser=HermesToolParser() if with_tools else None)
+    """The model's own chat template, and its own way of calling tools; a model without a template cannot play."""
+    parser = tool_parser_for(str(tokenizer.chat_template)) if with_tools else None
+    return HFChatTemplate(tokenizer, tool_parser=parser)
 
 
 # --- engines ---------------------------------------------------------------------------------------------------

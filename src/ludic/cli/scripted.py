@@ -3,9 +3,9 @@
 import random
 from collections.abc import Callable
 
-from ludic.agents import Agent
+from ludic.agents import Agent, ToolAgent
 from ludic.context import FullDialog
-from ludic.inference import ByteTemplate, ScriptedClient
+from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.parsers import raw_parser
@@ -44,12 +44,13 @@ def scripted_protocol(env: AnyEnv, choose: Chooser) -> InteractionProtocol:
         def reply(request: TokenCompletionRequest) -> str:
             return choose(env, agent_id)
 
-        return Agent(
+        # An env may bring tools, and only agents that could call them may play it.
+        return ToolAgent(
             client=ScriptedClient(reply),
             model="scripted",
             ctx=FullDialog(),
             parser=raw_parser,
-            chat_template=ByteTemplate(),
+            chat_template=ByteTemplate(tool_parser=HermesToolParser()),
             # A client without a model is not short of tokens.
             reject_incomplete_completions=False,
         )

@@ -146,6 +146,7 @@ async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
             raise _fail(env, f"reset gave {agent_id!r} {opening!r:.120}; expected (observation, info dict).")
         _check_obs(env, agent_id, opening[0])
         _check_info(env, agent_id, opening[1])
+        _check_tools(env, agent_id)
     _check_active(env)
     if not env.active_agents:
         raise _fail(env, "nobody is active after reset.")
@@ -169,6 +170,12 @@ async def _advance(env: LudicEnv[Any, Any, Any], choose: Chooser, rng: random.Ra
 def _check_obs(env: LudicEnv[Any, Any, Any], agent_id: str, obs: Any) -> None:
     if not isinstance(obs, str):
         raise _fail(env, f"the observation of {agent_id!r} is {type(obs).__name__}, not text.")
+
+
+def _check_tools(env: LudicEnv[Any, Any, Any], agent_id: str) -> None:
+    for tool in env.episode_tools(agent_id):
+        if not callable(tool):
+            raise _fail(env, f"episode_tools({agent_id!r}) holds {tool!r:.60}, which cannot be called.")
 
 
 def _check_active(env: LudicEnv[Any, Any, Any]) -> None:

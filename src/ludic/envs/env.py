@@ -10,8 +10,8 @@ one that does I/O overrides the awaitable pair instead.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ludic.types import Info, ResetNeeded, Snapshot, SnapshotUnsupported, StepOutcome
 
@@ -67,6 +67,14 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
 
     def current_obs(self) -> dict[AgentID, Obs]:
         raise NotImplementedError(f"{type(self).__name__} does not offer current_obs.")
+
+    def episode_tools(self, agent_id: AgentID) -> Sequence[Callable[..., Any]]:
+        """Tools of the episode that is running, for this agent: callables with type hints and a docstring.
+
+        For what belongs to the task and not to the player, such as a search over this question's documents. The
+        agent calls them between two actions, as it calls tools of its own; one that cannot call tools cannot play.
+        """
+        return ()
 
     # --- optional offers: people, scripted agents and check_env use them ---
 

@@ -4,7 +4,7 @@ Strict where it can be: a right answer in an unusual notation may be refused, a 
 numbers, units, percentages and words are read here, exactly and without any dependency; everything that takes
 algebra goes to math-verify in a worker process (ludic.envs.math_worker).
 
-    18.0 = 36/2 = $18     decimals, fractions, mixed numbers and 1,000 are exact fractions
+    18.0 = 36/2 = $18     decimals, fractions, mixed numbers, 1,000, 1.8e1 and 18 million are exact fractions
     18 apples = 18        a unit may be missing on one side, but two different units never match
     50% = 0.5, 50% = 50   a percent sign may be missing too, where the bare number could not be a share (above 1)
     0.333 ≠ 1/3           an approximation is not the number
@@ -13,6 +13,7 @@ algebra goes to math-verify in a worker process (ludic.envs.math_worker).
 import asyncio
 import re
 import string
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -59,7 +60,7 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
         return a.word == g.word != ""  # never as algebra: there, east and seat are the same product
     if not (_is_readable(a.body) and _is_readable(g.body)) or _is_set_beside_tuple(a.body, g.body):
         return False
-    return _keep_case(a.latex, g.latex)
+    return _keep_meaning(a.latex, g.latex)
 
 
 # --- reading one side ---------------------------------------------------------------------------------------
@@ -86,8 +87,7 @@ class _Reading:
 
 
 def _read(text: str) -> _Reading:
-    text = _normalise(text)
-    body, unit = _split_unit(text)
+    body, unit = _split_unit(_spelled_out(_normalise(text)))
     wrapped = re.fullmatch(rf"{_TEXT}\{{([^{{}}]*)\}}", body)
     if wrapped:
         body = wrapped[1].strip()
@@ -131,18 +131,24 @@ def _is_set_beside_tuple(a: str, b: str) -> bool:
     return len(kinds) == 2
 
 
-def _keep_case(a: str, b: str) -> tuple[str, str]:
-    r"""Rename R where r occurs too: math-verify ignores case, and would read R^2 - r^2 as zero."""
-    letters = set(re.sub(r"\\[A-Za-z]+", "", a + b)) & set(string.ascii_letters)
-    for upper in sorted(c for c in letters if c.isupper() and c.lower() in letters):
+_COMMAND = r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+"
+
+
+def _keep_meaning(a: str, b: str) -> tuple[str, str]:
+    r"""Letters as math-verify reads them: it ignores case (R^2 - r^2 would be zero), and I is its imaginary unit."""
+    plain = re.sub(_COMMAND, "", a + b)
+    letters = set(plain) & set(string.ascii_letters)
+    for upper in sorted(c for c in letters if c.isupper() and (c.lower() in letters or c == "I")):
         free = next((c for c in "zwvutsqpnmlkjhxyabcfgor" if not {c, c.upper()} & letters), upper)
         letters.add(free)
         a, b = _rename(a, upper, free), _rename(b, upper, free)
+    if re.search(r"_\{?i", plain) is None:  # an index is no imaginary unit
+        a, b = _rename(a, "i", "I"), _rename(b, "i", "I")
     return a, b
 
 
 def _rename(latex: str, letter: str, to: str) -> str:
-    parts = re.split(r"(\\[A-Za-z]+)", latex)  # commands keep their letters
+    parts = re.split(f"({_COMMAND})", latex)  # commands keep their letters
     return "".join(part if part.startswith("\\") else part.replace(letter, to) for part in parts)
 
 
@@ -153,8 +159,11 @@ _SYMBOLS = str.maketrans(
     {
         "−": "-", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "∪": r"\cup ", "°": r"^\circ ",
         "≤": r"\le ", "≥": r"\ge ",
+        **{c: " " + unicodedata.normalize("NFKC", c).replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
+        **{chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)},  # full width
     }
 )  # fmt: skip
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -169,6 +178,9 @@ _REWRITES = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"√\s*(\d+|[A-Za-z])|√\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
+        (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
+        (r"^=", ""),
         (r"\s+", " "),
         (r" ?([^\w\s.,\\]) ?", r"\1"),  # not at a comma: 1, 000 is a list
         (r"\s*\.?\s*$", ""),
@@ -178,13 +190,14 @@ _REWRITES = [
 
 def _normalise(text: str) -> str:
     text = text.translate(_SYMBOLS).strip()
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda raised: f"^{{{raised[0].translate(_RAISED)}}}", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 _INTEGER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)"  # 1,000 is a thousand; 1,2 and 0,123 are no numbers
-_DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
+_DECIMAL = rf"(?:(?:{_INTEGER}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,3}})?)"
 _NUMBER = re.compile(
     rf"""(?P<sign>[+-]?)\s*
     (?:(?P<whole>\d+)\s*(?=\\frac|(?<=\s)\d+/))?           # of a mixed number: 1\frac{{1}}{{2}} or 1 1/2
@@ -194,7 +207,30 @@ _NUMBER = re.compile(
 )
 
 
+_REPEATING = re.compile(r"(?P<sign>-?)(?P<fixed>\d+\.\d*)\\(?:overline|bar)\{(?P<cycle>\d+)\}", re.ASCII)
+_SCALES = {"dozen": 12, "hundred": 100} | {
+    name: 1000**power for power, name in enumerate(("thousand", "million", "billion", "trillion"), start=1)
+}
+_SCALED = re.compile(
+    rf"(?P<before>-?[$€£¥₹]?)(?P<size>{_DECIMAL})\s*(?P<text>\\text\{{)?(?P<scale>{'|'.join(_SCALES)})s?(?![A-Za-z])\s*",
+    re.ASCII,
+)
+
+
+def _spelled_out(text: str) -> str:
+    """1.5 million dollars -> 1500000 dollars."""
+    match = _SCALED.match(text)
+    if match is None:
+        return text
+    value = Fraction(match["size"].replace(",", "")) * _SCALES[match["scale"]]
+    rest = text[match.end() :]
+    rest = rest.removeprefix("}") if rest == "}" else (match["text"] or "") + rest
+    return f"{match['before']}{value} {rest}".strip()
+
+
 def _number(text: str) -> Fraction | None:
+    if repeating := _REPEATING.fullmatch(text):
+        return _endless(repeating)
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -207,6 +243,14 @@ def _number(text: str) -> Fraction | None:
             return None  # 2\frac{3}{2} is no mixed number
         value += int(match["whole"])
     return -value if match["sign"] == "-" else value
+
+
+def _endless(match: re.Match[str]) -> Fraction:
+    r"""0.1\overline{6} = 0.1 + 6/90."""
+    fixed, cycle = match["fixed"], match["cycle"]
+    num_decimals = len(fixed.partition(".")[2])
+    value = Fraction(fixed) + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10**num_decimals)
+    return -value if match["sign"] else value
 
 
 def _fraction_parts(match: re.Match[str]) -> tuple[str | None, str | None]:
@@ -222,6 +266,7 @@ _UNITS = {
         "inch inche in", "foot feet ft", "yard yd", "mile mi", "g gram", "kg kilogram", "pound lb", "ounce oz",
         "second sec s", "minute min", "hour hr h", "day", "week", "month", "year", "liter litre l",
         "ml milliliter millilitre", r"degree deg ^\circ ^{\circ}", "dollar usd $", "euro €", "cent ¢", "sterling £",
+        "yen ¥", "rupee ₹",
         "% percent percentage", "mph", "unit", "per", "of",
     )
     for alias in names.split()
@@ -238,8 +283,8 @@ _NOT_NOUNS = """
 _NOT_UNITS = frozenset(_NOT_NOUNS.split())
 """Words that change the number they follow, or that begin another one."""
 _TAIL = re.compile(
-    rf"""(?P<body>.*[\d.)}}])
-    (?: \s*(?P<sign>\^\\circ|\^\{{\\circ\}}|[%$€£¢])
+    rf"""(?P<body>.*(?:[\d.)}}]|\\pi\ ?))
+    (?: \s*(?P<sign>\^\\circ|\^\{{\\circ\}}|[%$€£¢¥₹])
       | \s*{_TEXT}\{{(?P<text>[A-Za-z ./]+)\}}(?:\s*\^\{{?(?P<text_power>[23])\}}?)?
       | (?P<gap>\s*)(?P<bare>[A-Za-z]{{2}}[A-Za-z ./]*)(?:\^\{{?(?P<bare_power>[23])\}}?)? )""",
     re.VERBOSE,
@@ -250,8 +295,11 @@ def _split_unit(text: str) -> tuple[str, str]:
     """Body and canonical unit. What is not surely a unit stays in the body: in 3m, m is a variable."""
     if based := re.fullmatch(r"(\d[\dA-Z]*)\s*_\s*\{?(\d+)\}?", text):
         return based[1], f"base {based[2]}"
-    if priced := re.fullmatch(r"(-?)\s*([$€£])\s*(.+)", text):
-        return priced[1] + priced[3], _UNITS[priced[2]]
+    if priced := re.fullmatch(r"(-?)\s*([$€£¥₹])\s*(.+)", text):
+        money, (body, rest) = _UNITS[priced[2]], _split_unit(priced[3])
+        if rest == "%":
+            return priced[1] + priced[3], money
+        return priced[1] + body, money if rest in ("", money) else f"{money} {rest}"  # $5 dollars, $5 per hour
     tail = _TAIL.fullmatch(text)
     if tail is None:
         return text, ""

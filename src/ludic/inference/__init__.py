@@ -16,6 +16,7 @@ from ludic.inference.tool_parser import (
     ToolParseResult,
     XMLToolParser,
     make_tool_call,
+    tool_parser_for,
 )
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.types import (
@@ -38,4 +39,5 @@ __all__ = [
     "ChatTemplate", "TemplateResult", "HFChatTemplate", "ByteTemplate", "Conversation", "Prompt", "ScriptedClient",
     "VLLMChatClient", "OpenAIChatClient",
     "ToolParser", "ToolParseResult", "HermesToolParser", "Llama3ToolParser", "XMLToolParser", "make_tool_call",
+    "tool_parser_for",
 ]  # fmt: skip

@@ -148,3 +148,10 @@ class XMLToolParser:
         if self._OPENING.search(outside):
             found.broken = True
         return found.result(self._WRAPPER.sub("", outside).strip())
+
+
+def tool_parser_for(chat_template: str) -> ToolParser:
+    """The parser of the dialect that a chat template teaches; Hermes where it shows none of the others' marks."""
+    if "<function=" in chat_template or "<invoke name=" in chat_template:
+        return XMLToolParser()
+    return Llama3ToolParser() if "<|python_tag|>" in chat_template else HermesToolParser()

@@ -77,7 +77,7 @@ class MultiAgentProtocol(InteractionProtocol):
         seated: list[Seat] = []
         try:
             for seat, (obs, info) in zip(seats, openings, strict=True):
-                seat.sit_down(obs, info, env.suggested_sysprompt)
+                seat.sit_down(obs, info, env)
                 seated.append(seat)
             stop = await self._play(env, seats, max_steps)
             for seat in seats:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludic.agents import Agent, AgentActStep
-from ludic.interaction.base import ToolAnswers, merge_step_info, split_parser_reward
+from ludic.interaction.base import AnyEnv, ToolAnswers, merge_step_info, split_parser_reward
 from ludic.interaction.collector import TraceCollector
 from ludic.types import (
     AgentStep,
@@ -113,12 +113,13 @@ class Seat:
 
     # --- the episode begins ---
 
-    def sit_down(self, obs: Observation, info: Info, system_prompt: str | None) -> None:
-        """A context's own system prompt goes before the env's suggestion."""
+    def sit_down(self, obs: Observation, info: Info, env: AnyEnv) -> None:
+        """The env has been reset. A context's own system prompt goes before the env's suggestion."""
+        self.agent.take_tools(env.episode_tools(self.agent_id))
         self.agent.sit_down()
         self.agent.allow_tokens(self._max_tokens)
         own = self.agent.ctx.default_system_prompt
-        self.agent.reset(system_prompt if own is None else own)
+        self.agent.reset(env.suggested_sysprompt if own is None else own)
         self._unseen = [obs]
         self._unseen_info = info
 

@@ -66,7 +66,7 @@ class SingleAgentProtocol(InteractionProtocol):
             max_tokens=self.max_tokens,
         )
         opening = await env.async_reset(seed=env_seed)
-        seat.sit_down(*opening_for(env, seat.agent_id, opening), env.suggested_sysprompt)
+        seat.sit_down(*opening_for(env, seat.agent_id, opening), env)
         try:
             seat.leave(await self._play(env, seat, max_steps))
         finally:

@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
+# Tools are listed in front, and their results stand in the place of a user's message: no role, and so no token, of their own.
 _TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|> {% endfor %}"
+    "{% if tools %}<|system|> Tools: {{ tools | tojson }} <|end|> {% endif %}"
+    "{% for message in messages %}<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|> {{ message['content'] }}"
+    "{% for call in message['tool_calls'] or () %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    " <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
 _SPECIAL = ("<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

@@ -81,7 +81,7 @@ def type_and_schema(parameter: inspect.Parameter, fn: Any, tool_name: str) -> tu
             return Any, {"type": "string"}
         if parameter.default is None:
             kind = kind | None  # `limit: int = None` is often written, and models send null for it
-        return kind, _inlined(msgspec.json.schema(kind)) or {"type": "string"}
+        return kind, inlined(msgspec.json.schema(kind)) or {"type": "string"}
     except Exception as error:
         raise ConfigError(
             f"Tool {tool_name!r}: the type of {str(parameter)!r} cannot be read from JSON ({error}). Use str, int, "
@@ -112,7 +112,7 @@ def default_of(value: Any) -> dict[str, Any]:
         return {}
 
 
-def _inlined(
+def inlined(
     schema: dict[str, Any], defs: Mapping[str, Any] | None = None, inside: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The schema without references, which chat templates print but do not follow.
@@ -125,17 +125,17 @@ def _inlined(
         name = schema["$ref"].rpartition("/")[2]
         if name in inside:
             return {"type": "object"}
-        result = _inlined(defs[name], defs, (*inside, name))
+        result = inlined(defs[name], defs, (*inside, name))
     for key, value in schema.items():
         match key:
             case "$ref" | "$defs" | "title":
                 continue
             case "properties":
-                result[key] = {name: _inlined(sub, defs, inside) for name, sub in value.items()}
+                result[key] = {name: inlined(sub, defs, inside) for name, sub in value.items()}
             case "anyOf" | "prefixItems":
-                result[key] = [_inlined(sub, defs, inside) for sub in value]
+                result[key] = [inlined(sub, defs, inside) for sub in value]
             case "items" | "additionalProperties" if isinstance(value, dict):
-                result[key] = _inlined(value, defs, inside)
+                result[key] = inlined(value, defs, inside)
             case _:
                 result[key] = value
     if "enum" in result and "type" not in result:  # some chat templates print the type of every parameter

@@ -329,6 +329,6 @@ def test_the_schema_is_a_copy_and_a_tool_is_itself():
 
 @pytest.mark.parametrize("name", registry.tools.list())
 def test_every_registered_tool_has_a_described_schema(name):
-    function = tool_schema(registry.tools.make(name))["function"]
+    function = tool_schema(registry.tools.make(name, **registry.tools.spec(name).example))["function"]
     assert function["description"] != f"Call the tool {name}."
     assert all(prop.get("description") for prop in function["parameters"]["properties"].values())

@@ -1,0 +1,33 @@
+"""`ReToolAgent`: think, run code, read its output, and answer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ludic.agents.react_agent import ReActAgent
+from ludic.agents.tool_agent import ToolLike
+from ludic.tools.python_tool import python
+
+
+class ReToolAgent(ReActAgent):
+    """ReAct with a Python sandbox as its tool: at most `max_react_steps` model calls, so one fewer runs of code.
+
+    `interpreter` is the tool that runs code; `ludic.tools.python_tool.python_tool(…)` makes one with other limits.
+    """
+
+    name = "retool_agent"
+
+    def __init__(
+        self,
+        *,
+        interpreter: ToolLike = python,
+        tools: Sequence[ToolLike] | None = None,
+        max_react_steps: int = 8,
+        final_answer_prompt: str = "You cannot run any more code. Give your final answer now.",
+        **agent_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            tools=[interpreter, *(tools or ())],
+            max_react_steps=max_react_steps,
+            final_answer_prompt=final_answer_prompt,
+            **agent_kwargs,
+        )

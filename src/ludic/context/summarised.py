@@ -1,0 +1,52 @@
+"""A dialogue that can be folded: what lies behind becomes a summary, so that an episode may be longer than any prompt."""
+
+from ludic.context.base import ContextStrategy
+from ludic.types import ConfigError, Info, Message, Observation
+
+
+class SummarisedDialog(ContextStrategy):
+    """Everything is shown, until an agent that writes summaries (GameBoyAgent) folds it into one.
+
+    It says when it is time (`is_full`) and does the folding (`fold`); the words are the agent's. Folding rewrites
+    history, so a new token segment starts with it; between two of them the prompt only grows.
+    """
+
+    rewrites_history = True
+
+    def __init__(self, system_prompt: str | None = None, *, max_turns: int = 16) -> None:
+        if max_turns < 1:
+            raise ConfigError(f"SummarisedDialog(max_turns={max_turns}): it must hold at least one turn.")
+        self.max_turns = max_turns
+        self._num_turns = 0
+        self._newest: Observation = ""
+        super().__init__(system_prompt)
+
+    @property
+    def is_full(self) -> bool:
+        """More turns than `max_turns` have been shown since the last fold."""
+        return self._num_turns > self.max_turns
+
+    def reset(self, *, system_prompt: str | None = None) -> None:
+        self._num_turns = 0
+        super().reset(system_prompt=system_prompt)
+
+    def on_env_reset(self, obs: Observation, info: Info) -> None:
+        super().on_env_reset(obs, info)
+        self._observed(obs)
+
+    def on_after_step(self, obs: Observation, info: Info) -> None:
+        super().on_after_step(obs, info)
+        self._observed(obs)
+
+    def _observed(self, obs: Observation) -> None:
+        self._newest = obs
+        self._num_turns += 1
+
+    def on_before_act(self) -> list[Message]:
+        return list(self._messages)
+
+    def fold(self, summary: str) -> None:
+        """Forget all but the system prompt and the newest observation; the summary stands before it."""
+        self._messages = [message for message in self._messages[:1] if message["role"] == "system"]
+        self._append({"role": "user", "content": f"{summary}\n\n{self._newest}"})
+        self._num_turns = 1

@@ -1,0 +1,157 @@
+"""`CodeExecEnv`: the agent hands in a program, tests in a sandbox decide."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.envs.code_exec.adapters import Sample, TestAdapter
+from ludic.envs.code_exec.cases import BatchTestResult, compute_hash
+from ludic.envs.code_exec.config import CodeExecConfig, as_config
+from ludic.envs.code_exec.feedback import observation
+from ludic.envs.code_exec.runner import CodeRunner
+from ludic.envs.code_exec.verifiers import OutputVerifier
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.sandbox import RunStatus, SandboxError, SandboxPool, shared_pool
+from ludic.types import ConfigError, Info, Observation, StepOutcome
+
+_NOT_CACHED = (RunStatus.SANDBOX_ERROR, RunStatus.TIMEOUT)
+"""The first says nothing about the program, and the second may be the fault of a busy machine."""
+
+
+class CodeExecEnv(SingleAgentEnv):
+    """One programming problem. The action is the code; an agent may have several attempts.
+
+    Without a `sandbox_pool` it takes the one of the process (`ludic.sandbox.shared_pool`). When the sandbox itself fails
+    the step raises SandboxError: the episode failed, and says nothing about the agent.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        test_adapter: TestAdapter,
+        sandbox_pool: SandboxPool | None = None,
+        code_runner: CodeRunner | None = None,
+        verifier: OutputVerifier | None = None,
+        config: CodeExecConfig | Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sample = sample
+        self.config = as_config(config)
+        self.problem_id = test_adapter.get_problem_id(sample)
+        self.tests = tuple(test_adapter.get_tests(sample)[: self.config.max_tests])
+        if not self.tests:
+            raise ConfigError(f"Problem {self.problem_id} has no tests, so no program could pass them.")
+        self.last_result: BatchTestResult | None = None
+        """Of the last attempt: times and outputs, which differ from run to run and so are not in the info."""
+        self._adapter = test_adapter
+        self._pool = sandbox_pool
+        self._runner = code_runner or test_adapter.get_runner(self.config)
+        self._verifier = verifier or test_adapter.verifier
+        self._prompt = test_adapter.get_prompt(sample)
+        self._system_prompt = system_prompt if system_prompt is not None else test_adapter.system_prompt
+        self._tests_hash = test_adapter.hash_tests(self.tests)
+        self._num_attempts = 0
+        self._obs = ""
+        self.full_reward = None if test_adapter.get_reference(sample) is None else 1.0
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        return self._system_prompt
+
+    def reference_action(self, agent_id: str) -> str | None:
+        return self._adapter.get_reference(self.sample)
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
+        self._num_attempts = 0
+        self.last_result = None
+        self._obs = self._prompt
+        return self._prompt, {"problem_id": self.problem_id}
+
+    def env_current_obs(self) -> Observation:
+        return self._obs
+
+    async def async_env_step(self, action: str) -> StepOutcome:
+        self._num_attempts += 1
+        code = action.strip("\n")
+        program = self._adapter.get_program(self.sample, code)
+        result = await self._graded(program) if code.strip() else None
+        self.last_result = result
+        passed = result is not None and result.all_passed
+        is_over = passed or self._num_attempts >= self.config.max_attempts
+        self._obs = observation(
+            result,
+            self.config,
+            attempts_left=self.config.max_attempts - self._num_attempts,
+            lines_before=program[: program.rfind(code)].count("\n"),
+        )
+        # Only the last attempt is paid: what counts is what the agent hands in in the end.
+        reward = self._reward(result) if is_over else 0.0
+        return StepOutcome(self._obs, reward, terminated=is_over, info=self._info(result))
+
+    def _reward(self, result: BatchTestResult | None) -> float:
+        if result is None or result.compile_failed:
+            return self.config.compile_failure_reward
+        if result.all_passed:
+            return 1.0
+        return result.pass_rate if self.config.partial_credit else 0.0
+
+    # --- grading ---
+
+    async def _graded(self, program: str) -> BatchTestResult:
+        pool = self._pool if self._pool is not None else await shared_pool()
+        code_hash, grading_hash = compute_hash(program), self._grading_hash(pool)
+        cached = pool.get_cached(code_hash, grading_hash) if self.config.use_cache else None
+        if isinstance(cached, BatchTestResult):
+            return cached
+        result = await self._run(pool, program)
+        broken = next((r for r in result.results if r.execution.run_status is RunStatus.SANDBOX_ERROR), None)
+        if broken is not None:
+            raise SandboxError(f"The sandbox failed on problem {self.problem_id}: {broken.execution.detail}")
+        if self.config.use_cache and all(r.execution.run_status not in _NOT_CACHED for r in result.results):
+            pool.put_cached(code_hash, grading_hash, result)
+        return result
+
+    async def _run(self, pool: SandboxPool, program: str) -> BatchTestResult:
+        sandbox = await pool.checkout()
+        try:
+            return await self._runner.run_tests(
+                sandbox,
+                program,
+                self.tests,
+                verifier=self._verifier,
+                stop_on_first_failure=self.config.stops_early,
+                compile_first=self.config.compile_first,
+            )
+        finally:
+            await pool.release(sandbox)
+
+    def _grading_hash(self, pool: SandboxPool) -> str:
+        """The tests, and everything else that a result depends on: one pool may serve envs of several settings."""
+        how = (self._runner, self._verifier, self.config.stops_early, self.config.compile_first, pool.python_version)
+        return compute_hash(f"{self._tests_hash} {how!r}")
+
+    def _info(self, result: BatchTestResult | None) -> Info:
+        info: Info = {
+            "problem_id": self.problem_id,
+            "attempt": self._num_attempts,
+            "tests_hash": self._tests_hash,
+            "total": len(self.tests),
+            "compile_failed": result is None or result.compile_failed,
+            "all_passed": result is not None and result.all_passed,
+            "correct": result is not None and result.all_passed,
+            "passed": 0,
+            "pass_rate": 0.0,
+        }
+        if result is None:
+            return info
+        return {
+            **info,
+            "code_hash": result.code_hash,
+            "passed": result.passed_count,
+            "pass_rate": result.pass_rate,
+            "tests": [
+                {"id": r.test_case.id, "passed": r.passed, "status": str(r.execution.run_status)}
+                for r in result.results
+            ],
+        }

@@ -1,0 +1,66 @@
+"""The tasks that are registered by name: a dataset's adapter and a sample make an env."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.envs.code_exec.adapters import ProgramTestAdapter, Sample, TestAdapter
+from ludic.envs.code_exec.apps import APPSTestAdapter
+from ludic.envs.code_exec.config import CodeExecConfig
+from ludic.envs.code_exec.env import CodeExecEnv
+from ludic.envs.code_exec.humaneval import HumanEvalTestAdapter
+from ludic.envs.code_exec.mbpp import MBPPTestAdapter
+from ludic.sandbox import SandboxPool
+
+Config = CodeExecConfig | Mapping[str, Any] | None
+
+
+class ProgrammingEnv(CodeExecEnv):
+    """Write a program that reads stdin and passes the tests of your own sample."""
+
+    def __init__(
+        self, sample: Sample, *, test_adapter: TestAdapter | None = None, sandbox_pool: SandboxPool | None = None,
+        config: Config = None, system_prompt: str | None = None,
+    ) -> None:  # fmt: skip
+        adapter = test_adapter or ProgramTestAdapter()
+        super().__init__(
+            sample, test_adapter=adapter, sandbox_pool=sandbox_pool, config=config, system_prompt=system_prompt
+        )
+
+
+class APPSEnv(CodeExecEnv):
+    """APPS: write a program that reads stdin, for a problem of a programming contest."""
+
+    def __init__(
+        self, sample: Sample, *, sandbox_pool: SandboxPool | None = None, config: Config = None,
+        system_prompt: str | None = None,
+    ) -> None:  # fmt: skip
+        adapter = APPSTestAdapter()
+        super().__init__(
+            sample, test_adapter=adapter, sandbox_pool=sandbox_pool, config=config, system_prompt=system_prompt
+        )
+
+
+class HumanEvalEnv(CodeExecEnv):
+    """HumanEval: complete a Python function from its docstring."""
+
+    def __init__(
+        self, sample: Sample, *, sandbox_pool: SandboxPool | None = None, config: Config = None,
+        system_prompt: str | None = None,
+    ) -> None:  # fmt: skip
+        adapter = HumanEvalTestAdapter()
+        super().__init__(
+            sample, test_adapter=adapter, sandbox_pool=sandbox_pool, config=config, system_prompt=system_prompt
+        )
+
+
+class MBPPEnv(CodeExecEnv):
+    """MBPP: write a short Python function from a sentence and an example."""
+
+    def __init__(
+        self, sample: Sample, *, num_shown_tests: int = 1, sandbox_pool: SandboxPool | None = None,
+        config: Config = None, system_prompt: str | None = None,
+    ) -> None:  # fmt: skip
+        adapter = MBPPTestAdapter(num_shown_tests)
+        super().__init__(
+            sample, test_adapter=adapter, sandbox_pool=sandbox_pool, config=config, system_prompt=system_prompt
+        )

@@ -1,0 +1,161 @@
+"""Choosing a backend: which there are, which work here, and a started pool of one."""
+
+import os
+import sys
+from enum import StrEnum
+from typing import Any
+
+from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, bubblewrap_problem
+from ludic.sandbox.containers import (
+    DockerSandboxConfig,
+    DockerSandboxPool,
+    PodmanConfig,
+    PodmanSandboxPool,
+    engine_problem,
+)
+from ludic.sandbox.plain import SubprocessConfig, SubprocessSandboxPool
+from ludic.sandbox.pool import BaseSandboxPool
+from ludic.types import ConfigError, UnknownName
+
+
+class SandboxBackend(StrEnum):
+    """What can stand between a program and the host."""
+
+    AUTO = "auto"  # the first that works of bubblewrap and the container engines
+    BUBBLEWRAP = "bubblewrap"
+    DOCKER = "docker"
+    PODMAN = "podman"
+    PODMAN_HPC = "podman-hpc"
+    SINGULARITY = "singularity"  # not built
+    SUBPROCESS = "subprocess"  # nothing at all: must be asked for by name
+
+
+def _order() -> list[SandboxBackend]:
+    """On Slurm clusters users have no docker; elsewhere podman is the rarer one."""
+    engines = [SandboxBackend.DOCKER, SandboxBackend.PODMAN, SandboxBackend.PODMAN_HPC]
+    if "SLURM_JOB_ID" in os.environ:
+        engines.reverse()
+    return [SandboxBackend.BUBBLEWRAP, *engines]
+
+
+def backend_problem(backend: SandboxBackend | str) -> str:
+    """Why the backend cannot be used here; empty when it can."""
+    match _named(backend):
+        case SandboxBackend.BUBBLEWRAP:
+            return bubblewrap_problem()
+        case SandboxBackend.DOCKER:
+            return engine_problem("docker")
+        case SandboxBackend.PODMAN:
+            return engine_problem("podman")
+        case SandboxBackend.PODMAN_HPC:
+            return engine_problem("podman-hpc")
+        case SandboxBackend.SINGULARITY:
+            return "it is not built yet."
+        case SandboxBackend.SUBPROCESS | SandboxBackend.AUTO:
+            return ""
+
+
+def is_bubblewrap_available() -> bool:
+    return not backend_problem(SandboxBackend.BUBBLEWRAP)
+
+
+def is_docker_available() -> bool:
+    return not backend_problem(SandboxBackend.DOCKER)
+
+
+def is_podman_available() -> bool:
+    return not backend_problem(SandboxBackend.PODMAN)
+
+
+def is_podman_hpc_available() -> bool:
+    return not backend_problem(SandboxBackend.PODMAN_HPC)
+
+
+def get_backend_info() -> dict[str, str]:
+    """Each backend, and "available" or why not."""
+    real = [backend for backend in SandboxBackend if backend is not SandboxBackend.AUTO]
+    return {backend.value: backend_problem(backend) or "available" for backend in real}
+
+
+def detect_available_backend() -> SandboxBackend:
+    """The first backend that works here; RuntimeError when none does. Never the plain subprocess."""
+    problems = []
+    for backend in _order():
+        problem = backend_problem(backend)
+        if not problem:
+            return backend
+        problems.append(f"  {backend.value}: {problem}")
+    raise RuntimeError(
+        "No sandbox backend works here.\n"
+        + "\n".join(problems)
+        + "\nInstall bubblewrap (apt install bubblewrap), or start docker. backend='subprocess' runs programs without any "
+        "isolation; ask for it only if you would run them yourself."
+    )
+
+
+async def create_sandbox_pool(
+    *,
+    n_workers: int = 4,
+    backend: SandboxBackend | str = SandboxBackend.AUTO,
+    python_version: str = "auto",
+    cache_size: int = 10_000,
+    max_concurrent_ops: int = 8,
+    config: BubblewrapConfig | DockerSandboxConfig | PodmanConfig | SubprocessConfig | None = None,
+    **pool_settings: Any,
+) -> BaseSandboxPool:
+    """A started pool. `config` is that of the backend; `pool_settings` are the rest of BaseSandboxPool's.
+
+    `python_version`: like "3.12". "auto" is this Python's version where the backend has it.
+    """
+    chosen = _named(backend)
+    if chosen is SandboxBackend.AUTO:
+        chosen = detect_available_backend()
+    settings = {
+        "n_workers": n_workers,
+        "cache_size": cache_size,
+        "max_concurrent_ops": max_concurrent_ops,
+        **pool_settings,
+    }
+    pool = _pool(chosen, config, python_version, settings)
+    await pool.start()
+    return pool
+
+
+def _pool(chosen: SandboxBackend, config: Any, version: str, settings: dict[str, Any]) -> BaseSandboxPool:
+    given = {} if version == "auto" else {"python": version}
+    in_image = {
+        "python_version": f"{sys.version_info.major}.{sys.version_info.minor}" if version == "auto" else version
+    }
+    match chosen:
+        case SandboxBackend.BUBBLEWRAP:
+            return BubblewrapSandboxPool(_checked(config, BubblewrapConfig, given), **settings)
+        case SandboxBackend.SUBPROCESS:
+            return SubprocessSandboxPool(_checked(config, SubprocessConfig, given), **settings)
+        case SandboxBackend.DOCKER:
+            return DockerSandboxPool(_checked(config, DockerSandboxConfig, in_image), **settings)
+        case SandboxBackend.PODMAN:
+            return PodmanSandboxPool(_checked(config, PodmanConfig, in_image), engine="podman", **settings)
+        case SandboxBackend.PODMAN_HPC:
+            return PodmanSandboxPool(_checked(config, PodmanConfig, in_image), engine="podman-hpc", **settings)
+        case _:
+            raise ConfigError(f"The {chosen.value} backend is not built yet. Use {_names(_order())}.")
+
+
+def _checked(config: Any, kind: type[Any], given: dict[str, str]) -> Any:
+    """The given config, or one made of the version. A config says the version itself."""
+    if config is None:
+        return kind(**given)
+    if not isinstance(config, kind):
+        raise ConfigError(f"This backend takes a {kind.__name__}, but config is a {type(config).__name__}.")
+    return config
+
+
+def _named(backend: SandboxBackend | str) -> SandboxBackend:
+    try:
+        return SandboxBackend(backend)
+    except ValueError:
+        raise UnknownName.among("sandbox backend", str(backend), [one.value for one in SandboxBackend]) from None
+
+
+def _names(backends: list[SandboxBackend]) -> str:
+    return ", ".join(backend.value for backend in backends)

@@ -1,0 +1,314 @@
+"""Bubblewrap: Linux namespaces without a daemon, the default backend. What it isolates: docs/sandbox.md.
+
+A cell is a process tree with its own user, process, network, IPC and host name spaces, a read-only view of /usr, and one
+writable folder in memory. As root the tree first becomes a user of its own, so that the program is nobody on the host
+either; where the kernel lets us, its memory is limited as a whole (ludic.sandbox.cgroup).
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ludic.sandbox import seccomp
+from ludic.sandbox.cell import Cell, start_cell, supervisor_command
+from ludic.sandbox.cgroup import MemoryGroups, memory_groups
+from ludic.sandbox.interface import Bind, SandboxError
+from ludic.sandbox.interpreter import find_interpreter
+from ludic.sandbox.limits import MB, SandboxLimits
+from ludic.sandbox.pool import BaseSandboxPool
+from ludic.sandbox.process import readable
+from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic.types import ConfigError
+
+_INSIDE_ID = "65534"
+_WORKSPACE = "/tmp"
+_IDENTIFY_S = 10.0
+"""bwrap says the number of its child at once, or never."""
+_OLDEST = (0, 8)
+"""--disable-userns and --size."""
+_STAGE = Path("/run/ludic-sandbox")
+"""Root only: binds are first put below this folder, in a mount namespace of the cell, where its user can reach them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BubblewrapConfig:
+    """Settings of the bubblewrap backend."""
+
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    python: str = "auto"
+    """A version, the path of an interpreter, or "auto"; see `find_interpreter`."""
+    binds: tuple[Bind, ...] = ()
+    """What every program sees of the host besides /usr; packages, for instance (name them in PYTHONPATH)."""
+    uid: int = 64_999
+    """The user that programs become when we are root. Nobody else should use it."""
+
+
+class BubblewrapLauncher:
+    """Starts cells under bwrap."""
+
+    def __init__(self, config: BubblewrapConfig) -> None:
+        require_bubblewrap()
+        self._config = config
+        self._interpreter = find_interpreter(config.python)
+        self._groups: MemoryGroups | None = memory_groups()
+
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
+        binds = [*self._interpreter_binds(), *self._config.binds, *binds]
+        _check_binds(binds)
+        status_r, status_w = os.pipe()
+        enclosure = NamespaceEnclosure(status_r, self._groups)
+        filter_fd = _filled_pipe(seccomp.program()) if seccomp.is_supported() else None
+        passed = [fd for fd in (status_w, filter_fd) if fd is not None]
+        try:
+            cell = await start_cell(
+                [
+                    *_as_other_user(self._uid, enclosure.procs, binds),
+                    *bubblewrap_command(limits, _reachable(binds, self._uid), status_fd=status_w, filter_fd=filter_fd),
+                    self._interpreter.path,
+                    *supervisor_command(),
+                ],
+                env={},  # process 1 inside would show it
+                enclosure=enclosure,
+                workspace=_WORKSPACE,
+                stdin_owner=self._uid,
+                pass_fds=passed,
+            )
+        except BaseException:
+            enclosure.abandon()
+            raise
+        finally:
+            for fd in passed:
+                os.close(fd)
+        await cell.ready()
+        return cell
+
+    async def close(self) -> None:
+        if self._groups:
+            await self._groups.remove_all()
+
+    @property
+    def _uid(self) -> int | None:
+        return self._config.uid if os.geteuid() == 0 else None
+
+    def _interpreter_binds(self) -> list[Bind]:
+        if self._interpreter.is_part_of_the_system:
+            return []
+        return [Bind(source=self._interpreter.prefix, target=self._interpreter.prefix)]
+
+
+class NamespaceEnclosure:
+    """A process namespace, ended through its process 1, and a memory group where there are any."""
+
+    def __init__(self, status_fd: int, groups: MemoryGroups | None) -> None:
+        self._status_fd: int | None = status_fd
+        self._leader: int | None = None
+        """A pidfd of process 1 inside."""
+        self._groups = groups
+        self._group = groups.lend() if groups else None
+        self._memory: tuple[int | None, bool] = (None, False)
+
+    @property
+    def procs(self) -> Path | None:
+        return self._group.procs if self._group else None
+
+    def begin(self, limit_bytes: int) -> None:
+        if self._group:
+            self._group.begin(limit_bytes)
+
+    async def identify(self) -> None:
+        # Done while process 1 certainly lives, since its number may be another's afterwards.
+        status_fd, self._status_fd = self._status_fd, None
+        if status_fd is None:
+            return
+        try:
+            async with asyncio.timeout(_IDENTIFY_S):
+                await readable(status_fd)
+            self._leader = _leader(os.read(status_fd, 4096))
+        except (TimeoutError, ProcessLookupError):
+            pass  # bwrap hangs, or its child is gone: there is nobody to end but bwrap
+        finally:
+            os.close(status_fd)
+
+    async def end(self) -> None:
+        # Also in the middle of the start: bwrap alone, killed before it has let its child go on, would leave that child
+        # waiting for ever. So the child's number is waited for, and the child goes first.
+        await self.identify()
+        leader, self._leader = self._leader, None
+        try:
+            if leader is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(leader, signal.SIGKILL)
+                await readable(leader)
+        finally:
+            if leader is not None:
+                os.close(leader)
+            self._give_group_back()
+
+    def abandon(self) -> None:
+        """Nothing was started."""
+        if self._status_fd is not None:
+            os.close(self._status_fd)
+        self._status_fd = None
+        self._give_group_back()
+
+    def memory(self) -> tuple[int | None, bool]:
+        return self._memory
+
+    def _give_group_back(self) -> None:
+        group, self._group = self._group, None
+        if group and self._groups:
+            self._memory = group.read()
+            self._groups.give_back(group)
+
+
+class BubblewrapSandboxPool(BaseSandboxPool):
+    """Sandboxes under bubblewrap."""
+
+    def __init__(self, config: BubblewrapConfig | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._config = config or BubblewrapConfig()
+        self._launcher = BubblewrapLauncher(self._config)
+
+    async def _make_sandbox(self) -> ProcessSandbox:
+        return ProcessSandbox(self._launcher, self._config.limits)
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        await self._launcher.close()
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def bubblewrap_command(
+    limits: SandboxLimits, binds: Sequence[Bind], *, status_fd: int, filter_fd: int | None
+) -> list[str]:
+    """bwrap and its arguments, up to the program."""
+    command = f"""
+        {shutil.which("bwrap")} --unshare-all --unshare-user --disable-userns --assert-userns-disabled
+        --die-with-parent --new-session --as-pid-1 --cap-drop ALL --uid {_INSIDE_ID} --gid {_INSIDE_ID} --hostname sandbox
+        --ro-bind /usr /usr --ro-bind-try /etc/alternatives /etc/alternatives
+        --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache
+        --proc /proc --dev /dev --remount-ro /dev
+        --size {limits.workspace_mb * MB} --perms 1777 --tmpfs {_WORKSPACE}
+    """.split()
+    for folder in ("bin", "sbin", "lib", "lib32", "lib64"):
+        path = Path("/", folder)
+        if path.is_symlink():
+            command += ["--symlink", os.readlink(path), str(path)]
+        elif path.exists():
+            command += ["--ro-bind", str(path), str(path)]
+    for bind in binds:
+        command += ["--bind" if bind.writable else "--ro-bind", bind.source, bind.target]
+    command += ["--remount-ro", "/", "--chdir", _WORKSPACE, "--clearenv"]
+    for name, value in BASE_ENV.items():
+        command += ["--setenv", name, value]
+    command += ["--json-status-fd", str(status_fd)]
+    if filter_fd is not None:
+        command += ["--seccomp", str(filter_fd)]
+    return [*command, "--"]
+
+
+def _as_other_user(uid: int | None, procs: Path | None, binds: Sequence[Bind]) -> list[str]:
+    """What stands before bwrap when we are root: join the memory group, put binds within reach, become the user."""
+    if uid is None:
+        return []
+    steps = [f"echo 0 > {procs}"] if procs else []
+    if binds:
+        _STAGE.mkdir(exist_ok=True)
+        steps.append(f"mount -t tmpfs -o mode=755,size=1m none {_STAGE}")
+    for bind, staged in zip(binds, _reachable(binds, uid), strict=True):
+        make = "mkdir" if Path(bind.source).is_dir() else "touch"
+        steps.append(f"{make} {staged.source} && mount --bind {shlex.quote(bind.source)} {staged.source}")
+    steps.append('exec "$@"')
+    become = [_tool("setpriv"), "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--"]
+    private = [_tool("unshare"), "--mount", "--propagation", "private", "--"] if binds else []
+    return [*private, "/bin/sh", "-ec", "\n".join(steps), "sh", *become]
+
+
+def _reachable(binds: Sequence[Bind], uid: int | None) -> list[Bind]:
+    """The binds as bwrap finds them: as they are, or where root has staged them for the other user."""
+    if uid is None:
+        return list(binds)
+    return [replace(bind, source=str(_STAGE / str(number))) for number, bind in enumerate(binds)]
+
+
+def _check_binds(binds: Sequence[Bind]) -> None:
+    for bind in binds:
+        if not Path(bind.source).exists():
+            raise ConfigError(f"Cannot show {bind.source} to a sandboxed program: there is no such file or folder.")
+        if not Path(bind.target).is_absolute():
+            raise ConfigError(f"Bind.target={bind.target!r}, but it must be an absolute path inside the sandbox.")
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise SandboxError(
+            f"{name} (of util-linux) is not installed; the bubblewrap backend needs it when run as root."
+        )
+    return found
+
+
+def _leader(status: bytes) -> int | None:
+    """A pidfd of process 1 inside. bwrap writes its JSON in pieces, this number first; nothing, if it gave up before."""
+    found = re.search(rb'"child-pid": (\d+)', status)
+    return os.pidfd_open(int(found[1])) if found else None
+
+
+def _filled_pipe(content: bytes) -> int:
+    """The end to read `content` from; it fits a pipe's buffer."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, content)
+    os.close(write_end)
+    return read_end
+
+
+# --- is it there? -------------------------------------------------------------------------------------------
+
+
+@cache
+def bubblewrap_problem() -> str:
+    """Why bubblewrap cannot be used here; empty when it can. Found out by trying, once."""
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed (Debian and Ubuntu: apt install bubblewrap)."
+    version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True).stdout
+    numbers = tuple(int(part) for part in version.split()[-1].split(".")[:2])
+    if numbers < _OLDEST:
+        return f"bwrap is version {version.split()[-1]}, but 0.8 or newer is needed."
+    read_end, write_end = os.pipe()
+    try:
+        command = bubblewrap_command(SandboxLimits(), [], status_fd=write_end, filter_fd=None)
+        uid = BubblewrapConfig().uid if os.geteuid() == 0 else None
+        done = subprocess.run(
+            [*_as_other_user(uid, None, []), *command, "/usr/bin/true"],
+            capture_output=True,
+            text=True,
+            env={},
+            pass_fds=[write_end],
+        )
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    if done.returncode == 0:
+        return ""
+    return (
+        f"bwrap cannot make a sandbox here: {done.stderr.strip()} (Does the kernel let users make namespaces? See the sysctls "
+        "kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns; inside a container, ask for "
+        "the right to.)"
+    )
+
+
+def require_bubblewrap() -> None:
+    if bubblewrap_problem():
+        raise SandboxError(f"The bubblewrap backend cannot be used: {bubblewrap_problem()}")

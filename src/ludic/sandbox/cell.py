@@ -1,0 +1,213 @@
+"""A cell: one fresh isolated process that is ready for a job, runs that one, and is gone.
+
+Being ready beforehand is what makes a pool fast; serving one job only is what keeps a program from influencing the next.
+How the process is isolated is the launcher's business (bubblewrap, containers, plain); the conversation with the
+supervisor inside is the same for all of them.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from ludic.sandbox.interface import SandboxError
+from ludic.sandbox.job import Ending, Job, read_compile_record, read_ending
+from ludic.sandbox.limits import MB
+from ludic.sandbox.process import Process, start_process
+from ludic.sandbox.results import CompileResult
+
+_START_S = 60.0
+"""From starting a process to its being ready; tens of milliseconds, unless the machine is drowning."""
+
+
+@cache
+def supervisor_command() -> tuple[str, ...]:
+    """Arguments for the Python inside. No bytecode is written, and no site module is loaded (the supervisor does it)."""
+    return ("-s", "-S", "-B", "-c", (Path(__file__).parent / "supervisor.py").read_text())
+
+
+@dataclass(kw_only=True, slots=True)
+class Seen:
+    """All that came out of one run, before anyone judges it."""
+
+    compiled: CompileResult | None = None
+    ending: Ending | None = None
+    """None when the supervisor was gone before it could tell."""
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+    outputs: dict[str, bytes] = field(default_factory=dict)
+    memory_limit: int = 0
+    """Bytes that the run was given."""
+    timed_out: bool = False
+    killed_for_memory: bool = False
+    """The kernel killed a process of it because the limit of all together was reached."""
+    group_peak: int | None = None
+    """Bytes of all processes together, where the kernel counts."""
+    complaint: str = ""
+    """What the launcher or the supervisor wrote on its own stderr; empty in a healthy sandbox."""
+
+
+class Enclosure(Protocol):
+    """What holds the processes of one cell: ends them all, and limits and measures their memory together."""
+
+    async def identify(self) -> None:
+        """The supervisor inside is ready and alive: get hold of what `end` will need."""
+        ...
+
+    def begin(self, limit_bytes: int) -> None:
+        """A run with this limit begins."""
+        ...
+
+    async def end(self) -> None:
+        """Kill every process and wait until none is left. Calling it again does nothing."""
+        ...
+
+    def memory(self) -> tuple[int | None, bool]:
+        """Peak bytes of all together (None: not counted), and whether one was killed for memory. After the end."""
+        ...
+
+
+class Cell:
+    """Made by a launcher. Use `run` once, or `close`."""
+
+    def __init__(
+        self,
+        process: Process,
+        enclosure: Enclosure,
+        *,
+        workspace: str,
+        limit_processes: bool,
+    ) -> None:
+        self._process = process
+        self._enclosure = enclosure
+        self._workspace = workspace
+        self._limit_processes = limit_processes
+        self.python_version = ""
+        """Known once it is ready."""
+
+    @property
+    def pid(self) -> int:
+        """Of the outer process."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_running
+
+    async def ready(self) -> None:
+        """Wait until the supervisor inside says that it takes a job. A cell that does not come to that is closed."""
+        try:
+            async with asyncio.timeout(_START_S):
+                letter, payload = await self._frame()
+            assert letter == b"R", "the supervisor begins with R"
+            self.python_version = payload.decode()
+            await self._enclosure.identify()
+        except (TimeoutError, asyncio.IncompleteReadError) as e:
+            await self.close()
+            raise SandboxError(f"The sandbox did not start: {await self._complaint() or self._exit()}") from e
+        except BaseException:
+            await self.close()
+            raise
+
+    async def run(self, job: Job) -> Seen:
+        """Run the job to its end, by itself or by its limits; afterwards no process of it is left."""
+        seen = Seen(memory_limit=job.limits.memory_mb * MB)
+        feeding = asyncio.create_task(self._feed(job))
+        try:
+            self._enclosure.begin(seen.memory_limit)
+            await self._watch(job, seen)
+        except OSError as e:
+            raise SandboxError(f"The sandbox could not limit memory: {e}") from e
+        finally:
+            feeding.cancel()
+            await self.close()
+        seen.group_peak, seen.killed_for_memory = self._enclosure.memory()
+        if seen.ending is None:
+            seen.complaint = await self._complaint()
+        return seen
+
+    async def close(self) -> None:
+        """End every process of the cell and wait until they are gone."""
+        try:
+            await self._enclosure.end()
+        finally:
+            self._process.kill()
+            await self._process.wait()
+            self._process.close_pipes()
+
+    async def _feed(self, job: Job) -> None:
+        with contextlib.suppress(ConnectionError):  # a program may end without reading its input
+            self._process.stdin.write(job.encode(self._workspace, limit_processes=self._limit_processes))
+            self._process.stdin.write(job.stdin)
+            await self._process.stdin.drain()
+            self._process.stdin.close()
+
+    async def _watch(self, job: Job, seen: Seen) -> None:
+        """Read frames to the last one. The clock runs once for compiling and once for the program itself."""
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(job.timeout_s) as timer:
+                while seen.ending is None:
+                    letter, payload = await self._frame()
+                    if letter == b"C":
+                        timer.reschedule(now() + job.timeout_s)
+                    _note(letter, payload, job, seen)
+        except TimeoutError:
+            seen.timed_out = True
+        except asyncio.IncompleteReadError:
+            pass  # no last frame: `Seen` has no ending
+
+    async def _frame(self) -> tuple[bytes, bytes]:
+        header = await self._process.stdout.readexactly(5)
+        return header[:1], await self._process.stdout.readexactly(int.from_bytes(header[1:], "big"))
+
+    async def _complaint(self) -> str:
+        """The last line, which is the one that says what was wrong."""
+        lines = (await self._process.stderr.read(100_000)).decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def _exit(self) -> str:
+        return f"it ended with exit code {self._process.returncode} and without a word."
+
+
+def _note(letter: bytes, payload: bytes, job: Job, seen: Seen) -> None:
+    match letter:
+        case b"C":
+            seen.compiled = read_compile_record(payload)
+        case b"O":
+            seen.stdout += payload
+        case b"E":
+            seen.stderr += payload
+        case b"F":
+            index, _, content = payload.partition(b" ")
+            seen.outputs[job.outputs[int(index)]] = content
+        case b"X":
+            seen.ending = read_ending(payload)
+
+
+async def start_cell(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    enclosure: Enclosure,
+    workspace: str,
+    limit_processes: bool = True,
+    stdin_owner: int | None = None,
+    pass_fds: Sequence[int] = (),
+    new_session: bool = False,
+) -> Cell:
+    """Start the outer process; `ready` waits for the one inside.
+
+    `workspace` is the writable folder inside. `limit_processes` is off where RLIMIT_NPROC would count processes of others.
+    `stdin_owner`: the user that the program runs as, where it is not ours. It may open /dev/stdin then.
+    """
+    try:
+        process = await start_process(
+            argv, env=env, stdin_owner=stdin_owner, pass_fds=pass_fds, new_session=new_session
+        )
+    except OSError as e:
+        raise SandboxError(f"The sandbox did not start: {argv[0]}: {e.strerror}") from e
+    return Cell(process, enclosure, workspace=workspace, limit_processes=limit_processes)

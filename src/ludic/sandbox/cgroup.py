@@ -1,0 +1,178 @@
+"""Memory cgroups: a limit on, and a measure of, the memory of all processes of a cell together. Needs root.
+
+RLIMIT_AS alone is per process, so a program with 32 processes would have 32 times its memory. A group is lent to one cell
+at a time and used again, since making and removing one takes the kernel longer than a run. Both versions of cgroups are
+spoken; where neither can be had (`memory_groups` gives None), only RLIMIT_AS holds.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+_NAME = "ludic-sandbox"
+_numbers = itertools.count()
+_REMOVE_TRIES, _REMOVE_PAUSE_S = 100, 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect:
+    """The file names of one version of cgroups."""
+
+    limit: str
+    swap_limit: str
+    swap_counts_memory: bool
+    """v1 limits memory and swap together, v2 swap alone."""
+    peak: str
+    peak_reset: bool
+    """Whether writing to `peak` starts a new measurement."""
+    events: str
+    """Holds a line "oom_kill N"."""
+
+
+V1 = Dialect(
+    limit="memory.limit_in_bytes",
+    swap_limit="memory.memsw.limit_in_bytes",
+    swap_counts_memory=True,
+    peak="memory.max_usage_in_bytes",
+    peak_reset=True,
+    events="memory.oom_control",
+)
+V2 = Dialect(
+    limit="memory.max",
+    swap_limit="memory.swap.max",
+    swap_counts_memory=False,
+    peak="memory.peak",
+    peak_reset=False,
+    events="memory.events",
+)
+
+
+class MemoryGroup:
+    """One group, lent to one cell at a time."""
+
+    def __init__(self, folder: Path, dialect: Dialect) -> None:
+        self.folder = folder
+        self._dialect = dialect
+        self._kills_before = 0
+
+    @property
+    def procs(self) -> Path:
+        """Where a process writes itself in."""
+        return self.folder / "cgroup.procs"
+
+    def begin(self, limit_bytes: int) -> None:
+        """Set the limit and start measuring."""
+        self._set_limit(limit_bytes)
+        if self._dialect.peak_reset:
+            self._write(self._dialect.peak, 0)
+        self._kills_before = self._kills()
+
+    def read(self) -> tuple[int | None, bool]:
+        """Peak bytes since `begin` (None where this kernel does not say), and whether a process was killed for memory."""
+        peak = self.folder / self._dialect.peak
+        return (int(peak.read_text()) if peak.exists() else None), self._kills() > self._kills_before
+
+    async def remove(self) -> None:
+        """The kernel takes a moment to see that a group is empty. What still cannot be removed is, by a later start."""
+        for _ in range(_REMOVE_TRIES):
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            await asyncio.sleep(_REMOVE_PAUSE_S)
+
+    def _set_limit(self, limit_bytes: int) -> None:
+        swap = self._dialect.swap_limit
+        if not (self.folder / swap).exists():
+            self._write(self._dialect.limit, limit_bytes)
+        elif self._dialect.swap_counts_memory:
+            self._write(swap, -1)  # the sum may never be below the part, so it goes up first
+            self._write(self._dialect.limit, limit_bytes)
+            self._write(swap, limit_bytes)
+        else:
+            self._write(swap, 0)
+            self._write(self._dialect.limit, limit_bytes)
+
+    def _kills(self) -> int:
+        for line in (self.folder / self._dialect.events).read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+        return 0
+
+    def _write(self, name: str, value: int) -> None:
+        (self.folder / name).write_text(str(value))
+
+
+class MemoryGroups:
+    """Lends groups; makes one when none is free."""
+
+    def __init__(self, parent: Path, dialect: Dialect) -> None:
+        self._parent = parent
+        self._dialect = dialect
+        self._free: list[MemoryGroup] = []
+
+    def lend(self) -> MemoryGroup:
+        if self._free:
+            return self._free.pop()
+        folder = self._parent / f"{os.getpid()}-{_pid_namespace()}-{next(_numbers)}"
+        folder.mkdir()
+        return MemoryGroup(folder, self._dialect)
+
+    def give_back(self, group: MemoryGroup) -> None:
+        self._free.append(group)
+
+    async def remove_all(self) -> None:
+        """Remove the groups that nobody has."""
+        while self._free:
+            await self._free.pop().remove()
+
+
+@cache
+def _usable_parent(root: Path = Path("/sys/fs/cgroup")) -> tuple[Path, Dialect] | None:
+    for base, dialect in ((root / "memory", V1), (root, V2)):
+        parent = base / _NAME
+        try:
+            if dialect is V2:
+                if "memory" not in (base / "cgroup.subtree_control").read_text().split():
+                    continue
+                parent.mkdir(exist_ok=True)
+                (parent / "cgroup.subtree_control").write_text("+memory")
+            elif not (base / V1.limit).exists():
+                continue
+            parent.mkdir(exist_ok=True)
+            _remove_leftovers(parent)
+            return parent, dialect
+        except OSError as e:
+            logger.debug("no memory cgroup below %s: %s", base, e)
+    return None
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Groups of harnesses that were killed, and what may still sit in them: bwrap, if that came in its very start."""
+    for folder in parent.iterdir():
+        owner, _, rest = folder.name.partition("-")
+        # Process numbers mean something within their namespace only: another container's harness may well be alive.
+        if not folder.is_dir() or not rest.startswith(f"{_pid_namespace()}-") or Path("/proc", owner).exists():
+            continue
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        with contextlib.suppress(OSError):  # a group is busy until they are gone; then the next start removes it
+            folder.rmdir()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def memory_groups() -> MemoryGroups | None:
+    """Groups for one pool, or None where there are none to be had."""
+    found = _usable_parent() if os.geteuid() == 0 else None
+    return MemoryGroups(*found) if found else None

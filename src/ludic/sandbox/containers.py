@@ -1,0 +1,210 @@
+"""Docker and Podman: a container per program, through their command lines.
+
+Slower than bubblewrap (a container takes a second or so to start, so the pool's warm cells matter more), but with any
+Python that there is an image of, and on hosts where bubblewrap is not allowed. The container has no network, a read-only
+root, no capabilities, a user of its own, and limits on memory and processes; the supervisor inside is its process 1.
+"""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ludic.sandbox.cell import Cell, start_cell, supervisor_command
+from ludic.sandbox.interface import Bind, SandboxError
+from ludic.sandbox.limits import MB, SandboxLimits
+from ludic.sandbox.pool import BaseSandboxPool
+from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic.types import ConfigError
+
+Engine = Literal["docker", "podman", "podman-hpc"]
+_USER = "65534:65534"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DockerSandboxConfig:
+    """Settings of the docker backend."""
+
+    python_version: str = "3.11"
+    base_image: str | None = None
+    """None: python:<python_version>-slim. It must be there already: nothing is pulled behind your back."""
+    memory_limit: str = "256m"
+    """Of the container; a run that asks for more gets a container of its own."""
+    cpu_quota: int | None = 50_000
+    """Of 100,000 for one core."""
+    network_disabled: bool = True
+    working_dir: str = "/workspace"
+    """The one writable folder. Where the image has it already, its rights there must let everybody write."""
+    extra_args: tuple[str, ...] = ()
+    """More arguments for `docker run`."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """All but its memory_mb, for which memory_limit stands."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodmanConfig:
+    """Settings of the podman backend, and of podman-hpc on Slurm clusters."""
+
+    python_version: str = "3.11"
+    base_image: str | None = None
+    memory_limit: str = "256m"
+    cpu_quota: int | None = None
+    network_disabled: bool = True
+    working_dir: str = "/workspace"
+    gpu: bool = False
+    """podman-hpc's --gpu."""
+    extra_args: tuple[str, ...] = ()
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+
+
+ContainerConfig = DockerSandboxConfig | PodmanConfig
+
+
+class ContainerLauncher:
+    """Starts cells that are containers."""
+
+    def __init__(self, engine: Engine, config: ContainerConfig) -> None:
+        require_engine(engine)
+        self._engine = engine
+        self._config = config
+
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
+        name = f"ludic-{uuid.uuid4().hex}"
+        cell = await start_cell(
+            container_command(self._engine, self._config, name, limits, binds),
+            env=os.environ,  # the client's: where the engine is; the program has the container's
+            enclosure=ContainerEnclosure(self._engine, name),
+            workspace=self._config.working_dir,
+            limit_processes=False,  # RLIMIT_NPROC would count all containers; --pids-limit counts this one
+        )
+        await cell.ready()
+        return cell
+
+
+class ContainerEnclosure:
+    """One container, by name."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name: str | None = name
+        self._was_killed_for_memory = False
+
+    async def identify(self) -> None:
+        """Its name is known from the start."""
+
+    def begin(self, limit_bytes: int) -> None:
+        """The container was started with its limit; lower ones are RLIMIT_AS's."""
+
+    async def end(self) -> None:
+        name, self._name = self._name, None
+        if name is None:
+            return
+        state = await _output(self._engine, "inspect", "--format", "{{.State.OOMKilled}}", name)
+        self._was_killed_for_memory = state.strip() == "true"
+        await _output(self._engine, "rm", "--force", name)
+
+    def memory(self) -> tuple[int | None, bool]:
+        return None, self._was_killed_for_memory
+
+
+class DockerSandboxPool(BaseSandboxPool):
+    """Sandboxes that are Docker containers."""
+
+    def __init__(self, config: DockerSandboxConfig | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._config = config or DockerSandboxConfig()
+        self._launcher = ContainerLauncher("docker", self._config)
+
+    async def _make_sandbox(self) -> ProcessSandbox:
+        return ProcessSandbox(self._launcher, effective_limits(self._config))
+
+
+class PodmanSandboxPool(BaseSandboxPool):
+    """Sandboxes that are Podman containers; `engine` may be podman-hpc."""
+
+    def __init__(
+        self, config: PodmanConfig | None = None, *, engine: Literal["podman", "podman-hpc"] = "podman", **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self._config = config or PodmanConfig()
+        self._launcher = ContainerLauncher(engine, self._config)
+
+    async def _make_sandbox(self) -> ProcessSandbox:
+        return ProcessSandbox(self._launcher, effective_limits(self._config))
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def container_command(
+    engine: Engine, config: ContainerConfig, name: str, limits: SandboxLimits, binds: Sequence[Bind] = ()
+) -> list[str]:
+    """The whole `run` command, supervisor included."""
+    memory = limits.memory_mb * MB
+    folder = config.working_dir
+    command = [engine, "run", "--interactive", "--name", name, "--pull", "never", "--stop-timeout", "0"]
+    command += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", _USER]
+    command += ["--memory", str(memory), "--memory-swap", str(memory), "--pids-limit", str(limits.max_processes)]
+    # nproc counts all containers of the user, so it is no limit here; left out, podman asks for more than it may have.
+    for name, value in (("nofile", limits.max_open_files), ("core", 0), ("nproc", 4096)):
+        command += ["--ulimit", f"{name}={value}:{value}"]
+    command += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.workspace_mb}m,mode=1777", "--workdir", folder]
+    command += [] if engine == "docker" else ["--read-only-tmpfs=false"]  # podman would add writable /tmp, /run …
+    command += ["--network", "none"] if config.network_disabled else []
+    command += ["--cpu-quota", str(config.cpu_quota)] if config.cpu_quota is not None else []
+    command += ["--gpu"] if isinstance(config, PodmanConfig) and config.gpu else []
+    for variable, setting in BASE_ENV.items():
+        command += ["--env", f"{variable}={setting}"]
+    for bind in binds:
+        command += ["--volume", f"{bind.source}:{bind.target}:{'rw' if bind.writable else 'ro'}"]
+    image = config.base_image or f"python:{config.python_version}-slim"
+    return [*command, *config.extra_args, image, "python3", *supervisor_command()]
+
+
+def effective_limits(config: ContainerConfig) -> SandboxLimits:
+    """The config's limits, with the memory that it writes as the engines do."""
+    return replace(config.limits, memory_mb=memory_bytes(config.memory_limit) // MB)
+
+
+def memory_bytes(text: str) -> int:
+    """256m, 2g, or plain bytes, as the engines read them."""
+    units = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+    number, unit = (text[:-1], text[-1].lower()) if text and text[-1].lower() in units else (text, "b")
+    if not number.isdecimal() or int(number) == 0:
+        raise ConfigError(f"memory_limit={text!r} is no amount of memory. Write it like '256m' or '2g'.")
+    return int(number) * units[unit]
+
+
+async def _output(*command: str) -> str:
+    """What the command says; nothing where it fails, as when the container never came to be."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    stdout, _ = await process.communicate()
+    return stdout.decode(errors="replace") if process.returncode == 0 else ""
+
+
+# --- is it there? -------------------------------------------------------------------------------------------
+
+
+def engine_problem(engine: Engine) -> str:
+    """Why the engine cannot be used here; empty when it can."""
+    if shutil.which(engine) is None:
+        return f"{engine} is not installed."
+    try:
+        done = subprocess.run([engine, "info"], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return f"`{engine} info` did not answer within 30 s. Is its daemon running?"
+    if done.returncode != 0:
+        return f"`{engine} info` fails: {done.stderr.strip()[-500:]}"
+    return ""
+
+
+def require_engine(engine: Engine) -> None:
+    problem = engine_problem(engine)
+    if problem:
+        raise SandboxError(f"The {engine} backend cannot be used: {problem}")

@@ -1,0 +1,258 @@
+"""A pool of sandboxes: lends them, makes them clean again in the background, replaces the ones that fail.
+
+What a sandbox is made of is the backend's business (`_make_sandbox`). When making one clean or anew fails several times in
+a row, the pool stops trying, and whoever asks for a sandbox, or is waiting for one, is told why.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any, Protocol, Self
+
+from ludic.sandbox.cache import LRUCache
+from ludic.sandbox.interface import Sandbox, SandboxError, SandboxPoolExhaustedError
+from ludic.types import ConfigError
+
+logger = logging.getLogger(__name__)
+_FIRST_PAUSE_S = 0.05
+"""Before another attempt to make a sandbox; doubled each time."""
+
+
+class PooledSandbox(Sandbox, Protocol):
+    """A sandbox that can be thrown away."""
+
+    async def close(self) -> None: ...
+
+
+class BaseSandboxPool(ABC):
+    """See ludic.sandbox.interface.SandboxPool. Belongs to the event loop that started it."""
+
+    def __init__(
+        self,
+        *,
+        n_workers: int = 4,
+        cache_size: int = 10_000,
+        auto_replace_failed: bool = True,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+    ) -> None:
+        for name, value in (
+            ("n_workers", n_workers),
+            ("max_consecutive_failures", max_consecutive_failures),
+            ("max_concurrent_ops", max_concurrent_ops),
+        ):
+            if value < 1:
+                raise ConfigError(f"A sandbox pool got {name}={value}, but it must be at least 1.")
+        self._n_workers = n_workers
+        self._auto_replace = auto_replace_failed
+        self._max_failures = max_consecutive_failures
+        self._cache: LRUCache[tuple[str, str], Any] = LRUCache(cache_size)
+        self._all: list[PooledSandbox] = []
+        self._clean: deque[PooledSandbox] = deque()
+        self._lent: list[PooledSandbox] = []
+        self._recycling: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._operations = asyncio.Semaphore(max_concurrent_ops)
+        self._starting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failures = 0
+        """In a row: one success sets it back."""
+        self._end: SandboxError | None = None
+        """Why no sandbox will come any more."""
+        self._python_version = ""
+
+    @abstractmethod
+    async def _make_sandbox(self) -> PooledSandbox:
+        """A new sandbox; it is reset before anyone gets it."""
+
+    # --- what users call ----------------------------------------------------------------------------------------
+
+    @property
+    def python_version(self) -> str:
+        """Of the Python inside; known once the pool has started."""
+        return self._python_version
+
+    @property
+    def available(self) -> int:
+        return len(self._clean)
+
+    @property
+    def pending_resets(self) -> int:
+        return len(self._recycling)
+
+    @property
+    def cache_stats(self) -> dict[str, int]:
+        return self._cache.stats
+
+    def get_cached(self, code_hash: str, tests_hash: str) -> Any | None:
+        return self._cache.get((code_hash, tests_hash))
+
+    def put_cached(self, code_hash: str, tests_hash: str, result: Any) -> None:
+        self._cache.put((code_hash, tests_hash), result)
+
+    async def start(self) -> None:
+        """Make all sandboxes; if one cannot be made, none is kept and the error says why."""
+        async with self._starting:
+            if self._loop is not None:
+                return
+            self._loop, self._end = asyncio.get_running_loop(), None
+            made = await asyncio.gather(*(self._make_clean() for _ in range(self._n_workers)), return_exceptions=True)
+            failures = [one for one in made if isinstance(one, BaseException)]
+            if failures:
+                self._loop = None
+                await self._close_all()
+                raise failures[0]
+            self._python_version = self._all[0].python_version
+            self._clean.extend(self._all)
+
+    async def checkout(self, timeout_s: float = 30.0) -> PooledSandbox:
+        self._check_usable()
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._clean or self._end)
+                self._check_usable()
+                sandbox = self._clean.popleft()
+                self._lent.append(sandbox)
+                return sandbox
+        except TimeoutError:
+            raise TimeoutError(
+                f"No sandbox came free within {timeout_s:g} s: all {len(self._all)} are in use. Release them sooner, wait "
+                "longer, or make the pool larger (n_workers)."
+            ) from None
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Returns at once. A pool that has been shut down has closed what it lent, so there is nothing left to do."""
+        if self._loop is None:
+            return
+        owned = next((one for one in self._lent if one is sandbox), None)
+        if owned is None:
+            raise ConfigError(
+                "This sandbox is not checked out of this pool. Release each one once, where it came from."
+            )
+        self._lent.remove(owned)
+        task = asyncio.create_task(self._recycle(owned))
+        self._recycling.add(task)
+        task.add_done_callback(self._recycled)
+
+    async def drain_pending_resets(self, timeout_s: float = 60.0) -> None:
+        """Wait until every released sandbox is clean or replaced."""
+        if self._recycling:
+            _, late = await asyncio.wait(self._recycling, timeout=timeout_s)
+            if late:
+                raise TimeoutError(f"{len(late)} sandboxes were not clean after {timeout_s:g} s.")
+
+    async def shutdown(self) -> None:
+        """End every process, of lent sandboxes too. `start` may be called again."""
+        async with self._starting:
+            if self._loop is None:
+                return
+            await self._stop(SandboxError("The sandbox pool has been shut down. Start it again, or make another."))
+            recycling = list(self._recycling)
+            for task in recycling:
+                task.cancel()
+            await asyncio.gather(*recycling, return_exceptions=True)
+            await self._close_all()
+            self._loop = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.shutdown()
+
+    # --- in the background --------------------------------------------------------------------------------------
+
+    async def _recycle(self, sandbox: PooledSandbox) -> None:
+        """Clean it, or throw it away and put another in its place."""
+        async with self._operations:
+            clean: PooledSandbox | None = sandbox
+            try:
+                await sandbox.reset()
+                self._failures = 0
+            except (SandboxError, OSError) as e:
+                logger.warning("a sandbox could not be reset: %s", e)
+                await self._discard(sandbox)
+                await self._count_failure(e)
+                clean = await self._replacement() if self._auto_replace else None
+        if clean is None:
+            await self._stop_if_empty()
+            return
+        async with self._changed:
+            self._clean.append(clean)
+            self._changed.notify()
+
+    async def _replacement(self) -> PooledSandbox | None:
+        """A new one, as long as the pool has not given up."""
+        while self._end is None:
+            await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (self._failures - 1))
+            try:
+                return await self._make_clean()
+            except (SandboxError, OSError) as e:
+                await self._count_failure(e)
+        return None
+
+    async def _make_clean(self) -> PooledSandbox:
+        sandbox = await self._make_sandbox()
+        self._all.append(sandbox)
+        try:
+            await sandbox.reset()
+        except BaseException:
+            await self._discard(sandbox)
+            raise
+        self._failures = 0
+        return sandbox
+
+    async def _discard(self, sandbox: PooledSandbox) -> None:
+        self._all.remove(sandbox)
+        await sandbox.close()
+
+    async def _count_failure(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures >= self._max_failures:
+            await self._stop(
+                SandboxPoolExhaustedError(
+                    f"The sandbox pool has given up after {self._failures} failures in a row. The last one: {error} When "
+                    "that is mended, shut the pool down and start it again."
+                )
+            )
+
+    async def _stop_if_empty(self) -> None:
+        if not self._all and self._end is None:
+            await self._stop(
+                SandboxPoolExhaustedError(
+                    f"All {self._n_workers} sandboxes of the pool have failed and auto_replace_failed is off."
+                )
+            )
+
+    def _recycled(self, task: asyncio.Task[None]) -> None:
+        """An error that nobody expected must not vanish in a background task: the next checkout raises it."""
+        self._recycling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("recycling a sandbox failed", exc_info=error)
+            end = SandboxPoolExhaustedError(f"The sandbox pool is broken: {type(error).__name__}: {error}")
+            stopping = asyncio.ensure_future(self._stop(end))
+            self._recycling.add(stopping)
+            stopping.add_done_callback(self._recycling.discard)
+
+    async def _stop(self, why: SandboxError) -> None:
+        async with self._changed:
+            self._end = self._end or why
+            self._changed.notify_all()
+
+    async def _close_all(self) -> None:
+        sandboxes, self._all = self._all, []
+        self._clean.clear()
+        self._lent.clear()
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+    def _check_usable(self) -> None:
+        if self._end is not None:
+            raise self._end
+        if self._loop is None:
+            raise ConfigError("The sandbox pool has not been started. Call `await pool.start()` first.")
+        if self._loop is not asyncio.get_running_loop():
+            raise ConfigError(
+                "The sandbox pool belongs to another event loop. Make one pool per loop (`shared_pool` does)."
+            )

@@ -1,0 +1,131 @@
+"""The system calls that a sandboxed program may not make, as a seccomp filter for `bwrap --seccomp`.
+
+A deny list: programs need most calls, and the namespaces already take away what calls act on. Denied is what reaches
+around the limits (memory that RLIMIT_AS does not see, new namespaces), into other processes, or deep into the kernel,
+where bugs are found. Written as classic BPF here, since it is short: load the call's number, compare, return.
+"""
+
+import platform
+import struct
+
+ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+AF_UNIX = 1
+NEW_NAMESPACES = 0x7E020080
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME."""
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+"""Typing into a terminal on behalf of its user."""
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_COLUMNS = {"x86_64": 0, "aarch64": 1}
+
+DENIED: dict[str, tuple[int | None, int | None]] = {
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    # memory that RLIMIT_AS does not see
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    # namespaces and mounts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    # deep in the kernel
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "fanotify_init": (300, 262),
+    "lookup_dcookie": (212, 18),
+    "modify_ldt": (154, None),
+    "personality": (135, 92),
+    "vhangup": (153, 58),
+    # the machine
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+}
+"""Name → numbers on x86_64 and aarch64 (None: there is no such call)."""
+CLONE, CLONE3 = (56, 220), (435, 435)
+SOCKET, IOCTL = (41, 198), (16, 29)
+
+_LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+"""Offsets in struct seccomp_data; the low halves of the arguments, on little-endian machines."""
+
+Instruction = tuple[int, int, int, int]
+
+
+def is_supported(machine: str | None = None) -> bool:
+    return (machine or platform.machine()) in AUDIT_ARCH
+
+
+def program(machine: str | None = None) -> bytes:
+    """The filter for this kind of machine, as bwrap reads it."""
+    machine = machine or platform.machine()
+    column = _COLUMNS[machine]
+    code: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCH),
+        (_JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (_RETURN, 0, 0, KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    if machine == "x86_64":  # the x32 numbers would be a second way to every call
+        code += [(_JUMP_GREATER_EQUAL, 0, 1, 0x40000000), (_RETURN, 0, 0, ERRNO | ENOSYS)]
+    for numbers in DENIED.values():
+        number = numbers[column]
+        if number is not None:
+            code += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, ERRNO | EPERM)]
+    # Its flags are in memory, where a filter cannot look; callers fall back to clone.
+    code += [(_JUMP_EQUAL, 0, 1, CLONE3[column]), (_RETURN, 0, 0, ERRNO | ENOSYS)]
+    code += _by_argument(CLONE[column], _ARGUMENT_0, [(_JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)], EPERM)
+    code += _by_argument(SOCKET[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, AF_UNIX)], EAFNOSUPPORT)
+    tests = [(_JUMP_EQUAL, 1, 0, TIOCSTI), (_JUMP_EQUAL, 0, 1, TIOCLINUX)]
+    code += _by_argument(IOCTL[column], _ARGUMENT_1, tests, EPERM)
+    code.append((_RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def _by_argument(number: int, offset: int, tests: list[Instruction], errno: int) -> list[Instruction]:
+    """Refuse the call where the tests, at whose end stand the refusal and the permission, lead to the refusal."""
+    body = [(_LOAD, 0, 0, offset), *tests, (_RETURN, 0, 0, ERRNO | errno), (_RETURN, 0, 0, ALLOW)]
+    return [(_JUMP_EQUAL, 0, len(body), number), *body]

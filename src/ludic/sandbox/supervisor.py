@@ -1,0 +1,345 @@
+"""The part that lives inside the sandbox: takes one job, runs it as a child, reports what happened, ends.
+
+Its source is handed to the sandbox's own Python (3.9 or newer), so it imports nothing of Ludic, and few modules at all:
+every run pays for them. The harness's end of the conversation is ludic.sandbox.cell.
+
+The program gets the rest of this process's stdin, pipes that are pumped from here as stdout and stderr, and nothing else.
+It cannot write to the stream of frames on our stdout: the descriptor is closed in the child, and this process is not
+dumpable, which closes /proc/<pid>/fd, /proc/<pid>/mem and ptrace to processes of the same user. In a sandbox we are
+process 1, so no signal from inside ends us but SIGINT (Python handles it), and that is seen. When we end, the kernel ends
+every other process of the sandbox. A frame is a letter, the length in four bytes, and the payload:
+
+    R   ready for a job
+    C   the compile record, written before the first line of the program runs
+    O E a piece of stdout, of stderr
+    F   an output file: its index in the job's list, a space, the content
+    X   how it ended; the last frame
+"""
+
+import ctypes
+import marshal
+import os
+import resource
+import select
+import stat
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+SIGKILL = 9
+ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the price of importing ast
+PIECE = 1 << 16
+NOTES, GO = 3, 4  # descriptors of the child, until the program runs; then NOTES only
+
+
+def read_exactly(size: int) -> bytes:
+    parts = []
+    while size:
+        data = os.read(0, min(size, 1 << 20))
+        if not data:
+            os._exit(0)  # the harness has gone, or has no job for us
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)
+
+
+def send(letter: bytes, payload: bytes) -> None:
+    view = memoryview(letter + len(payload).to_bytes(4, "big") + payload)
+    while view:
+        view = view[os.write(1, view) :]
+
+
+def guard(dumpable: int) -> None:
+    """Die with the parent; be open to other processes of the user, or not."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_DUMPABLE, dumpable, 0, 0, 0)
+
+
+# --- the child ----------------------------------------------------------------------------------------------
+
+
+def become_the_program(job: dict, stdout: int, stderr: int, notes: int, go: int) -> None:
+    """In the child: limits, descriptors, then the program. Returns where the interpreter should end by itself."""
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.dup2(notes, NOTES, inheritable=False)
+    os.dup2(go, GO, inheritable=False)
+    os.closerange(GO + 1, 256)
+    guard(1)
+    for name, value in job["rlimits"].items():
+        limit = vars(resource)[name]
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+    os.environ.clear()
+    os.environ.update(job["env"])
+    os.chdir(job["cwd"])
+    if job["argv"]:
+        exec_command(job["argv"])
+    else:
+        run_python(job)
+
+
+def exec_command(argv: list) -> None:
+    import signal
+
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and that would be inherited
+    note(("success", None, None, None, 0.0))
+    wait_for_go()
+    try:
+        os.execvpe(argv[0], argv, os.environ)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def run_python(job: dict) -> None:
+    path = job["program"]
+    sys.argv = [path]
+    extra = [entry for entry in job["env"].get("PYTHONPATH", "").split(":") if entry]
+    sys.path[:] = [job["cwd"], *extra, *sys.path, *site_folders()]
+    if job["skip_compile"]:
+        note(("success", None, None, None, 0.0))
+        code = None
+    else:
+        started = time.perf_counter()
+        verdict, code = compiled(path)
+        note((*verdict, (time.perf_counter() - started) * 1000.0))
+        if code is None or job["compile_only"]:
+            os._exit(0)
+    wait_for_go()
+    main = type(sys)("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    try:
+        if code is None:
+            with open(path, "rb") as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - what the interpreter does with an uncaught error
+        if isinstance(error, MemoryError):
+            os.write(NOTES, b"M")
+        ours = error.__traceback__
+        error = error.with_traceback(ours.tb_next if ours else None)
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+
+
+def site_folders() -> list:
+    """What `import site` gives programs, without the .pth files that it would run: exit(), help(), installed packages."""
+    import site
+
+    site.setquit()
+    site.sethelper()
+    return [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
+
+
+def note(record: tuple) -> None:
+    os.write(NOTES, repr(record).encode("utf-8", "replace") + b"\n")
+
+
+def wait_for_go() -> None:
+    """Nothing of the program runs before the harness has the compile record: a program that then manages to end its
+    supervisor has been killed, and cannot pass for a sandbox that failed by itself."""
+    os.read(GO, 1)
+    os.close(GO)
+
+
+def compiled(path: str) -> tuple:
+    """((status, message, line, column), code object or None)."""
+    try:
+        with open(path, "rb") as file:
+            tree = compile(file.read(), path, "exec", ONLY_AST, dont_inherit=True)
+        missing = first_missing_import(tree.body)
+        if missing:
+            return ("import_error", f"No module named {missing[0]!r}", missing[1], None), None
+        return ("success", None, None, None), compile(tree, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return ("syntax_error", cut(error.msg), error.lineno, error.offset), None
+    except ValueError as error:  # null bytes, before Python 3.11.4
+        return ("syntax_error", cut(error), None, None), None
+    except (RecursionError, MemoryError, OverflowError) as error:
+        return ("unknown_error", cut(f"{type(error).__name__}: {error}"), None, None), None
+
+
+def cut(text: object) -> str:
+    return str(text)[:2000]
+
+
+def first_missing_import(statements: list) -> "tuple[str, int] | None":
+    """Of the imports that open the program: nothing runs before them, so a missing one is certain to fail."""
+    for node in statements:
+        kind = type(node).__name__
+        if kind == "Import":
+            names = [alias.name for alias in node.names]
+        elif kind == "ImportFrom" and not node.level:
+            names = [node.module]
+        elif kind == "Expr" and type(node.value).__name__ == "Constant":
+            names = []  # the docstring
+        else:
+            return None
+        for name in names:
+            top = name.partition(".")[0]
+            if top not in sys.modules and not any(finder.find_spec(top, None) for finder in sys.meta_path):
+                return top, node.lineno
+    return None
+
+
+# --- the parent ---------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Forwards the child's stdout and stderr, up to a number of bytes each."""
+
+    def __init__(self, stdout: int, stderr: int, limit: int) -> None:
+        self.letters = {stdout: b"O", stderr: b"E"}
+        self.left = {stdout: limit, stderr: limit}
+        self.overflow = False
+
+    def forward(self, fd: int) -> bool:
+        """False at the end of the stream, or when there is nothing to read now."""
+        try:
+            data = os.read(fd, PIECE)
+        except BlockingIOError:
+            return False
+        if len(data) > self.left[fd]:
+            data, self.overflow = data[: self.left[fd]], True
+        self.left[fd] -= len(data)
+        if data:
+            send(self.letters[fd], data)
+        return bool(data) and not self.overflow
+
+    def drain(self) -> None:
+        """What is in the pipes at the end. Survivors of the program may hold them open; nobody waits for those."""
+        for fd in self.letters:
+            os.set_blocking(fd, False)
+            while not self.overflow and self.forward(fd):
+                pass
+
+
+class Notes:
+    """Reads the child's notes: first the compile record; anything later only claims that memory ran out."""
+
+    def __init__(self, fd: int, go: int) -> None:
+        self.fd = fd
+        self.go = go
+        self.record = b""
+        self.memory_error = False
+
+    def read(self) -> bool:
+        try:
+            data = os.read(self.fd, PIECE)
+        except BlockingIOError:
+            return False
+        if b"\n" in self.record:
+            self.memory_error = self.memory_error or bool(data)
+            return bool(data)
+        self.record += data
+        line, newline, rest = self.record.partition(b"\n")
+        if newline:
+            self.record = line + newline
+            self.memory_error = bool(rest)
+            send(b"C", line)
+            os.write(self.go, b"g")
+        return bool(data)
+
+
+def watch(pid: int, streams: Streams, notes: Notes, seconds: float) -> tuple:
+    """Pump until the child has ended. The harness ends a run by its own clock; `seconds` is for when it has gone."""
+    child = os.pidfd_open(pid)
+    poll = select.poll()
+    for fd in (child, notes.fd, *streams.letters):
+        poll.register(fd, select.POLLIN)
+    deadline = time.monotonic() + seconds
+    while True:
+        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0))
+        for fd in ready.keys() - {child}:
+            if not (notes.read() if fd == notes.fd else streams.forward(fd)):
+                poll.unregister(fd)
+        if streams.overflow or not ready:
+            os.kill(pid, SIGKILL)
+        if child in ready or streams.overflow or not ready:
+            break
+    _, status, usage = os.wait4(pid, 0)
+    os.set_blocking(notes.fd, False)
+    while notes.read():
+        pass
+    streams.drain()
+    return status, usage
+
+
+def send_outputs(job: dict) -> None:
+    left = job["max_outputs_bytes"]
+    for index, path in enumerate(job["outputs"]):
+        data = content(os.path.join(job["cwd"], path), left)
+        if data is not None:
+            left -= len(data)
+            send(b"F", b"%d " % index + data)
+
+
+def content(path: str, limit: int) -> "bytes | None":
+    """Of a regular file that is no larger. A link in the path leads only where the program could read itself."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            facts = os.fstat(fd)
+            return file.read(limit) if stat.S_ISREG(facts.st_mode) and facts.st_size <= limit else None
+    except OSError:
+        return None
+
+
+def write_files(job: dict) -> None:
+    for path, data in job["files"]:
+        path = os.path.join(job["cwd"], path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(data)
+        os.chmod(path, 0o755)
+
+
+def supervise() -> None:
+    """The whole life of this process. Comes back in the child only."""
+    guard(0)
+    send(b"R", b"%d.%d" % sys.version_info[:2])
+    job = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "big")))
+    write_files(job)
+    out_r, out_w = os.pipe()
+    err_r, err_w = os.pipe()
+    notes_r, notes_w = os.pipe()
+    go_r, go_w = os.pipe()
+    started = time.perf_counter()
+    pid = os.fork()
+    if pid == 0:
+        become_the_program(job, out_w, err_w, notes_w, go_r)
+        return
+    for fd in (
+        0,
+        out_w,
+        err_w,
+        notes_w,
+    ):  # not go_r: a child that does not compile is gone, and go is written all the same
+        os.close(fd)
+    streams = Streams(out_r, err_r, job["max_output_bytes"])
+    notes = Notes(notes_r, go_w)
+    status, usage = watch(pid, streams, notes, job["seconds"])
+    run_ms = (time.perf_counter() - started) * 1000.0
+    send_outputs(job)
+    ending = {
+        "status": status,
+        "run_ms": run_ms,
+        "cpu_ms": (usage.ru_utime + usage.ru_stime) * 1000.0,
+        "peak": usage.ru_maxrss * 1024,
+        "memory_error": notes.memory_error,
+        "overflow": streams.overflow,
+    }
+    send(b"X", repr(ending).encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    supervise()

@@ -1,0 +1,136 @@
+"""The tools of an MCP server as Ludic's tools: the server is a process that is spoken to over its stdin and stdout.
+
+    async with mcp_tools(["npx", "-y", "@modelcontextprotocol/server-filesystem", "."]) as tools:
+        agent = ReActAgent(tools=tools, …)
+
+One server may serve any number of agents at a time, as long as they run in the event loop that started it. What it holds
+(files, a database) is then shared by all their episodes. It can do whatever its user may: a server is not a sandbox.
+"""
+
+import asyncio
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ludic.tools.openai_schema import tool_from_schema
+from ludic.tools.tool import Tool, ToolResult
+from ludic.types.errors import ConfigError, MissingExtra
+
+_MAX_NAME = 64
+_MAX_WORDS = 4096
+
+
+@asynccontextmanager
+async def mcp_tools(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    prefix: str = "",
+    timeout_s: float | None = 30.0,
+    start_timeout_s: float = 60.0,
+) -> AsyncIterator[list[Tool]]:
+    """Starts the server, gives its tools, and stops it again; enter and leave it in one task.
+
+    `env` is added to the few variables that a server inherits. `prefix` goes before every name, to keep two servers apart.
+    `timeout_s` bounds one call. A server that dies is an error message to the model from then on, not an exception.
+    """
+    if isinstance(command, str) or not command:
+        raise ConfigError(
+            f"The command of an MCP server is a list of words, such as ['python', 's.py'], not {command!r}."
+        )
+    failure: Exception | None = None
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        async with AsyncExitStack() as stack:
+            client = _client(command, env, cwd, said)
+            try:
+                async with asyncio.timeout(start_timeout_s):
+                    await stack.enter_async_context(client)
+                    listed = await _all_tools(client)
+            except Exception as error:  # of the package, its server or the system: nothing can be called
+                raise ConfigError(_why_not_started(command, error, said, start_timeout_s)) from error
+            try:
+                yield [_tool(client, tool, prefix, said, timeout_s) for tool in listed]
+            except Exception as error:  # noqa: BLE001 - raised here, it would come out wrapped in groups of the package's own
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _client(command: Sequence[str], env: Mapping[str, str] | None, cwd: str | Path | None, said: IO[str]) -> Any:
+    try:
+        from mcp import Client, StdioServerParameters, stdio_client
+    except ImportError as error:
+        raise MissingExtra("mcp", "Tools of an MCP server") from error
+    server = StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env or {}), cwd=cwd)
+    return Client(stdio_client(server, said))  # type: ignore[arg-type]
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    """Page by page."""
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
+
+
+def _tool(client: Any, listed: Any, prefix: str, said: IO[str], timeout_s: float | None) -> Tool:
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", prefix + listed.name)[:_MAX_NAME]
+    call = _caller(client, listed.name, said)
+    return tool_from_schema(
+        name, listed.description or listed.title or "", listed.input_schema, call, timeout_s=timeout_s
+    )
+
+
+def _caller(client: Any, name: str, said: IO[str]) -> Callable[..., Any]:
+    from mcp import MCPError
+
+    async def call(**arguments: Any) -> ToolResult:
+        try:
+            result = await client.call_tool(name, arguments)
+        except (MCPError, RuntimeError) as error:  # the server is gone, refuses, or breaks the protocol
+            return ToolResult(
+                f"Error: {name} could not be called: {error}.{_last_words(said)} Go on without it.", is_error=True
+            )
+        return ToolResult(_text(result), is_error=bool(result.is_error))
+
+    return call
+
+
+def _text(result: Any) -> str:
+    """What the server answered, as the model can read it."""
+    from mcp.types import EmbeddedResource, TextContent, TextResourceContents
+
+    pieces = []
+    for block in result.content:
+        if isinstance(block, TextContent):
+            pieces.append(block.text)
+        elif isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
+            pieces.append(block.resource.text)
+        else:
+            pieces.append(f"[{block.type}, which cannot be shown as text]")
+    return "\n".join(pieces)
+
+
+def _why_not_started(command: Sequence[str], error: BaseException, said: IO[str], start_timeout_s: float) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    what = f"it did not answer within {start_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+    return f"The MCP server {' '.join(command)!r} could not be started: {what}.{_last_words(said)}"
+
+
+def _last_words(said: IO[str]) -> str:
+    """The last line that the server wrote to stderr: often the reason."""
+    if said.closed:  # the server was stopped, and somebody still holds its tools
+        return ""
+    # Not read(): the server writes at the same position in the file that reading would move.
+    size = os.fstat(said.fileno()).st_size
+    end = os.pread(said.fileno(), _MAX_WORDS, max(0, size - _MAX_WORDS))
+    lines = end.decode("utf-8", "replace").strip().splitlines()
+    return f" Its last words: {lines[-1]:.300}" if lines else ""

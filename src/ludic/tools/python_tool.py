@@ -1,0 +1,71 @@
+"""`python`: a tool that runs a program in the sandbox and gives back what it printed."""
+
+from ludic.sandbox import ExecutionResult, RunStatus, SandboxPool, shared_pool
+from ludic.tools.tool import Tool, ToolResult
+from ludic.types.errors import ConfigError
+
+_MAX_SHOWN = 4000
+"""Characters of each stream that are worth a place in the prompt."""
+_WAITING_S = 60.0
+"""Beyond the program's own time: for a free sandbox."""
+
+
+async def python(code: str) -> ToolResult:
+    """Run a Python program and return what it prints. Nothing is kept between two calls.
+
+    Args:
+        code: A whole program, with its imports. Print what you want to see.
+    """
+    return await _run(code, pool=None, timeout_s=10.0, memory_limit_mb=256)
+
+
+def python_tool(
+    *, pool: SandboxPool | None = None, timeout_s: float = 10.0, memory_limit_mb: int = 256, name: str = "python"
+) -> Tool:
+    """The same with limits, or a pool, of your own."""
+    if timeout_s <= 0 or memory_limit_mb <= 0:
+        raise ConfigError(
+            f"python_tool(timeout_s={timeout_s}, memory_limit_mb={memory_limit_mb}): both must be above 0."
+        )
+
+    async def run(code: str) -> ToolResult:
+        return await _run(code, pool=pool, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
+
+    run.__doc__ = python.__doc__
+    return Tool.from_callable(run, name=name, timeout_s=timeout_s + _WAITING_S)
+
+
+async def _run(code: str, *, pool: SandboxPool | None, timeout_s: float, memory_limit_mb: int) -> ToolResult:
+    pool = pool if pool is not None else await shared_pool()
+    sandbox = await pool.checkout()
+    try:
+        result = await sandbox.execute(code, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
+    finally:
+        await pool.release(sandbox)
+    return ToolResult(_told(result), is_error=not result.succeeded)
+
+
+def _told(result: ExecutionResult) -> str:
+    """What the program wrote, and how it ended if not well."""
+    problem = result.compile_result
+    if result.run_status is not RunStatus.SANDBOX_ERROR and not problem.success:
+        where = f" in line {problem.error_line}" if problem.error_line is not None else ""
+        return f"Error: the program does not compile: {problem.error_message or problem.status}{where}."
+    endings = {
+        RunStatus.SUCCESS: "",
+        RunStatus.TIMEOUT: "Error: the program ran out of time.",
+        RunStatus.MEMORY_EXCEEDED: "Error: the program ran out of memory.",
+        RunStatus.KILLED: f"Error: the program was ended. {result.detail}",
+        RunStatus.RUNTIME_ERROR: f"Error: the program ended with exit code {result.exit_code}.",
+        RunStatus.SANDBOX_ERROR: f"Error: the sandbox failed, which is not the program's fault. {result.detail}",
+    }
+    parts = [_middle_cut(result.stdout.strip("\n")), _middle_cut(result.stderr.strip("\n")), endings[result.run_status]]
+    return "\n".join(part for part in parts if part) or "The program printed nothing. Print what you want to see."
+
+
+def _middle_cut(text: str) -> str:
+    """The beginning shows what it is, the end what came of it."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    half = _MAX_SHOWN // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"

@@ -1,0 +1,110 @@
+"""The APPS example on a tiny model whose words are whole programs, in this process: torch is loaded once."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ludic.sandbox.bubblewrap import bubblewrap_problem
+from ludic.types import LudicError, load_rollouts
+
+pytest.importorskip("torch", reason="the local extra is not installed")
+pytest.importorskip("peft", reason="the lora extra is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(bubblewrap_problem()), reason=bubblewrap_problem()),
+]
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "code_exec" / "train_apps.py"
+
+
+def block(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    from ludic.models.tiny import tiny_llama, word_tokenizer
+
+    words = [block("print(input())"), block("print(2 * int(input()))"), block("print("), "hello"]
+    folder = tmp_path_factory.mktemp("models") / "programmer"
+    tokenizer = word_tokenizer(words)
+    tokenizer.save_pretrained(folder)
+    tiny_llama(len(tokenizer), width=32, layers=1, max_length=512).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "apps.jsonl"
+    tests = {
+        "echo": {"inputs": ["7\n", "8\n"], "outputs": ["7\n", "8\n"]},
+        "twice": {"inputs": ["7\n"], "outputs": ["14"]},
+    }
+    rows = [
+        {"problem_id": name, "question": f"Write it {name} .", "input_output": json.dumps(pairs)}
+        for name, pairs in tests.items()
+    ]
+    rows.append(
+        {"problem_id": 3, "question": "f", "input_output": json.dumps({"fn_name": "f", "inputs": [], "outputs": []})}
+    )
+    rows.append({"problem_id": 4, "question": "nothing to test", "input_output": ""})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    module = load(monkeypatch)
+    module.main(module.tyro.cli(module.Settings, args=[str(argument) for argument in arguments]))
+
+
+def test_a_tiny_model_is_trained_on_programs_that_ran_in_the_sandbox(model, problems, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    arguments = [
+        "--model", model, "--data", problems, "--eval-data", problems, "--out", out, "--rollouts-per-update", 16,
+        "--max-completion-tokens", 32, "--max-seq-len", 512, "--max-attempts", 2, "--lora-rank", 4, "--lr", 1e-2,
+        "--kl-coeff", 0.01, "--eval-every", 2, "--sandbox-workers", 2, "--timeout-per-test-s", 20,
+    ]  # fmt: skip
+    run(monkeypatch, *arguments, "--train-steps", 2)
+    printed = capsys.readouterr().out
+    assert "2 of 4 problems are left out" in printed and "2 problems to train on, 2 held out" in printed
+    hits, looked_up = map(int, re.search(r"(\d+) of (\d+) programs had been graded before", printed).groups())
+    assert 0 < hits < looked_up  # there are six different (program, problem) pairs
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/pass_rate" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
+    assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
+    assert (out / "model" / "model.safetensors").exists()
+    episodes = list(load_rollouts(out / "rollouts.jsonl"))
+    assert len(episodes) == 32 and all(episode.failure is None for episode in episodes)
+    graded = [step for episode in episodes for step in episode.env_steps]
+    assert {step.info["correct"] for step in graded} == {True, False}
+    assert any("Attempts left: 1" in (step.next_obs or "") for step in graded)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--group-size", "5", "--out", "{new}"], "64 is not a multiple of --group-size 5"),
+        (["--data", "nowhere.jsonl", "--out", "{new}"], "There is no file nowhere.jsonl"),
+        (["--env", "mbpp", "--out", "{new}"], "give --data"),
+        (["--data", "{bad}", "--out", "{new}"], "None of the 1 problems"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_computed(arguments, message, tmp_path, monkeypatch):
+    places = {"new": tmp_path / "new", "bad": tmp_path / "bad.jsonl"}
+    places["bad"].write_text('{"question": "no tests"}\n')
+    with pytest.raises(LudicError, match=re.escape(message)):
+        run(monkeypatch, *[argument.format(**places) for argument in arguments])

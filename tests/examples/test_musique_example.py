@@ -1,0 +1,184 @@
+"""The search and the delegation example on a tiny model, in this process: torch is loaded once for all of them."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ludic.types import LudicError, Rollout, load_rollouts
+from tests.data import read_jsonl
+
+pytest.importorskip("torch", reason="the local extra is not installed")
+pytest.importorskip("bm25s", reason="the search extra is not installed")
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SEARCH, DELEGATE = "musique_search/train_musique_search.py", "delegation/delegate_musique.py"
+
+
+def called(name: str, **arguments: str) -> str:
+    """A call without spaces: to a tokenizer of words it is one."""
+    text = json.dumps({"name": name, "arguments": arguments}, separators=(",", ":"))
+    return f"<tool_call>{text}</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """It has never learned anything, but all that it can say are calls, answers and a few words."""
+    from ludic.models.tiny import tiny_llama, word_tokenizer
+
+    words = [
+        "<answer>Paris</answer>", "<answer>blue</answer>", called("search", query="Ada"), called("search", query="Paris"),
+        called("delegate", to="searcher", task="Ada?"), "Ada",
+    ]  # fmt: skip
+    folder = tmp_path_factory.mktemp("models") / "talker"
+    tokenizer = word_tokenizer(words)
+    tokenizer.save_pretrained(folder)
+    tiny_llama(len(tokenizer), width=32, layers=1, max_length=1024).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    paragraphs = [
+        {"title": "Ada", "text": "Ada was born in Paris.", "is_supporting": True},
+        {"title": "Sky", "text": "The sky is blue.", "is_supporting": False},
+    ]
+    rows = [
+        {
+            "id": str(n),
+            "question": f"Where was Ada born, asked for the time {n} ?",
+            "answer": "Paris",
+            "paragraphs": paragraphs,
+        }
+        for n in range(6)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(script).stem, EXAMPLES / script)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run_example(script: str, *arguments: object) -> str:
+        module = load(script, monkeypatch)
+        module.main(module.tyro.cli(module.Settings, args=[str(argument) for argument in arguments]))
+        return capsys.readouterr().out
+
+    return run_example
+
+
+def test_a_search_agent_is_trained_and_evaluated(run, model, questions, tmp_path):
+    out = tmp_path / "run"
+    printed = run(
+        SEARCH, "--model-name", model, "--data", questions, "--run-dir", out, "--train-limit", 4, "--eval-limit", 2,
+        "--batch-size", 2, "--samples-per-prompt", 8, "--max-turns", 3, "--max-tokens", 32, "--learning-rate", 1e-2,
+        "--lora-rank", 0, "--max-seq-len", 1024,
+    )  # fmt: skip
+    assert "4 questions to train on, 2 held out" in printed and f"The model is in {out / 'model'}" in printed
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/grad_norm" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
+    assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
+    assert (out / "model" / "model.safetensors").exists()
+    rollouts = list(load_rollouts(out / "rollouts.jsonl"))
+    assert len(rollouts) == 2 * 2 * 8
+    searches = [step for rollout in rollouts for step in rollout.agent_steps if step.action_target == "internal"]
+    assert any("Ada was born in Paris." in result["content"] for step in searches for result in step.tool_results)
+    assert all(step.trace.completion_logprobs is not None for step in searches)
+    assert max(len(rollout.agent_steps) for rollout in rollouts) == 3, "--max-turns is the number of model calls"
+
+
+def families(path: Path) -> tuple[list[Rollout], list[Rollout]]:
+    rollouts = list(load_rollouts(path))
+    return (
+        [rollout for rollout in rollouts if "parent_rollout_id" not in rollout.meta],
+        [rollout for rollout in rollouts if "parent_rollout_id" in rollout.meta],
+    )
+
+
+def test_the_oracle_delegates_every_step_of_real_questions_and_is_right(run, tmp_path):
+    rows = read_jsonl("musique")[:24]
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    printed = run(DELEGATE, "--data", tmp_path / "q.jsonl", "--limit", 24, "--out", tmp_path / "families.jsonl")
+    assert re.search(r"reward +1\.000\nright +100\.0%", printed)
+    parents, children = families(tmp_path / "families.jsonl")
+    of_child = {child.id: child for child in children}
+    for parent in parents:
+        row = rows[parent.meta["request_meta"]["sample_index"]]
+        own = [of_child[id] for id in parent.meta["child_rollout_ids"]]
+        found = [child.env_steps[0].parsed_action for child in own]
+        assert found == [hop["answer"] for hop in row["decomposition"]]
+        assert all(child.agent_steps[0].tool_results[0]["content"].startswith("# ") for child in own)
+
+
+def test_a_model_is_trained_as_parent_and_as_child(run, model, questions, tmp_path):
+    out = tmp_path / "run"
+    run(
+        DELEGATE, "--data", questions, "--player", "model", "--model-name", model, "--max-tokens", 32, "--out", out,
+        "--train-steps", 2, "--learning-rate", 1e-2, "--max-seq-len", 1024, "--batch-size", 2,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and any(row["train/grad_norm"] > 0 for row in rows)
+    parents, children = families(out / "rollouts.jsonl")
+    assert len(parents) == 2 * 2 * 4 and children and {child.meta["delegate"] for child in children} == {"searcher"}
+    assert (out / "model" / "model.safetensors").exists()
+
+
+def test_children_weigh_what_their_parent_weighs(monkeypatch):
+    module = load(DELEGATE, monkeypatch)
+
+    class Halves:
+        def compute(self, rollouts):
+            assert [rollout.id for rollout in rollouts] == ["p"], "children are not compared with parents"
+            return {("p", 0): 0.5}
+
+    child = Rollout(id="c", steps=[FakeStep(0), FakeStep(1)], meta={"parent_rollout_id": "p"})
+    orphan = Rollout(id="o", steps=[FakeStep(0)], meta={"parent_rollout_id": "failed"})
+    weights = module.FamilyCredit(Halves()).compute([Rollout(id="p", steps=[FakeStep(0)]), child, orphan])
+    assert weights == {("p", 0): 0.5, ("c", 0): 0.5, ("c", 1): 0.5, ("o", 0): 0.0}
+
+
+class FakeStep:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        (SEARCH, ["--data", "nowhere.jsonl", "--run-dir", "{new}"], "There is no file nowhere.jsonl"),
+        (SEARCH, ["--data", "{empty}", "--run-dir", "{new}"], "{empty} has no questions in it"),
+        (SEARCH, ["--data", "{empty}", "--samples-per-prompt", "1"], "the last at least 2: GRPO compares"),
+        (
+            SEARCH,
+            ["--data", "{empty}", "--max-turns", "0"],
+            "--max-turns 0, --samples-per-prompt 2; each must be at least 1",
+        ),
+        (SEARCH, ["--data", "{one}", "--run-dir", "{new}"], "'paragraphs' is missing"),
+        (DELEGATE, ["--data", "{broken}"], "{broken} is not JSON line by line"),
+        (DELEGATE, ["--data", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
+        (DELEGATE, ["--data", "{one}", "--train-steps", "1"], "give --player model"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_named_before_anything_is_computed(script, arguments, message, monkeypatch, tmp_path):
+    places = {name: tmp_path / name for name in ("empty", "one", "broken", "new")}
+    places["empty"].write_text("\n")
+    places["broken"].write_text('{"question": \n')
+    places["one"].write_text('{"question": "?"}\n')
+    module = load(script, monkeypatch)
+    with pytest.raises(LudicError, match=re.escape(message.format(**places))):
+        module.main(module.tyro.cli(module.Settings, args=[argument.format(**places) for argument in arguments]))

@@ -1,0 +1,119 @@
+"""Every reference solution of HumanEval and MBPP passes its tests in the real sandbox; a mutated one does not."""
+
+import ast
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from ludic.envs.code_exec import CodeExecConfig, CodeExecEnv, HumanEvalEnv, MBPPEnv
+from ludic.sandbox import create_sandbox_pool
+from ludic.sandbox.bubblewrap import bubblewrap_problem
+from tests.data import read_jsonl
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(bubblewrap_problem()), reason=bubblewrap_problem()),
+]
+
+PATIENT = CodeExecConfig(timeout_per_test_s=60.0)  # one MBPP reference takes seconds on a machine that others use too
+BRIEF = CodeExecConfig(timeout_per_test_s=3.0)  # a mutant may loop for ever
+MAX_MUTANTS = 6  # tried until one is caught; some are no mistakes at all
+UNCAUGHT: set[str] = set()
+"""Problems whose own tests catch none of these mutants."""
+
+
+class Mutation(ast.NodeTransformer):
+    """Changes the n-th thing that can be changed: a comparison, an operator, a constant."""
+
+    COMPARE = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
+               ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
+    BINARY = {
+        ast.Add: ast.Sub,
+        ast.Sub: ast.Add,
+        ast.Mult: ast.Add,
+        ast.Div: ast.Mult,
+        ast.FloorDiv: ast.Mult,
+        ast.Mod: ast.Add,
+    }
+
+    def __init__(self, target: int) -> None:
+        self.target, self.seen = target, 0
+
+    def is_it(self) -> bool:
+        self.seen += 1
+        return self.seen - 1 == self.target
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        return node if isinstance(node.value, ast.Constant) else self.generic_visit(node)  # not docstrings
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        if type(node.ops[0]) in self.COMPARE and self.is_it():
+            node.ops[0] = self.COMPARE[type(node.ops[0])]()
+        return self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        if type(node.op) in self.BINARY and self.is_it():
+            node.op = self.BINARY[type(node.op)]()
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, bool | int | float | str) and self.is_it():
+            value = node.value
+            node.value = (
+                (not value) if isinstance(value, bool) else value + "x" if isinstance(value, str) else value + 1
+            )
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        if node.value is not None and self.is_it():
+            node.value = ast.Tuple([node.value, ast.Constant("wrong")], ast.Load())
+        return self.generic_visit(node)
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        """A mutated loop condition costs the whole time limit."""
+        node.body = [self.visit(child) for child in node.body]
+        return node
+
+
+def mutants(source: str) -> Iterator[str]:
+    """From the last change that can be made to the first: what a function ends with decides most."""
+    count = Mutation(-1)
+    count.visit(ast.parse(source))
+    for target in reversed(range(count.seen)):
+        yield ast.unparse(ast.fix_missing_locations(Mutation(target).visit(ast.parse(source))))
+
+
+async def reward(make: type[CodeExecEnv], sample: dict, pool: object, config: CodeExecConfig, code: str) -> float:
+    env = make(sample, sandbox_pool=pool, config=config)
+    await env.async_reset(seed=0)
+    return (await env.async_step({"agent_0": code}))["agent_0"].reward
+
+
+async def problem_holds(make: type[CodeExecEnv], sample: dict, pool: object) -> tuple[float, bool]:
+    """(reward of the reference, whether a mutant was caught)."""
+    reference = make(sample).reference_action("agent_0")
+    earned = await reward(make, sample, pool, PATIENT, reference)
+    for _, mutant in zip(range(MAX_MUTANTS), mutants(reference), strict=False):
+        if await reward(make, sample, pool, BRIEF, mutant) < 1.0:
+            return earned, True
+    return earned, False
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "count"), [(HumanEvalEnv, "humaneval", 120), (MBPPEnv, "mbpp_sanitized", 427)]
+)
+async def test_every_reference_earns_the_full_reward_and_a_mutant_of_it_does_not(make, data, count):
+    samples = read_jsonl(data)
+    async with await create_sandbox_pool(n_workers=3) as pool:
+        limit = asyncio.Semaphore(3)
+
+        async def one(sample: dict) -> tuple[str, float, bool]:
+            async with limit:
+                return (str(sample["task_id"]), *await problem_holds(make, sample, pool))
+
+        results = await asyncio.gather(*map(one, samples))
+    assert len(results) == count
+    assert [id for id, earned, _ in results if earned != 1.0] == []
+    assert {id for id, _, caught in results if not caught} == UNCAUGHT & {id for id, _, _ in results}

@@ -1,0 +1,103 @@
+"""Envs with tools on the command line: who plays them by default, and a person who calls the tools."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ludic.cli.eval_config import EvalConfig
+from ludic.cli.main import app
+from ludic.cli.play_tools import Toolbox
+from ludic.cli.run_config import AgentSettings, EnvSettings, resolve_play
+from ludic.cli.run_env import find_env
+from ludic.cli.run_model import make_tiny
+from ludic.inference import HermesToolParser, HFChatTemplate, Llama3ToolParser, XMLToolParser, tool_parser_for
+from ludic.types import load_rollouts
+
+pytest.importorskip("bm25s", reason="the search extra is not installed")
+runner = CliRunner()
+
+
+def agent_for(**settings) -> AgentSettings:
+    config = EvalConfig(env=EnvSettings(id="musique_search"), agent=AgentSettings(**settings))
+    return resolve_play(config, find_env("musique_search").suggested).agent
+
+
+def test_an_env_suggests_an_agent_and_its_arguments():
+    agent = agent_for()
+    assert agent.agent == "react" and agent.agent_set == {"max_react_steps": 8} and agent.may_call_tools
+    assert agent_for(agent_set={"max_react_steps": 2}).agent_set == {"max_react_steps": 2}
+
+
+def test_arguments_of_the_suggested_agent_are_not_given_to_another():
+    agent = agent_for(agent="tool_agent")
+    assert agent.agent == "tool_agent" and agent.agent_set == {}
+
+
+def test_an_env_that_suggests_nothing_is_played_by_the_plain_agent():
+    config = EvalConfig(env=EnvSettings(id="key_door"))
+    agent = resolve_play(config, find_env("key_door").suggested).agent
+    assert agent.agent == "agent" and not agent.may_call_tools
+
+
+def test_the_tiny_model_is_told_of_the_tools_and_may_search(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sample = find_env("musique_search").example["sample"]
+    (tmp_path / "q.jsonl").write_text(json.dumps(sample) + "\n")
+    done = runner.invoke(app, ["eval", "musique_search", "--model", "tiny", "--data", "q.jsonl", "--max-tokens", "8"])
+    assert done.exit_code == 0, done.output
+    (rollouts,) = (tmp_path / "runs" / "eval" / "musique_search-tiny").rglob("rollouts/*.jsonl")
+    (rollout,) = load_rollouts(rollouts)
+    prompt = make_tiny(0).tokenizer.decode(rollout.agent_steps[0].trace.prompt_token_ids.tolist())
+    assert '"name": "search"' in prompt and rollout.meta["agent_name"] == "react_agent"
+
+
+def test_the_tiny_template_continues_token_by_token_behind_a_tool_call():
+    template = HFChatTemplate(make_tiny(0).tokenizer, tool_parser=HermesToolParser())
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    schema = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": {}}}]
+    messages = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "one", "tool_call_id": "call00000", "name": "f"},
+    ]
+    end = template.tokenizer.eos_token_id
+    delta = template.delta(messages, num_sent=1, completion_token_ids=[end], tools=schema)
+    assert template.tokenizer.decode(delta.tolist()) == "<|user|>one<|end|><|assistant|>"
+    assert "Tools: " in template.apply(messages[:1], tools=schema).prompt_text
+    assert "Tools: " not in template.apply(messages[:1]).prompt_text
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ('<tool_call>\n{"name": <function-name>}\n</tool_call>', HermesToolParser),
+        ("<tool_call>\n<function=example>\n<parameter=x>", XMLToolParser),
+        ("{{ '<|python_tag|>' + tool_call }}", Llama3ToolParser),
+        ("no tools at all", HermesToolParser),
+    ],
+)
+def test_calls_are_read_in_the_dialect_that_the_template_teaches(template, parser):
+    assert type(tool_parser_for(template)) is parser
+
+
+# --- a person ---
+
+
+def test_a_person_searches_and_answers():
+    typed = '/search Alder Street\n/find x\n/search {"query": "Ida Morrow", "k": 9}\n/search alder street\n1871\n'
+    done = runner.invoke(app, ["play", "musique_search", "--seed", "1"], input=typed)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "Tools: /search query k" in said and "It was founded by Ida Morrow in 1902." in said
+    assert "There is no tool 'find'" in said and "argument 'k'" in said and "searched for that already" in said
+    assert "total reward +0.9" in said
+
+
+def test_the_reference_can_be_watched():
+    done = runner.invoke(app, ["play", "musique_search", "--watch", "--seed", "1"])
+    assert done.exit_code == 0 and "terminated: total reward +1" in done.output
+
+
+async def test_without_tools_a_slash_is_for_the_env():
+    assert await Toolbox([]).answer("/quit") is None and Toolbox([]).usage == ""

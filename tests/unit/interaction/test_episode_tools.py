@@ -1,0 +1,133 @@
+"""Tools that an env brings along: who hears of them, who runs them, and how long they last."""
+
+import pytest
+
+from ludic.agents import Agent, ReActAgent, ToolAgent
+from ludic.batch_gen import stitch_rollout
+from ludic.envs import EnvCheckFailed, LudicEnv, SingleAgentEnv, check_env
+from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
+from ludic.types import ConfigError, StepOutcome, StopReason
+from tests.fakes import CountingEnv, RecordingClient, ScriptedClient, make_agent
+from tests.unit.agents.test_tool_agents import add, call
+
+
+class Vault(SingleAgentEnv):
+    """The code is drawn at reset; only the env's own tool can read it."""
+
+    def env_reset(self, *, seed=None):
+        self.code = f"code{seed}"
+        self.times_read = 0
+        return "What is the code?", {}
+
+    def episode_tools(self, agent_id):
+        return [self.read]
+
+    def read(self, page: int = 1) -> str:
+        """Read the note."""
+        self.times_read += 1
+        if page != 1:
+            raise LookupError(f"there is no page {page}")
+        return self.code
+
+    def env_step(self, action):
+        return StepOutcome("", float(action == self.code), terminated=True, info={"times_read": self.times_read})
+
+
+async def play(agent, env=None, seed=7):
+    (rollout,) = await SingleAgentProtocol(agent).run(env=env or Vault(), max_steps=1, env_seed=seed)
+    return rollout
+
+
+@pytest.mark.parametrize("cls", [ToolAgent, ReActAgent])
+async def test_the_agent_calls_a_tool_of_the_episode_and_every_model_call_is_a_step(cls):
+    rollout = await play(make_agent([call("read"), "<a>code7</a>"], cls=cls))
+    assert [(s.action_target, s.loop_index) for s in rollout.agent_steps] == [("internal", 0), ("env", 1)]
+    assert rollout.agent_steps[0].tool_results[0]["content"] == "code7"
+    assert rollout.stop is StopReason.TERMINATED and rollout.env_steps[0].reward_components["env"] == 1.0
+
+
+async def test_the_model_is_told_of_the_tool_and_its_tokens_are_those_that_are_trained_on():
+    client = RecordingClient(ScriptedClient([call("read"), "<a>code7</a>"]))
+    rollout = await play(make_agent(client, cls=ReActAgent))
+    (first, sampled), (second, answer) = client.calls
+    assert b'"name": "read"' in bytes(token for token in first if token < 256)
+    assert second[: len(first) + len(sampled)] == first + sampled
+    (item,) = stitch_rollout(rollout, {(rollout.id, step.index): 1.0 for step in rollout.steps})
+    assert item.input_ids.tolist() == second + answer
+
+
+async def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
+    replies = [call("read", page=9), call("read", page="one"), call("raed"), "<a>code7</a>"]
+    rollout = await play(make_agent(replies, cls=ReActAgent))
+    failed, wrong, unknown = (step.tool_results[0]["content"] for step in rollout.agent_steps[:3])
+    assert "there is no page 9" in failed and "argument 'page'" in wrong and "Available tools: read" in unknown
+    assert rollout.env_steps[0].info["times_read"] == 1
+
+
+async def test_an_agent_that_cannot_call_tools_says_so():
+    with pytest.raises(ConfigError, match="Use an agent that can: ToolAgent or ReActAgent"):
+        await play(make_agent(["<a>code7</a>"], cls=Agent))
+
+
+async def test_tools_of_one_episode_are_gone_in_the_next():
+    agent = make_agent([call("read"), "<a>code7</a>", call("read"), "<a>code8</a>", "<a>inc</a>"], cls=ReActAgent)
+    assert (await play(agent, seed=7)).env_steps[0].reward_components["env"] == 1.0
+    assert (await play(agent, seed=8)).env_steps[0].reward_components["env"] == 1.0, "each env has its own note"
+    await play(agent, env=CountingEnv(1))
+    assert agent.tool_schemas == [] and agent.tool_map == {}
+
+
+async def test_they_stand_beside_the_agents_own_tools():
+    agent = make_agent([call("add", a=1, b=2) + call("read"), "<a>code7</a>"], cls=ReActAgent, tools=[add])
+    rollout = await play(agent)
+    assert [result["content"] for result in rollout.agent_steps[0].tool_results] == ["3", "code7"]
+
+
+async def test_two_tools_of_one_name_are_refused():
+    def read() -> str:
+        """Read another note."""
+        return ""
+
+    with pytest.raises(ConfigError, match="Two tools share a name"):
+        await play(make_agent(["<a>x</a>"], cls=ReActAgent, tools=[read]))
+
+
+class TwoRooms(LudicEnv):
+    """Only the one in the library can look things up."""
+
+    agent_ids = ("library", "street")
+    active_agents = ()
+
+    def reset(self, *, seed=None):
+        self.active_agents = list(self.agent_ids)
+        return {agent_id: ("go", {}) for agent_id in self.agent_ids}
+
+    def episode_tools(self, agent_id):
+        return [self.look_up] if agent_id == "library" else []
+
+    def look_up(self) -> str:
+        """Look it up."""
+        return "found"
+
+    def step(self, actions):
+        self.active_agents = []
+        return {agent_id: StepOutcome("", 0.0, terminated=True) for agent_id in self.agent_ids}
+
+
+async def test_each_role_has_its_own_tools():
+    agents = {
+        "library": make_agent([call("look_up"), "<a>x</a>"], cls=ReActAgent),
+        "street": make_agent([call("look_up"), "<a>x</a>"], cls=ReActAgent),
+    }
+    library, street = await MultiAgentProtocol(agents).run(env=TwoRooms(), max_steps=1)
+    assert library.agent_steps[0].tool_results[0]["content"] == "found"
+    assert street.agent_steps[0].action_target == "env" and street.agent_steps[0].info["parse_error"]
+
+
+async def test_check_env_refuses_a_tool_that_cannot_be_called():
+    class Wrong(Vault):
+        def episode_tools(self, agent_id):
+            return ["read"]
+
+    with pytest.raises(EnvCheckFailed, match="holds 'read', which cannot be called"):
+        await check_env(Wrong)

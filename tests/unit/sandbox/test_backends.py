@@ -1,0 +1,95 @@
+import sys
+
+import pytest
+
+from ludic.sandbox import (
+    BubblewrapConfig,
+    SandboxBackend,
+    SandboxError,
+    SubprocessSandboxPool,
+    create_sandbox_pool,
+    detect_available_backend,
+    get_backend_info,
+)
+from ludic.sandbox.backends import backend_problem
+from ludic.sandbox.bubblewrap import bubblewrap_problem
+from ludic.sandbox.interpreter import find_interpreter
+from ludic.types import ConfigError, UnknownName
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch, tmp_path):
+    """A machine with an empty PATH. What was found out before is forgotten, and again afterwards."""
+    bubblewrap_problem.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    yield
+    bubblewrap_problem.cache_clear()
+
+
+def test_without_any_backend_the_error_says_what_to_install(nothing_installed):
+    with pytest.raises(RuntimeError) as caught:
+        detect_available_backend()
+    text = str(caught.value)
+    for part in ("bwrap is not installed", "docker is not installed", "apt install bubblewrap", "backend='subprocess'"):
+        assert part in text
+
+
+async def test_no_sandbox_is_never_replaced_by_none(nothing_installed):
+    with pytest.raises(RuntimeError, match="No sandbox backend works here"):
+        await create_sandbox_pool()
+    with pytest.raises(SandboxError, match="bwrap is not installed"):
+        await create_sandbox_pool(backend="bubblewrap")
+
+
+def test_the_order_follows_the_place(nothing_installed, monkeypatch):
+    def order() -> list[str]:
+        with pytest.raises(RuntimeError) as caught:
+            detect_available_backend()
+        return [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]]
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert order() == ["bubblewrap", "docker", "podman", "podman-hpc"]
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert order() == ["bubblewrap", "podman-hpc", "podman", "docker"]
+
+
+def test_the_list_of_backends_says_what_each_lacks(nothing_installed):
+    info = get_backend_info()
+    assert info["docker"] == "docker is not installed." and info["singularity"] == "it is not built yet."
+    assert info["subprocess"] == "available" and "auto" not in info
+
+
+async def test_a_typo_gets_a_hint():
+    with pytest.raises(UnknownName, match="Did you mean 'bubblewrap'"):
+        await create_sandbox_pool(backend="bublewrap")
+    with pytest.raises(UnknownName, match="docker"):
+        backend_problem("dokcer")
+
+
+async def test_what_is_not_built_is_refused():
+    with pytest.raises(ConfigError, match="singularity backend is not built"):
+        await create_sandbox_pool(backend=SandboxBackend.SINGULARITY)
+
+
+async def test_a_config_must_be_the_backends_own():
+    with pytest.raises(ConfigError, match="takes a SubprocessConfig, but config is a BubblewrapConfig"):
+        await create_sandbox_pool(backend="subprocess", config=BubblewrapConfig())
+
+
+async def test_the_plain_backend_must_be_asked_for_and_says_what_it_is_not(caplog):
+    async with await create_sandbox_pool(backend="subprocess", n_workers=1) as pool:
+        assert isinstance(pool, SubprocessSandboxPool)
+        assert (await (await pool.checkout()).execute("print(1)")).stdout == "1\n"
+    assert "not a sandbox" in caplog.text
+
+
+def test_an_interpreter_is_found_by_version_and_by_path():
+    this = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert find_interpreter(this).version == find_interpreter(sys.executable).version == this
+    assert find_interpreter().version
+
+
+@pytest.mark.parametrize("wanted", ["2.0", "/no/such/python", "/bin/ls"])
+def test_a_python_that_is_not_there_is_refused(wanted):
+    with pytest.raises(ConfigError, match="2.0|/no/such/python|/bin/ls"):
+        find_interpreter(wanted)

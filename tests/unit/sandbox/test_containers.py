@@ -1,0 +1,76 @@
+"""The command lines of the container engines, and what is said where an engine is missing."""
+
+import itertools
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ludic.sandbox import Bind, DockerSandboxConfig, DockerSandboxPool, PodmanConfig, SandboxError, SandboxLimits
+from ludic.sandbox.containers import container_command, effective_limits, engine_problem, memory_bytes
+from ludic.types import ConfigError
+
+
+def options(command: list[str]) -> dict[str, list[str]]:
+    """Option → its values, for options that take one."""
+    found: dict[str, list[str]] = {}
+    for name, value in itertools.pairwise(command):
+        if name.startswith("--"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_a_docker_container_is_closed_on_all_sides():
+    config = DockerSandboxConfig(memory_limit="1g")
+    command = container_command("docker", config, "the-name", effective_limits(config))
+    given = options(command)
+    assert command[:2] == ["docker", "run"] and given["--name"] == ["the-name"] and given["--pull"] == ["never"]
+    assert given["--network"] == ["none"] and given["--cap-drop"] == ["ALL"] and "--read-only" in command
+    assert given["--security-opt"] == ["no-new-privileges"] and given["--user"] == ["65534:65534"]
+    assert given["--memory"] == given["--memory-swap"] == [str(1 << 30)] and given["--pids-limit"] == ["32"]
+    assert given["--cpu-quota"] == ["50000"] and given["--workdir"] == ["/workspace"]
+    assert given["--tmpfs"] == ["/workspace:rw,exec,nosuid,nodev,size=64m,mode=1777"]
+    assert "--rm" not in command, "its state is asked for after its end"
+    image = command.index("python:3.11-slim")
+    assert command[image + 1] == "python3" and command[-2] == "-c"
+
+
+def test_podman_has_its_own_settings():
+    config = PodmanConfig(base_image="mine:1", gpu=True, network_disabled=False, extra_args=("--runtime", "runc"))
+    command = container_command("podman-hpc", config, "n", SandboxLimits(max_processes=5, workspace_mb=9))
+    given = options(command)
+    assert command[0] == "podman-hpc" and "--gpu" in command and "--network" not in given and "--cpu-quota" not in given
+    assert given["--pids-limit"] == ["5"] and "size=9m" in given["--tmpfs"][0] and "--read-only-tmpfs=false" in command
+    assert command[command.index("mine:1") - 2 : command.index("mine:1")] == ["--runtime", "runc"]
+
+
+def test_binds_are_volumes():
+    binds = [Bind(source="/a", target="/b"), Bind(source="/c", target="/d", writable=True)]
+    command = container_command("docker", DockerSandboxConfig(), "n", SandboxLimits(), binds)
+    assert options(command)["--volume"] == ["/a:/b:ro", "/c:/d:rw"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("256m", 256 << 20), ("2G", 2 << 30), ("512k", 512 << 10), ("77", 77)])
+def test_memory_is_written_as_the_engines_read_it(text, number):
+    assert memory_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "m", "lots", "-1m", "0", "1.5g"])
+def test_what_is_no_amount_of_memory_is_refused(text):
+    with pytest.raises(ConfigError, match="no amount of memory"):
+        memory_bytes(text)
+
+
+def test_a_missing_engine_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="docker backend cannot be used: docker is not installed"):
+        DockerSandboxPool()
+
+
+def test_an_engine_whose_daemon_sleeps_says_so(monkeypatch, tmp_path):
+    fake: Path = tmp_path / "docker"
+    fake.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert "Cannot connect to the Docker daemon" in engine_problem("docker")

@@ -1,0 +1,241 @@
+import asyncio
+import threading
+
+import pytest
+
+from ludic.sandbox import BaseSandboxPool, SandboxError, SandboxPoolExhaustedError
+from ludic.types import ConfigError
+
+
+class FakeSandbox:
+    """Fails its resets as often as its pool's script says."""
+
+    python_version = "3.99"
+
+    def __init__(self, pool: "FakePool") -> None:
+        self.pool = pool
+        self.num_resets = 0
+        self.is_closed = False
+
+    async def reset(self) -> None:
+        self.num_resets += 1
+        await asyncio.sleep(0)
+        if self.pool.script and self.pool.script.pop(0):
+            raise SandboxError("no space left.")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class FakePool(BaseSandboxPool):
+    """`script`: for each reset to come, whether it fails."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self.script: list[bool] = []
+        self.made: list[FakeSandbox] = []
+
+    async def _make_sandbox(self) -> FakeSandbox:
+        self.made.append(FakeSandbox(self))
+        return self.made[-1]
+
+
+async def test_starting_twice_makes_the_sandboxes_once():
+    async with FakePool(n_workers=3) as pool:
+        await asyncio.gather(pool.start(), pool.start())
+        assert len(pool.made) == 3 and pool.available == 3 and pool.python_version == "3.99"
+    assert all(one.is_closed for one in pool.made)
+
+
+async def test_a_released_sandbox_is_reset_before_anyone_gets_it():
+    async with FakePool(n_workers=1) as pool:
+        first = await pool.checkout()
+        await pool.release(first)
+        assert pool.available == 0 and pool.pending_resets == 1
+        assert await pool.checkout() is first and first.num_resets == 2
+
+
+async def test_a_checkout_waits_for_a_release_and_no_longer_than_it_may():
+    async with FakePool(n_workers=1) as pool:
+        first = await pool.checkout()
+        with pytest.raises(TimeoutError, match="all 1 are in use"):
+            await pool.checkout(timeout_s=0.01)
+        waiting = asyncio.create_task(pool.checkout(timeout_s=5))
+        await pool.release(first)
+        assert await waiting is first
+
+
+async def test_a_cancelled_checkout_loses_no_sandbox():
+    async with FakePool(n_workers=1) as pool:
+        first = await pool.checkout()
+        waiting = asyncio.create_task(pool.checkout())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await pool.release(first)
+        assert await pool.checkout(timeout_s=1) is first
+
+
+async def test_a_sandbox_is_given_back_once_and_to_its_own_pool():
+    async with FakePool(n_workers=1) as pool, FakePool(n_workers=1) as other:
+        sandbox = await pool.checkout()
+        with pytest.raises(ConfigError, match="not checked out of this pool"):
+            await other.release(sandbox)
+        await pool.release(sandbox)
+        with pytest.raises(ConfigError, match="not checked out of this pool"):
+            await pool.release(sandbox)
+
+
+async def test_a_sandbox_that_cannot_be_reset_is_replaced():
+    async with FakePool(n_workers=1) as pool:
+        first = await pool.checkout()
+        pool.script = [True]
+        await pool.release(first)
+        second = await pool.checkout()
+        assert second is not first and first.is_closed and not second.is_closed
+
+
+async def test_the_breaker_counts_failures_in_a_row_only():
+    async with FakePool(n_workers=1, max_consecutive_failures=2) as pool:
+        for _ in range(5):
+            pool.script = [True, False]  # its own reset fails, its replacement's does not
+            await pool.release(await pool.checkout())
+            await pool.drain_pending_resets()
+        assert pool.available == 1
+
+
+async def test_a_broken_pool_tells_everyone_who_asks_and_everyone_who_waits():
+    async with FakePool(n_workers=1, max_consecutive_failures=3) as pool:
+        sandbox = await pool.checkout()
+        waiting = [asyncio.create_task(pool.checkout()) for _ in range(2)]
+        await asyncio.sleep(0)
+        pool.script = [True] * 10
+        await pool.release(sandbox)
+        for error in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(error, SandboxPoolExhaustedError)
+            assert "3 failures in a row" in str(error) and "no space left." in str(error)
+        with pytest.raises(SandboxPoolExhaustedError):
+            await pool.checkout()
+
+
+async def test_a_broken_pool_can_be_started_again():
+    pool = FakePool(n_workers=1, max_consecutive_failures=1)
+    await pool.start()
+    pool.script = [True]
+    await pool.release(await pool.checkout())
+    with pytest.raises(SandboxPoolExhaustedError):
+        await pool.checkout()
+    await pool.shutdown()
+    async with pool:
+        assert await pool.checkout()
+
+
+async def test_without_replacement_the_pool_shrinks_and_then_says_so():
+    async with FakePool(n_workers=2, auto_replace_failed=False) as pool:
+        one, other = await pool.checkout(), await pool.checkout()
+        pool.script = [True, True]
+        await pool.release(one)
+        await pool.drain_pending_resets()
+        assert len(pool.made) == 2
+        await pool.release(other)
+        with pytest.raises(SandboxPoolExhaustedError, match="auto_replace_failed is off"):
+            await pool.checkout()
+
+
+async def test_an_unexpected_error_in_the_background_reaches_the_next_caller():
+    class Odd(FakePool):
+        async def _make_sandbox(self) -> FakeSandbox:
+            sandbox = await super()._make_sandbox()
+            if len(self.made) > 1:
+                raise ZeroDivisionError("a bug")
+            return sandbox
+
+    async with Odd(n_workers=1) as pool:
+        sandbox = await pool.checkout()
+        pool.script = [True]
+        await pool.release(sandbox)
+        with pytest.raises(SandboxPoolExhaustedError, match="ZeroDivisionError: a bug"):
+            await pool.checkout(timeout_s=5)
+
+
+async def test_a_pool_that_cannot_start_says_why_and_keeps_nothing():
+    pool = FakePool(n_workers=3)
+    pool.script = [False, True, False]
+    with pytest.raises(SandboxError, match="no space left"):
+        await pool.start()
+    assert all(one.is_closed for one in pool.made)
+    await pool.start()
+    assert pool.available == 3
+    await pool.shutdown()
+
+
+async def test_shutdown_closes_lent_sandboxes_and_can_be_called_again():
+    pool = FakePool(n_workers=2)
+    await pool.start()
+    lent = await pool.checkout()
+    await pool.shutdown()
+    await pool.shutdown()
+    assert lent.is_closed
+    await pool.release(lent)  # whoever held it may still say goodbye
+    with pytest.raises(SandboxError, match="shut down"):
+        await pool.checkout()
+
+
+async def test_a_pool_must_be_started_before_it_is_used():
+    with pytest.raises(ConfigError, match="not been started"):
+        await FakePool().checkout()
+
+
+def test_a_pool_belongs_to_its_loop():
+    pool = FakePool(n_workers=1)
+    with asyncio.Runner() as runner:
+        runner.run(pool.start())
+        errors: list[BaseException] = []
+
+        def elsewhere() -> None:
+            with pytest.raises(ConfigError, match="another event loop") as caught:
+                asyncio.run(pool.checkout())
+            errors.append(caught.value)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert len(errors) == 1
+        runner.run(pool.shutdown())
+
+
+async def test_resets_run_side_by_side_up_to_a_number():
+    class Counting(FakeSandbox):
+        running = most = 0
+
+        async def reset(self) -> None:
+            Counting.running += 1
+            Counting.most = max(Counting.most, Counting.running)
+            await asyncio.sleep(0.01)
+            Counting.running -= 1
+
+    class CountingPool(FakePool):
+        async def _make_sandbox(self) -> FakeSandbox:
+            return Counting(self)
+
+    async with CountingPool(n_workers=6, max_concurrent_ops=2) as pool:
+        lent = [await pool.checkout() for _ in range(6)]
+        Counting.most = 0
+        for sandbox in lent:
+            await pool.release(sandbox)
+        await pool.drain_pending_resets()
+        assert Counting.most == 2 and pool.available == 6
+
+
+@pytest.mark.parametrize("name", ["n_workers", "max_consecutive_failures", "max_concurrent_ops"])
+def test_a_number_below_one_is_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        FakePool(**{name: 0})
+
+
+async def test_results_are_kept_by_code_and_tests():
+    pool = FakePool(cache_size=2)
+    assert pool.get_cached("code", "tests") is None
+    pool.put_cached("code", "tests", "result")
+    assert pool.get_cached("code", "tests") == "result" and pool.get_cached("code", "other tests") is None
+    assert pool.cache_stats == {"hits": 1, "misses": 2, "size": 1, "max_size": 2}

@@ -1,0 +1,91 @@
+"""The status of a run, from what was seen of it."""
+
+import signal
+
+import pytest
+
+from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
+from ludic.sandbox.cell import Seen
+from ludic.sandbox.job import Ending, read_compile_record, read_ending
+from ludic.sandbox.verdict import compile_verdict, run_verdict, termination
+
+GOOD = CompileResult(status=CompileStatus.SUCCESS)
+
+
+def ending(status: int = 0, *, memory_error: bool = False, overflow: bool = False) -> Ending:
+    return Ending(status=status, run_ms=1.0, cpu_ms=1.0, peak=1, memory_error=memory_error, overflow=overflow)
+
+
+def exited(code: int) -> int:
+    return code << 8
+
+
+@pytest.mark.parametrize(
+    ("seen", "status"),
+    [
+        (Seen(compiled=GOOD, ending=ending()), RunStatus.SUCCESS),
+        (Seen(compiled=GOOD, ending=ending(exited(1))), RunStatus.RUNTIME_ERROR),
+        (Seen(compiled=GOOD, ending=ending(exited(137))), RunStatus.RUNTIME_ERROR),
+        (Seen(compiled=GOOD, ending=ending(signal.SIGSEGV)), RunStatus.KILLED),
+        (Seen(compiled=GOOD, ending=ending(signal.SIGXCPU)), RunStatus.TIMEOUT),
+        (Seen(compiled=GOOD, ending=ending(exited(1), memory_error=True)), RunStatus.MEMORY_EXCEEDED),
+        (Seen(compiled=GOOD, ending=ending(0, memory_error=True)), RunStatus.SUCCESS),
+        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL), killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
+        (Seen(compiled=GOOD, ending=ending(), killed_for_memory=True), RunStatus.SUCCESS),
+        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=1), RunStatus.MEMORY_EXCEEDED),
+        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=2), RunStatus.KILLED),
+        (Seen(compiled=GOOD, ending=ending(signal.SIGSEGV), memory_limit=1), RunStatus.KILLED),
+        (Seen(compiled=GOOD, timed_out=True), RunStatus.TIMEOUT),
+        (Seen(compiled=GOOD, timed_out=True, killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
+        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL, overflow=True)), RunStatus.KILLED),
+        (Seen(compiled=GOOD, ending=ending(0, overflow=True)), RunStatus.KILLED),
+        (Seen(compiled=GOOD), RunStatus.KILLED),
+        (Seen(compiled=GOOD, killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
+        (Seen(compiled=CompileResult(status=CompileStatus.SYNTAX_ERROR), ending=ending()), RunStatus.NOT_RUN),
+        (Seen(timed_out=True), RunStatus.NOT_RUN),
+        (Seen(ending=ending(signal.SIGSEGV)), RunStatus.NOT_RUN),
+        (Seen(killed_for_memory=True), RunStatus.NOT_RUN),
+        (Seen(), RunStatus.SANDBOX_ERROR),
+    ],
+)
+def test_each_way_to_end_has_its_status(seen, status):
+    assert run_verdict(seen)[0] is status
+
+
+@pytest.mark.parametrize(
+    ("seen", "status"),
+    [
+        (Seen(compiled=GOOD), CompileStatus.SUCCESS),
+        (Seen(timed_out=True), CompileStatus.TIMEOUT),
+        (Seen(ending=ending(signal.SIGSEGV)), CompileStatus.UNKNOWN_ERROR),
+        (Seen(killed_for_memory=True), CompileStatus.UNKNOWN_ERROR),
+        (Seen(), CompileStatus.UNKNOWN_ERROR),
+    ],
+)
+def test_each_way_to_compile_has_its_status(seen, status):
+    assert compile_verdict(seen).status is status
+
+
+def test_a_sandbox_error_passes_on_what_the_launcher_said():
+    assert run_verdict(Seen(complaint="bwrap: no such thing")) == (RunStatus.SANDBOX_ERROR, "bwrap: no such thing")
+
+
+def test_exit_code_and_signal_exclude_each_other():
+    assert termination(Seen(ending=ending(exited(7)))) == (7, None)
+    assert termination(Seen(ending=ending(signal.SIGKILL))) == (None, 9)
+    assert termination(Seen()) == (None, None)
+
+
+def test_frames_are_read_as_plain_values_and_nothing_else():
+    record = read_compile_record(b"('syntax_error', \"it's\", 3, None, 1.5)")
+    assert (record.status, record.error_message, record.error_line) == (CompileStatus.SYNTAX_ERROR, "it's", 3)
+    with pytest.raises(ValueError):
+        read_ending(b"__import__('os').abort()")
+
+
+def test_a_result_answers_the_usual_questions():
+    late = CompileResult(status=CompileStatus.TIMEOUT)
+    assert ExecutionResult(compile_result=late).timed_out and not ExecutionResult(compile_result=late).compiled
+    well = ExecutionResult(compile_result=GOOD, run_status=RunStatus.SUCCESS)
+    assert well.succeeded and not well.timed_out
+    assert ExecutionResult(compile_result=GOOD, run_status=RunStatus.TIMEOUT).timed_out

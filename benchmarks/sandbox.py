@@ -4,7 +4,7 @@ Each backend has as many workers as there are cores; the plain line below them i
 as many threads, the price of a Python process with nothing around it. The ratio is plain / sandboxed. The CPU time per run
 (of everybody: harness, launcher, program) is what to compare on a machine that others use too.
 
-    .venv/bin/python benchmarks/sandbox.py [--runs 200] [--workers 2] [--podman-image IMAGE]
+    .venv/bin/python benchmarks/sandbox.py [--runs 200] [--workers 2] [--podman-image IMAGE [--podman-runtime runc]]
 """
 
 import argparse
@@ -72,6 +72,7 @@ def main() -> None:
     arguments.add_argument("--runs", type=int, default=200)
     arguments.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments.add_argument("--podman-image", help="also measure podman with this image, which has a python3")
+    arguments.add_argument("--podman-runtime", help="its --runtime, where the default one does not work")
     options = arguments.parse_args()
     num_runs, num_workers = options.runs, options.workers
     print(f"{'':28} {'runs/s':>8} {'median ms':>10} {'p95 ms':>8} {'CPU ms/run':>11} {'plain/this':>11}")
@@ -85,7 +86,8 @@ def main() -> None:
         "bubblewrap, twice the pool": lambda: BubblewrapSandboxPool(n_workers=2 * num_workers),
     }
     if options.podman_image:
-        config = PodmanConfig(base_image=options.podman_image)
+        runtime = ("--runtime", options.podman_runtime) if options.podman_runtime else ()
+        config = PodmanConfig(base_image=options.podman_image, extra_args=runtime)
         makers["podman"] = lambda: PodmanSandboxPool(config, n_workers=num_workers)
     for name, make in makers.items():
         before = cpu_seconds()

@@ -5,7 +5,7 @@ from typing import Any
 
 from ludic.agents.react_agent import ReActAgent
 from ludic.agents.tool_agent import ToolLike
-from ludic.tools.python_tool import python
+from ludic.tools.python_tool import python_tool
 
 
 class ReToolAgent(ReActAgent):
@@ -19,14 +19,14 @@ class ReToolAgent(ReActAgent):
     def __init__(
         self,
         *,
-        interpreter: ToolLike = python,
+        interpreter: ToolLike | None = None,
         tools: Sequence[ToolLike] | None = None,
         max_react_steps: int = 8,
         final_answer_prompt: str = "You cannot run any more code. Give your final answer now.",
         **agent_kwargs: Any,
     ) -> None:
         super().__init__(
-            tools=[interpreter, *(tools or ())],
+            tools=[interpreter or python_tool(), *(tools or ())],
             max_react_steps=max_react_steps,
             final_answer_prompt=final_answer_prompt,
             **agent_kwargs,

@@ -56,6 +56,8 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
         return _same_number(a, g)
     if a.body == g.body:
         return True
+    if "base" in (a.unit[:4], g.unit[:4]):
+        return False  # digits of another base are no algebra
     if a.is_text or g.is_text or (len(a.word) > 3 and len(g.word) > 3):
         return a.word == g.word != ""  # never as algebra: there, east and seat are the same product
     if not (_is_readable(a.body) and _is_readable(g.body)) or _is_set_beside_tuple(a.body, g.body):
@@ -95,7 +97,7 @@ def _read(text: str) -> _Reading:
     return _Reading(
         body=body,
         unit=unit,
-        value=_number(body),
+        value=_number(body) if body.isdigit() or not unit.startswith("base") else None,  # 1E3_{16} has another E
         word=word[1].casefold() if word else "",
         is_text=bool(wrapped and word),
     )
@@ -296,10 +298,14 @@ def _split_unit(text: str) -> tuple[str, str]:
     if based := re.fullmatch(r"(\d[\dA-Z]*)\s*_\s*\{?(\d+)\}?", text):
         return based[1], f"base {based[2]}"
     if priced := re.fullmatch(r"(-?)\s*([$€£¥₹])\s*(.+)", text):
-        money, (body, rest) = _UNITS[priced[2]], _split_unit(priced[3])
+        money, (body, rest) = _UNITS[priced[2]], _split_tail(priced[3])
         if rest == "%":
             return priced[1] + priced[3], money
         return priced[1] + body, money if rest in ("", money) else f"{money} {rest}"  # $5 dollars, $5 per hour
+    return _split_tail(text)
+
+
+def _split_tail(text: str) -> tuple[str, str]:
     tail = _TAIL.fullmatch(text)
     if tail is None:
         return text, ""

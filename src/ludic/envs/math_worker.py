@@ -15,6 +15,8 @@ from ludic.envs import worker
 _MODULE = "ludic.envs.math_worker"
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 r"""Of a variable; \pi and \frac have none."""
+_EQUATION_TO_ZERO = re.compile(r"[^=]*[-+][^=]*=\s*0\s*")
+"""5x - 7y + 4 = 0 says something of x and y; it does not mean that the answer is 0."""
 
 
 class MathWorker(worker.Worker):
@@ -54,6 +56,8 @@ def _load() -> Callable[[worker.Question], bool]:
 
     def is_same(question: worker.Question) -> bool:
         answer, gold = question["answer"], question["gold"]
+        if "=" not in gold and _EQUATION_TO_ZERO.fullmatch(answer):
+            return False
         # math-verify takes the last side of an equation; in 17 = 18 or x = 9 + 8 = 18 the others are claims, too.
         numeric = [side for side in re.split(r"(?<![<>!:])=", answer) if not _LETTER.search(side)]
         return all(compare(side, gold) for side in (numeric if len(numeric) > 1 else [answer]))

@@ -195,7 +195,7 @@ def bubblewrap_command(
 ) -> list[str]:
     """bwrap and its arguments, up to the program."""
     command = f"""
-        {shutil.which("bwrap")} --unshare-all --unshare-user --disable-userns --assert-userns-disabled
+        {_tool("bwrap")} --unshare-all --unshare-user --disable-userns --assert-userns-disabled
         --die-with-parent --new-session --as-pid-1 --cap-drop ALL --uid {_INSIDE_ID} --gid {_INSIDE_ID} --hostname sandbox
         --ro-bind /usr /usr --ro-bind-try /etc/alternatives /etc/alternatives
         --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache

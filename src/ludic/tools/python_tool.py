@@ -37,7 +37,7 @@ def python_tool(
 
 async def _run(code: str, *, pool: SandboxPool | None, timeout_s: float, memory_limit_mb: int) -> ToolResult:
     pool = pool if pool is not None else await shared_pool()
-    sandbox = await pool.checkout()
+    sandbox = await pool.checkout(_WAITING_S)
     try:
         result = await sandbox.execute(code, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
     finally:

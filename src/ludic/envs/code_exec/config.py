@@ -42,14 +42,22 @@ class CodeExecConfig:
     """Characters of each part of an observation: an error, an input, an output."""
     use_cache: bool = True
     """Grade the same program on the same tests once."""
+    sandbox_wait_s: float = 1800.0
+    """How long an episode waits for a free sandbox before it fails: many episodes share few of them."""
     max_attempts: int = 1
     """How often an agent may hand in a program; after a failure it is told `feedback` and may try again. The last
     attempt is the one that is paid."""
     feedback: Feedback = Feedback.TEST
 
     def __post_init__(self) -> None:
-        for name in ("timeout_per_test_s", "memory_limit_mb", "max_tests", "max_error_length", "max_attempts"):
-            value = getattr(self, name)
+        for name, value in {
+            "timeout_per_test_s": self.timeout_per_test_s,
+            "memory_limit_mb": self.memory_limit_mb,
+            "max_tests": self.max_tests,
+            "max_error_length": self.max_error_length,
+            "sandbox_wait_s": self.sandbox_wait_s,
+            "max_attempts": self.max_attempts,
+        }.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"CodeExecConfig.{name}={value!r}; it must be above 0.")
         if self.feedback not in list(Feedback):

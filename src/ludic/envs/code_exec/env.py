@@ -113,7 +113,7 @@ class CodeExecEnv(SingleAgentEnv):
         return result
 
     async def _run(self, pool: SandboxPool, program: str) -> BatchTestResult:
-        sandbox = await pool.checkout()
+        sandbox = await pool.checkout(self.config.sandbox_wait_s)
         try:
             return await self._runner.run_tests(
                 sandbox,

@@ -27,6 +27,7 @@ DEMO = Path(__file__).with_name("demo")
 _INSIDE = "/game"
 _BUILD_TIMEOUT_S = 600
 _building = threading.Lock()
+_SAFETY = ("#![no_std]", "#![forbid(unsafe_code)]")
 _HEAD = re.compile(r"(#!\[.*\]|extern crate .*;)")
 
 
@@ -92,13 +93,19 @@ def read_game(crate: str | Path, harness: str | Path | None = None) -> Game:
             "docs/envs/rustorio.md describes them."
         ) from error
     solution = folder / "solution.rs"
-    return Game(
+    game = Game(
         crate=crate,
         main=main,
         template=template,
         rules=rules,
         solution=solution.read_text(encoding="utf-8") if solution.exists() else None,
     )
+    if missing := [line for line in _SAFETY if line not in game.head]:
+        raise ConfigError(
+            f"{folder / 'player.rs'} does not begin with {' and '.join(missing)}. Without it, a program could report a victory "
+            "of its own."
+        )
+    return game
 
 
 def build_game(crate: Path, toolchain: Toolchain) -> BuiltGame:

@@ -227,6 +227,12 @@ def test_mistakes_are_answered_with_what_to_do(tmp_path):
     (tmp_path / "Cargo.toml").write_text("")
     with pytest.raises(ConfigError, match="A game needs main.rs, player.rs and RULES.md"):
         RustorioEnv(tmp_path)
+    shutil.copytree(DEMO / "ludic", tmp_path / "ludic")
+    (tmp_path / "ludic" / "player.rs").write_text("#![forbid(unsafe_code)]\n")
+    with pytest.raises(ConfigError, match="does not begin with #!.no_std.. Without it"):
+        RustorioEnv(tmp_path)
+    with pytest.raises(ConfigError, match="edition='2018'"):
+        RustorioEnv(edition="2018")
     with pytest.raises(ConfigError, match="tick_weight=2"):
         RustorioEnv(tick_weight=2)
     with pytest.raises(ConfigError, match="run_timeout_s=0.*every limit must be above 0"):

@@ -105,6 +105,11 @@ async def test_a_program_that_does_not_compile_fails_all_tests_and_says_where(sa
         result = await run(sandbox, code, DOUBLE)
         assert result.compile_failed and statuses(result) == ["not_run"] * 6
         assert result.compile_result.error_line == line
+    for batched in (True, False):
+        runner = StdinStdoutRunner(default_timeout_s=20.0, use_batch_execution=batched)
+        result = await run(sandbox, "def (", DOUBLE[:2], runner, compile_first=False)
+        assert not result.compile_failed and statuses(result) == ["runtime_error"] * 2
+        assert "SyntaxError" in result.results[0].execution.stderr
 
 
 async def test_a_program_sees_an_interpreter_like_its_own(sandbox):
@@ -187,17 +192,17 @@ for path in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"
     except OSError:
         pass
 everything = "".join(seen)
+def has(*parts):  # what is looked for must not itself be there
+    return "".join(parts) in everything
 """
     secret = "right-answer-77"
     tests = [TestCase("visible-input", secret)]
-    found = await run(
-        sandbox, spy + "print('right-' + 'answer' in everything, 'visible' + '-input' in everything)", tests
-    )
+    found = await run(sandbox, spy + "print(has('right-', 'answer'), has('visible', '-input'))", tests)
     assert found.results[0].actual == "False True\n"
     hidden = asserts(f"assert f(3) == {secret!r}", f"for x in [4]:\n    assert f(x) == {secret!r}")
-    code = spy + "def f(x):\n    return 'right-' + 'answer' in everything or repr(everything.count('ass' + 'ert f'))"
+    code = spy + "def f(x):\n    return has('right-', 'answer'), has('ass', 'ert f')"
     answers = await run(sandbox, code, hidden, ASSERTS)
-    assert [each.actual for each in answers.results] == ["'0'", "'0'"]
+    assert [each.actual for each in answers.results] == ["(False, False)"] * 2
 
 
 # --- functions judged by asserts ---
@@ -258,6 +263,13 @@ async def test_no_function_passes_by_anything_but_its_answer(sandbox, code, stat
     tests = asserts("assert f(1) == 2", "for x in [1]:\n    assert f(x) == 2")
     result = await run(sandbox, code, tests, runner)
     assert passes(result) == "--" and statuses(result)[0] == status
+
+
+async def test_a_program_is_compiled_as_if_it_stood_alone(sandbox):
+    """Nothing of the harness rubs off: not its postponed annotations, nor its names."""
+    for code in ("def f(x: Undefined): return x", "def f(x): return time.time() or os or sys"):
+        result = await run(sandbox, code, asserts("assert f(1)"), ASSERTS)
+        assert passes(result) == "-" and "NameError" in result.results[0].execution.stderr
 
 
 async def test_a_death_in_one_test_leaves_the_others_their_chance(sandbox):

@@ -15,13 +15,12 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
     pytest.mark.skipif(bool(bubblewrap_problem()), reason=bubblewrap_problem()),
+    pytest.mark.filterwarnings("ignore:invalid escape sequence"),  # in some of the references
 ]
 
 PATIENT = CodeExecConfig(timeout_per_test_s=60.0)  # one MBPP reference takes seconds on a machine that others use too
 BRIEF = CodeExecConfig(timeout_per_test_s=3.0)  # a mutant may loop for ever
 MAX_MUTANTS = 6  # tried until one is caught; some are no mistakes at all
-UNCAUGHT: set[str] = set()
-"""Problems whose own tests catch none of these mutants."""
 
 
 class Mutation(ast.NodeTransformer):
@@ -116,4 +115,4 @@ async def test_every_reference_earns_the_full_reward_and_a_mutant_of_it_does_not
         results = await asyncio.gather(*map(one, samples))
     assert len(results) == count
     assert [id for id, earned, _ in results if earned != 1.0] == []
-    assert {id for id, _, caught in results if not caught} == UNCAUGHT & {id for id, _, _ in results}
+    assert [id for id, _, caught in results if not caught] == []

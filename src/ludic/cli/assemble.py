@@ -22,8 +22,9 @@ from ludic.batch_gen import (
     RolloutEngine,
     make_dataset_sequence_requests_fn,
 )
+from ludic.batch_gen.samples import read_samples
 from ludic.cli.run_config import AgentSettings, EnvSettings, RunConfig
-from ludic.cli.run_env import FoundEnv, read_samples
+from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import CHECKPOINTS, METRICS, wandb_id
 from ludic.cli.run_model import ServedPolicy
 from ludic.cli.settings import values_of

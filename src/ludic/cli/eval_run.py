@@ -14,12 +14,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ludic.batch_gen import GRPORequestStrategy
+from ludic.batch_gen.samples import read_samples
 from ludic.cli.assemble import Play, env_arguments, fixed_requests, make_play
 from ludic.cli.eval_config import EvalConfig
 from ludic.cli.eval_folder import choose_folder, prepare_folder, rollouts_file, write_results
 from ludic.cli.eval_policy import Contender, contenders, endpoint_models, opened
 from ludic.cli.eval_table import Column, make_table
-from ludic.cli.run_env import FoundEnv, read_samples
+from ludic.cli.run_env import FoundEnv
 from ludic.eval import EvalReport, Grading, evaluate, outcome_of
 from ludic.types import ReturnSpec, Rollout, RolloutRequest
 

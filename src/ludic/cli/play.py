@@ -14,12 +14,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
+from ludic.batch_gen.samples import is_on_hub, read_lines, read_sample, read_samples
 from ludic.cli.play_tools import Toolbox
-from ludic.cli.run_env import find_env, read_lines, read_sample
+from ludic.cli.run_env import find_env
 from ludic.cli.scripted import reference_or_random, scripted_protocol
 from ludic.cli.settings import read_pair
 from ludic.interaction.base import AnyEnv, outcome_for
-from ludic.types import ConfigError, Rollout, StepOutcome, derive_seed
+from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
+
+_UNCUT = InferenceSpec(sampling=SamplingParams(max_tokens=1_000_000))
+"""A script's reply is as long as it is."""
 
 console = Console(highlight=False)
 
@@ -74,11 +78,19 @@ def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int
     return found.make({**example, **settings})
 
 
-def _sample(path: Path, index: int) -> dict[str, Any]:
-    lines = read_lines(path)
-    if not 0 <= index < len(lines):
-        raise ConfigError(f"--index {index} is not in {path}, which has {len(lines)} lines (0 to {len(lines) - 1}).")
-    return read_sample(lines[index], index + 1, path)
+def _sample(place: Path, index: int) -> dict[str, Any]:
+    if is_on_hub(place):
+        samples = read_samples(place)
+        _check_index(index, place, len(samples))
+        return samples[index]
+    lines = read_lines(place)  # a file that is broken elsewhere can still be played
+    _check_index(index, place, len(lines))
+    return read_sample(lines[index], index + 1, place)
+
+
+def _check_index(index: int, place: Path, num: int) -> None:
+    if not 0 <= index < num:
+        raise ConfigError(f"--index {index} is not in {place}, which has {num} lines (0 to {num - 1}).")
 
 
 # --- a person plays -----------------------------------------------------------------------------------------
@@ -184,7 +196,7 @@ async def _scripted_episode(env: AnyEnv, seed: int, max_steps: int) -> list[Roll
     # Dice of its own: a player who draws the env's numbers finds every secret.
     protocol = scripted_protocol(env, reference_or_random(random.Random(derive_seed(seed, 1))))
     try:
-        return await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed)
+        return await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed, inference=_UNCUT)
     finally:
         await env.async_close()
 

@@ -49,7 +49,8 @@ class EnvSettings:
     set: Arguments = field(default_factory=dict)
     """Argument of the env; may be repeated."""
     data: MaybePath = None
-    """JSONL file of samples, one JSON object per line, for envs that ask questions."""
+    """JSONL file of samples, one JSON object per line, for envs that ask questions; or hub:NAME:SPLIT,
+    hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train."""
     max_steps: MaybeInt = None
     """Turns after which an episode is cut off. Default: what suits the env, else 32."""
 
@@ -222,7 +223,7 @@ class EvalSettings:
     eval_episodes: int = 200
     """Episodes of one evaluation."""
     eval_data: MaybePath = None
-    """JSONL file of held-out samples, for envs that ask questions."""
+    """JSONL file (or hub:…) of held-out samples, for envs that ask questions."""
     eval_temperature: float = 0.6
     """Of sampling while evaluating; 0 is greedy."""
     eval_concurrency: int = 32
@@ -467,7 +468,7 @@ def check_data(found: FoundEnv, data: Path | None, arguments: Mapping[str, Any],
     """A file of samples is given exactly where the env asks about samples."""
     if data is None and found.takes_sample and "sample" not in arguments:
         raise ConfigError(
-            f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl, with one JSON object per line"
+            f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl, one JSON object per line, or hub:NAME:SPLIT,"
             + (f" such as {dict(found.example)['sample']!r:.200}." if "sample" in found.example else ".")
         )
     if data is not None and not found.takes_sample:

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -76,29 +75,3 @@ def _module(place: str) -> ModuleType:
     sys.modules[spec.name] = module  # pickling looks classes up there
     spec.loader.exec_module(module)
     return module
-
-
-def read_samples(path: Path, flag: str = "--data") -> list[dict[str, Any]]:
-    """The samples of a JSONL file."""
-    return [read_sample(line, number, path) for number, line in enumerate(read_lines(path, flag), start=1)]
-
-
-def read_lines(path: Path, flag: str = "--data") -> list[str]:
-    """The lines of a JSONL file, not yet decoded."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"Cannot read {flag} {path}: {error.strerror}.") from error
-    if not lines:
-        raise ConfigError(f"{flag} {path} is empty; it should hold one JSON object per line.")
-    return lines
-
-
-def read_sample(line: str, number: int, path: Path) -> dict[str, Any]:
-    try:
-        sample = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"Line {number} of {path} is not JSON: {error}.") from error
-    if not isinstance(sample, dict):
-        raise ConfigError(f"Line {number} of {path} is {line!r:.60}; each line should be one JSON object.")
-    return sample

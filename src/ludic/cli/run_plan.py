@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from ludic.batch_gen.samples import read_samples
 from ludic.cli.assemble import env_arguments, make_algorithm, trainer_config
 from ludic.cli.run_config import TINY, ModelSettings, RunConfig
-from ludic.cli.run_env import FoundEnv, read_samples
+from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import Start
 from ludic.cli.run_model import (
     base_settings,

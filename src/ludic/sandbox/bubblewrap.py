@@ -75,7 +75,7 @@ class BubblewrapLauncher:
                     *_as_other_user(self._uid, enclosure.procs, binds),
                     *bubblewrap_command(limits, _reachable(binds, self._uid), status_fd=status_w, filter_fd=filter_fd),
                     self._interpreter.path,
-                    *supervisor_command(),
+                    *supervisor_command(self._interpreter.magic),
                 ],
                 env={},  # process 1 inside would show it
                 enclosure=enclosure,

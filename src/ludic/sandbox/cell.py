@@ -6,10 +6,13 @@ supervisor inside is the same for all of them.
 """
 
 import asyncio
+import base64
 import contextlib
+import marshal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +27,16 @@ _START_S = 60.0
 
 
 @cache
-def supervisor_command() -> tuple[str, ...]:
-    """Arguments for the Python inside. No bytecode is written, and no site module is loaded (the supervisor does it)."""
-    return ("-s", "-S", "-B", "-c", (Path(__file__).parent / "supervisor.py").read_text())
+def supervisor_command(magic: str = "") -> tuple[str, ...]:
+    """Arguments for the Python inside. No bytecode is written, and no site module is loaded (the supervisor does it).
+
+    `magic` is the mark of its bytecode, where known: if it is ours, the supervisor is compiled here, once for all runs.
+    """
+    source = (Path(__file__).parent / "supervisor.py").read_text()
+    if magic == MAGIC_NUMBER.hex():
+        code = base64.b64encode(marshal.dumps(compile(source, "<supervisor>", "exec", optimize=2))).decode()
+        source = f"import binascii, marshal; exec(marshal.loads(binascii.a2b_base64('{code}')))"
+    return ("-s", "-S", "-B", "-c", source)
 
 
 @dataclass(kw_only=True, slots=True)

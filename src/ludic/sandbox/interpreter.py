@@ -7,7 +7,11 @@ from pathlib import Path
 
 from ludic.types import ConfigError
 
-_FACTS = "import sys; print(sys.base_prefix, '%d.%d' % sys.version_info[:2], sep='\\n')"
+_FACTS = """
+import sys
+from importlib.util import MAGIC_NUMBER
+print(sys.base_prefix, '%d.%d' % sys.version_info[:2], MAGIC_NUMBER.hex(), sep='\\n')
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +23,8 @@ class Interpreter:
     """The folder with its library."""
     version: str
     """As "3.11"."""
+    magic: str
+    """The mark of its bytecode."""
 
     @property
     def is_part_of_the_system(self) -> bool:
@@ -64,6 +70,6 @@ def _ask(path: Path) -> Interpreter | None:
         done = subprocess.run([path, "-I", "-S", "-c", _FACTS], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    prefix, version = done.stdout.split()
+    prefix, version, magic = done.stdout.splitlines()
     base = Path(prefix, "bin", f"python{version}")  # a virtual environment's own Python is a link to this one
-    return Interpreter(path=str(base if base.exists() else path), prefix=prefix, version=version)
+    return Interpreter(path=str(base if base.exists() else path), prefix=prefix, version=version, magic=magic)

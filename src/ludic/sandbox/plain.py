@@ -46,7 +46,7 @@ class PlainLauncher:
         folder = tempfile.mkdtemp(prefix="ludic-subprocess-")
         enclosure = GroupEnclosure(folder)
         cell = await start_cell(
-            [self._interpreter.path, *supervisor_command()],
+            [self._interpreter.path, *supervisor_command(self._interpreter.magic)],
             env=BASE_ENV,
             enclosure=enclosure,
             workspace=folder,

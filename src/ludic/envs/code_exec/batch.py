@@ -91,7 +91,22 @@ async def execute_batch(sandbox: Sandbox, spec: BatchExecutionSpec) -> list[Serv
         )
         for test in spec.tests
     ]
-    return await serve(sandbox, "stdin", spec.code, tasks, stop_on_failure=spec.stop_on_first_failure)
+    served = await serve(sandbox, "stdin", spec.code, tasks, stop_on_failure=spec.stop_on_first_failure)
+    return served if spec.compile_first else [_as_run(one) for one in served]
+
+
+def _as_run(served: Served) -> Served:
+    """A program that does not compile, as one that was started and failed at once."""
+    problem = served.execution.compile_result
+    if problem.success:
+        return served
+    execution = ExecutionResult(
+        compile_result=CompileResult(status=CompileStatus.SUCCESS),
+        run_status=RunStatus.RUNTIME_ERROR,
+        stderr=f"SyntaxError: {problem.error_message} (line {problem.error_line})\n",
+        exit_code=1,
+    )
+    return Served(execution=execution)
 
 
 async def serve(

@@ -33,6 +33,8 @@ class CodeExecConfig:
     stop_on_first_failure: bool = True
     """Run no tests after the first that fails. Partial credit needs them all, and runs them."""
     compile_first: bool = True
+    """Tell programs that do not compile from those that fail; without it, a syntax error is a failed test. Functions that
+    are tested by asserts are always compiled first."""
     partial_credit: bool = False
     """Pay the share of tests that pass, by weight, instead of all or nothing."""
     compile_failure_reward: float = -0.1

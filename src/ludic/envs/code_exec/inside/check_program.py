@@ -130,12 +130,12 @@ def main() -> None:
     checker = Checker(job["answers"])
     world = {"__name__": "check", "__ludic_checker__": checker}
     tree = ast.fix_missing_locations(_InChecker().visit(ast.parse(job["test"])))
-    exec(compile(job["setup"], "setup.py", "exec"), world)
+    exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), world)
     for function in job["functions"]:
         world[function] = checker.stand_in(function)
     is_deterministic = True
     try:
-        exec(compile(tree, "test.py", "exec"), world)
+        exec(compile(tree, "test.py", "exec", dont_inherit=True), world)
     except NeedsAnswer:
         pass
     except OtherCalls:

@@ -1,9 +1,9 @@
 """Inside the sandbox: takes a candidate program and its tests, and reports what the candidate made of each.
 
-The job comes on stdin as a literal, a JSON report per line goes to stdout. This process never runs a line of the candidate: it
-compiles it, and forks children that do, each within the time and memory of its test. It knows the tests' inputs and
-nothing of what is expected, so a candidate that breaks out into it finds nothing worth stealing. It is closed to the
-children (not dumpable: no /proc/<pid>/fd, no /proc/<pid>/mem, no ptrace); one that ends it voids the whole run.
+The job comes on stdin as a literal, a JSON report per line goes to stdout. This process never runs a line of the
+candidate: it compiles it, and forks children that do, each within the time and memory of its test. It knows the tests'
+inputs and nothing of what is expected, so a candidate that breaks out into it finds nothing worth stealing. It is closed
+to the children (not dumpable: no /proc/<pid>/fd, no /proc/<pid>/mem, no ptrace); one that ends it voids the whole run.
 
 Two kinds of tests. `stdin`: the candidate is a program, run once per test. `calls`: it defines functions; one child
 calls them test after test, and a new child goes on after one that died.
@@ -183,7 +183,7 @@ def compiled(source: str) -> CodeType | None:
     problem = None
     code = None
     try:
-        code = compile(source, "solution.py", "exec")
+        code = compile(source, "solution.py", "exec", dont_inherit=True)
     except SyntaxError as error:
         problem = {"status": "syntax_error", "message": error.msg, "line": error.lineno, "column": error.offset}
     except (ValueError, RecursionError, MemoryError, OverflowError) as error:

@@ -1,0 +1,72 @@
+"""Samples that envs ask about: lines of a JSONL file, or a dataset of the hub.
+
+A dataset is written `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, such as hub:openai/gsm8k:main:train; NAME may also be a
+folder that `datasets` can read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ludic.types import ConfigError, MissingExtra
+
+Sample: TypeAlias = dict[str, Any]
+HUB = "hub:"
+
+
+def read_samples(place: str | Path, flag: str = "--data") -> list[Sample]:
+    """All of them; `flag` is what messages call the place."""
+    if is_on_hub(place):
+        return _from_hub(str(place), flag)
+    path = Path(place)
+    return [read_sample(line, number, path) for number, line in enumerate(read_lines(path, flag), start=1)]
+
+
+def is_on_hub(place: str | Path) -> bool:
+    return str(place).startswith(HUB)
+
+
+def read_lines(path: Path, flag: str = "--data") -> list[str]:
+    """The lines of a JSONL file, not yet decoded."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"Cannot read {flag} {path}: {error.strerror}.") from error
+    if not lines:
+        raise ConfigError(f"{flag} {path} is empty; it should hold one JSON object per line.")
+    return lines
+
+
+def read_sample(line: str, number: int, path: Path) -> Sample:
+    try:
+        sample = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"Line {number} of {path} is not JSON: {error}.") from error
+    if not isinstance(sample, dict):
+        raise ConfigError(f"Line {number} of {path} is {line!r:.60}; each line should be one JSON object.")
+    return sample
+
+
+def _from_hub(place: str, flag: str) -> list[Sample]:
+    name, *config, split = _parts(place, flag)
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingExtra("datasets", f"{place} (or give {flag} a JSONL file)") from error
+    try:
+        rows = [dict(row) for row in load_dataset(name, *config, split=split)]
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{flag} {place} could not be fetched: {reason} Give a JSONL file instead.") from error
+    if not rows:
+        raise ConfigError(f"{flag} {place} is empty.")
+    return rows
+
+
+def _parts(place: str, flag: str) -> list[str]:
+    parts = place.removeprefix(HUB).split(":")
+    if not 2 <= len(parts) <= 3 or not all(parts):
+        raise ConfigError(
+            f"{flag} {place} should be hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train."
+        )
+    return parts

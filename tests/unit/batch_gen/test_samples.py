@@ -1,0 +1,54 @@
+"""Where samples come from: files, and datasets as `datasets` loads them (here a folder, which it reads as it reads the hub)."""
+
+import json
+
+import pytest
+
+from ludic.batch_gen.samples import read_samples
+from ludic.types import ConfigError
+
+ROWS = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
+
+
+def write(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_file_is_read_line_by_line(tmp_path):
+    assert read_samples(write(tmp_path / "a.jsonl")) == ROWS
+    assert read_samples(str(tmp_path / "a.jsonl")) == ROWS
+
+
+def test_a_dataset_is_read_by_name_and_split(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    write(folder / "train.jsonl")
+    write(folder / "test.jsonl", ROWS[:1])
+    assert read_samples(f"hub:{folder}:train") == ROWS
+    assert read_samples(f"hub:{folder}:default:test") == ROWS[:1]
+    with pytest.raises(ConfigError, match=r"--eval-data hub:.*:dev could not be fetched: .*dev"):
+        read_samples(f"hub:{folder}:dev", "--eval-data")
+
+
+@pytest.mark.parametrize("place", ["hub:openai/gsm8k", "hub:", "hub:a:b:c:d", "hub::train"])
+def test_a_dataset_that_is_named_wrongly_is_told_how(place):
+    with pytest.raises(ConfigError, match="hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"):
+        read_samples(place)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty"), ("{}\nnot json\n", "Line 2 of .* is not JSON"), ("[1]\n", "one JSON object")],
+)
+def test_a_broken_file_says_where(tmp_path, text, message):
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_samples(tmp_path / "a.jsonl")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="Cannot read --data .*none.jsonl"):
+        read_samples(tmp_path / "none.jsonl")

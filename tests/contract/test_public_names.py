@@ -16,11 +16,16 @@ NAMES = {
     "ludic.envs.tic_tac_toe": "TicTacToeEnv TicTacToeDuel",
     "ludic.envs.gsm8k": "GSM8KEnv",
     "ludic.envs.math": "MATHEnv",
+    "ludic.envs.code_exec": "TestCase TestResult BatchTestResult CodeRunner StdinStdoutRunner ExactMatchVerifier "
+    "WhitespaceNormalizedVerifier FloatTolerantVerifier CodeExecConfig CodeExecEnv APPSTestAdapter",
+    "ludic.sandbox": "CompileStatus RunStatus CompileResult ExecutionResult CommandResult SandboxLimits Sandbox CommandSandbox "
+    "SandboxPool BaseSandboxPool LRUCache Bind SandboxError SandboxPoolExhaustedError create_sandbox_pool shared_pool "
+    "detect_available_backend",
     "ludic.context": "ContextStrategy FullDialog TruncatedThinkingContext SlidingWindow",
     "ludic.parsers": "ParseResult Parser compose_parsers xml_parser xml_tag_parser think_prefix_parser "
     "cot_prefix_parser boxed_parser extract_last_boxed_content",
     "ludic.tools": "Tool ToolResult as_tool tool_schema calculator",
-    "ludic.agents": "Agent ToolAgent ReActAgent AgentActStep AgentActResult ToolScope",
+    "ludic.agents": "Agent ToolAgent ReActAgent ReToolAgent AgentActStep AgentActResult ToolScope",
     "ludic.inference": "ChatClient ChatTemplate HFChatTemplate HermesToolParser ToolParser ToolParseResult "
     "TemplateResult SamplingParams ReturnSpec ToolRequest TokenCompletionRequest InferenceSpec VLLMExtensions",
     "ludic.interaction": "InteractionProtocol SingleAgentProtocol SingleAgentSyncProtocol MultiAgentProtocol "
@@ -47,7 +52,7 @@ NAMES = {
     "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
     "ludic.distributed": "SharedWeightsPublisher InProcessPublisher BroadcastPolicyPublisher Rank0OnlyPublisher "
     "VllmControlPlane ControlPlane TensorCommunicator WeightMetadata WeightPushError create_vllm_publisher "
-    "VllmAdapterPublisher FolderPublisher FolderFollower",
+    "VllmAdapterPublisher FolderPublisher FolderFollower ClientPublisher",
     "ludic.batch_gen.pipeline": "PipelineBatchSource PipelineStats run_pipeline_actor ExperienceQueue",
     "ludic.eval": "EngineEvaluator SnapshotEvaluator evaluate run_eval run_eval_sync EvalReport Grading make_report "
     "paired_difference Outcome outcome_of outcomes_of step_records Estimate mean_estimate share_estimate pass_at_k "

@@ -79,7 +79,7 @@ if n == 1: raise KeyError("lost")
 if n == 2: sys.exit(3)
 if n == 3: os.kill(os.getpid(), 11)
 if n == 4: x = bytearray(10**9)
-if n == 5: print("x" * 10**6)
+if n == 5: print("x" * 2 * 10**6)
 """
     result = await run(sandbox, code, DOUBLE)
     assert passes(result) == "+-----"
@@ -87,7 +87,7 @@ if n == 5: print("x" * 10**6)
     _, error, exit_code, signal, memory, output = [each.execution for each in result.results]
     assert error.stderr.endswith("KeyError: 'lost'\n") and "serve_tests" not in error.stderr
     assert (exit_code.exit_code, signal.signal, memory.exit_code) == (3, 11, 1)
-    assert output.detail == "It wrote too much." and len(output.stdout) < 10**6
+    assert output.detail == "It wrote too much." and 10**6 < len(output.stdout) < 2 * 10**6
 
 
 async def test_each_test_has_its_own_limits_and_a_late_one_does_not_hurt_the_next(sandbox):
@@ -133,6 +133,11 @@ async def test_large_inputs_arrive_and_unread_ones_do_not_block(sandbox):
     tests = [TestCase(big, "500000"), TestCase(big, "500000")]
     assert passes(await run(sandbox, "print(len(input().split()))", tests)) == "++"
     assert passes(await run(sandbox, "print(500000)", tests)) == "++"
+
+
+async def test_outputs_that_do_not_fit_into_one_run_of_the_sandbox_all_arrive(sandbox):
+    tests = [TestCase(str(n), "\x01" * 900_000 + str(n)) for n in range(4)]  # which JSON writes with six bytes each
+    assert passes(await run(sandbox, "print('\\x01' * 900_000 + input())", tests)) == "++++"
 
 
 async def test_a_daemon_that_a_program_leaves_behind_holds_nobody_up(sandbox):
@@ -250,7 +255,7 @@ def f(x):
         ("def f(x):\n    while True: pass", "timeout"),
         ("while True: pass", "timeout"),
         ("def f(x): return 'x' * 10**9", "memory_exceeded"),
-        ("def f(x): return 'x' * 10**6", "killed"),
+        ("def f(x): return 'x' * 2 * 10**6", "killed"),
         ("g = 1", "runtime_error"),
         ("raise SystemExit(0)", "runtime_error"),
         ('import os\ndef f(x):\n    os.write(100, b\'[{"value": {"__reduce__": 1}}]\\n\')\n    return 1', "killed"),

@@ -84,18 +84,18 @@ def mutants(source: str) -> Iterator[str]:
         yield ast.unparse(ast.fix_missing_locations(Mutation(target).visit(ast.parse(source))))
 
 
-async def reward(make: type[CodeExecEnv], sample: dict, pool: object, config: CodeExecConfig, code: str) -> float:
-    env = make(sample, sandbox_pool=pool, config=config)
+async def reward(env: CodeExecEnv, code: str) -> float:
     await env.async_reset(seed=0)
     return (await env.async_step({"agent_0": code}))["agent_0"].reward
 
 
 async def problem_holds(make: type[CodeExecEnv], sample: dict, pool: object) -> tuple[float, bool]:
     """(reward of the reference, whether a mutant was caught)."""
-    reference = make(sample).reference_action("agent_0")
-    earned = await reward(make, sample, pool, PATIENT, reference)
+    patient, brief = (make(sample, sandbox_pool=pool, config=config) for config in (PATIENT, BRIEF))
+    reference = patient.reference_action("agent_0")
+    earned = await reward(patient, reference)
     for _, mutant in zip(range(MAX_MUTANTS), mutants(reference), strict=False):
-        if await reward(make, sample, pool, BRIEF, mutant) < 1.0:
+        if await reward(brief, mutant) < 1.0:
             return earned, True
     return earned, False
 

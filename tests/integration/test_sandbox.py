@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,15 @@ async def test_compiling_runs_nothing(sandbox):
 async def test_time_is_the_programs_own(sandbox):
     result = await sandbox.execute("import time\nprint('a', flush=True)\ntime.sleep(60)", timeout_s=0.3)
     assert result.run_status is RunStatus.TIMEOUT and result.timed_out and result.stdout == "a\n"
+    assert result.cpu_time_ms is not None and result.peak_memory_bytes is not None
+
+
+async def test_a_harness_that_is_busy_does_not_take_a_programs_time(bubblewrap):
+    run = asyncio.create_task(bubblewrap.execute("print('in time')", timeout_s=0.5))
+    await asyncio.sleep(0.02)
+    time.sleep(3.5)  # an update of the weights on the thread of the event loop, say
+    result = await run
+    assert (result.run_status, result.stdout) == (RunStatus.SUCCESS, "in time\n")
 
 
 async def test_a_signal_is_told_from_an_exit_code(sandbox):

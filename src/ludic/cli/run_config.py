@@ -468,8 +468,9 @@ def check_data(found: FoundEnv, data: Path | None, arguments: Mapping[str, Any],
     """A file of samples is given exactly where the env asks about samples."""
     if data is None and found.takes_sample and "sample" not in arguments:
         raise ConfigError(
-            f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl, one JSON object per line, or hub:NAME:SPLIT,"
-            + (f" such as {dict(found.example)['sample']!r:.200}." if "sample" in found.example else ".")
+            f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl with one JSON object per line"
+            + (f" such as {dict(found.example)['sample']!r:.200}" if "sample" in found.example else "")
+            + f", or {flag} hub:NAME:SPLIT."
         )
     if data is not None and not found.takes_sample:
         raise ConfigError(f"{flag} {data} was given, but the env {found.id!r} has no argument `sample` to take it.")

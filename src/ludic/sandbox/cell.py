@@ -22,6 +22,9 @@ from ludic.sandbox.limits import MB
 from ludic.sandbox.process import Process, start_process
 from ludic.sandbox.results import CompileResult
 
+_GRACE_S = 2.0
+"""What a supervisor may take to notice that a program's time is up."""
+_LAST_LOOK_S = 0.5
 _START_S = 60.0
 """From starting a process to its being ready; tens of milliseconds, unless the machine is drowning."""
 
@@ -95,6 +98,7 @@ class Cell:
         self._enclosure = enclosure
         self._workspace = workspace
         self._limit_processes = limit_processes
+        self._header: bytes | None = None
         self.python_version = ""
         """Known once it is ready."""
 
@@ -156,23 +160,53 @@ class Cell:
             self._process.stdin.close()
 
     async def _watch(self, job: Job, seen: Seen) -> None:
-        """Read frames to the last one. The clock runs once for compiling and once for the program itself."""
+        """Read frames to the last one. The supervisor has the clock; ours is for one that no longer answers."""
+        limit_s = job.timeout_s + _GRACE_S
         now = asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(job.timeout_s) as timer:
+            async with asyncio.timeout(limit_s) as timer:
                 while seen.ending is None:
-                    letter, payload = await self._frame()
+                    letter = await self._note(job, seen)
                     if letter == b"C":
-                        timer.reschedule(now() + job.timeout_s)
-                    _note(letter, payload, job, seen)
+                        timer.reschedule(now() + limit_s)
         except TimeoutError:
-            seen.timed_out = True
+            await self._read_what_is_there(job, seen)
         except asyncio.IncompleteReadError:
             pass  # no last frame: `Seen` has no ending
 
+    async def _read_what_is_there(self, job: Job, seen: Seen) -> None:
+        """If it was this process that had no time, the frames are waiting, and what they say counts."""
+        seen.timed_out = True
+        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_LAST_LOOK_S):
+                while seen.ending is None:
+                    await self._note(job, seen)
+
+    async def _note(self, job: Job, seen: Seen) -> bytes:
+        """Take one frame into account. Its letter comes back."""
+        letter, payload = await self._frame()
+        match letter:
+            case b"C":
+                seen.compiled = read_compile_record(payload)
+            case b"O":
+                seen.stdout += payload
+            case b"E":
+                seen.stderr += payload
+            case b"F":
+                index, _, content = payload.partition(b" ")
+                seen.outputs[job.outputs[int(index)]] = content
+            case b"X":
+                seen.ending = read_ending(payload)
+                seen.timed_out = seen.ending.timed_out
+        return letter
+
     async def _frame(self) -> tuple[bytes, bytes]:
-        header = await self._process.stdout.readexactly(5)
-        return header[:1], await self._process.stdout.readexactly(int.from_bytes(header[1:], "big"))
+        # Kept over an interruption, which must not lose the place in the stream.
+        if self._header is None:
+            self._header = await self._process.stdout.readexactly(5)
+        payload = await self._process.stdout.readexactly(int.from_bytes(self._header[1:], "big"))
+        letter, self._header = self._header[:1], None
+        return letter, payload
 
     async def _complaint(self) -> str:
         """The last line, which is the one that says what was wrong."""
@@ -181,21 +215,6 @@ class Cell:
 
     def _exit(self) -> str:
         return f"it ended with exit code {self._process.returncode} and without a word."
-
-
-def _note(letter: bytes, payload: bytes, job: Job, seen: Seen) -> None:
-    match letter:
-        case b"C":
-            seen.compiled = read_compile_record(payload)
-        case b"O":
-            seen.stdout += payload
-        case b"E":
-            seen.stderr += payload
-        case b"F":
-            index, _, content = payload.partition(b" ")
-            seen.outputs[job.outputs[int(index)]] = content
-        case b"X":
-            seen.ending = read_ending(payload)
 
 
 async def start_cell(

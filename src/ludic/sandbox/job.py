@@ -15,8 +15,6 @@ from ludic.types import ConfigError
 PROGRAM = "main.py"
 _INTERPRETER_MB = 64
 """Address space that an interpreter takes before the program has anything."""
-_GRACE_S = 30.0
-"""The supervisor ends a run by itself only when the harness has not done so for this long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +40,12 @@ class Job:
         for path in (*self.files, *self.outputs):
             if os.path.isabs(path) or ".." in path.split("/") or "\0" in path or not path:
                 raise ConfigError(f"{path!r} is no path inside the workspace. Use relative ones, like 'src/main.rs'.")
+        for text in (*self.argv, *self.env, *self.env.values()):
+            if "\0" in text:
+                raise ConfigError(f"{text!r} has a null byte; arguments and variables cannot.")
+        for name in self.env:
+            if not name or "=" in name:
+                raise ConfigError(f"{name!r} cannot be the name of a variable.")
 
     def encode(self, workspace: str, *, limit_processes: bool) -> bytes:
         """Length and content, as the supervisor reads them. The workspace is where the program starts, and its HOME."""
@@ -55,7 +59,7 @@ class Job:
                 "cwd": workspace,
                 "compile_only": self.compile_only,
                 "skip_compile": self.skip_compile,
-                "seconds": 2 * self.timeout_s + _GRACE_S,
+                "seconds": self.timeout_s,
                 "max_output_bytes": self.limits.max_output_bytes,
                 "max_outputs_bytes": self.limits.max_outputs_bytes,
                 "rlimits": self._rlimits(limit_processes),
@@ -92,6 +96,8 @@ class Ending:
     """The program ended with an uncaught MemoryError, or says so; believed only if it failed."""
     overflow: bool
     """It wrote more than it may, and was killed."""
+    timed_out: bool
+    """Its time was up, and it was killed."""
 
 
 def read_ending(payload: bytes) -> Ending:

@@ -239,12 +239,16 @@ class Notes:
         self.record = b""
         self.memory_error = False
 
+    @property
+    def has_record(self) -> bool:
+        return b"\n" in self.record
+
     def read(self) -> bool:
         try:
             data = os.read(self.fd, PIECE)
         except BlockingIOError:
             return False
-        if b"\n" in self.record:
+        if self.has_record:
             self.memory_error = self.memory_error or bool(data)
             return bool(data)
         self.record += data
@@ -258,27 +262,34 @@ class Notes:
 
 
 def watch(pid: int, streams: Streams, notes: Notes, seconds: float) -> tuple:
-    """Pump until the child has ended. The harness ends a run by its own clock; `seconds` is for when it has gone."""
+    """Pump until the child has ended, by itself or because it must: (wait status, usage, whether its time was up).
+
+    The clock is here and not in the harness, which may be busy with other things (an update on the same thread) when a
+    program ends. It runs once for compiling and once for the program.
+    """
     child = os.pidfd_open(pid)
     poll = select.poll()
     for fd in (child, notes.fd, *streams.letters):
         poll.register(fd, select.POLLIN)
-    deadline = time.monotonic() + seconds
-    while True:
-        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0))
+    deadline, compiling, late = time.monotonic() + seconds, True, False
+    while not (late or streams.overflow):
+        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0 + 1.0))
         for fd in ready.keys() - {child}:
             if not (notes.read() if fd == notes.fd else streams.forward(fd)):
                 poll.unregister(fd)
-        if streams.overflow or not ready:
-            os.kill(pid, SIGKILL)
-        if child in ready or streams.overflow or not ready:
+        if compiling and notes.has_record:
+            deadline, compiling = time.monotonic() + seconds, False
+        if child in ready:
             break
+        late = time.monotonic() >= deadline
+    else:
+        os.kill(pid, SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     os.set_blocking(notes.fd, False)
     while notes.read():
         pass
     streams.drain()
-    return status, usage
+    return status, usage, late
 
 
 def send_outputs(job: dict) -> None:
@@ -335,7 +346,7 @@ def supervise() -> None:
         os.close(fd)
     streams = Streams(out_r, err_r, job["max_output_bytes"])
     notes = Notes(notes_r, go_w)
-    status, usage = watch(pid, streams, notes, job["seconds"])
+    status, usage, late = watch(pid, streams, notes, job["seconds"])
     run_ms = (time.perf_counter() - started) * 1000.0
     send_outputs(job)
     ending = {
@@ -345,6 +356,7 @@ def supervise() -> None:
         "peak": usage.ru_maxrss * 1024,
         "memory_error": notes.memory_error,
         "overflow": streams.overflow,
+        "timed_out": late,
     }
     send(b"X", repr(ending).encode())
     os._exit(0)

@@ -53,7 +53,7 @@ def run_verdict(seen: Seen) -> tuple[RunStatus, str]:
 def _died_full(ending: Ending, limit: int) -> bool:
     """Killed with its memory used up. Container engines do not always say that it was for that."""
     killed = os.WIFSIGNALED(ending.status) and os.WTERMSIG(ending.status) == signal.SIGKILL
-    return killed and 0 < 0.95 * limit <= ending.peak
+    return killed and not ending.timed_out and 0 < 0.95 * limit <= ending.peak
 
 
 def termination(seen: Seen) -> tuple[int | None, int | None]:

@@ -45,3 +45,11 @@ def test_limits_must_leave_something(name):
         SandboxLimits(**{name: 0})
     with pytest.raises(ConfigError, match="Python itself needs"):
         SandboxLimits(memory_mb=8)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"env": {"A=B": "c"}}, {"env": {"": "c"}}, {"env": {"A": "\0"}}, {"argv": ["a\0b"]}]
+)
+def test_what_no_process_can_be_given_is_refused(settings):
+    with pytest.raises(ConfigError, match="null byte|name of a variable"):
+        Job(files={}, limits=LIMITS, timeout_s=1.0, **settings)

@@ -9,6 +9,13 @@ import pytest
 from ludic.sandbox import seccomp
 
 MACHINES = ["x86_64", "aarch64"]
+SPECIAL = {
+    "clone": seccomp.CLONE,
+    "clone3": seccomp.CLONE3,
+    "socket": seccomp.SOCKET,
+    "ioctl": seccomp.IOCTL,
+    "prlimit64": seccomp.PRLIMIT,
+}
 
 
 def decide(program: bytes, machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
@@ -40,7 +47,7 @@ def test_every_denied_call_is_refused_and_no_other_is(machine):
     program = seccomp.program(machine)
     column = MACHINES.index(machine)
     denied = {numbers[column] for numbers in seccomp.DENIED.values()} - {None}
-    special = {seccomp.CLONE[column], seccomp.CLONE3[column], seccomp.SOCKET[column], seccomp.IOCTL[column]}
+    special = {numbers[column] for numbers in SPECIAL.values()}
     for number in range(600):
         if number in special:
             continue
@@ -63,6 +70,7 @@ def test_some_calls_depend_on_their_arguments(machine):
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert call(seccomp.CLONE, fork | flag) == seccomp.ERRNO | seccomp.EPERM
     assert call(seccomp.CLONE3, 0) == seccomp.ERRNO | seccomp.ENOSYS
+    assert call(seccomp.PRLIMIT, 0) == seccomp.ALLOW and call(seccomp.PRLIMIT, 1) == seccomp.ERRNO | seccomp.EPERM
     assert call(seccomp.IOCTL, 0, 0x5401) == seccomp.ALLOW
     assert call(seccomp.IOCTL, 0, seccomp.TIOCSTI) == call(seccomp.IOCTL, 0, seccomp.TIOCLINUX) == seccomp.ERRNO | 1
 
@@ -79,13 +87,7 @@ def test_the_numbers_are_those_of_the_kernel(machine):
     if found is None:
         pytest.skip("libseccomp is not installed")
     resolve = ctypes.CDLL(found).seccomp_syscall_resolve_name_arch
-    named = {
-        **seccomp.DENIED,
-        "clone": seccomp.CLONE,
-        "clone3": seccomp.CLONE3,
-        "socket": seccomp.SOCKET,
-        "ioctl": seccomp.IOCTL,
-    }
+    named = {**seccomp.DENIED, **SPECIAL}
     for name, numbers in named.items():
         number = resolve(ctypes.c_uint32(seccomp.AUDIT_ARCH[machine]), name.encode())
         assert (number if number >= 0 else None) == numbers[MACHINES.index(machine)], name

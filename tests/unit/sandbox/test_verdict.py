@@ -12,8 +12,9 @@ from ludic.sandbox.verdict import compile_verdict, run_verdict, termination
 GOOD = CompileResult(status=CompileStatus.SUCCESS)
 
 
-def ending(status: int = 0, *, memory_error: bool = False, overflow: bool = False) -> Ending:
-    return Ending(status=status, run_ms=1.0, cpu_ms=1.0, peak=1, memory_error=memory_error, overflow=overflow)
+def ending(status: int = 0, **facts: bool) -> Ending:
+    flags = {"memory_error": False, "overflow": False, "timed_out": False, **facts}
+    return Ending(status=status, run_ms=1.0, cpu_ms=1.0, peak=1, **flags)
 
 
 def exited(code: int) -> int:
@@ -36,6 +37,10 @@ def exited(code: int) -> int:
         (Seen(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=2), RunStatus.KILLED),
         (Seen(compiled=GOOD, ending=ending(signal.SIGSEGV), memory_limit=1), RunStatus.KILLED),
         (Seen(compiled=GOOD, timed_out=True), RunStatus.TIMEOUT),
+        (
+            Seen(compiled=GOOD, ending=ending(signal.SIGKILL, timed_out=True), timed_out=True, memory_limit=1),
+            RunStatus.TIMEOUT,
+        ),
         (Seen(compiled=GOOD, timed_out=True, killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
         (Seen(compiled=GOOD, ending=ending(signal.SIGKILL, overflow=True)), RunStatus.KILLED),
         (Seen(compiled=GOOD, ending=ending(0, overflow=True)), RunStatus.KILLED),

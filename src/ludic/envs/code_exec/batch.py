@@ -18,10 +18,11 @@ from typing import Any, Literal
 from ludic.envs.code_exec.cases import TestCase
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
 
-MAX_OUTPUT = 256 * 1024
+MAX_OUTPUT = 1024 * 1024
 """Bytes that a program may write in one test."""
-_MAX_REPORTS = 2 * 1024 * 1024
-"""Bytes of reports after which the other tests go into another run; below the output limit of sandboxes."""
+_MAX_REPORTS = 1024 * 1024
+"""Bytes of reports after which the other tests go into another run. With one more report, in which JSON may write a
+byte as six, they stay below the output limit of sandboxes (8 MiB)."""
 _OVERHEAD_S = 10.0
 _HERE = Path(__file__).parent
 _SAID_BEFORE = re.compile(r"^from (?:__future__|ludic\.envs\.code_exec\.plain_data) import .*$", re.MULTILINE)

@@ -66,6 +66,7 @@ class CodeExecConfig:
             raise ConfigError(
                 f"CodeExecConfig.feedback={str(self.feedback)!r}; use one of {', '.join(map(str, Feedback))}."
             )
+        object.__setattr__(self, "feedback", Feedback(self.feedback))  # it may come as plain text, from a file
 
     @property
     def stops_early(self) -> bool:

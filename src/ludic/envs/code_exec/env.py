@@ -52,6 +52,7 @@ class CodeExecEnv(SingleAgentEnv):
         self._system_prompt = system_prompt if system_prompt is not None else test_adapter.system_prompt
         self._tests_hash = test_adapter.hash_tests(self.tests)
         self._num_attempts = 0
+        self._python_version = ""
         self._obs = ""
         self.full_reward = None if test_adapter.get_reference(sample) is None else 1.0
 
@@ -100,15 +101,17 @@ class CodeExecEnv(SingleAgentEnv):
 
     async def _graded(self, program: str) -> BatchTestResult:
         pool = self._pool if self._pool is not None else await shared_pool()
+        self._python_version = pool.python_version
         code_hash, grading_hash = compute_hash(program), self._grading_hash(pool)
-        cached = pool.get_cached(code_hash, grading_hash) if self.config.use_cache else None
+        uses_cache = self.config.use_cache and _tells_its_settings(self._runner) and _tells_its_settings(self._verifier)
+        cached = pool.get_cached(code_hash, grading_hash) if uses_cache else None
         if isinstance(cached, BatchTestResult):
             return cached
         result = await self._run(pool, program)
         broken = next((r for r in result.results if r.execution.run_status is RunStatus.SANDBOX_ERROR), None)
         if broken is not None:
             raise SandboxError(f"The sandbox failed on problem {self.problem_id}: {broken.execution.detail}")
-        if self.config.use_cache and all(r.execution.run_status not in _NOT_CACHED for r in result.results):
+        if uses_cache and all(r.execution.run_status not in _NOT_CACHED for r in result.results):
             pool.put_cached(code_hash, grading_hash, result)
         return result
 
@@ -150,8 +153,14 @@ class CodeExecEnv(SingleAgentEnv):
             "code_hash": result.code_hash,
             "passed": result.passed_count,
             "pass_rate": result.pass_rate,
+            "python_version": self._python_version,
             "tests": [
                 {"id": r.test_case.id, "passed": r.passed, "status": str(r.execution.run_status)}
                 for r in result.results
             ],
         }
+
+
+def _tells_its_settings(part: object) -> bool:
+    """By its repr, as a dataclass does. The default one is an address, which another object may have later."""
+    return type(part).__repr__ is not object.__repr__

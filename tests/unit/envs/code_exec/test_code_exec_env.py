@@ -165,6 +165,7 @@ async def test_a_pass_ends_the_episode_at_once():
         (Feedback.TEST, ["1 of 3", "Input:", "Expected:"], []),
         (Feedback.STATUS, ["1 of 3", "The output is wrong"], ["Input", "4"]),
         (Feedback.NOTHING, ["did not pass"], ["1 of 3", "Input", "4"]),
+        ("nothing", ["did not pass"], ["1 of 3", "Input", "4"]),
     ],
 )
 async def test_how_much_an_agent_is_told_is_a_setting(feedback, told, kept):
@@ -194,6 +195,17 @@ async def test_envs_that_grade_differently_do_not_share_results():
     await play(make(pool), "wrong2")
     outcome = await play(make(pool, partial_credit=True), "wrong2")
     assert pool.lent == 2 and outcome.info["tests"][2]["status"] == "success"
+
+
+async def test_a_runner_that_does_not_tell_its_settings_is_not_trusted_with_the_cache():
+    class Silent(Runner):
+        __repr__ = object.__repr__
+
+    pool = Pool()
+    for _ in range(2):
+        env = CodeExecEnv(SAMPLE, test_adapter=ProgramTestAdapter(), sandbox_pool=pool, code_runner=Silent())
+        await play(env, "right")
+    assert pool.lent == 2 and pool.cache_stats["size"] == 0
 
 
 @pytest.mark.parametrize("code", ["slow", "no_sandbox"])

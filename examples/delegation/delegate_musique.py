@@ -24,6 +24,7 @@ import tyro
 
 from ludic.agents import Agent, ReActAgent
 from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource, RolloutEngine
+from ludic.batch_gen.samples import read_samples
 from ludic.context import FullDialog
 from ludic.envs.musique_search import MuSiQueSample
 from ludic.inference import (
@@ -305,7 +306,7 @@ class ServedModel:
 
 
 def main(settings: Settings) -> None:
-    samples = read_questions(settings.data)[: settings.limit]
+    samples = read_samples(settings.data)[: settings.limit]
     if settings.train_steps and settings.player != "model":
         raise ConfigError("--train-steps trains a model: give --player model, too.")
     if settings.train_steps:
@@ -321,20 +322,6 @@ def main(settings: Settings) -> None:
             asyncio.run(play(settings, with_model.engine(settings.out), samples, temperature=0.7))
         finally:
             with_model.server.close()
-
-
-def read_questions(path: Path) -> list[Sample]:
-    if not path.exists():
-        raise ConfigError(
-            f"There is no file {path}. Give a JSONL file with a question, its answer and its paragraphs per line."
-        )
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON line by line: {error}.") from error
-    if not rows:
-        raise ConfigError(f"{path} has no questions in it.")
-    return rows
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ Takes: on 2 CPU processes with --model tiny, within a minute. On 4 GPUs it has n
 
 import asyncio
 import contextlib
-import json
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +31,9 @@ from ludic.batch_gen import (
     RolloutEngine,
     make_dataset_sequence_requests_fn,
 )
+from ludic.batch_gen.samples import read_samples
 from ludic.context import FullDialog
-from ludic.distributed import create_vllm_publisher
+from ludic.distributed import ClientPublisher, create_vllm_publisher
 from ludic.distributed.fsdp import FSDPSettings, load_sharded
 from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
 from ludic.eval import EngineEvaluator
@@ -233,17 +232,7 @@ def serve(settings: Settings, loaded: LoadedModel, stack: contextlib.ExitStack) 
     whole = loaded.model.to(settings.device).eval()
     engine = LocalEngine(whole, loaded.tokenizer, max_model_len=settings.max_seq_len, seed=settings.seed)
     stack.callback(engine.close)
-    return Served(engine, CopyPublisher(engine))
-
-
-class CopyPublisher:
-    """To an engine with weights of its own."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-
-    def publish(self, state_dict: Mapping[str, Any], version: int | None = None) -> None:
-        self._engine.sync_weights(state_dict, version=version)
+    return Served(engine, ClientPublisher(engine))
 
 
 # --- problems, and who is asked them ---
@@ -251,37 +240,9 @@ class CopyPublisher:
 
 def load_problems(data: Path | None, dataset: str, limit: int | None = None) -> list[Sample]:
     """From a JSONL file with `problem` and `solution` (or `answer`), or from the hub."""
-    rows = _from_hub(dataset) if data is None else _from_file(data)
-    if not rows:
-        raise ConfigError(f"{data or dataset} has no problems in it.")
-    return rows[:limit]
-
-
-def _from_file(data: Path) -> list[Sample]:
-    if not data.exists():
-        raise ConfigError(f"There is no file {data}. Give a JSONL file with a problem and a solution on each line.")
-    lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line.strip()]
-    try:
-        rows = [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{data} is not JSONL: {error}.") from error
-    return [{"id": f"{data.stem}:{number}", **row} for number, row in enumerate(rows)]
-
-
-def _from_hub(dataset: str) -> list[Sample]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ConfigError(
-            "MATH is fetched with `datasets`, which is not installed. Install it (pip install datasets), or give --data."
-        ) from error
-    try:
-        rows = load_dataset(dataset, split="train")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{dataset} could not be fetched: {str(error).strip().splitlines()[0]} Give the problems as a JSONL file (--data)."
-        ) from error
-    return [{"id": f"train:{number}", **row} for number, row in enumerate(rows)]
+    rows = read_samples(f"hub:{dataset}:train" if data is None else data)
+    name = "train" if data is None else data.stem
+    return [{"id": f"{name}:{number}", **row} for number, row in enumerate(rows)][:limit]
 
 
 def solver(client: ChatClient, template: ChatTemplate, *, model: str, parser: str) -> SingleAgentProtocol:

@@ -20,6 +20,7 @@ import tyro
 
 from ludic.agents import Agent
 from ludic.batch_gen import RolloutBatchSource, RolloutEngine, make_dataset_sequence_requests_fn
+from ludic.batch_gen.samples import read_samples
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
 from ludic.eval import EngineEvaluator, Grading
@@ -43,7 +44,6 @@ from ludic.types import (
     InferenceSpec,
     Info,
     LudicError,
-    MissingExtra,
     Observation,
     ProtocolSpec,
     ReturnSpec,
@@ -135,26 +135,9 @@ def check(settings: Settings) -> None:
 
 def load_questions(path: Path | None, split: str) -> list[Sample]:
     """Records of {"question": …, "answer": "… #### 42"} from a JSONL file, or without one from the hub."""
-    if path is None:
-        return from_hub(split)
-    if not path.exists():
-        raise ConfigError(f"There is no file {path}. Give a JSONL file with a question and an answer on each line.")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    if not rows or not all({"question", "answer"} <= row.keys() for row in rows):
+    rows = read_samples(f"hub:openai/gsm8k:main:{split}" if path is None else path)
+    if not all({"question", "answer"} <= row.keys() for row in rows):
         raise ConfigError(f'{path} is not lines of {{"question": …, "answer": "… #### 42"}}.')
-    return [{"id": f"{path.stem}:{number}", **row} for number, row in enumerate(rows)]
-
-
-def from_hub(split: str) -> list[Sample]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingExtra("datasets", "GSM8K from the hub (or give --data and --eval-data)") from error
-    try:
-        rows = load_dataset("openai/gsm8k", "main", split=split)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"openai/gsm8k could not be fetched: {reason} Give --data and --eval-data.") from error
     return [{"id": f"{split}:{number}", **row} for number, row in enumerate(rows)]
 
 

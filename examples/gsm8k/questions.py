@@ -1,6 +1,5 @@
 """What the scripts of this folder share: the questions, and who is asked them."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from ludic import registry
 from ludic.agents import Agent
 from ludic.batch_gen import RolloutEngine
+from ludic.batch_gen.samples import read_samples
 from ludic.context import FullDialog
 from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.interaction import SingleAgentProtocol
@@ -70,42 +70,9 @@ def rollout_engine(client: ChatClient, tokenizer: Any, **settings: Any) -> Rollo
 
 def load_questions(data: Path | None, split: Literal["train", "test"], limit: int | None = None) -> list[Sample]:
     """From a JSONL file of {"question": …, "answer": "… #### 42"}, or without one from the hub through `datasets`."""
-    samples = _from_hub(split) if data is None else _from_file(data)
-    if not samples:
-        raise ConfigError(f"{data} has no questions in it.")
-    return samples[:limit]
-
-
-def _from_file(data: Path) -> list[Sample]:
-    if not data.exists():
-        raise ConfigError(f"There is no file {data}. Give a JSONL file with a question and an answer on each line.")
-    samples = []
-    for number, line in enumerate(data.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            sample = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"Line {number} of {data} is not JSON: {error}.") from error
-        if not isinstance(sample, dict) or not {"question", "answer"} <= sample.keys():
+    samples = read_samples(f"hub:openai/gsm8k:main:{split}" if data is None else data)
+    for number, sample in enumerate(samples, start=1):
+        if not {"question", "answer"} <= sample.keys():
             raise ConfigError(f'Line {number} of {data} is not of the form {{"question": …, "answer": "… #### 42"}}.')
-        samples.append({"id": f"{data.stem}:{number}", **sample})
-    return samples
-
-
-def _from_hub(split: str) -> list[Sample]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ConfigError(
-            "GSM8K is fetched with `datasets`, which is not installed. Install it (pip install datasets), or give the "
-            "questions as JSONL files (--data, and --eval-data for training)."
-        ) from error
-    try:
-        rows = load_dataset("openai/gsm8k", "main", split=split)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"openai/gsm8k could not be fetched: {str(error).strip().splitlines()[0]} Give the questions as JSONL files "
-            "(--data, and --eval-data for training)."
-        ) from error
-    return [{"id": f"{split}:{number}", **row} for number, row in enumerate(rows)]
+    name = split if data is None else data.stem
+    return [{"id": f"{name}:{number}", **sample} for number, sample in enumerate(samples)][:limit]

@@ -10,7 +10,6 @@ Takes: eight steps of eight episodes by default; meant for one GPU.
 """
 # ruff: noqa: T201 - a script prints
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import tyro
 
 from ludic.agents import ReActAgent
 from ludic.batch_gen import RolloutBatchSource, RolloutEngine, make_dataset_sequence_requests_fn
+from ludic.batch_gen.samples import read_samples
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
 from ludic.envs.musique_search import MuSiQueSample
@@ -123,41 +123,21 @@ def load_questions(settings: Settings) -> tuple[list[Sample], list[Sample]]:
     if settings.data is None:
         train = from_hub("train", first)
         held_out = (
-            from_hub("validation", limit) if settings.eval_data is None else from_file(settings.eval_data)[:limit]
+            from_hub("validation", limit)
+            if settings.eval_data is None
+            else read_samples(settings.eval_data, "--eval-data")[:limit]
         )
     else:
-        rows = from_file(settings.data)
-        others = rows[first:] if settings.eval_data is None else from_file(settings.eval_data)
+        rows = read_samples(settings.data)
+        others = rows[first:] if settings.eval_data is None else read_samples(settings.eval_data, "--eval-data")
         train, held_out = rows[:first], others[:limit]
     for sample in (*train, *held_out):
         MuSiQueSample.read(sample)  # one of another form is named now, and not in the middle of the run
     return train, held_out
 
 
-def from_file(path: Path) -> list[Sample]:
-    if not path.exists():
-        raise ConfigError(
-            f"There is no file {path}. Give a JSONL file: a question, its answer and its paragraphs per line."
-        )
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON line by line: {error}.") from error
-    if not rows:
-        raise ConfigError(f"{path} has no questions in it.")
-    return rows
-
-
 def from_hub(split: str, limit: int) -> list[Sample]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingExtra("datasets", f"{HUB} from the hub (or give --data questions.jsonl)") from error
-    try:
-        rows = load_dataset(HUB, split=split)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{HUB} could not be fetched: {str(error).strip().splitlines()[0]} Give --data.") from error
-    return list(islice((row for row in rows if row.get("answerable", True)), limit))
+    return list(islice((row for row in read_samples(f"hub:{HUB}:{split}") if row.get("answerable", True)), limit))
 
 
 # --- who answers them ------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_a_mistake_of_the_first_rank_ends_all_of_them(tmp_path):
     """Only it reads the problems; the other is waiting for it meanwhile."""
     code, output = train(tmp_path / "none.jsonl", tmp_path / "run")
     assert code == 1, output[-6000:]
-    assert f"train_math_fsdp2: There is no file {tmp_path}/none.jsonl." in output
+    assert f"train_math_fsdp2: Cannot read --data {tmp_path}/none.jsonl: No such file or directory." in output
 
 
 # --- without processes ---
@@ -128,13 +128,13 @@ def test_a_run_is_not_overwritten_but_gone_on_with(script, tmp_path):
 def test_problems_are_read_and_missing_ones_named(script, problems, tmp_path):
     rows = script.load_problems(problems, "unused", limit=3)
     assert [row["id"] for row in rows] == ["problems:0", "problems:1", "problems:2"]
-    with pytest.raises(ConfigError, match="There is no file"):
+    with pytest.raises(ConfigError, match="Cannot read --data"):
         script.load_problems(tmp_path / "none.jsonl", "unused")
     (tmp_path / "bad.jsonl").write_text("{\n")
-    with pytest.raises(ConfigError, match="is not JSONL"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         script.load_problems(tmp_path / "bad.jsonl", "unused")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="has no problems"):
+    with pytest.raises(ConfigError, match="is empty"):
         script.load_problems(tmp_path / "empty.jsonl", "unused")
 
 

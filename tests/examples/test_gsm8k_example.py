@@ -89,7 +89,7 @@ def test_a_conversation_begins_with_one_worked_problem_whose_answer_is_right(pro
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "nowhere.jsonl", "--run-dir", "{new}"], "There is no file nowhere.jsonl"),
+        (["--data", "nowhere.jsonl", "--run-dir", "{new}"], "Cannot read --data nowhere.jsonl"),
         (["--data", "{wrong}", "--run-dir", "{new}"], "{wrong} is not lines of"),
         (["--samples-per-prompt", "1", "--run-dir", "{new}"], "two answers to compare"),
         (

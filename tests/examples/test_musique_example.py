@@ -159,8 +159,8 @@ class FakeStep:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (SEARCH, ["--data", "nowhere.jsonl", "--run-dir", "{new}"], "There is no file nowhere.jsonl"),
-        (SEARCH, ["--data", "{empty}", "--run-dir", "{new}"], "{empty} has no questions in it"),
+        (SEARCH, ["--data", "nowhere.jsonl", "--run-dir", "{new}"], "Cannot read --data nowhere.jsonl"),
+        (SEARCH, ["--data", "{empty}", "--run-dir", "{new}"], "--data {empty} is empty"),
         (SEARCH, ["--data", "{empty}", "--samples-per-prompt", "1"], "the last at least 2: GRPO compares"),
         (
             SEARCH,
@@ -168,8 +168,8 @@ class FakeStep:
             "--max-turns 0, --samples-per-prompt 2; each must be at least 1",
         ),
         (SEARCH, ["--data", "{one}", "--run-dir", "{new}"], "'paragraphs' is missing"),
-        (DELEGATE, ["--data", "{broken}"], "{broken} is not JSON line by line"),
-        (DELEGATE, ["--data", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
+        (DELEGATE, ["--data", "{broken}"], "of {broken} is not JSON"),
+        (DELEGATE, ["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
         (DELEGATE, ["--data", "{one}", "--train-steps", "1"], "give --player model"),
     ],
     ids=str,

@@ -13,6 +13,7 @@ from ludic.sandbox.containers import (
     PodmanSandboxPool,
     engine_problem,
 )
+from ludic.sandbox.interface import SandboxError
 from ludic.sandbox.plain import SubprocessConfig, SubprocessSandboxPool
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.types import ConfigError, UnknownName
@@ -78,14 +79,14 @@ def get_backend_info() -> dict[str, str]:
 
 
 def detect_available_backend() -> SandboxBackend:
-    """The first backend that works here; RuntimeError when none does. Never the plain subprocess."""
+    """The first backend that works here; SandboxError (a RuntimeError) when none does. Never the plain subprocess."""
     problems = []
     for backend in _order():
         problem = backend_problem(backend)
         if not problem:
             return backend
         problems.append(f"  {backend.value}: {problem}")
-    raise RuntimeError(
+    raise SandboxError(
         "No sandbox backend works here.\n"
         + "\n".join(problems)
         + "\nInstall bubblewrap (apt install bubblewrap), or start docker. backend='subprocess' runs programs without any "

@@ -65,15 +65,16 @@ class BubblewrapLauncher:
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
         binds = [*self._interpreter_binds(), *self._config.binds, *binds]
         _check_binds(binds)
-        status_r, status_w = os.pipe()
-        enclosure = NamespaceEnclosure(status_r, self._groups)
-        filter_fd = _filled_pipe(seccomp.program()) if seccomp.is_supported() else None
-        passed = [fd for fd in (status_w, filter_fd) if fd is not None]
+        enclosure = NamespaceEnclosure(self._groups)
+        passed: list[int] = []
         try:
+            passed.append(enclosure.open_status())
+            if seccomp.is_supported():
+                passed.append(_filled_pipe(seccomp.program()))
             cell = await start_cell(
                 [
                     *_as_other_user(self._uid, enclosure.procs, binds),
-                    *bubblewrap_command(limits, _reachable(binds, self._uid), status_fd=status_w, filter_fd=filter_fd),
+                    *bubblewrap_command(limits, _reachable(binds, self._uid), *passed),
                     self._interpreter.path,
                     *supervisor_command(self._interpreter.magic),
                 ],
@@ -109,13 +110,18 @@ class BubblewrapLauncher:
 class NamespaceEnclosure:
     """A process namespace, ended through its process 1, and a memory group where there are any."""
 
-    def __init__(self, status_fd: int, groups: MemoryGroups | None) -> None:
-        self._status_fd: int | None = status_fd
+    def __init__(self, groups: MemoryGroups | None) -> None:
+        self._status_fd: int | None = None
         self._leader: int | None = None
         """A pidfd of process 1 inside."""
         self._groups = groups
         self._group = groups.lend() if groups else None
         self._memory: tuple[int | None, bool] = (None, False)
+
+    def open_status(self) -> int:
+        """The descriptor that bwrap writes its status to. Close it when bwrap has it."""
+        self._status_fd, write_end = os.pipe()
+        return write_end
 
     @property
     def procs(self) -> Path | None:
@@ -191,7 +197,7 @@ class BubblewrapSandboxPool(BaseSandboxPool):
 
 
 def bubblewrap_command(
-    limits: SandboxLimits, binds: Sequence[Bind], *, status_fd: int, filter_fd: int | None
+    limits: SandboxLimits, binds: Sequence[Bind], status_fd: int, filter_fd: int | None = None
 ) -> list[str]:
     """bwrap and its arguments, up to the program."""
     command = f"""
@@ -251,12 +257,12 @@ def _check_binds(binds: Sequence[Bind]) -> None:
             raise ConfigError(f"Bind.target={bind.target!r}, but it must be an absolute path inside the sandbox.")
 
 
+@cache
 def _tool(name: str) -> str:
+    """Its path: nothing that is started here has a PATH."""
     found = shutil.which(name)
     if found is None:
-        raise SandboxError(
-            f"{name} (of util-linux) is not installed; the bubblewrap backend needs it when run as root."
-        )
+        raise SandboxError(f"{name} is not installed. The bubblewrap backend needs bwrap, and as root util-linux.")
     return found
 
 
@@ -288,7 +294,7 @@ def bubblewrap_problem() -> str:
         return f"bwrap is version {version.split()[-1]}, but 0.8 or newer is needed."
     read_end, write_end = os.pipe()
     try:
-        command = bubblewrap_command(SandboxLimits(), [], status_fd=write_end, filter_fd=None)
+        command = bubblewrap_command(SandboxLimits(), [], write_end)
         uid = BubblewrapConfig().uid if os.geteuid() == 0 else None
         done = subprocess.run(
             [*_as_other_user(uid, None, []), *command, "/usr/bin/true"],

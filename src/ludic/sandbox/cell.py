@@ -24,7 +24,8 @@ from ludic.sandbox.results import CompileResult
 
 _GRACE_S = 2.0
 """What a supervisor may take to notice that a program's time is up."""
-_LAST_LOOK_S = 0.5
+_SECOND_LOOK_S = 0.5
+"""If it was this process that had no time, the frames are there by then."""
 _START_S = 60.0
 """From starting a process to its being ready; tens of milliseconds, unless the machine is drowning."""
 
@@ -160,30 +161,24 @@ class Cell:
             self._process.stdin.close()
 
     async def _watch(self, job: Job, seen: Seen) -> None:
-        """Read frames to the last one. The supervisor has the clock; ours is for one that no longer answers."""
-        limit_s = job.timeout_s + _GRACE_S
-        now = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(limit_s) as timer:
-                while seen.ending is None:
-                    letter = await self._note(job, seen)
-                    if letter == b"C":
-                        timer.reschedule(now() + limit_s)
-        except TimeoutError:
-            await self._read_what_is_there(job, seen)
-        except asyncio.IncompleteReadError:
-            pass  # no last frame: `Seen` has no ending
+        """Read frames to the last one, or until the supervisor no longer answers."""
+        with contextlib.suppress(asyncio.IncompleteReadError):  # no last frame: `Seen` has no ending
+            while seen.ending is None:
+                if not await self._next(job, seen):
+                    seen.timed_out = True
+                    return
 
-    async def _read_what_is_there(self, job: Job, seen: Seen) -> None:
-        """If it was this process that had no time, the frames are waiting, and what they say counts."""
-        seen.timed_out = True
-        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
-            async with asyncio.timeout(_LAST_LOOK_S):
-                while seen.ending is None:
+    async def _next(self, job: Job, seen: Seen) -> bool:
+        """Wait for a frame, longer than the supervisor's own clock may take. False when none comes."""
+        for seconds in (job.timeout_s + _GRACE_S, _SECOND_LOOK_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
                     await self._note(job, seen)
+                    return True
+        return False
 
-    async def _note(self, job: Job, seen: Seen) -> bytes:
-        """Take one frame into account. Its letter comes back."""
+    async def _note(self, job: Job, seen: Seen) -> None:
+        """Take one frame into account."""
         letter, payload = await self._frame()
         match letter:
             case b"C":
@@ -198,7 +193,6 @@ class Cell:
             case b"X":
                 seen.ending = read_ending(payload)
                 seen.timed_out = seen.ending.timed_out
-        return letter
 
     async def _frame(self) -> tuple[bytes, bytes]:
         # Kept over an interruption, which must not lose the place in the stream.

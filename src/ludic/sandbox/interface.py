@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.sandbox.results import CommandResult, CompileResult, ExecutionResult
+from ludic.types.errors import LudicError
 
 
-class SandboxError(RuntimeError):
+class SandboxError(LudicError, RuntimeError):
     """The sandbox itself failed; says nothing about the program."""
 
 

@@ -178,9 +178,6 @@ class ProcessSandbox:
             if task.cancelled() and not _is_being_cancelled():
                 raise SandboxError("The sandbox was reset during the run.") from None
             raise
-        finally:
-            if not task.done():
-                task.cancel()
 
     async def _run_in_cell(self, job: Job, binds: Sequence[Bind]) -> Seen:
         cell = await self._take(job.limits, binds)

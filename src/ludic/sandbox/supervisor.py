@@ -208,6 +208,8 @@ class Streams:
         self.letters = {stdout: b"O", stderr: b"E"}
         self.left = {stdout: limit, stderr: limit}
         self.overflow = False
+        self.waited = 0.0
+        """Seconds in which the harness did not read. They are not the program's."""
 
     def forward(self, fd: int) -> bool:
         """False at the end of the stream, or when there is nothing to read now."""
@@ -219,7 +221,9 @@ class Streams:
             data, self.overflow = data[: self.left[fd]], True
         self.left[fd] -= len(data)
         if data:
+            started = time.monotonic()
             send(self.letters[fd], data)
+            self.waited += time.monotonic() - started
         return bool(data) and not self.overflow
 
     def drain(self) -> None:
@@ -273,7 +277,8 @@ def watch(pid: int, streams: Streams, notes: Notes, seconds: float) -> tuple:
         poll.register(fd, select.POLLIN)
     deadline, compiling, late = time.monotonic() + seconds, True, False
     while not (late or streams.overflow):
-        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0 + 1.0))
+        left = deadline + streams.waited - time.monotonic()
+        ready = dict(poll.poll(max(0.0, left) * 1000.0 + 1.0))
         for fd in ready.keys() - {child}:
             if not (notes.read() if fd == notes.fd else streams.forward(fd)):
                 poll.unregister(fd)
@@ -281,7 +286,7 @@ def watch(pid: int, streams: Streams, notes: Notes, seconds: float) -> tuple:
             deadline, compiling = time.monotonic() + seconds, False
         if child in ready:
             break
-        late = time.monotonic() >= deadline
+        late = time.monotonic() >= deadline + streams.waited
     else:
         os.kill(pid, SIGKILL)
     _, status, usage = os.wait4(pid, 0)
@@ -337,12 +342,8 @@ def supervise() -> None:
     if pid == 0:
         become_the_program(job, out_w, err_w, notes_w, go_r)
         return
-    for fd in (
-        0,
-        out_w,
-        err_w,
-        notes_w,
-    ):  # not go_r: a child that does not compile is gone, and go is written all the same
+    # Not go_r: where the child does not compile it is gone, and go is written all the same.
+    for fd in (0, out_w, err_w, notes_w):
         os.close(fd)
     streams = Streams(out_r, err_r, job["max_output_bytes"])
     notes = Notes(notes_r, go_w)

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import gzip
 import json
+import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -63,17 +64,18 @@ async def timed(samples: Sequence[Sample], grade: Callable[[Sample], Awaitable[b
 
 async def measure(samples: Sequence[Sample], workers: int, repeats: int) -> None:
     num_tests = sum(len(HumanEvalEnv(sample).tests) for sample in samples)
-    print(f"{len(samples)} problems, {num_tests} tests, {workers} at a time; the best of {repeats} rounds")
+    print(f"{len(samples)} problems, {num_tests} tests, {workers} at a time; {repeats} rounds, in turns")
+    rounds: dict[str, list[float]] = {"in the sandbox, judged outside": [], "one subprocess per test, unprotected": []}
     async with await create_sandbox_pool(n_workers=workers) as pool:
-        sandboxed = min([await timed(samples, lambda s: ours(s, pool), workers) for _ in range(repeats)])
-    naive = min([await timed(samples, plain, workers) for _ in range(repeats)])
-    for name, seconds in (
-        ("in the sandbox, judged outside", sandboxed),
-        ("one subprocess per test, unprotected", naive),
-    ):
-        whole = seconds * WHOLE / len(samples)
-        print(f"{name:38} {seconds:7.2f} s   {len(samples) / seconds:6.1f} problems/s   {whole:6.2f} s per {WHOLE}")
-    print(f"{'times faster':38} {naive / sandboxed:7.2f}")
+        for _ in range(repeats):
+            for name, grade in zip(rounds, (lambda s: ours(s, pool), plain), strict=True):
+                rounds[name].append(await timed(samples, grade, workers) * WHOLE / len(samples))
+    for name, seconds in rounds.items():
+        print(f"{name:38} {min(seconds):6.2f} s per {WHOLE} at best, {statistics.median(seconds):6.2f} s in the middle")
+    ratios = [theirs / own for own, theirs in zip(*rounds.values(), strict=True)]
+    print(
+        f"{'times faster':38} {statistics.median(ratios):6.2f} in the middle ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 def read(path: Path) -> list[Sample]:

@@ -9,6 +9,7 @@ from ludic.types import ConfigError
 
 _FACTS = """
 import sys
+assert sys.version_info >= (3, 9)
 from importlib.util import MAGIC_NUMBER
 print(sys.base_prefix, '%d.%d' % sys.version_info[:2], MAGIC_NUMBER.hex(), sep='\\n')
 """
@@ -33,14 +34,14 @@ class Interpreter:
 
 
 def find_interpreter(wanted: str = "auto") -> Interpreter:
-    """`wanted`: a version like "3.11", the path of an interpreter, or "auto": this version if the system has it.
+    """`wanted`: a version like "3.11" (3.9 or newer), the path of an interpreter, or "auto": this version if the system has it.
 
     The system's own Pythons come first: everybody may read them, which a Python in somebody's home does not promise.
     """
     if "/" in wanted:
         found = _ask(Path(wanted))
         if found is None:
-            raise ConfigError(f"{wanted} cannot be run as a Python. Give the path of an interpreter, or a version.")
+            raise ConfigError(f"{wanted} cannot be run as a Python 3.9 or newer. Give another path, or a version.")
         return found
     this = f"{sys.version_info.major}.{sys.version_info.minor}"
     folders = (Path("/usr/bin"), Path("/usr/local/bin"))

@@ -1,7 +1,7 @@
 """Reinforcement learning on programming problems: CISPO, a program that passes all tests earns 1, in one process.
 
 Shows: programs of a model run in a pool of sandboxes, several attempts with the failing test shown in between, LoRA.
-Needs: a model; bubblewrap, docker or podman; problems from --data, or APPS from the hub through `datasets`.
+Needs: a model; bubblewrap, docker or podman; problems from a file, or from the hub through `datasets`.
 Takes: an estimated hour or more per step of 64 programs with smollm2-135m on two CPU cores; meant for a GPU.
 
     python examples/code_exec/train_apps.py --model Qwen/Qwen2.5-Coder-1.5B-Instruct --lora-rank 16 --lr 1e-4
@@ -10,7 +10,6 @@ Takes: an estimated hour or more per step of 64 programs with smollm2-135m on tw
 # ruff: noqa: T201 - a script prints
 
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import tyro
 from ludic import registry
 from ludic.agents import Agent
 from ludic.batch_gen import RolloutBatchSource, RolloutEngine, make_dataset_sequence_requests_fn
+from ludic.batch_gen.samples import read_samples
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
 from ludic.eval import EngineEvaluator
@@ -56,7 +56,6 @@ from ludic.types import (
 
 Sample = dict[str, Any]
 Task = Literal["apps", "mbpp", "humaneval", "code_exec"]
-HUB = "metr-evals/apps"  # the original, as files that today's `datasets` can read
 SHOWN = (
     "avg_total_reward", "pass_rate", "compile_failed", "parse_error_rate", "completion_truncated_rate", "entropy",
     "grad_norm", "step_s", "accuracy", "accuracy_low", "accuracy_high",
@@ -71,10 +70,10 @@ class Settings:
     """A folder, a hub id, or smollm2-135m."""
     env: Task = "apps"
     """The form of the problems to train on."""
-    data: Path | None = None
-    """A JSONL file of problems to train on; without it APPS from the hub."""
-    eval_data: Path | None = None
-    """A JSONL file of other problems; without it none are held out."""
+    data: str = "hub:metr-evals/apps:train"
+    """Problems to train on: a JSONL file, or hub:NAME:SPLIT (this one is the original, as files that `datasets` reads)."""
+    eval_data: str | None = None
+    """Other problems; without them none are held out."""
     eval_env: Task | None = None
     """Their form; without it that of --env."""
     difficulty: Literal["introductory", "interview", "competition"] | None = None
@@ -148,8 +147,10 @@ def main(settings: Settings) -> None:
         )
     if not settings.resume and (settings.out / "metrics.jsonl").exists():
         raise ConfigError(f"There is a run in {settings.out} already. Go on with --resume, or choose another --out.")
-    train = load_problems(settings, settings.data, settings.env)
-    held_out = load_problems(settings, settings.eval_data, settings.held_out_env) if settings.eval_data else []
+    train = load_problems(settings, settings.data, "--data", settings.env)
+    held_out = []
+    if settings.eval_data is not None:
+        held_out = load_problems(settings, settings.eval_data, "--eval-data", settings.held_out_env)
     print(f"{len(train)} problems to train on, {len(held_out[: settings.eval_limit])} held out", flush=True)
     asyncio.run(run(settings, train, held_out[: settings.eval_limit]))
 
@@ -179,14 +180,14 @@ async def run(settings: Settings, train: Sequence[Sample], held_out: Sequence[Sa
 # --- the problems ----------------------------------------------------------------------------------------------
 
 
-def load_problems(settings: Settings, data: Path | None, env: Task) -> list[Sample]:
+def load_problems(settings: Settings, place: str, flag: str, env: Task) -> list[Sample]:
     """Those that can be graded: some of APPS ask for a function, or have no tests."""
-    rows = from_hub(env) if data is None else from_file(data)
+    rows = read_samples(place, flag)
     if settings.difficulty is not None:
         rows = [row for row in rows if row.get("difficulty") == settings.difficulty]
     kept = [row for row in rows if is_gradable(row, env)]
     if not kept:
-        raise ConfigError(f"None of the {len(rows)} problems from {data or HUB} can be graded as {env}.")
+        raise ConfigError(f"None of the {len(rows)} problems of {flag} {place} can be graded as {env}.")
     if len(kept) < len(rows):
         print(
             f"{len(rows) - len(kept)} of {len(rows)} problems are left out: they cannot be graded as {env}", flush=True
@@ -200,28 +201,6 @@ def is_gradable(sample: Sample, env: Task) -> bool:
     except ValueError:  # ConfigError, or a text that is no JSON
         return False
     return True
-
-
-def from_file(path: Path) -> list[Sample]:
-    if not path.exists():
-        raise ConfigError(f"There is no file {path}. Give a JSONL file with one problem per line.")
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSONL: {error}.") from error
-
-
-def from_hub(env: Task) -> list[Sample]:
-    if env != "apps":
-        raise ConfigError(f"--env {env} needs its problems as a JSONL file: give --data.")
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingExtra("datasets", f"{HUB} from the hub (or give --data problems.jsonl)") from error
-    try:
-        return list(load_dataset(HUB, split="train"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{HUB} could not be fetched: {str(error).strip().splitlines()[0]} Give --data.") from error
 
 
 # --- who solves them -------------------------------------------------------------------------------------------

@@ -98,13 +98,13 @@ def test_a_tiny_model_is_trained_on_programs_that_ran_in_the_sandbox(model, prob
     ("arguments", "message"),
     [
         (["--group-size", "5", "--out", "{new}"], "64 is not a multiple of --group-size 5"),
-        (["--data", "nowhere.jsonl", "--out", "{new}"], "There is no file nowhere.jsonl"),
-        (["--env", "mbpp", "--out", "{new}"], "give --data"),
+        (["--data", "nowhere.jsonl", "--out", "{new}"], "Cannot read --data nowhere.jsonl"),
+        (["--data", "{good}", "--eval-data", "hub:x", "--out", "{new}"], "--eval-data hub:x should be hub:NAME:SPLIT"),
         (["--data", "{bad}", "--out", "{new}"], "None of the 1 problems"),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_computed(arguments, message, tmp_path, monkeypatch):
-    places = {"new": tmp_path / "new", "bad": tmp_path / "bad.jsonl"}
+def test_a_mistake_is_named_before_anything_is_computed(arguments, message, problems, tmp_path, monkeypatch):
+    places = {"new": tmp_path / "new", "bad": tmp_path / "bad.jsonl", "good": problems}
     places["bad"].write_text('{"question": "no tests"}\n')
     with pytest.raises(LudicError, match=re.escape(message)):
         run(monkeypatch, *[argument.format(**places) for argument in arguments])

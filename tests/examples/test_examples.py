@@ -5,7 +5,6 @@ The steps depend on each other as they do for a person: games are generated, lea
 
 import importlib.util
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from ludic.types import LudicError, load_rollouts
+from tests import forked
 
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("peft", reason="the lora extra is not installed")
@@ -29,10 +29,14 @@ PATIENCE_S = 4 * BUDGET_S
 GAME = ["--view", "compact"]
 
 
+def begin(script: str, *arguments: object) -> forked.Forked:
+    return forked.python(EXAMPLES / script, *arguments, environment={"COLUMNS": "200"})
+
+
 def start(script: str, *arguments: object) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    process = begin(script, *arguments)
+    out, err = process.communicate(PATIENCE_S)
+    return subprocess.CompletedProcess(script, process.wait(), out, err)
 
 
 def run(script: str, *arguments: object) -> str:
@@ -231,65 +235,62 @@ async def test_rejection_sampling_keeps_what_earned_enough_in_tokens_that_train(
 # --- the first run ---
 
 
-def first_run(out: Path, *arguments: object) -> subprocess.CompletedProcess:
-    small = [
-        "--synth-games",
-        40,
-        "--warm-up-steps",
-        20,
-        "--updates",
-        3,
-        "--groups",
-        2,
-        "--group-size",
-        4,
-        "--eval-games",
-        20,
-    ]
-    return start("tic_tac_toe/first_run.py", "--out", out, *small, *arguments)
+NUM_UPDATES = 12
+"""Of the first run; enough that it can be interrupted."""
 
 
-def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another(tmp_path):
-    done = first_run(tmp_path / "run")
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> tuple[Path, int, str, int]:
+    """(run folder, exit code, what was printed, updates done) of a first run after Ctrl-C."""
+    out = tmp_path_factory.mktemp("first") / "run"
+    small = ["--synth-games", 40, "--warm-up-steps", 20, "--updates", NUM_UPDATES, "--groups", 2, "--group-size", 4,
+             "--eval-games", 20]  # fmt: skip
+    process = begin("tic_tac_toe/first_run.py", "--out", out, *small)
+    lines = out / "metrics.jsonl"
+    while not (lines.exists() and lines.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed = "".join(process.communicate(timeout=PATIENCE_S))
+    return out, process.wait(), printed, len(metrics(out))
+
+
+@pytest.fixture(scope="module")
+def finished(interrupted) -> tuple[Path, subprocess.CompletedProcess]:
+    """(run folder, what was printed) of the same run, gone on with to its end."""
+    out, *_ = interrupted
+    return out, start("tic_tac_toe/first_run.py", "--resume", out)
+
+
+def test_a_first_run_that_is_interrupted_says_how_to_go_on_and_does(interrupted, finished):
+    out, code, printed, num_done = interrupted
+    assert code == 130 and f"--resume {out}" in printed
+    assert "Traceback" not in printed and "it/s]" not in printed  # nor anybody else's progress bars
+    assert 2 <= num_done < NUM_UPDATES
+    assert "updates cannot be changed" in refusal("tic_tac_toe/first_run.py", "--resume", out, "--updates", 7)
+    _, done = finished
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in metrics(out)] == list(range(1, NUM_UPDATES + 1))
+
+
+def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another(finished):
+    out, done = finished
     assert done.returncode == 0, done.stderr
-    assert re.search(r"20 games as X against a random opponent, before and after 3 updates of GRPO", done.stdout)
+    assert re.search(
+        rf"20 games as X against a random opponent, before and after {NUM_UPDATES} updates of GRPO", done.stdout
+    )
     share, interval = r"+[\d.]+%", r" \[[\d.]+%, [\d.]+%\]"
     for name in ("win", "draw", "loss", "illegal move", "unreadable"):
         assert re.search(rf"  {name} {share}{interval} {share}{interval}", done.stdout), done.stdout
     assert re.search(r"Win rate [\d.]+% → [\d.]+%, illegal moves [\d.]+% → [\d.]+%, in [\d.]+ minutes", done.stdout)
-    steps = [row["step"] for row in metrics(tmp_path / "run")]
-    assert steps == [1, 2, 3]
+    steps = [row["step"] for row in metrics(out)]
+    assert steps == list(range(1, NUM_UPDATES + 1))
     checkpoint = re.search(r"ludic eval tic_tac_toe .*--model \S+/warm_up --model (\S+)", done.stdout)[1]
     assert (Path(checkpoint) / "model.safetensors").exists()
     assert "Traceback" not in done.stderr and "it/s]" not in done.stderr  # nor anybody else's progress bars
-    again = start("tic_tac_toe/first_run.py", "--resume", tmp_path / "run")  # everything is there already
-    assert again.returncode == 0 and [row["step"] for row in metrics(tmp_path / "run")] == steps, again.stderr
+    again = start("tic_tac_toe/first_run.py", "--resume", out)  # everything is there already
+    assert again.returncode == 0 and [row["step"] for row in metrics(out)] == steps, again.stderr
     assert re.findall("^  win.*", again.stdout, re.MULTILINE) == re.findall("^  win.*", done.stdout, re.MULTILINE)
-
-
-def test_a_first_run_that_is_interrupted_says_how_to_go_on_and_does(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    arguments = ["--synth-games", "40", "--warm-up-steps", "20", "--updates", "40", "--groups", "2", "--group-size", "4",
-                 "--eval-games", "20"]  # fmt: skip
-    script = str(EXAMPLES / "tic_tac_toe" / "first_run.py")
-    process = subprocess.Popen(
-        [sys.executable, script, "--out", str(tmp_path / "run"), *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-    )  # fmt: skip
-    lines = tmp_path / "run" / "metrics.jsonl"
-    while not (lines.exists() and lines.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130 and f"--resume {tmp_path / 'run'}" in printed
-    num_done = len(metrics(tmp_path / "run"))
-    assert 2 <= num_done < 40
-    assert "updates cannot be changed" in refusal(
-        "tic_tac_toe/first_run.py", "--resume", tmp_path / "run", "--updates", 7
-    )
-    run("tic_tac_toe/first_run.py", "--resume", tmp_path / "run")
-    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 41))
 
 
 # --- word problems ---
@@ -432,10 +433,9 @@ def test_a_mistake_is_one_line_on_the_terminal(games):
 def test_questions_without_a_file_need_datasets_and_say_so(tmp_path):
     """A stand-in on the path is what a machine without the package looks like."""
     (tmp_path / "datasets.py").write_text("raise ImportError('no datasets here')\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(EXAMPLES / "gsm8k" / "eval_gsm8k.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
-    assert done.returncode == 1 and "pip install datasets" in done.stderr and "--data" in done.stderr
+    process = forked.python(EXAMPLES / "gsm8k" / "eval_gsm8k.py", environment={"PYTHONPATH": str(tmp_path)})
+    _, errors = process.communicate(PATIENCE_S)
+    assert process.returncode == 1 and "pip install datasets" in errors and "--data" in errors
 
 
 def test_every_example_is_in_the_table_and_says_what_it_shows_needs_and_takes():

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the train extra is not installed")
 
 from ludic.distributed.ranks import OneProcess  # noqa: E402
 from ludic.types import ConfigError  # noqa: E402
-from tests.integration.torchrun import torchrun  # noqa: E402
+from tests import forked  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def train(problems: Path, out: Path, *arguments: object) -> tuple[int | None, st
         "--rollouts-per-update", 32, "--group-size", 8, "--concurrency", 32, "--max-completion-tokens", 32,
         "--max-seq-len", 512, "--micro-token-budget", 1024, "--lr", 1e-3, "--timeout-s", PATIENCE_S, *arguments,
     ]  # fmt: skip
-    finished = torchrun(2, "examples.fsdp2_training.train_math_fsdp2", *map(str, flags), timeout_s=PATIENCE_S)
+    finished = forked.ranks(2, "examples.fsdp2_training.train_math_fsdp2", *map(str, flags), timeout_s=PATIENCE_S)
     return finished.code, finished.output
 
 

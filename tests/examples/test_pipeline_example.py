@@ -1,16 +1,14 @@
 """The pipeline example as a person runs it: an actor and a trainer, each a process of its own, and a real Redis between."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ludic.types import ConfigError
+from tests import forked
 from tests.redis_fixtures import shared_redis
 
 pytest.importorskip("torch", reason="the local extra is not installed")
@@ -25,14 +23,12 @@ ACCOUNT = re.compile(
 )
 
 
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(EXAMPLE / script), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def start(script: str, *arguments: object) -> forked.Forked:
+    return forked.python(EXAMPLE / script, *arguments, environment={"COLUMNS": "200"})
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    printed, _ = process.communicate(timeout=PATIENCE_S)
+def finish(process: forked.Forked) -> str:
+    printed = "".join(process.communicate(timeout=PATIENCE_S))
     assert process.returncode == 0, printed
     return printed
 

@@ -22,6 +22,7 @@ import redis
 
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, decode_group
 from ludic.training.loggers import read_metrics
+from tests import forked
 from tests.integration.pipeline_parts import LearnerSettings, ids_of
 from tests.redis_fixtures import RedisServer, end_redis
 from tests.unit.cli.train_parts import ENV
@@ -41,7 +42,7 @@ class Life:
     """One process."""
 
     name: str
-    process: "subprocess.Popen[bytes]"
+    process: "forked.Forked | subprocess.Popen[bytes]"
     record: Path
     log: Path
 
@@ -97,17 +98,24 @@ class Pipeline:
     def start(self, program: str, *, environment: dict[str, str] | None = None, **settings: Any) -> Life:
         name = f"{len(self.lives):02d}_{program}"
         record, log = self.folder / f"{name}.jsonl", self.folder / f"{name}.log"
-        command = [sys.executable, "-m", "tests.integration.pipeline_parts", program]
-        command.append(json.dumps({"record": str(record), **settings}))
-        paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, cwd=self.folder, env={**environ, **(environment or {})}
-            )
+        words = ["-m", "tests.integration.pipeline_parts", program, json.dumps({"record": str(record), **settings})]
+        process = (
+            self._begun(words, environment, log) if environment else forked.python(*words, cwd=self.folder, output=log)
+        )
         life = Life(name=name, process=process, record=record, log=log)
         self.lives.append(life)
         return life
+
+    def _begun(self, words: list[str], environment: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":
+        """A fresh interpreter, for variables that it reads itself."""
+        with log.open("wb") as out:
+            return subprocess.Popen(
+                [sys.executable, *words],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env={**os.environ, **environment},
+            )
 
     def actor(self, *, environment: dict[str, str] | None = None, **settings: Any) -> Life:
         return self.start("actor", environment=environment, **{**self._meeting, **settings})
@@ -180,7 +188,7 @@ class Pipeline:
         self.until(lambda: len(kept - used()) < BATCH_SIZE, "the queue is used up", alive=(learner,))
 
     def shown(self, life: Life) -> str:
-        text = life.log.read_text(errors="replace")[-3000:]
+        text = life.log.read_text(errors="replace")[-3000:] if life.log.exists() else ""
         return (
             f"--- {life.name} ({life.process.poll()}), step {life.step}, {len(life.told('kept'))} groups kept\n{text}"
         )
@@ -373,7 +381,7 @@ class Launched:
     """`ludic launch` with a small task, in a folder of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self._folder, self._run = folder, folder / "runs" / "run"
+        self._folder, self.run = folder, folder / "runs" / "run"
         (folder / "letter.py").write_text(ENV)
         environ = {name: value for name, value in os.environ.items() if name != "LUDIC_REDIS_URL"}
         paths = [str(ROOT / "src"), str(ROOT), environ.get("PYTHONPATH", "")]
@@ -392,7 +400,7 @@ class Launched:
             )
 
     def steps(self) -> list[int]:
-        path = self._run / "metrics.jsonl"
+        path = self.run / "metrics.jsonl"
         return [row["step"] for row in read_metrics(path)] if path.exists() else []
 
     def until_step(self, step: int) -> None:
@@ -404,7 +412,7 @@ class Launched:
 
     def kill(self, role: str) -> None:
         """As kill -9."""
-        os.kill(int((self._run / "logs" / f"{role}.pid").read_text()), signal.SIGKILL)
+        os.kill(int((self.run / "logs" / f"{role}.pid").read_text()), signal.SIGKILL)
 
     def finish(self) -> str:
         """What it has said, when it has come to its end by itself."""
@@ -429,15 +437,16 @@ class Launched:
                 self._process.kill()
                 self._process.wait()
 
-    def counted_by_hand(self) -> tuple[dict[str, int], int]:
-        """Counts and items in the queue, from the files that the run's Redis has left."""
-        place = Path(tempfile.mkdtemp(prefix="ludic-redis-"))
-        shutil.copytree(self._run / "redis" / "appendonlydir", place / "appendonlydir")
-        server = RedisServer(place).start()
-        try:
-            with redis.Redis.from_url(server.url) as client:
-                stream = "{ludic:run}"
-                counts = {name: int(client.hget(f"{stream}:counts", name) or 0) for name in COUNTS}
-                return counts, sum(int(fields[b"n"]) for _, fields in client.xrange(stream))
-        finally:
-            end_redis(server)
+
+def counted_by_hand(run: Path) -> tuple[dict[str, int], int]:
+    """Counts and items in the queue, from the files that a launched run's own Redis has left."""
+    place = Path(tempfile.mkdtemp(prefix="ludic-redis-"))
+    shutil.copytree(run / "redis" / "appendonlydir", place / "appendonlydir")
+    server = RedisServer(place).start()
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            stream = "{ludic:run}"
+            counts = {name: int(client.hget(f"{stream}:counts", name) or 0) for name in COUNTS}
+            return counts, sum(int(fields[b"n"]) for _, fields in client.xrange(stream))
+    finally:
+        end_redis(server)

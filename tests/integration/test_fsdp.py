@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from tests.integration.fsdp_scenarios import LENGTHS, LOSSES, RUNS
 from tests.integration.fsdp_worker import done
-from tests.integration.torchrun import torchrun
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 RUN_JOBS = [f"run:{name}" for name in RUNS]
@@ -17,7 +17,7 @@ FOUR_JOBS = ["run:full", "run:lora_tied_from_meta", "run:critic", "gradients:wit
 
 
 def recorded(folder: Path, num: int, *jobs: str) -> Path:
-    finished = torchrun(num, "tests.integration.fsdp_worker", str(folder), *jobs, timeout_s=240)
+    finished = forked.ranks(num, "tests.integration.fsdp_worker", str(folder), *jobs, timeout_s=240)
     assert finished.code == 0, finished.output[-6000:]
     return folder
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.integration.fsdp_scenarios import Run, train
-from tests.integration.torchrun import Finished, torchrun
+from tests.integration.torchrun import torchrun
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORKER = "tests.integration.fsdp_endings"
@@ -20,7 +21,7 @@ ENDINGS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     where = tmp_path_factory.mktemp("endings")
-    finished = torchrun(2, WORKER, str(where), *ENDINGS, timeout_s=180)
+    finished = forked.ranks(2, WORKER, str(where), *ENDINGS, timeout_s=180)
     assert finished.code == 0, finished.output[-6000:]
     return where
 
@@ -87,7 +88,7 @@ def test_the_first_rank_evaluates_and_the_others_wait_and_hear_of_it(folder):
 
 
 def test_an_error_in_the_middle_of_an_update_is_named_by_the_ranks_that_waited(tmp_path):
-    finished = torchrun(2, WORKER, str(tmp_path), "broken_update", timeout_s=100)
+    finished = forked.ranks(2, WORKER, str(tmp_path), "broken_update", timeout_s=100)
     assert finished.code == 1, finished.output[-4000:]
     first, second = reports(tmp_path, "broken_update")
     assert second["error"] == "ArithmeticError: this rank has a bug"
@@ -95,7 +96,7 @@ def test_an_error_in_the_middle_of_an_update_is_named_by_the_ranks_that_waited(t
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> tuple[Path, Finished]:
+def killed(tmp_path_factory) -> tuple[Path, forked.Finished]:
     where = tmp_path_factory.mktemp("killed")
     return where, torchrun(2, WORKER, str(where), "killed", timeout_s=150, flags=["--max-restarts=1"])
 

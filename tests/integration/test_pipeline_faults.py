@@ -23,6 +23,7 @@ from tests.integration.pipeline_harness import (
     Launched,
     Network,
     Pipeline,
+    counted_by_hand,
     pipeline_on,
     skewed_clock,
 )
@@ -363,24 +364,6 @@ def test_the_trainer_is_killed_in_a_step_and_an_actor_with_the_engine_inside_it(
 
 
 @pytest.mark.slow
-def test_the_redis_of_a_launched_pipeline_is_killed_and_the_run_comes_to_its_end(tmp_path):
-    launched = Launched(tmp_path, "--model", "tiny", "--steps", "12")
-    try:
-        launched.until_step(3)
-        launched.kill("redis")
-        launched.until_step(7)
-        launched.kill("redis")
-        said = launched.finish()
-    finally:
-        launched.end()
-    assert "redis was ended by SIGKILL; restart 2 of at most 5" in said, said
-    assert launched.steps() == list(range(1, 13))
-    counts, in_queue = launched.counted_by_hand()
-    assert counts["trained"] == 12 * 16
-    assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue
-
-
-@pytest.mark.slow
 def test_the_vllm_server_of_a_launched_pipeline_is_killed_and_gets_its_weights_again(tmp_path, vllm_model_dir):
     skip_without_vllm()
     on_vllm = ["--model", str(vllm_model_dir), "--actor-engine", "vllm", "--actors", "1"]
@@ -393,6 +376,6 @@ def test_the_vllm_server_of_a_launched_pipeline_is_killed_and_gets_its_weights_a
         launched.end()
     assert "server was ended by SIGKILL; restart 1 of at most 5" in said, said
     assert launched.steps() == list(range(1, 11))
-    counts, in_queue = launched.counted_by_hand()
+    counts, in_queue = counted_by_hand(launched.run)
     assert counts["trained"] == 10 * 16
     assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue

@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="the train extra is not installed")
 
 from ludic.scaling import TrainingSetup, training_memory
 from ludic.scaling.shapes import shape_from_config
+from tests import forked
 from tests.integration.scaling_worker import CONFIG
-from tests.integration.torchrun import torchrun
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 SHAPE = shape_from_config(CONFIG.to_dict(), name="tiny")
@@ -20,7 +20,7 @@ SHAPE = shape_from_config(CONFIG.to_dict(), name="tiny")
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("held")
-    finished = torchrun(2, "tests.integration.scaling_worker", str(folder), timeout_s=150)
+    finished = forked.ranks(2, "tests.integration.scaling_worker", str(folder), timeout_s=150)
     assert finished.code == 0, finished.output[-4000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 

@@ -3,9 +3,6 @@
 The resume matrix (1, 2 and 4 ranks x LoRA or all weights x tied or untied embeddings) is in the phases there.
 """
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import torch
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from tests import forked
 from tests.integration.sharded_checkpoint_worker import PHASES
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -27,15 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     """Where four processes have done their work; two of them were killed in the middle of a save."""
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "results").mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.sharded_checkpoint_worker", str(number), str(folder)],
-            env=environment,
-            cwd=Path(__file__).parents[2],
-        )
-        for number in range(4)
-    ]
+    worker = ["-m", "tests.integration.sharded_checkpoint_worker"]
+    workers = [forked.python(*worker, number, folder, cwd=forked.ROOT) for number in range(4)]
     deadline = time.monotonic() + TIMEOUT_S
     try:
         for marker, doomed in (("one-may-be-killed", workers[3:]), ("all-may-be-killed", workers[:2])):
@@ -52,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def wait_for(marker: Path, workers: list[subprocess.Popen], deadline: float) -> bool:
+def wait_for(marker: Path, workers: list[forked.Forked], deadline: float) -> bool:
     while not marker.exists():
         if time.monotonic() > deadline or any(worker.poll() not in (None, 0, -9) for worker in workers):
             return False

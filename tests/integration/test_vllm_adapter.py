@@ -215,12 +215,6 @@ def test_what_the_server_cannot_hold_is_refused_and_it_goes_on(lora_server, tmp_
     assert_goes_on(lora_server, merged(model), version=1)
 
 
-def test_a_server_without_lora_is_named_with_the_flags_it_needs(vllm_server):
-    with pytest.raises(ConfigError, match="started without LoRA.* Start it with --enable-lora --max-lora-rank 8"):
-        publisher_of(vllm_server, adapted(vllm_server)).publish({}, version=1)
-    assert vllm_server.ask("GET", "/is_paused") == (200, {"is_paused": False})
-
-
 def test_a_folder_that_the_server_does_not_see_is_an_error_and_nothing_changes(lora_server, tmp_path, monkeypatch):
     model = adapted(lora_server)
     publisher_of(lora_server, model).publish({}, version=1)

@@ -27,6 +27,7 @@ from ludic.types import (
     load_rollouts,
 )
 from tests.fakes import CountingEnv, RecordingClient, make_agent
+from tests.integration.test_vllm_weights import assert_serves
 from tests.integration.vllm_fixtures import RunningServer, skip_without_vllm
 
 pytest.importorskip("torch", reason="the train extra is not installed")
@@ -58,45 +59,67 @@ def train_command(player: Path, runs: Path, *, steps: int) -> list[str]:
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("adapter", [[], ["--lora-rank", "4", "--push", "adapter"]], ids=["all weights", "adapter"])
-def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(player, tmp_path, adapter):
+@pytest.fixture(scope="module")
+def trained_adapter(player, tmp_path_factory) -> Path:
+    """A folder with a run that has come to its end."""
     skip_without_vllm()
-    command = [*train_command(player, tmp_path, steps=3), *adapter]
+    folder = tmp_path_factory.mktemp("adapter")
+    command = [*train_command(player, folder, steps=3), "--lora-rank", "4", "--push", "adapter"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["train/lag_max"] == 0 for row in rows)
-    assert any(row["train/grad_norm"] > 0 for row in rows)
-    # The ratio between trainer and sampler is 1: what the server sampled with is what the trainer holds, after each push.
-    assert all(abs(row["train/kl_actor_policy"]) < 1e-3 and row["train/ess"] > 0.999 for row in rows)
-    (file,) = (tmp_path / "run" / "rollouts").glob("*.jsonl")
-    versions = [run.version for r in load_rollouts(file) for step in r.agent_steps for run in step.trace.version_runs]
-    assert sorted(set(versions)) == [0, 1, 2]
+    return folder
 
 
-def test_a_run_whose_own_server_dies_ends_with_the_servers_words(player, tmp_path):
+@pytest.fixture(scope="module")
+def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
+    """(folder, exit code, what it said) of a run with all weights whose server was killed after a few updates."""
     skip_without_vllm()
+    folder = tmp_path_factory.mktemp("lost")
     run = subprocess.Popen(
-        train_command(player, tmp_path, steps=10_000),
+        train_command(player, folder, steps=10_000),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=ONE_THREAD,
     )
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
+        metrics = folder / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 300
-        while not (metrics.exists() and metrics.read_text()):
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         os.killpg(child_of(run.pid), signal.SIGKILL)  # the server leads a session of its own
         said, _ = run.communicate(timeout=100)
     finally:
         run.kill()
-    assert run.returncode == 2, said
+    return folder, run.returncode, said
+
+
+@pytest.mark.parametrize("pushed", ["all weights", "adapter"])
+def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
+    if pushed == "adapter":
+        folder = request.getfixturevalue("trained_adapter")
+    else:
+        folder, *_ = request.getfixturevalue("lost_its_server")
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows]
+    assert steps == list(range(1, len(steps) + 1)) and (steps == [1, 2, 3] if pushed == "adapter" else len(steps) >= 3)
+    assert all(row["train/lag_max"] == 0 for row in rows)
+    assert any(row["train/grad_norm"] > 0 for row in rows)
+    # The ratio between trainer and sampler is 1: what the server sampled with is what the trainer holds, after each push.
+    assert all(abs(row["train/kl_actor_policy"]) < 1e-3 and row["train/ess"] > 0.999 for row in rows)
+    (file,) = (folder / "run" / "rollouts").glob("*.jsonl")
+    versions = [run.version for r in load_rollouts(file) for step in r.agent_steps for run in step.trace.version_runs]
+    assert set(range(len(steps))) <= set(versions) <= set(range(len(steps) + 1)), (
+        "one for each update, and one under way"
+    )
+
+
+def test_a_run_whose_own_server_dies_ends_with_the_servers_words(lost_its_server):
+    folder, code, said = lost_its_server
+    assert code == 2, said
     assert "The vLLM server of this run ended with exit code -9" in said and "Traceback" not in said
-    assert f"To go on: ludic train {tmp_path / 'run'} --resume" in said
+    assert f"To go on: ludic train {folder / 'run'} --resume" in said
 
 
 def child_of(pid: int) -> int:
@@ -107,9 +130,13 @@ def child_of(pid: int) -> int:
 class KilledInTheMiddle:
     """The source's second batch finds its server killed half way; it is started again for the third."""
 
-    def __init__(self, inner: RolloutBatchSource, client: RecordingClient, server: RunningServer) -> None:
-        self._inner, self._client, self._server = inner, client, server
+    def __init__(
+        self, inner: RolloutBatchSource, client: RecordingClient, server: RunningServer, publisher: Any
+    ) -> None:
+        self._inner, self._client, self._server, self._publisher = inner, client, server, publisher
         self.batches: list[SAWBatch] = []
+        self.is_current: list[bool] = []
+        """What the publisher knows of its weights: before the kill, and after it."""
 
     async def next_batch(self) -> SAWBatch:
         if len(self.batches) == 1:
@@ -125,7 +152,9 @@ class KilledInTheMiddle:
     async def _kill_after(self, num_calls: int) -> None:
         while len(self._client.calls) < num_calls:
             await asyncio.sleep(0.002)
+        self.is_current.append(await asyncio.to_thread(self._publisher.is_current, 1))
         await asyncio.to_thread(self._server.process.kill)
+        self.is_current.append(await asyncio.to_thread(self._publisher.is_current, 1))
 
 
 def shorter_is_better(text: str) -> ParseResult:
@@ -178,6 +207,7 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_episodes_and_gets_the_we
         ),
         client,
         vllm_server,
+        publisher,
     )
     trainer = Trainer(
         model=model,
@@ -187,13 +217,15 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_episodes_and_gets_the_we
         cfg=TrainerConfig(lr=1e-3, max_seq_len=512),
     )
     try:
-        trainer.train_sync(num_steps=3)
+        history = [trainer.train_step_sync() for _ in range(3)]
         # 16 episodes of 2 calls, 4 at a time, killed after 20 calls: some groups were whole, some were not.
         failed = [batch.meta["num_failed"] for batch in source.batches]
         assert failed[0] == failed[2] == 0 and 0 < failed[1] < 16
         versions = [{item.oldest_version for item in batch.items} for batch in source.batches]
         assert versions == [{0}, {1}, {2}], "the server that came back was given the second update's weights"
-        assert publisher.is_current(3)
+        assert all(stats["train/logp_difference_abs"] < 1e-3 for stats in history), "the weights that it says it has"
+        assert source.is_current == [True, False] and publisher.is_current(3)
+        assert_serves(vllm_server, model, version=3)
     finally:
         vllm_server.wait()
         publisher.publish(first_weights, version=0)

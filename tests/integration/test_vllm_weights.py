@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, WeightPushError, create_vllm_publisher
+from ludic.distributed import (
+    BroadcastPolicyPublisher,
+    VllmAdapterPublisher,
+    VllmControlPlane,
+    WeightPushError,
+    create_vllm_publisher,
+)
 from ludic.distributed.staged import SharedMemoryCommunicator
 from ludic.inference.vllm_buckets import describe, split_into_buckets
 from ludic.inference.vllm_client import VLLMChatClient
@@ -154,6 +160,15 @@ def test_an_adapter_is_published_merged(served):
     assert_serves(server, copy.deepcopy(adapted).merge_and_unload(), version=3)
 
 
+def test_a_server_without_lora_is_named_with_the_flags_that_an_adapter_needs(served):
+    peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+    server, model = served
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=8, target_modules="all-linear"))
+    with pytest.raises(ConfigError, match="started without LoRA.* Start it with --enable-lora --max-lora-rank 8"):
+        VllmAdapterPublisher(client_of(server), adapted, timeout_s=60.0).publish({}, version=1)
+    assert server.ask("GET", "/is_paused") == (200, {"is_paused": False})
+
+
 async def running_requests(server: Any) -> int:
     def read() -> str:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
@@ -275,20 +290,6 @@ def test_a_part_of_the_weights_is_never_taken_for_all_of_them(served):
         control.finalize_update(2, {})
     publisher_of(server).publish(whole, version=3)
     assert_serves(server, model, version=3)
-
-
-def test_a_server_that_was_killed_comes_back_and_gets_the_weights_again(served):
-    server, model = served
-    other = perturbed(model)
-    publisher = publisher_of(server, wait_s=120.0)
-    publisher.publish(weights_of(other), version=4)
-    assert publisher.is_current(4)
-    server.process.kill()
-    assert not publisher.is_current(4)
-    server.process.start()
-    publisher.publish(weights_of(other), version=4)  # waits until it is there
-    assert publisher.is_current(4)
-    assert_serves(server, other, version=4)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

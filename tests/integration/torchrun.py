@@ -6,19 +6,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import Finished
+
 ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A group that has ended, by itself or because its time was up."""
-
-    code: int | None
-    """None: its time was up."""
-    output: str
 
 
 def torchrun(num: int, module: str, *arguments: str, timeout_s: float, flags: Sequence[str] = ()) -> Finished:

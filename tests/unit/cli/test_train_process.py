@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludic.training.loggers import read_metrics
+from tests import forked
 from tests.contract.pages import BLOCK, DOCS
 from tests.unit.cli.train_parts import ENV, SMALL
 
@@ -18,16 +19,9 @@ pytestmark = pytest.mark.slow
 RUN = ["letter.py:Letter", *SMALL, "--lr", "1e-2", "--checkpoint-every", "3"]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen:
+def start(folder: Path, *arguments: str) -> forked.Forked:
     (folder / "letter.py").write_text(ENV)
-    return subprocess.Popen(
-        [sys.executable, "-m", "ludic.cli.main", "train", *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return forked.python("-m", "ludic.cli.main", "train", *arguments, cwd=folder)
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
@@ -39,7 +33,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
     ]
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(run: Path, step: int, process: forked.Forked) -> None:
     deadline = time.time() + 120
     while not any(row["step"] >= step for row in metrics(run)):
         assert process.poll() is None and time.time() < deadline, f"step {step} was never reached"

@@ -1,10 +1,11 @@
 """Ranks: alone and in a group, what they exchange, and what they say when one of them is missing."""
 
 import time
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import distributed as dist
 
 from ludic.distributed.ranks import OneProcess, ProcessRanks, RankFailed, difference, join_ranks, launched, require_same
@@ -13,6 +14,7 @@ from ludic.training.packing import balanced_shares
 from ludic.training.stats import StatSum, added_up
 from ludic.training.stopping import StopRequested
 from ludic.types import ConfigError, RequestsExhausted
+from tests import forked
 from tests.unit.training.samples import random_items
 
 WORLD = 3
@@ -108,8 +110,17 @@ def missing(ranks: ProcessRanks) -> None:
         ranks.barrier(timeout_s=2)
 
 
-def _in_group(rank: int, port: int) -> None:
+def _in_group(rank: int, port: int, log: Path) -> None:
     torch.set_num_threads(1)
+    try:
+        _meet(rank, port)
+    except BaseException:
+        with log.open("a") as file:
+            file.write(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
+
+
+def _meet(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     ranks = ProcessRanks(timeout_s=60)
@@ -119,15 +130,15 @@ def _in_group(rank: int, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_three_processes_exchange_deal_out_and_miss_each_other():
+def test_three_processes_exchange_deal_out_and_miss_each_other(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
-    group = mp.spawn(_in_group, args=(store.port,), nprocs=WORLD, join=False)
+    log = tmp_path / "log"
+    group = [forked.call(_in_group, rank, store.port, log) for rank in range(WORLD)]
     end = time.monotonic() + 120
-    while not group.join(timeout=5):
-        if time.monotonic() > end:
-            for process in group.processes:
-                process.kill()
-            pytest.fail("the ranks hang")
+    for process in group:
+        process.join(end - time.monotonic())
+        process.kill()
+    assert [process.exitcode for process in group] == [0] * WORLD, log.read_text()
 
 
 # --- shares and sums ---

@@ -3,12 +3,14 @@
 import importlib.util
 import re
 import signal
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import forked
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "calibrate_micro_batch.py"
 
@@ -140,10 +142,11 @@ def test_a_model_that_cannot_be_had_is_one_line(arguments, message, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_prints_what_is_known_so_far():
-    command = [sys.executable, str(SCRIPT), *TINY, "--hidden-size", "64", "--max-budget", "1000000000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    first = [process.stdout.readline() for _ in range(4)]  # what is tried, the heading, two budgets
+    process = forked.python(SCRIPT, *TINY, "--hidden-size", "64", "--max-budget", "1000000000")
+    while process.said().count("\n") < 4:  # what is tried, the heading, two budgets
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors == "" and " yes " in first[-1]
-    assert "Interrupted" in rest and "TrainerConfig(max_seq_len=32, micro_token_budget=" in rest
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "" and " yes " in printed.splitlines()[3]
+    assert "Interrupted" in printed and "TrainerConfig(max_seq_len=32, micro_token_budget=" in printed

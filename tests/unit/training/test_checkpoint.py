@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import os
 import random
 import resource
@@ -20,6 +19,7 @@ import transformers
 from ludic.training.checkpoint import CheckpointConfig, CheckpointError, CheckpointManager
 from ludic.training.rng import restore_rng, rng_state
 from ludic.types import ConfigError
+from tests import forked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 from tests.unit.training.endless_saver import make_parts, save_for_ever
 
@@ -414,15 +414,12 @@ def test_a_killed_replacement_leaves_the_old_one_and_the_next_save_tidies_up(tmp
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_a_state_that_loads(tmp_path: Path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.unit.training.endless_saver"])
     dice = random.Random(0)
     checkpoints = manager(tmp_path)
     model, optimizer = make_parts()
     step, leftovers = 0, 0
     for _ in range(12):
-        saver = context.Process(target=save_for_ever, args=(tmp_path, step + 1))
-        saver.start()
+        saver = forked.call(save_for_ever, tmp_path, step + 1)
         wait_for_newer(checkpoints, step)
         time.sleep(dice.uniform(0, 0.04))
         saver.kill()

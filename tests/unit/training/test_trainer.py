@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +34,7 @@ from ludic.training import (
 from ludic.training.dealing import NothingToTrainOn
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.types import ConfigError, RequestsExhausted, SAWBatch
+from tests import forked
 from tests.unit.training.bandit import (
     AsciiBandit,
     BanditRequests,
@@ -73,7 +71,7 @@ def hand_trainer(*batches, algo=None, model=None, **settings):
     )
 
 
-async def learn(algorithm, steps=40, **settings):
+async def learn(algorithm, steps, **settings):
     trainer, engine = bandit_trainer(algorithm, **settings)
     history = []
     with contextlib.suppress(
@@ -94,7 +92,7 @@ def mean_reward(history):
 
 @pytest.mark.slow
 async def test_a_tiny_model_learns_the_bandit_from_chance_to_nearly_always():
-    history = await learn(make_grpo(group_size=8))
+    history = await learn(make_grpo(group_size=8), steps=32)
     assert mean_reward(history[:3]) < 0.6
     assert mean_reward(history[-5:]) > 0.85
 
@@ -107,14 +105,14 @@ async def test_a_tiny_model_learns_the_bandit_from_chance_to_nearly_always():
 )
 async def test_every_group_algorithm_learns(make):
     settings = {"clip_eps_low": 0.2, "clip_eps_high": 0.2} if make is make_gspo else {}
-    history = await learn(make(group_size=8, **settings), steps=50)
+    history = await learn(make(group_size=8, **settings), steps=28)
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_reinforce_baseline, make_reinforce_pp], ids=lambda make: make.__name__)
 async def test_algorithms_without_groups_learn_too(make):
-    history = await learn(make(), steps=50, group_size=1, num_prompts=64)
+    history = await learn(make(), steps=28, group_size=1, num_prompts=64)
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
 
 
@@ -149,7 +147,7 @@ async def test_generation_overlaps_with_training_within_the_lag():
         make_grpo(group_size=8), make_source=lambda source: AsyncRolloutBatchSource(source, max_lag=1)
     )
     async with trainer.batch_source:
-        history = [await trainer.train_step() for _ in range(45)]
+        history = [await trainer.train_step() for _ in range(32)]
     engine.close()
     assert max(stats["train/lag_max"] for stats in history) <= 1
     assert any(stats["train/lag_max"] == 1 for stats in history), "nothing overlapped"
@@ -193,7 +191,7 @@ async def test_an_adapter_learns_and_its_base_stays():
     trainer, engine = bandit_trainer(
         make_grpo(group_size=8), model=model, cfg=TrainerConfig(lr=3e-2, max_seq_len=64, weight_decay=0.0)
     )
-    history = [await trainer.train_step() for _ in range(50)]
+    history = [await trainer.train_step() for _ in range(30)]
     engine.close()
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.2
     assert all(stats["train/logp_difference_abs"] < 1e-4 for stats in history)
@@ -327,10 +325,7 @@ def test_the_seeds_spelling_of_the_learning_rate():
 
 
 def start(folder, steps, pause_s=0.0):
-    command = [sys.executable, "-m", "tests.unit.training.bandit_run", str(folder), str(steps), str(pause_s)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    return forked.python("-m", "tests.unit.training.bandit_run", folder, steps, pause_s, cwd=ROOT)
 
 
 def metrics(folder):

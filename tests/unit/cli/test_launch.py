@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludic.cli.launch_roles import Sizes, make_roles, reachable_socket
-from ludic.cli.pipeline_config import PipelineSettings, given_redis, redis_url, required_servers, without_password
+from ludic.cli.pipeline_config import PipelineSettings, given_redis, redis_url, required_servers
 from ludic.cli.run_config import RunConfig, resolve
 from ludic.cli.run_env import find_env
 from ludic.cli.run_folder import Start, prepare_folder
@@ -147,10 +147,6 @@ def test_servers_are_asked_for_by_name(monkeypatch):
     monkeypatch.delenv("LUDIC_SERVER")
     with pytest.raises(ConfigError, match="needs servers: give --server URL"):
         required_servers(())
-
-
-def test_a_url_is_shown_without_its_password():
-    assert without_password("rediss://user:secret@host:6380/2") == "rediss://host:6380/2"
 
 
 # --- the run folder ---

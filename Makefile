@@ -28,7 +28,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 
 # Tests also meet other people's packages; `make train` does without them.
 $(VENV)/.ready-all: $(VENV)/.ready
-	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,pipeline,search,game_boy,datasets,others,dev]'
+	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,pipeline,search,game-boy,datasets,others,dev]'
 	touch $@
 
 # vLLM pins its own torch, so it has an environment of its own. requirements/vllm.txt says what GPU machines do instead.

@@ -125,7 +125,7 @@ _CODE = Suggested(
     parser="pattern",
     parser_args={"pattern": r"(?s)```(?:python|py)?[ \t]*\n(.*?)```", "error_reward": -0.1},
     max_steps=8,
-    max_tokens=1024,
+    max_tokens=512,
     unreadable="stop",
 )
 
@@ -199,7 +199,7 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
         "reasoning_gym": Builtin(
             "ludic.envs.adapters.reasoning_gym:ReasoningGymEnv",
             example={"task": "chain_sum"},
-            suggested=Suggested(parser="xml_tag", parser_args={"tag": "answer"}, max_steps=1, max_tokens=1024),
+            suggested=Suggested(parser="xml_tag", parser_args={"tag": "answer"}, max_steps=1, max_tokens=512),
         ),
         "rustorio": Builtin("ludic.envs.rustorio:RustorioEnv", suggested=Suggested(max_steps=5, max_tokens=2048)),
         "prisoners_dilemma": Builtin(

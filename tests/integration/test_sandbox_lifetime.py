@@ -19,8 +19,10 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 HARNESS = """
-import asyncio, sys
+import asyncio, signal, sys
 from ludic.sandbox import create_sandbox_pool
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has put us into the background
 
 async def main():
     pool = await create_sandbox_pool(n_workers=2, backend=sys.argv[1])

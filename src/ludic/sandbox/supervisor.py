@@ -17,6 +17,7 @@ every other process of the sandbox. A frame is a letter, the length in four byte
 """
 
 import _ctypes
+import _signal  # type: ignore[import-not-found] # `signal` would import enum and more
 import gc
 import marshal
 import os
@@ -328,6 +329,7 @@ def write_files(job: dict) -> None:
 
 def supervise() -> None:
     """The whole life of this process. Comes back in the child only."""
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # whoever started the harness may have had it ignored
     guard(0)
     send(b"R", b"%d.%d" % sys.version_info[:2])
     job = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "big")))

@@ -282,7 +282,7 @@ def verify(gold, answer, **settings):
     if "hang" in answer: time.sleep(60)
     if "crash" in answer: os._exit(1)
     if "raise" in answer: raise RecursionError
-    return "gold" in gold and "right" in answer
+    return "gold" in gold and "right" in answer.lower()  # an i is the imaginary unit by then
 """
 
 

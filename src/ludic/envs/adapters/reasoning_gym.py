@@ -94,7 +94,7 @@ def _check_config(task: str, config: Mapping[str, Any]) -> None:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise MissingExtra("reasoning_gym", f"The reasoning-gym task {task!r}") from error
+        raise MissingExtra("reasoning-gym", f"The reasoning-gym task {task!r}") from error
     if task not in DATASETS:
         raise UnknownName.among("reasoning-gym task", task, DATASETS)
     if fixed := {"seed", "size"} & config.keys():

@@ -129,7 +129,7 @@ def _scored(source: Source, answer: str) -> float:
 
 def _ask_child(question: worker.Question, timeout_s: float) -> Any | None:
     child = worker.worker_of_this_process(
-        _MODULE, lambda: worker.Worker(_MODULE, extra="reasoning_gym", needed_for="reasoning-gym")
+        _MODULE, lambda: worker.Worker(_MODULE, extra="reasoning-gym", needed_for="reasoning-gym")
     )
     return child.ask(question, timeout_s=timeout_s)
 

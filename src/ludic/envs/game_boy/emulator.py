@@ -44,7 +44,7 @@ def title_of(rom: bytes) -> str:
 
 def require_pyboy() -> None:
     if importlib.util.find_spec("pyboy") is None:
-        raise MissingExtra("game_boy", "The Game Boy env")
+        raise MissingExtra("game-boy", "The Game Boy env")
 
 
 class Emulator:

@@ -125,9 +125,13 @@ def check(settings: Settings) -> None:
         )
     if (settings.run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"There is a run in {settings.run_dir} already. Choose another --run-dir.")
-    has_evaluations = settings.eval_every_steps > 0 and (settings.data is None or settings.eval_data is not None)
-    if settings.save_best_checkpoint and not has_evaluations:
-        raise ConfigError("--save-best-checkpoint needs evaluations: give --eval-data, and --eval-every-steps above 0.")
+    is_evaluated = 0 < settings.eval_every_steps <= settings.max_steps
+    if settings.save_best_checkpoint and not (
+        is_evaluated and (settings.data is None or settings.eval_data is not None)
+    ):
+        raise ConfigError(
+            "--save-best-checkpoint needs evaluations: give --eval-data, and --eval-every-steps from 1 to --max-steps."
+        )
 
 
 # --- the questions ---------------------------------------------------------------------------------------------
@@ -239,9 +243,9 @@ def print_results(settings: Settings) -> None:
         print(f"step  accuracy  {pass_k}")
     for row in evaluations:
         print(f"{row['step']:4}  {row['eval/accuracy']:8.1%}  {row[f'eval/{pass_k}']:6.1%}")
-    if settings.save_best_checkpoint:
-        checkpoints = settings.run_dir / "checkpoints"
-        print(f"The best checkpoint is {checkpoints / json.loads((checkpoints / 'best.json').read_text())['path']}")
+    best = settings.run_dir / "checkpoints" / "best.json"
+    if settings.save_best_checkpoint and best.exists():  # a run that was stopped early may not have got there
+        print(f"The best checkpoint is {best.parent / json.loads(best.read_text())['path']}")
     print(f"The model is in {settings.run_dir / 'model'}")
 
 

@@ -153,7 +153,7 @@ def make_searcher(settings: Settings, server: LocalEngine) -> Callable[[], Singl
             client=server,
             model=settings.model_name,
             ctx=FullDialog(),
-            parser=xml_tag_parser("answer", success_reward=0.0, error_reward=-0.2),
+            parser=xml_tag_parser("answer", success_reward=0.0, error_reward=-1.0),
             chat_template=template,
             max_react_steps=settings.max_turns,
         )

@@ -155,7 +155,7 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
                 agent="react",
                 agent_args={"max_react_steps": 8},
                 parser="xml_tag",
-                parser_args={"tag": "answer", "success_reward": 0.0, "error_reward": -0.2},
+                parser_args={"tag": "answer", "success_reward": 0.0, "error_reward": -1.0},
                 max_steps=3,
             ),
         ),
@@ -174,7 +174,7 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
         "game_boy": Builtin(
             "ludic.envs.game_boy:GameBoyEnv",
             example={"rom": "demo", "max_presses": 40, "hold_frames": 2, "settle_frames": 2},
-            suggested=Suggested(max_steps=128, max_tokens=32),
+            suggested=Suggested(max_steps=128, max_tokens=256),
         ),
         "gymnasium": Builtin(
             "ludic.envs.adapters.gymnasium:GymnasiumEnv",

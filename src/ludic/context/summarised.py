@@ -36,7 +36,8 @@ class SummarisedDialog(ContextStrategy):
 
     def on_after_step(self, obs: Observation, info: Info) -> None:
         super().on_after_step(obs, info)
-        self._observed(obs)
+        # What is wrong with a reply that could not be read comes alone; the env is still where it was.
+        self._observed(f"{self._newest}\n\n{obs}" if info.get("parse_error") else obs)
 
     def _observed(self, obs: Observation) -> None:
         self._newest = obs

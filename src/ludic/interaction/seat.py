@@ -115,8 +115,12 @@ class Seat:
 
     def sit_down(self, obs: Observation, info: Info, env: AnyEnv) -> None:
         """The env has been reset. A context's own system prompt goes before the env's suggestion."""
-        self.agent.take_tools(env.episode_tools(self.agent_id))
-        self.agent.sit_down()
+        self.agent.sit_down()  # first: whoever plays elsewhere is refused, and keeps its tools
+        try:
+            self.agent.take_tools(env.episode_tools(self.agent_id))
+        except BaseException:
+            self.vacate()
+            raise
         self.agent.allow_tokens(self._max_tokens)
         own = self.agent.ctx.default_system_prompt
         self.agent.reset(env.suggested_sysprompt if own is None else own)

@@ -102,7 +102,7 @@ class Trainer:
         self.cfg = cfg if cfg is not None else TrainerConfig()
         self.ranks: Ranks = ranks if ranks is not None else OneProcess()
         self.model, self.algo, self.batch_source = model, algo, batch_source
-        self.publisher, self.evaluator = publisher, evaluator
+        self._publisher, self._evaluator = publisher, evaluator
         self.logger, self.reducers, self.tokenizer = train_logger, reducers, tokenizer
         saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
         self._is_spread = is_sharded(model) or is_tensor_parallel(model)
@@ -163,6 +163,16 @@ class Trainer:
     @property
     def current_step(self) -> int:
         return self.step
+
+    @property
+    def publisher(self) -> PolicyPublisher | None:
+        """As it was given; another one needs another trainer."""
+        return self._publisher
+
+    @property
+    def evaluator(self) -> Evaluator | None:
+        """As it was given; another one needs another trainer."""
+        return self._evaluator
 
     # --- making ---
 

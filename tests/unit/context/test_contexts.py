@@ -1,6 +1,6 @@
 import pytest
 
-from ludic.context import FullDialog, SlidingWindow, TruncatedThinkingContext
+from ludic.context import FullDialog, SlidingWindow, SummarisedDialog, TruncatedThinkingContext
 from ludic.types import ChatResponse, ConfigError
 
 
@@ -136,3 +136,14 @@ def test_a_turn_keeps_its_tool_results_and_notes():
 def test_a_window_that_cannot_work_is_refused(bad):
     with pytest.raises(ConfigError, match="SlidingWindow"):
         SlidingWindow(**bad)
+
+
+def test_a_summary_is_followed_by_where_the_env_stands_also_after_a_reply_that_could_not_be_read():
+    ctx = SummarisedDialog(max_turns=2)
+    ctx.reset(system_prompt="Play.")
+    ctx.on_env_reset("You are in a room.", {})
+    ctx.on_after_step("You are in a garden.", {})
+    ctx.on_after_step("That was no button.", {"parse_error": True})
+    ctx.fold("I have left the room.")
+    (_, shown) = ctx.on_before_act()
+    assert shown["content"] == "I have left the room.\n\nYou are in a garden.\n\nThat was no button."

@@ -48,7 +48,8 @@ def answered(env: MuSiQueSearchEnv, answer: str = "1871"):
         ("Paris Paris", ["Paris"], 0.0, 2 / 3),  # a word counts as often as both have it
         ("London", ["Paris"], 0.0, 0.0),
         ("", ["Paris"], 0.0, 0.0),
-        ("the", ["a"], 1.0, 1.0),  # nothing is left of either
+        ("the", ["a"], 0.0, 0.0),  # an answer that is an article is one
+        ("The", ["the"], 1.0, 1.0),
         ("U.S.", ["us"], 1.0, 1.0),
         ("x", [], 0.0, 0.0),
     ],

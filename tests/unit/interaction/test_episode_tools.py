@@ -1,5 +1,7 @@
 """Tools that an env brings along: who hears of them, who runs them, and how long they last."""
 
+import asyncio
+
 import pytest
 
 from ludic.agents import Agent, ReActAgent, ToolAgent
@@ -75,6 +77,32 @@ async def test_tools_of_one_episode_are_gone_in_the_next():
     assert (await play(agent, seed=8)).env_steps[0].reward_components["env"] == 1.0, "each env has its own note"
     await play(agent, env=CountingEnv(1))
     assert agent.tool_schemas == [] and agent.tool_map == {}
+
+
+class SlowVault(Vault):
+    """Both episodes begin before either of them sits down."""
+
+    async def async_env_reset(self, *, seed=None):
+        await asyncio.sleep(0)
+        return self.env_reset(seed=seed)
+
+
+async def test_an_agent_that_is_playing_keeps_its_tools_when_another_episode_wants_it():
+    agent = make_agent([call("read"), "<a>code7</a>"], cls=ReActAgent)
+    plays = [play(agent, SlowVault(), seed) for seed in (7, 8)]
+    first, second = await asyncio.gather(*plays, return_exceptions=True)
+    assert isinstance(second, ConfigError)
+    assert (
+        first.agent_steps[0].tool_results[0]["content"] == "code7"
+        and first.env_steps[0].reward_components["env"] == 1.0
+    )
+
+
+async def test_an_agent_that_was_refused_for_lack_of_tools_may_play_elsewhere():
+    agent = make_agent(["<a>inc</a>"], cls=Agent)
+    with pytest.raises(ConfigError):
+        await play(agent)
+    assert (await play(agent, env=CountingEnv(1))).env_steps
 
 
 async def test_they_stand_beside_the_agents_own_tools():

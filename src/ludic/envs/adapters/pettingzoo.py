@@ -87,7 +87,7 @@ class PettingZooEnv(ReplayedEnv):
             action = self._choices.read(actions.get(role, ""), self._legal(role))
             self._chosen |= {} if action is None else {role: action}
         refused = self.active_agents
-        rewards = dict.fromkeys(refused, self.invalid_reward) if refused else self._move()
+        rewards = {r: self.invalid_reward for r in refused if r in actions} if refused else self._move()
         return {role: self._outcome(role, rewards.get(role, 0.0), role in refused) for role in self._roles}
 
     def _outcome(self, role: str, reward: float, refused: bool) -> StepOutcome:

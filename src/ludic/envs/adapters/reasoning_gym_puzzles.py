@@ -19,12 +19,15 @@ import numpy as np
 
 from ludic.envs import worker
 from ludic.envs.adapters.harmless import is_harmless, is_python
+from ludic.envs.adapters.reasoning_gym_loopholes import is_loophole
 
 EVALUATE_PYTHON = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 READ_EXPRESSIONS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
 ITERATE_OVER_SETS = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
+COUNT_FOR_EVER = frozenset({"rubiks_cube"})
+"""R999999999 is a billion turns to its scorer."""
 TRUST_ANY_TEXT = frozenset({"game_of_life_halting"})
 """Its scorer takes every text for True, and so for right: here the answer itself is compared."""
 _MODULE = "ludic.envs.adapters.reasoning_gym_puzzles"
@@ -55,7 +58,7 @@ def parts_of(task: str, settings: Mapping[str, Any]) -> set[str]:
 
 
 def needs_child(task: str, settings: Mapping[str, Any]) -> bool:
-    return not parts_of(task, settings).isdisjoint(READ_EXPRESSIONS | ITERATE_OVER_SETS)
+    return not parts_of(task, settings).isdisjoint(READ_EXPRESSIONS | ITERATE_OVER_SETS | COUNT_FOR_EVER)
 
 
 def checked_settings(task: str, settings: Mapping[str, Any]) -> Any:
@@ -76,7 +79,9 @@ def puzzle(task: str, config: str, seed: int) -> Puzzle:
     is_childs = needs_child(task, json.loads(config))
     entry = _ask_child({"make": source}, _MAKE_S) if is_childs else _made(*source)[1]
     if entry is None:
-        raise RuntimeError(f"reasoning-gym's {task!r} made no puzzle of seed {seed} within {_MAKE_S:.0f} seconds.")
+        raise RuntimeError(
+            f"reasoning-gym's {task!r} made no puzzle of seed {seed}: it raised, or took more than {_MAKE_S:.0f} seconds."
+        )
     return Puzzle(entry["metadata"]["source_dataset"] if task == "composite" else task, source, entry, is_childs)
 
 
@@ -104,6 +109,8 @@ def _dice_of_their_own(seed: int) -> Iterator[None]:
 def score(puzzle: Puzzle, answer: str) -> float:
     """What the generator's scorer gives; 0 for what it must not be given, cannot read, or takes too long over."""
     if len(answer) > _MAX_CHARS or _HUGE.search(answer):
+        return 0.0
+    if is_loophole(puzzle.task, answer, puzzle.entry):
         return 0.0
     if puzzle.task in TRUST_ANY_TEXT:
         return float(answer.strip().casefold() == str(puzzle.entry["answer"]).casefold())

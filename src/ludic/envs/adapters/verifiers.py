@@ -116,7 +116,10 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         if not self._over or trace is None:
             return StepOutcome(self._view(role), 0.0, terminated=self._over)
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        info: Info = {"rewards": plain(rewards), "metrics": plain(trace.metrics)}
+        trainable = self._seats[
+            role
+        ].trainable  # verifiers marks simulated users; whoever makes samples may leave them out
+        info: Info = {"rewards": plain(rewards), "metrics": plain(trace.metrics), "trainable": trainable}
         cut = bool(trace.is_truncated)
         return StepOutcome(self._view(role), float(trace.reward), truncated=cut, terminated=not cut, info=info)
 

@@ -14,7 +14,8 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalized(text: str) -> str:
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    plain = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join((_ARTICLES.sub(" ", plain).split()) or plain.split())  # an answer that is an article stays one
 
 
 def exact_match(answer: str, accepted: Iterable[str]) -> float:

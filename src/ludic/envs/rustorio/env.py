@@ -126,7 +126,7 @@ class RustorioEnv(SingleAgentEnv):
             "attempts_left": self._attempts_left,
         }
         out = not won and self._attempts_left == 0
-        return StepOutcome(self._obs, self._reward(verdict), truncated=out, terminated=won, info=info)
+        return StepOutcome(self._obs, self._reward(verdict), terminated=won or out, info=info)
 
     def _reward(self, verdict: Verdict) -> float:
         if verdict.ticks is None:

@@ -44,6 +44,9 @@ class Verdict:
     """What the compiler or the program said."""
 
 
+_MAY_BE_THE_MACHINES_FAULT = (Status.COMPILE_LIMIT, Status.RUN_LIMIT)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """For one program."""
@@ -70,7 +73,7 @@ class Judge:
     limits: Limits
 
     async def verdict(self, source: str, pool: SandboxPool) -> Verdict:
-        """The same program always gets the same verdict, so it is asked for only once per pool."""
+        """The same program gets the same verdict, so it is asked for only once per pool, unless it ran into a limit."""
         if reason := refusal(source, self.game.head):
             return Verdict(status=Status.REFUSED, message=reason)
         code, game = _hash(source), _hash(f"{self.built.key}{self.game.main}{self.toolchain}{self.limits}")
@@ -82,7 +85,8 @@ class Judge:
             verdict = await self._tried(source, _for_commands(sandbox))
         finally:
             await pool.release(sandbox)
-        pool.put_cached(code, game, verdict)
+        if verdict.status not in _MAY_BE_THE_MACHINES_FAULT:
+            pool.put_cached(code, game, verdict)
         return verdict
 
     async def _tried(self, source: str, sandbox: CommandSandbox) -> Verdict:

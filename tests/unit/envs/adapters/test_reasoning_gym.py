@@ -200,6 +200,35 @@ def test_not_every_text_says_whether_the_game_of_life_halts():
     assert [reward(env, text) for text in (right, right.lower(), wrong, "maybe")] == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("puzzle24", "6*4*1*1"),
+        ("coin_flip", "0"),
+        ("coin_flip", "0."),
+        ("complex_arithmetic", "nan"),
+        ("complex_arithmetic", "nan + nani"),
+        ("number_sorting", "[NaN, NaN, NaN, NaN]"),
+    ],
+)
+def test_no_answer_is_right_for_every_puzzle_of_a_kind(task, answer):
+    env = ReasoningGymEnv(task, **({"min_numbers": 4, "max_numbers": 4} if task == "number_sorting" else {}))
+    assert [reward(env, answer, seed=seed) for seed in range(12)] == [0.0] * 12
+
+
+def test_a_probability_may_be_rounded_and_written_as_a_fraction():
+    env = ReasoningGymEnv("coin_flip")
+    env.reset(seed=3)
+    right = float(env.reference_action("agent_0"))
+    assert [reward(env, text, seed=3) for text in (f"{right:.4f}", str(right), f"{right + 0.01}")] == [1.0, 1.0, 0.0]
+
+
+def test_turning_a_cube_for_ever_is_given_up(monkeypatch):
+    monkeypatch.setattr(puzzles, "_SCORE_S", 0.5)
+    env = ReasoningGymEnv("rubiks_cube")
+    assert reward(env, "R4000000") == 0.0
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 

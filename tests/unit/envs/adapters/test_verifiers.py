@@ -134,7 +134,7 @@ async def test_the_task_is_asked_and_its_own_rewards_score_the_answer():
     assert env.reference_action("agent") == str(a + b)
     right = (await env.async_step({"agent": str(a + b)}))["agent"]
     assert (right.reward, right.terminated) == (pytest.approx(1.1), True)
-    assert right.info == {"rewards": {"correct": 1.0, "brief": pytest.approx(0.1)}, "metrics": {}}
+    assert right.info == {"rewards": {"correct": 1.0, "brief": pytest.approx(0.1)}, "metrics": {}, "trainable": True}
     with pytest.raises(ResetNeeded):
         await env.async_step({"agent": "1"})
 

@@ -75,14 +75,14 @@ async def test_fewer_ticks_earn_more_where_that_is_asked_for():
 
 
 @needs_rust
-async def test_out_of_attempts_is_a_truncation_and_a_copy_of_the_middle_goes_on():
+async def test_out_of_attempts_is_a_loss_and_a_copy_of_the_middle_goes_on():
     env = RustorioEnv(max_attempts=2)
     await env.async_reset(seed=0)
     await env.async_step({"agent_0": "no program"})
     copied, restored = pickle.loads(pickle.dumps(env)), RustorioEnv(max_attempts=2)
     restored.restore(Snapshot.from_json(env.snapshot().to_json()))
     outcomes = [(await one.async_step({"agent_0": "still none"}))["agent_0"] for one in (env, copied, restored)]
-    assert outcomes[0].truncated and not outcomes[0].terminated and outcomes[0].info["status"] == "refused"
+    assert outcomes[0].terminated and not outcomes[0].truncated and outcomes[0].info["status"] == "refused"
     assert outcomes[1] == outcomes[0] == outcomes[2] and not env.active_agents
 
 

@@ -235,7 +235,7 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
     },
     "tool": {
         "calculator": Builtin("ludic.tools.calculator:calculator", bind=True),
-        "python": Builtin("ludic.tools.python_tool:python", bind=True),
+        "python": Builtin("ludic.tools.python_tool:python_tool"),
         "search": Builtin("ludic.tools.search:DocumentSearch", example={"documents": ["Alders grow on wet ground."]}),
     },
     "algorithm": {

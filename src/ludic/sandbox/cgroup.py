@@ -77,7 +77,8 @@ class MemoryGroup:
     def read(self) -> tuple[int | None, bool]:
         """Peak bytes since `begin` (None where this kernel does not say), and whether a process was killed for memory."""
         peak = self.folder / self._dialect.peak
-        return (int(peak.read_text()) if peak.exists() else None), self._kills() > self._kills_before
+        is_ours = self._dialect.peak_reset and peak.exists()  # else it is that of whoever had the group before
+        return (int(peak.read_text()) if is_ours else None), self._kills() > self._kills_before
 
     async def remove(self) -> None:
         """The kernel takes a moment to see that a group is empty. What still cannot be removed is, by a later start."""

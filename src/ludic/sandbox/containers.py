@@ -103,9 +103,11 @@ class ContainerEnclosure:
         name, self._name = self._name, None
         if name is None:
             return
-        state = await _output(self._engine, "inspect", "--format", "{{.State.OOMKilled}}", name)
-        self._was_killed_for_memory = state.strip() == "true"
-        await _output(self._engine, "rm", "--force", name)
+        try:
+            state = await _output(self._engine, "inspect", "--format", "{{.State.OOMKilled}}", name)
+            self._was_killed_for_memory = state.strip() == "true"
+        finally:  # also when whoever asks is cancelled
+            await asyncio.shield(_output(self._engine, "rm", "--force", name))
 
     def memory(self) -> tuple[int | None, bool]:
         return None, self._was_killed_for_memory

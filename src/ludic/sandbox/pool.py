@@ -61,6 +61,12 @@ class BaseSandboxPool(ABC):
         self._end: SandboxError | None = None
         """Why no sandbox will come any more."""
         self._python_version = ""
+        self._is_closing = False
+
+    @property
+    def has_given_up(self) -> bool:
+        """No sandbox will come any more, until it is shut down and started again."""
+        return self._end is not None
 
     @abstractmethod
     async def _make_sandbox(self) -> PooledSandbox:
@@ -97,14 +103,24 @@ class BaseSandboxPool(ABC):
             if self._loop is not None:
                 return
             self._loop, self._end = asyncio.get_running_loop(), None
-            made = await asyncio.gather(*(self._make_clean() for _ in range(self._n_workers)), return_exceptions=True)
-            failures = [one for one in made if isinstance(one, BaseException)]
-            if failures:
+            try:
+                await self._make_all()
+            except BaseException:  # cancelled, too: whoever tries again must not meet half a pool
                 self._loop = None
                 await self._close_all()
-                raise failures[0]
+                raise
             self._python_version = self._all[0].python_version
-            self._clean.extend(self._all)
+            async with self._changed:
+                self._clean.extend(self._all)
+                self._changed.notify_all()
+
+    async def _make_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as making:
+                for _ in range(self._n_workers):
+                    making.create_task(self._make_clean())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # they fail for the same reason
 
     async def checkout(self, timeout_s: float = 30.0) -> PooledSandbox:
         self._check_usable()
@@ -123,7 +139,7 @@ class BaseSandboxPool(ABC):
 
     async def release(self, sandbox: Sandbox) -> None:
         """Returns at once. A pool that has been shut down has closed what it lent, so there is nothing left to do."""
-        if self._loop is None:
+        if self._loop is None or self._is_closing:
             return
         owned = next((one for one in self._lent if one is sandbox), None)
         if owned is None:
@@ -147,13 +163,16 @@ class BaseSandboxPool(ABC):
         async with self._starting:
             if self._loop is None:
                 return
+            self._is_closing = True
             await self._stop(SandboxError("The sandbox pool has been shut down. Start it again, or make another."))
             recycling = list(self._recycling)
             for task in recycling:
                 task.cancel()
             await asyncio.gather(*recycling, return_exceptions=True)
-            await self._close_all()
-            self._loop = None
+            try:
+                await self._close_all()
+            finally:
+                self._loop, self._is_closing = None, False
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -173,20 +192,19 @@ class BaseSandboxPool(ABC):
                 self._failures = 0
             except (SandboxError, OSError) as e:
                 logger.warning("a sandbox could not be reset: %s", e)
-                await self._discard(sandbox)
-                await self._count_failure(e)
+                await self._discard(sandbox)  # not counted yet: several may break at once, for one reason that passes
                 clean = await self._replacement() if self._auto_replace else None
         if clean is None:
             await self._stop_if_empty()
             return
         async with self._changed:
             self._clean.append(clean)
-            self._changed.notify()
+            self._changed.notify_all()  # Condition loses a notify() whose waiter is cancelled
 
     async def _replacement(self) -> PooledSandbox | None:
         """A new one, as long as the pool has not given up."""
         while self._end is None:
-            await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (self._failures - 1))
+            await asyncio.sleep(_FIRST_PAUSE_S * 2**self._failures)
             try:
                 return await self._make_clean()
             except (SandboxError, OSError) as e:
@@ -213,7 +231,7 @@ class BaseSandboxPool(ABC):
         if self._failures >= self._max_failures:
             await self._stop(
                 SandboxPoolExhaustedError(
-                    f"The sandbox pool has given up after {self._failures} failures in a row. The last one: {error} When "
+                    f"The sandbox pool has given up: {self._failures} new sandboxes in a row failed. The last one: {error} When "
                     "that is mended, shut the pool down and start it again."
                 )
             )

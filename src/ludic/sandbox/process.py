@@ -84,11 +84,12 @@ async def start_process(
     """Start `argv` with three pipes. `stdin_owner`: the user who may open the child's stdin again, as /dev/stdin."""
     pipes = [os.pipe() for _ in range(3)]
     theirs = (pipes[0][0], pipes[1][1], pipes[2][1])
+    ours = (pipes[0][1], pipes[1][0], pipes[2][0])
     opened: list[asyncio.BaseTransport] = []
     try:
         # All that can be interrupted comes before the child: it must not exist without someone to end it.
-        stdin = await _writer(pipes[0][1], opened)
-        stdout, stderr = await _reader(pipes[1][0], opened), await _reader(pipes[2][0], opened)
+        stdin = await _writer(ours[0], opened)
+        stdout, stderr = await _reader(ours[1], opened), await _reader(ours[2], opened)
         if stdin_owner is not None:
             os.fchown(theirs[0], stdin_owner, stdin_owner)
         popen = subprocess.Popen(
@@ -103,6 +104,8 @@ async def start_process(
     except BaseException:
         for transport in opened:
             transport.close()
+        for fd in ours[len(opened) + 1 :]:  # no transport has them yet; the one that was being opened closes itself
+            os.close(fd)
         raise
     finally:
         for fd in theirs:

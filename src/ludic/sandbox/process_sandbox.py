@@ -194,7 +194,12 @@ class ProcessSandbox:
         if spare is not None and fits and limits.workspace_mb == self._limits.workspace_mb:
             self._spare = None
             with contextlib.suppress(SandboxError):  # what failed in the background gets a second chance
-                cell = await spare
+                try:
+                    cell = await spare
+                except asyncio.CancelledError:
+                    if spare.done() and _is_good(spare):
+                        await spare.result().close()
+                    raise
                 if cell.is_alive:
                     return cell
                 await cell.close()

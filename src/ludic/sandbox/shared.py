@@ -16,7 +16,7 @@ async def shared_pool() -> BaseSandboxPool:
     Made at the first call and shut down when the loop ends (as `asyncio.run` ends it: by cancelling what still runs).
     """
     loop = asyncio.get_running_loop()
-    if loop not in _pools or _failed(_pools[loop]):
+    if loop not in _pools or _is_of_no_use(_pools[loop]):
         _pools[loop] = asyncio.create_task(_start())
     return await asyncio.shield(_pools[loop])
 
@@ -32,6 +32,7 @@ async def _keep(pool: BaseSandboxPool) -> None:
     try:
         await asyncio.Event().wait()
     finally:
+        _pools.pop(asyncio.get_running_loop(), None)  # its value holds the loop, which would never be forgotten
         await pool.shutdown()
 
 
@@ -39,5 +40,7 @@ _keepers: "WeakKeyDictionary[BaseSandboxPool, asyncio.Task[None]]" = WeakKeyDict
 """The loop itself holds its tasks weakly."""
 
 
-def _failed(starting: "asyncio.Task[BaseSandboxPool]") -> bool:
-    return starting.done() and (starting.cancelled() or starting.exception() is not None)
+def _is_of_no_use(starting: "asyncio.Task[BaseSandboxPool]") -> bool:
+    if not starting.done():
+        return False
+    return starting.cancelled() or starting.exception() is not None or starting.result().has_given_up

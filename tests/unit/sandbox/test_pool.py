@@ -104,6 +104,59 @@ async def test_the_breaker_counts_failures_in_a_row_only():
         assert pool.available == 1
 
 
+async def test_several_that_break_at_once_for_a_reason_that_passes_do_not_end_the_pool():
+    async with FakePool(n_workers=8, max_consecutive_failures=5) as pool:
+        lent = [await pool.checkout() for _ in range(8)]
+        pool.script = [True] * 6
+        for sandbox in lent:
+            await pool.release(sandbox)
+        await pool.drain_pending_resets()
+        assert pool.available == 8 and not pool.has_given_up
+
+
+async def test_who_asks_while_the_pool_starts_is_served_when_it_has_started():
+    pool = FakePool(n_workers=1)
+    starting = asyncio.create_task(pool.start())
+    await asyncio.sleep(0)
+    assert await pool.checkout(timeout_s=5) is pool.made[0]
+    await starting
+    await pool.shutdown()
+
+
+async def test_a_start_that_was_cancelled_leaves_nothing_and_can_be_repeated():
+    pool = FakePool(n_workers=2)
+    starting = asyncio.create_task(pool.start())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert all(one.is_closed for one in pool.made)
+    async with pool:
+        assert pool.available == 2
+
+
+async def test_what_is_released_while_the_pool_shuts_down_is_no_mistake():
+    class Slow(FakeSandbox):
+        async def close(self) -> None:
+            await asyncio.sleep(0.01)
+            await super().close()
+
+    class SlowPool(FakePool):
+        async def _make_sandbox(self) -> FakeSandbox:
+            self.made.append(Slow(self))
+            return self.made[-1]
+
+    pool = SlowPool(n_workers=1)
+    await pool.start()
+    sandbox = await pool.checkout()
+    ending = asyncio.create_task(pool.shutdown())
+    await asyncio.sleep(0.005)
+    await pool.release(sandbox)
+    await ending
+    assert sandbox.is_closed
+
+
 async def test_a_broken_pool_tells_everyone_who_asks_and_everyone_who_waits():
     async with FakePool(n_workers=1, max_consecutive_failures=3) as pool:
         sandbox = await pool.checkout()
@@ -113,7 +166,7 @@ async def test_a_broken_pool_tells_everyone_who_asks_and_everyone_who_waits():
         await pool.release(sandbox)
         for error in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(error, SandboxPoolExhaustedError)
-            assert "3 failures in a row" in str(error) and "no space left." in str(error)
+            assert "3 new sandboxes in a row failed" in str(error) and "no space left." in str(error)
         with pytest.raises(SandboxPoolExhaustedError):
             await pool.checkout()
 
@@ -121,7 +174,7 @@ async def test_a_broken_pool_tells_everyone_who_asks_and_everyone_who_waits():
 async def test_a_broken_pool_can_be_started_again():
     pool = FakePool(n_workers=1, max_consecutive_failures=1)
     await pool.start()
-    pool.script = [True]
+    pool.script = [True, True]
     await pool.release(await pool.checkout())
     with pytest.raises(SandboxPoolExhaustedError):
         await pool.checkout()

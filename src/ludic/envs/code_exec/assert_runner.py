@@ -20,8 +20,10 @@ from ludic.envs.code_exec.verifiers import OutputVerifier
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
 from ludic.types import ConfigError
 
-_MAX_ROUNDS = 8
-"""Of calls whose arguments depend on earlier answers; f(f(x)) takes two."""
+_MAX_ROUNDS = 64
+"""A round asks for one call of each assert that is not decided yet."""
+_MAX_ANSWER = 128 * 1024
+"""Characters. Reading an answer takes time quadratic in its length where all hashes are the same, and holds everybody up."""
 _NOT_ASKED = ExecutionResult(compile_result=CompileResult(status=CompileStatus.SUCCESS))
 
 
@@ -120,9 +122,12 @@ def _note(state: _State, served: Served) -> None:
     if served.answers is None or not served.execution.succeeded:
         state.judgement = Judgement(details=ended(served.execution))
         return
+    if len(served.answers) > _MAX_ANSWER:
+        state.judgement = Judgement(details="Its answer is too long.")
+        return
     try:
         answers = [_answer(told) for told in json.loads(served.answers)]
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         state.execution = replace(served.execution, run_status=RunStatus.KILLED)
         state.judgement = Judgement(details=f"Its answer cannot be read: {type(error).__name__}: {error}")
         return

@@ -218,14 +218,22 @@ def _evaluate(node: ast.expr, book: _Book) -> Any:
         case ast.Subscript(value=value, slice=index):
             return _evaluate(value, book)[_evaluate(index, book)]
         case ast.BoolOp(op=ast.And(), values=values):
-            return all(_evaluate(value, book) for value in values)
+            return _first_decisive(values, book, deciding=False)
         case ast.BoolOp(values=values):
-            return any(_evaluate(value, book) for value in values)
+            return _first_decisive(values, book, deciding=True)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             return _compare(left, ops, comparators, book)
         case ast.Call():
             return _call(node, book)
     raise AssertionError(f"is_plain let {type(node).__name__} pass")
+
+
+def _first_decisive(nodes: list[ast.expr], book: _Book, *, deciding: bool) -> Any:
+    for node in nodes:
+        value = _evaluate(node, book)
+        if bool(value) is deciding:
+            break
+    return value
 
 
 def _compare(left: ast.expr, ops: list[ast.cmpop], others: list[ast.expr], book: _Book) -> bool:

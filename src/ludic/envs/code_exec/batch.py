@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ _MAX_REPORTS = 1024 * 1024
 """Bytes of reports after which the other tests go into another run. With one more report, in which JSON may write a
 byte as six, they stay below the output limit of sandboxes (8 MiB)."""
 _OVERHEAD_S = 10.0
+_MAX_INPUTS = 4 * 1024 * 1024
+"""Characters of input that go into one run."""
 _HERE = Path(__file__).parent
 _SAID_BEFORE = re.compile(r"^from (?:__future__|ludic\.envs\.code_exec\.plain_data) import .*$", re.MULTILINE)
 
@@ -116,13 +119,19 @@ async def serve(
     """What the program made of each task, in order. Shorter than the tasks where it stopped at a failure."""
     served: list[Served] = []
     while len(served) < len(tasks):
-        rest = tasks[len(served) :]
+        rest = _fitting(tasks[len(served) :])
         run = await _one_run(sandbox, mode, code, rest, stop_on_failure=stop_on_failure)
         served += run.served
         is_over = not run.compile_result.success or not run.served
         if is_over or (stop_on_failure and run.served[-1].execution.run_status is not RunStatus.SUCCESS):
             break
     return served
+
+
+def _fitting(tasks: Sequence[Task]) -> Sequence[Task]:
+    """The first ones whose inputs together leave the harness, and so every test, its memory."""
+    sizes = accumulate(len(task.stdin) + sum(len(call) for _, call in task.calls) for task in tasks)
+    return tasks[: max(1, sum(size <= _MAX_INPUTS for size in sizes))]
 
 
 async def _one_run(sandbox: Sandbox, mode: Mode, code: str, tasks: Sequence[Task], *, stop_on_failure: bool) -> _Run:

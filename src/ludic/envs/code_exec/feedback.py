@@ -7,7 +7,7 @@ from ludic.envs.code_exec.cases import BatchTestResult, TestResult
 from ludic.envs.code_exec.config import CodeExecConfig, Feedback
 from ludic.envs.code_exec.runner import ended
 
-_LINE = re.compile(r'(File "solution\.py", line )(\d+)')
+_LINE = re.compile(r'(File "solution\.py", line )(\d{1,9})(?!\d)')
 
 
 def observation(

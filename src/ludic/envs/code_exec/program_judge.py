@@ -42,8 +42,8 @@ async def judge_by_program(
         timeout_s=_TIMEOUT_S,
         memory_limit_mb=_MEMORY_MB,
     )
-    if result.run_status is RunStatus.SANDBOX_ERROR:
-        return Judgement(details="The sandbox failed."), result
+    if result.run_status in (RunStatus.SANDBOX_ERROR, RunStatus.TIMEOUT):  # neither says that the answers are wrong
+        return Judgement(details="The judge did not finish."), result
     if result.run_status is not RunStatus.SUCCESS:
         return _not_finished(test, answers, result), None
     verdict = json.loads(result.stdout)

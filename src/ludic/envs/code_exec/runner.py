@@ -160,7 +160,9 @@ def ended(execution: ExecutionResult) -> str:
         RunStatus.MEMORY_EXCEEDED: "It ran out of memory.",
         RunStatus.TIMEOUT: "It ran out of time.",
         RunStatus.KILLED: f"It was ended by signal {execution.signal}." if execution.signal else "It was ended.",
-        RunStatus.RUNTIME_ERROR: f"It ended with exit code {execution.exit_code}.",
+        RunStatus.RUNTIME_ERROR: "It raised an error."
+        if execution.exit_code is None
+        else f"It ended with exit code {execution.exit_code}.",
     }
     text = words.get(execution.run_status, "")
     return f"{text} {execution.detail}".strip()

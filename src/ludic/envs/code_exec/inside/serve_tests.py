@@ -80,6 +80,7 @@ class Child:
             served = self._serve(min(left, _TICK_S))
             if not self._readers or (not served and self._has_ended()):
                 self._reap(deadline)
+                self.drain()  # it may have written and ended between the poll and the look
                 return "done" if is_done() else "ended" if self.status is not None else "timeout"
 
     def go_on(self) -> None:
@@ -141,8 +142,8 @@ class Child:
 
     def drain(self) -> None:
         """What is in the pipes already."""
-        while self._readers and self._serve(0):
-            if len(self.out) > self.max_output or len(self.answers) > self.max_output:
+        for _ in range(32):  # a pipe holds 1 MiB at most; others may write into it for ever
+            if not self._readers or not self._serve(0) or max(len(self.out), len(self.answers)) > self.max_output:
                 return
 
     def end(self) -> None:

@@ -248,6 +248,7 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
             "cispo",
             "sapo",
             "gmpo",
+            "gigpo",
             "rloo",
             "reinforce",
             "reinforce_baseline",
@@ -255,6 +256,11 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
             "ppo",
             "scalerl",
             "sft",
+            "rft",
+            "opd",
+            "grpo_opd",
+            "mopd",
         )
-    },
+    }
+    | {"spo": Builtin("ludic.training.algorithms:spo_algorithm")},
 }

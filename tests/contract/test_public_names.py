@@ -33,16 +33,17 @@ NAMES = {
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource RequestStrategy "
     "IdentityStrategy GRPORequestStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item DynamicSampling Curriculum TooManyFailures "
-    "stitch_rollout",
+    "stitch_rollout PrioritisedCurriculum",
     "ludic.training": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource IdentityStrategy "
     "GRPORequestStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item EnvSpec ProtocolSpec RolloutRequest SAWItem SAWBatch "
     "Trainer TrainerConfig CheckpointConfig CheckpointManager RLAlgorithm make_reinforce make_reinforce_baseline make_grpo "
     "make_dr_grpo make_gspo make_cispo make_sapo make_gmpo make_scalerl make_sft make_dapo make_rloo make_reinforce_pp "
-    "make_ppo compose_preprocess validate_actor_logps drop_zero_weight_samples filter_zero_variance_groups Reducer "
+    "make_ppo make_spo BetaValueTracker compose_preprocess validate_actor_logps drop_zero_weight_samples "
+    "filter_zero_variance_groups Reducer "
     "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
-    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn GAE gae",
+    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn GAE gae",
     "ludic.training.losses": "Loss ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
     "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss "
     "selective_log_softmax ActionTokens BatchFacts Reduction ValueLoss BatchNormalized CorrectedLoss TokenTruncation "

@@ -9,10 +9,14 @@ from ludic.batch_gen.curriculum import (
     TaskCurriculum,
     UniformCurriculum,
 )
+from ludic.batch_gen.domain_teachers import DomainTeachers
 from ludic.batch_gen.dynamic_sampling import DynamicSampling
 from ludic.batch_gen.engine import Progress, RolloutEngine
 from ludic.batch_gen.groups import TooManyFailures
+from ludic.batch_gen.mixed_source import MixedBatchSource, MixedPart
 from ludic.batch_gen.offline import OfflineBatchSource
+from ludic.batch_gen.prioritised import KnowsSuccess, PrioritisedCurriculum
+from ludic.batch_gen.replay import ReplayBatchSource
 from ludic.batch_gen.requests import (
     DatasetRequests,
     MixedRequests,
@@ -24,14 +28,18 @@ from ludic.batch_gen.requests import (
 from ludic.batch_gen.sources import RolloutBatchSource
 from ludic.batch_gen.stitching import stitch_rollout, stitch_rollouts
 from ludic.batch_gen.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.batch_gen.teacher_annotated import TeacherAnnotatedBatchSource
 from ludic.types import RequestsExhausted
 
 __all__ = [
     "RolloutEngine", "Progress", "TooManyFailures",
     "RequestStrategy", "IdentityStrategy", "GRPORequestStrategy", "DynamicSampling",
     "Curriculum", "TaskCurriculum", "UniformCurriculum", "EasiestFirstCurriculum", "SuccessBandCurriculum",
+    "PrioritisedCurriculum", "KnowsSuccess",
     "RequestsFn", "RequestsExhausted", "DatasetRequests", "MixedRequests", "make_requests_fn_from_queue",
     "make_dataset_queue_requests_fn", "make_dataset_sequence_requests_fn",
     "stitch_rollout", "stitch_rollouts",
     "RolloutBatchSource", "AsyncRolloutBatchSource", "OfflineBatchSource", "make_chat_template_step_to_item",
+    "MixedBatchSource", "MixedPart", "ReplayBatchSource",
+    "TeacherAnnotatedBatchSource", "DomainTeachers",
 ]  # fmt: skip

@@ -169,10 +169,15 @@ class SuccessBandCurriculum(TaskCurriculum):
         self._low, self._high, self._outside_weight = low, high, outside_weight
 
     def choose(self, rng: random.Random) -> list[int]:
-        # Weighted without replacement (Efraimidis and Spirakis, 2006): the largest u^(1/w) win.
-        keys = [rng.random() ** (1 / self._weight(index)) for index in range(len(self._tasks))]
-        return sorted(range(len(keys)), key=lambda index: -keys[index])[: self.batch_size]
+        return choose_weighted([self._weight(index) for index in range(len(self._tasks))], self.batch_size, rng)
 
     def _weight(self, index: int) -> float:
         is_in_band = self.num_seen[index] == 0 or self._low <= self.success_rates[index] <= self._high
         return 1.0 if is_in_band else self._outside_weight
+
+
+def choose_weighted(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
+    """`count` different indices, each drawn in proportion to its weight among those that are left."""
+    # Efraimidis and Spirakis, 2006: the largest u^(1/w) win.
+    keys = [rng.random() ** (1 / weight) for weight in weights]
+    return sorted(range(len(keys)), key=lambda index: -keys[index])[:count]

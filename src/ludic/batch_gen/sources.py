@@ -11,7 +11,7 @@ from ludic.batch_gen.episodes import Episode, EpisodeLimits
 from ludic.batch_gen.request_stream import RequestGroup, RequestStream
 from ludic.batch_gen.requests import RequestsFn
 from ludic.batch_gen.strategies import RequestStrategy
-from ludic.types import ConfigError, CreditAssigner, SampleFilter, SAWBatch
+from ludic.types import ConfigError, CreditAssigner, SampleFilter, SAWBatch, Stateful
 
 T = TypeVar("T")
 
@@ -48,9 +48,9 @@ class RolloutBatchSource:
         requests_fn = _the_one(requests_fn=requests_fn, request_fn=request_fn, curriculum=next_requests)
         parts: dict[str, object] = {"requests": requests_fn} if curriculum is None else {"curriculum": curriculum}
         self._requests = RequestStream(requests_fn, strategy, parts)
-        self._assembly = Assembly(
-            credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter, per_turn=per_turn
-        )
+        credit = credit_of(credit_assigner, algorithm)
+        self._assembly = Assembly(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._max_steps = max_steps
         self._timeout_s = timeout_s
         self._concurrency = concurrency
@@ -100,17 +100,21 @@ class RolloutBatchSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Position of everything that has one; take it between batches."""
-        return {
+        state = {
             "num_batches": self._num_batches,
             "num_episodes": self._num_episodes,
             "groups_per_batch": self._groups_per_batch,
             "requests": self._requests.state_dict(),
         }
+        # A batch that is made again must be credited as if it had not been made: what a rule has counted is undone too.
+        return state if self._stateful_credit is None else {**state, "credit": self._stateful_credit.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_batches = state["num_batches"]
         self._num_episodes = state["num_episodes"]
         self._groups_per_batch = state["groups_per_batch"]
+        if self._stateful_credit is not None and "credit" in state:
+            self._stateful_credit.load_state_dict(state["credit"])
         self._requests.load_state_dict(state["requests"])
 
 

@@ -30,7 +30,7 @@ from ludic.models.lora import dense_parameters
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import HybridNormalizedReturn
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
-from ludic.types import ConfigError
+from ludic.types import ConfigError, FollowsDrift
 
 TOKEN_BAND, SAMPLE_BAND = (0.125, 8.0), (0.5, 2.0)
 """Ratios of trained to sampled probability that count: of a token, and on the geometric mean of a sample.
@@ -59,6 +59,11 @@ def pipeline_algorithm(config: RunConfig) -> RLAlgorithm:
         raise ConfigError(
             f"algo = {config.algo.algo!r} scales weights by the whole batch, but actors assign credit group by group. "
             "Take cispo, which has the same loss, or another (`ludic parts algorithm`)."
+        )
+    if isinstance(algorithm.credit_assigner, FollowsDrift):
+        raise ConfigError(
+            f"algo = {config.algo.algo!r} remembers how each prompt went, but every actor would remember only its own, and "
+            "none hears how far the policy moves. Take grpo, or train without a pipeline."
         )
     if not config.pipeline.corrections:
         return algorithm

@@ -11,19 +11,25 @@ _NAMES_BY_MODULE = {
     "ludic.types": "EnvSpec ProtocolSpec CtxSpec RolloutRequest SAWItem SAWBatch SampleAttachments ActorTokenLogps Rollout "
     "Reducer default_reducers apply_reducers_to_records",
     "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
-    "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource GRPORequestStrategy "
+    "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource MixedBatchSource MixedPart "
+    "ReplayBatchSource TeacherAnnotatedBatchSource DomainTeachers GRPORequestStrategy "
     "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
-    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn GAE gae",
+    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn GAE gae "
+    "TurnLeaveOneOutReturn StateGroupReturn RoleBaselineReturn Relabelled with_turn_rewards PotentialShaping info_potential "
+    "KLCreditModifier ScaledCredit",
+    "ludic.training.value_tracker": "BetaValueTracker",
     "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
     "keep_agent_steps combine any_of apply_filter default_step_selector",
     "ludic.training.preprocess": "PreprocessFn compose_preprocess validate_actor_logps forget_temperature drop_zero_weight_samples "
     "filter_zero_variance_groups",
     "ludic.training.losses": "ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
-    "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss",
+    "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss RoutedLoss",
     "ludic.training.algorithms": "RLAlgorithm make_grpo make_dr_grpo make_dapo make_gspo make_cispo make_sapo make_gmpo "
-    "make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft",
+    "make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft "
+    "make_rft mix_objectives Objective make_spo "
+    "make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.trainer": "Trainer",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint": "CheckpointConfig CheckpointManager",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.types import ConfigError, SAWItem
+from ludic.types import ConfigError, SAWItem, objective_of
 
 
 class TooLong(StrEnum):
@@ -172,6 +172,10 @@ class ActionFields:
     """What a critic expected before the update."""
     return_A: Tensor | None = None
     """What it should have expected."""
+    objectives: tuple[str | None, ...] = ()
+    """Of each sample; empty where no sample names one."""
+    without_old_logps: tuple[int, ...] = ()
+    """Samples whose old_logp_A nobody knows, where those of others are known."""
 
     @property
     def num_tokens(self) -> int:
@@ -223,6 +227,8 @@ def action_fields(items: Sequence[SAWItem], starts: Sequence[int] | np.ndarray, 
         num_items=len(items),
         value_A=_attached([item.attachments.token_values for item in items], device),
         return_A=_attached([item.attachments.token_returns for item in items], device),
+        objectives=_objectives(items),
+        without_old_logps=_without_logps(items),
     )
 
 
@@ -239,15 +245,33 @@ def _check_prompt(item: SAWItem) -> None:
         )
 
 
+def _objectives(items: Sequence[SAWItem]) -> tuple[str | None, ...]:
+    names = tuple(objective_of(item.meta) for item in items)
+    return names if any(name is not None for name in names) else ()
+
+
+def _without_logps(items: Sequence[SAWItem]) -> tuple[int, ...]:
+    """Samples without actor log-probs, where others have them."""
+    missing = tuple(i for i, item in enumerate(items) if item.actor_logps is None)
+    return missing if len(missing) < len(items) else ()
+
+
 def _old_logps(items: Sequence[SAWItem], device: torch.device) -> Tensor | None:
-    logps = [item.actor_logps for item in items]
-    given = [values for values in logps if values is not None]
-    if not given:
+    if all(item.actor_logps is None for item in items):
         return None
-    if len(given) != len(items):
-        missing = [i for i, values in enumerate(logps) if values is None]
-        raise ValueError(f"Samples {missing[:5]} have no actor log-probs, but others of the same batch do.")
+    for name in {objective_of(item.meta) for item in items}:
+        _check_all_or_none([item for item in items if objective_of(item.meta) == name])
+    unknown = np.float32(np.nan)  # shows if a loss that should not look at them does
+    given = [
+        np.full(item.num_action_tokens, unknown) if (logps := item.actor_logps) is None else logps for item in items
+    ]
     return _to(np.concatenate(given), device)
+
+
+def _check_all_or_none(items: Sequence[SAWItem]) -> None:
+    missing = _without_logps(items)
+    if missing:
+        raise ValueError(f"Samples {list(missing[:5])} have no actor log-probs, but others of the same batch do.")
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:
@@ -277,7 +301,7 @@ def collate_saw_items(
     ids, attention = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     mask, weights = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
     logps = np.zeros(shape, dtype=np.float32)
-    _old_logps(items, torch.device("cpu"))  # all or none
+    _check_all_or_none(items)
     for row, item in enumerate(items):
         _check_prompt(item)
         length = len(item.input_ids)

@@ -30,6 +30,7 @@ from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic import ValueHead, expected_values
 from ludic.training.dealing import Ending, EndKind, Prepared, Share, deal, recredited
+from ludic.training.drift import DriftProbe
 from ludic.training.evaluating import Evaluating
 from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
 from ludic.training.guards import check_model, check_parity
@@ -59,6 +60,7 @@ from ludic.types import (
     BatchSource,
     ConfigError,
     Evaluator,
+    FollowsDrift,
     FollowsVersions,
     PolicyPublisher,
     Reducer,
@@ -355,6 +357,7 @@ class Trainer:
         is_first = self.step == 0
         self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
         items, facts = self._with_advantages(share)
+        probe = self._drift_probe(items)
         sums = accumulate_gradients(
             self.policy,
             self.algo.loss,
@@ -370,10 +373,21 @@ class Trainer:
         norm = self._apply_gradients()
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_trained(self.step, self._num_brought)
+        if probe is not None:
+            sums.add(probe.measure())
         stats = effective_share(self._over_ranks(sums))
+        if isinstance(self.algo.credit_assigner, FollowsDrift):
+            self.algo.credit_assigner.notify_drift(stats["policy_drift"])
         if is_first and self.ranks.is_first:
             check_parity(stats, self.cfg.parity_tolerance)
         return {**share.stats, **stats, "grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def _drift_probe(self, items: list[SAWItem]) -> DriftProbe | None:
+        """For credit rules that want to know how far an update moves the policy."""
+        if not isinstance(self.algo.credit_assigner, FollowsDrift):
+            return None
+        bins = equal_micro_batches(self.policy, items, self.cfg.micro_token_budget, self.ranks)
+        return DriftProbe(self.policy, bins[0], self.cfg.pad_token_id)
 
     def _over_ranks(self, sums: StatSum) -> dict[str, float]:
         gathered = self.ranks.gather(sums.totals())
@@ -521,7 +535,8 @@ class Trainer:
         logger.info("resumed at step %d", self.step)
 
     def _data_parts(self) -> dict[str, Stateful]:
-        parts: dict[str, Any] = {"batch_source": self.batch_source, "credit_assigner": self.algo.credit_assigner}
+        # The source last: one that works ahead knows the credit rule's state before the batches that are made again.
+        parts: dict[str, Any] = {"credit_assigner": self.algo.credit_assigner, "batch_source": self.batch_source}
         return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
     # --- without asyncio ---

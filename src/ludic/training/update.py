@@ -5,6 +5,7 @@ does not depend on how the batch was cut, nor on how many ranks share it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from ludic.training.losses.tokens import over_tokens
 from ludic.training.packing import FILLER, PackedBatch, split_items_by_token_budget, split_packed
 from ludic.training.policy import TrainedPolicy
 from ludic.training.stats import StatSum
-from ludic.types import SAWItem
+from ludic.types import SAWItem, objective_of
 
 
 class Reference(Protocol):
@@ -31,6 +32,14 @@ class Reference(Protocol):
 
 def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
     """What losses divide by and compare with."""
+    members: dict[str, list[SAWItem]] = {}
+    for item in items:
+        if (name := objective_of(item.meta)) is not None:
+            members.setdefault(name, []).append(item)
+    return replace(_facts(items), by_objective={name: _facts(own) for name, own in members.items()})
+
+
+def _facts(items: Sequence[SAWItem]) -> BatchFacts:
     weights = np.array([item.token_weights.mean(dtype=np.float64) for item in items], dtype=np.float64)
     return BatchFacts(
         num_items=len(items),
@@ -121,6 +130,8 @@ def action_tokens(
         values=value_head(hidden_AD) if value_head is not None else None,
         returns=actions.return_A,
         old_values=actions.value_A,
+        objectives=actions.objectives,
+        without_old_logps=actions.without_old_logps,
     )
 
 

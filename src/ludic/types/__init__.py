@@ -37,6 +37,7 @@ from ludic.types.interfaces import (
     ChecksServers,
     CreditAssigner,
     Evaluator,
+    FollowsDrift,
     FollowsVersions,
     InPlacePublisher,
     PolicyPublisher,
@@ -45,11 +46,13 @@ from ludic.types.interfaces import (
     Stateful,
     StepSelector,
     TakesSnapshots,
+    TeacherScorer,
     TokenizeFn,
     TrainingLogger,
     VersionedClient,
 )
 from ludic.types.messages import JSON, Message, MessageView, ToolCall
+from ludic.types.objectives import objective_of, with_objective
 from ludic.types.reducers import (
     NormalizeBy,
     Reducer,
@@ -58,7 +61,7 @@ from ludic.types.reducers import (
     default_reducers,
     percent_keys,
 )
-from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest
+from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, prompt_key
 from ludic.types.rollout import Failure, Rollout, is_parse_failure, load_rollouts, save_rollouts
 from ludic.types.samples import (
     ActorTokenLogps,
@@ -95,20 +98,20 @@ from ludic.types.tokens import (
 
 __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
-    "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
+    "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
     "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
     "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "save_rollouts",
     "load_rollouts",
-    "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest",
+    "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest", "prompt_key",
     "SAWItem", "SAWBatch", "SampleAttachments", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
     "RolloutStepKey",
     "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
-    "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
+    "TeacherScorer", "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
-    "derive_seed",
+    "derive_seed", "objective_of", "with_objective",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",
     "PromptTooLong", "TokenBudgetSpent",

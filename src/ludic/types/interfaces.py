@@ -8,6 +8,7 @@ from ludic.types.inference import ChatResponse, TokenCompletionRequest
 from ludic.types.rollout import Rollout
 from ludic.types.samples import RolloutStepKey, SAWBatch, SAWItem
 from ludic.types.steps import Info, Step
+from ludic.types.tokens import LogprobArray, TokenIds
 
 
 @runtime_checkable
@@ -32,6 +33,22 @@ class VersionedClient(ChatClient, Protocol):
     async def get_policy_version(self) -> int: ...
 
 
+@runtime_checkable
+class TeacherScorer(Protocol):
+    """A model that says how likely it would have chosen tokens that another model sampled."""
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """What its token ids mean; two models may be compared token by token only where this is equal."""
+        ...
+
+    async def score_tokens(
+        self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
+    ) -> LogprobArray:
+        """Log-probability of each completion token after all that comes before it."""
+        ...
+
+
 class BatchSource(Protocol):
     """Where a trainer gets its next batch."""
 
@@ -52,6 +69,15 @@ class FollowsVersions(Protocol):
     """Wants to know which policy version is being trained, to bound how far behind its batches are."""
 
     def notify_version(self, version: int) -> None: ...
+
+
+@runtime_checkable
+class FollowsDrift(Protocol):
+    """Wants to know how far each update moved the policy. Costs the trainer two forward passes of one micro-batch."""
+
+    def notify_drift(self, kl: float) -> None:
+        """KL per token between the weights before and after an update; may be called from a thread."""
+        ...
 
 
 @runtime_checkable

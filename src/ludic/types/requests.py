@@ -47,3 +47,18 @@ class RolloutRequest:
     def __post_init__(self) -> None:
         if self.num_episodes < 1:
             raise ConfigError(f"RolloutRequest.num_episodes={self.num_episodes}; ask for at least one episode.")
+
+
+PROMPT_KEYS = ("task_index", "sample_index")
+"""What curricula and datasets write into a request's meta to say which prompt it is; the first that is there counts."""
+
+
+def prompt_key(request_meta: Mapping[str, Any]) -> str:
+    """A name for the prompt of a request that is the same each time the prompt comes back."""
+    for name in PROMPT_KEYS:
+        if request_meta.get(name) is not None:
+            return f"{name}={request_meta[name]}"
+    raise ConfigError(
+        f"A request does not say which prompt it is: its meta has {sorted(request_meta)}, but neither of "
+        f"{' and '.join(PROMPT_KEYS)}. Take requests from a curriculum or a dataset, whose prompts come back."
+    )

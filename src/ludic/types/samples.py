@@ -30,7 +30,7 @@ class ActorTokenLogps:
         return len(self.token_logps)
 
 
-_PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns")
+_PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,6 +46,8 @@ class SampleAttachments:
     """What a critic expected before each action token, before the update."""
     token_returns: LogprobArray | None = None
     """What it should have expected."""
+    teacher_logps: LogprobArray | None = None
+    """Log-probability of each action token under a teacher, at the temperature that it was sampled with."""
     temperature: float | None = None
     """What the action tokens were sampled with; the trainer's log-probs use the same. None means 1."""
     version_runs: tuple[VersionRun, ...] = ()

@@ -44,6 +44,7 @@ def config_with(tmp_path, **values: object) -> RunConfig:
         (["--server", "http://127.0.0.1:1"], "is for actor_engine = 'vllm'"),
         (["--actor-engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
         (["--algo", "scalerl"], "actors assign credit group by group. Take cispo"),
+        (["--algo", "spo"], "remembers how each prompt went"),
         (["--resume"], "There is nothing to resume"),
         (["--algo", "grop"], "Did you mean 'grpo'"),
     ],

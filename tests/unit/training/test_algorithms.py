@@ -26,6 +26,7 @@ from ludic.training.algorithms import (
     make_sapo,
     make_scalerl,
     make_sft,
+    spo_algorithm,
 )
 from ludic.training.credit_assignment import (
     ConstantCredit,
@@ -34,12 +35,17 @@ from ludic.training.credit_assignment import (
     LeaveOneOutReturn,
     MonteCarloReturn,
     PerStepReward,
+    ScaledCredit,
+    StateGroupReturn,
+    TrackedValueReturn,
+    observation_before,
 )
 from ludic.training.losses import (
     BatchNormalized,
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
+    CorrectedLoss,
     GMPOLoss,
     MaskedCausalLMCrossEntropyLoss,
     ReinforceBaselineLoss,
@@ -114,6 +120,15 @@ PRESETS = {
         GMPOLoss,
         {"clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "ratio_clip": None},
     ),
+    "gigpo": (
+        {
+            "group_size": 8, "gamma": 0.95, "step_weight": 1.0, "state_of": observation_before, "clip_eps_low": 0.2,
+            "clip_eps_high": 0.2, **DROP,
+        },
+        StateGroupReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
+    ),
     "rloo": (
         {"group_size": 4, "length_normalize": False, "ratio_clip": 2.0, **DROP},
         LeaveOneOutReturn,
@@ -145,11 +160,47 @@ PRESETS = {
         {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": "sample_mean"},
     ),
     "sft": ({"length_normalize": False}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": "sample_sum"}),
+    "rft": (
+        {"min_reward": 1.0, "distinct": False, "max_per_group": None, "length_normalize": False},
+        ConstantCredit,
+        MaskedCausalLMCrossEntropyLoss,
+        {"reduction": "sample_sum"},
+    ),
+    "opd": (
+        {"kl_coeff": 1.0, "discount": 0.0, "clip_eps_high": 1.0, "length_normalize": True},
+        ConstantCredit,
+        CISPOLoss,
+        {"clip_eps_low": 1e6, "clip_eps_high": 1.0, "reduction": "sample_mean"},
+    ),
+    "grpo_opd": (
+        {
+            "group_size": 8, "group_normalize_adv": True, "kl_coeff": 1.0, "discount": 0.0, "clip_eps_low": 0.2,
+            "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None,
+        },
+        GroupNormalizedReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
+    ),
+    "mopd": (
+        {"group_size": 8, "outcome_coeff": 1.0, "group_normalize_adv": True, "band_low": 0.5, "band_high": 2.0},
+        ScaledCredit,
+        CorrectedLoss,
+        {},
+    ),
+    "spo": (
+        {
+            "d_half": 0.1, "rho_min": 0.875, "rho_max": 0.96, "low": 0.0, "high": 1.0, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
+        },
+        TrackedValueReturn,
+        BatchNormalized,
+        {},
+    ),
 }  # fmt: skip
 
 
 def maker(name):
-    return getattr(algorithms, f"make_{name}")
+    """`make_spo` also hands out its tracker; the registry's maker does not."""
+    return spo_algorithm if name == "spo" else getattr(algorithms, f"make_{name}")
 
 
 def attributes(thing, names):
@@ -268,7 +319,11 @@ def logps():
     return ActorTokenLogps([-0.5, -0.5])
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"sft"}))
+DISTILLED = {"opd", "grpo_opd", "mopd"}
+"""They take only samples that a teacher has seen."""
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - DISTILLED - {"sft", "rft"}))
 def test_a_preset_whose_loss_uses_ratios_asks_for_the_samplers_log_probs(name):
     made = maker(name)()
     assert made.loss.needs_old_logps

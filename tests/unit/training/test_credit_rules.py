@@ -1,3 +1,6 @@
+from copy import deepcopy
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +17,13 @@ from ludic.training.credit_assignment import (
     LeaveOneOutReturn,
     MonteCarloReturn,
     PerStepReward,
+    PotentialShaping,
+    Relabelled,
+    RoleBaselineReturn,
+    RoutedCredit,
+    StateGroupReturn,
     TurnGroupReturn,
+    TurnLeaveOneOutReturn,
     gae,
     returns_to_go,
     turns_of,
@@ -38,9 +47,21 @@ RULES = {
     "HybridNormalizedReturn": HybridNormalizedReturn(2),
     "LeaveOneOutReturn": LeaveOneOutReturn(2),
     "TurnGroupReturn": TurnGroupReturn(2),
+    "TurnLeaveOneOutReturn": TurnLeaveOneOutReturn(2),
+    "StateGroupReturn": StateGroupReturn(2),
+    "RoleBaselineReturn": RoleBaselineReturn(),
+    "Relabelled": Relabelled(MonteCarloReturn(0.9), PotentialShaping(lambda r: [0.5] * len(turns_of(r)), gamma=0.9)),
+    "RoutedCredit": RoutedCredit({"rl": MonteCarloReturn(0.9)}, default="rl"),
     "GAE": GAE(0.9, 0.8, no_values),
 }
-GROUPED = ["GroupNormalizedReturn", "HybridNormalizedReturn", "LeaveOneOutReturn", "TurnGroupReturn"]
+GROUPED = [
+    "GroupNormalizedReturn", "HybridNormalizedReturn", "LeaveOneOutReturn", "TurnGroupReturn", "TurnLeaveOneOutReturn",
+    "StateGroupReturn",
+]  # fmt: skip
+GROUP_RULES = [
+    GroupNormalizedReturn, HybridNormalizedReturn, LeaveOneOutReturn, TurnGroupReturn, TurnLeaveOneOutReturn,
+    partial(StateGroupReturn, comparison="others"),
+]  # fmt: skip
 
 
 # --- the contract of every rule -------------------------------------------------------------------------------
@@ -75,7 +96,9 @@ def test_an_empty_batch_has_no_weights(name):
 @pytest.mark.parametrize("name", RULES)
 def test_the_order_of_rollouts_does_not_matter(name):
     batch = [rollout([0.0, 1.0]), rollout([2.0]), rollout([3.0], group="b"), rollout([5.0, 1.0], group="b")]
-    assert RULES[name].compute(batch[::-1]) == pytest.approx(RULES[name].compute(batch))
+    # a rule that learns from batches must meet both as it was
+    forward, backward = deepcopy(RULES[name]), deepcopy(RULES[name])
+    assert backward.compute(batch[::-1]) == pytest.approx(forward.compute(batch))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -154,14 +177,14 @@ def test_a_group_of_another_size_is_refused_with_advice(name, size):
         RULES[name].compute([rollout([1.0]) for _ in range(size)])
 
 
-@pytest.mark.parametrize("rule", [GroupNormalizedReturn, HybridNormalizedReturn, LeaveOneOutReturn, TurnGroupReturn])
+@pytest.mark.parametrize("rule", GROUP_RULES)
 def test_partial_groups_may_be_allowed_and_failed_members_do_not_count(rule):
     low, high = rollout([0.0]), rollout([2.0])
     weights = rule(3, allow_partial=True).compute([low, failed(), high])
     assert weights[(low.id, 0)] == -weights[(high.id, 0)] < 0
 
 
-@pytest.mark.parametrize("rule", [GroupNormalizedReturn, HybridNormalizedReturn, LeaveOneOutReturn, TurnGroupReturn])
+@pytest.mark.parametrize("rule", GROUP_RULES)
 def test_a_rollout_left_alone_gets_zero(rule):
     assert set(rule(2, allow_partial=True).compute([rollout([5.0, 1.0])]).values()) == {0.0}
 
@@ -238,6 +261,13 @@ def test_a_rollout_that_does_not_say_why_it_stopped_is_cut_off_if_its_last_step_
         lambda: HybridNormalizedReturn(0),
         lambda: HybridNormalizedReturn(2, eps=0.0),
         lambda: LeaveOneOutReturn(1),
+        lambda: TurnLeaveOneOutReturn(1),
+        lambda: TurnLeaveOneOutReturn(gamma=2.0),
+        lambda: StateGroupReturn(1),
+        lambda: StateGroupReturn(2, step_weight=-1.0),
+        lambda: StateGroupReturn(2, comparison="median"),
+        lambda: RoleBaselineReturn(decay=1.0),
+        lambda: PotentialShaping(no_values, gamma=1.5),
         lambda: ConstantCredit(float("inf")),
     ],
 )

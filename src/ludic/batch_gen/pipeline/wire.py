@@ -46,7 +46,7 @@ __all__ = [
     "group_facts",
 ]
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 
 _MARK = b"LGRP"
 _HEADER = struct.Struct("<4sBBB")
@@ -90,6 +90,7 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     token_rewards: FloatColumn | None = None
     token_values: FloatColumn | None = None
     token_returns: FloatColumn | None = None
+    teacher_logps: FloatColumn | None = None
     temperatures: memoryview | None = None
     """float64 per item, NaN where an item has none; None when no item has one."""
     run_counts: memoryview | None = None
@@ -175,6 +176,7 @@ def _attachment_fields(attached: list[SampleAttachments]) -> dict[str, Any]:
         "token_rewards": encode_floats([a.token_rewards for a in attached], try_runs=True),
         "token_values": encode_floats([a.token_values for a in attached], try_runs=False),
         "token_returns": encode_floats([a.token_returns for a in attached], try_runs=False),
+        "teacher_logps": encode_floats([a.teacher_logps for a in attached], try_runs=False),
         "temperatures": _temperatures([a.temperature for a in attached]),
     }
 
@@ -339,6 +341,7 @@ def _attachments(group: _Group, counts: list[int], limits: WireLimits) -> list[S
         decode_floats(group.token_rewards, counts, "token_rewards", must_be_finite=True),
         decode_floats(group.token_values, counts, "token_values", must_be_finite=True),
         decode_floats(group.token_returns, counts, "token_returns", must_be_finite=True),
+        decode_floats(group.teacher_logps, counts, "teacher_logps", must_be_finite=True),
         _read_temperatures(group, len(counts)),
         _version_runs(group, counts, limits),
     )

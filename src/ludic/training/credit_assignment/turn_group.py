@@ -32,7 +32,7 @@ class TurnGroupReturn:
     (n_t − 1)/n_t, with n_t the number of members that reach it. The direction at each turn is right, but late turns,
     which few members reach, count for less than they should, and a turn that one member reaches alone gets 0. (With
     one length for all, every turn shrinks alike and a step size absorbs it.) `normalize` adds a second bias, as in
-    GRPO: turns on which the members are nearly alike are blown up.
+    GRPO: turns on which the members are nearly alike are blown up. `TurnLeaveOneOutReturn` has neither.
 
     What is not. Members at turn t stand in different states, and those that ended early are not among them. A baseline
     need not know the state, only be independent of the action, and who else reaches turn t is: this costs variance,

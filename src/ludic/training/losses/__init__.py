@@ -18,6 +18,7 @@ from ludic.training.losses.mismatch import (
     mismatch_stats,
 )
 from ludic.training.losses.reinforce import ReinforceBaselineLoss, ReinforceLoss
+from ludic.training.losses.routed import RoutedLoss
 from ludic.training.losses.sapo import SAPOLoss
 from ludic.training.losses.supervised import MaskedCausalLMCrossEntropyLoss
 from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
@@ -45,6 +46,7 @@ __all__ = [
     "ValueLoss",
     "LossTerm",
     "CompositeLoss",
+    "RoutedLoss",
     "CorrectedLoss",
     "Correction",
     "TokenTruncation",

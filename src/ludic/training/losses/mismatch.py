@@ -28,6 +28,8 @@ def mismatch_stats(tokens: ActionTokens) -> Stats:
     """KL(sampler ‖ trainer) per token (k3), and the effective sample size of the samples' ratios."""
     if tokens.old_logps is None:
         return {}
+    tokens = tokens.with_known_old_logps()
+    assert tokens.old_logps is not None, "some are known"
     difference = (tokens.logps.detach() - tokens.old_logps).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratio = difference.exp()
     item_ratio = tokens.item_mean(difference).exp()

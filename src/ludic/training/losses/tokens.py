@@ -5,10 +5,10 @@ whole batch (not only this micro-batch), so that its result can be summed over m
 batch is split, the gradient is the same.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class BatchFacts:
     """Over samples."""
     weight_std: float = 1.0
     """Over samples, of the population."""
+    by_objective: Mapping[str, "BatchFacts"] = field(default_factory=dict)
+    """The same of the samples of each objective, where samples name one."""
 
 
 # Letters: A action tokens of the micro-batch, B its samples.
@@ -70,6 +72,10 @@ class ActionTokens:
     """[A] what it said before the update."""
     correction: Tensor | None = None
     """[A] what off-policy corrections have multiplied the weights by."""
+    objectives: tuple[str | None, ...] = ()
+    """[B] what each sample is trained for; empty where no sample says."""
+    without_old_logps: tuple[int, ...] = ()
+    """Samples whose old_logps nobody knows, where those of others are known."""
 
     def corrected(self, factors: Tensor) -> "ActionTokens":
         """The weights times these factors."""
@@ -87,7 +93,42 @@ class ActionTokens:
                 f"{who} needs the log-probs of the policy that sampled the tokens (actor_logps). Sample with "
                 "InferenceSpec(return_=ReturnSpec.for_rl())."
             )
+        if self.without_old_logps:
+            raise KeyError(
+                f"{who} needs actor_logps of every sample, but {len(self.without_old_logps)} of {self.num_items} have none. "
+                "Where a batch mixes objectives, correct and clip inside the term that has them, not around all."
+            )
         return self.old_logps
+
+    def of_items(self, chosen: Sequence[int], facts: BatchFacts) -> "ActionTokens":
+        """Some of its samples, as if they were a micro-batch of their own, of a batch with these facts."""
+        place_B = self.item_index.new_full((self.num_items,), -1)
+        place_B[list(chosen)] = torch.arange(len(chosen), device=place_B.device)
+        where_A = (self.spread(place_B) >= 0).nonzero()[:, 0]
+        per_token: dict[str, Any] = {
+            f.name: value[where_A] for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        part = replace(
+            self,
+            **per_token,
+            num_items=len(chosen),
+            facts=facts,
+            objectives=tuple(self.objectives[index] for index in chosen) if self.objectives else (),
+            without_old_logps=tuple(new for new, old in enumerate(chosen) if old in self.without_old_logps),
+        )
+        knows_none = len(part.without_old_logps) == len(chosen)
+        return replace(
+            part,
+            item_index=place_B[per_token["item_index"]],
+            old_logps=None if knows_none else part.old_logps,
+            without_old_logps=() if knows_none else part.without_old_logps,
+        )
+
+    def with_known_old_logps(self) -> "ActionTokens":
+        """Only the samples whose old_logps are known; all, where no sample lacks them."""
+        if not self.without_old_logps:
+            return self
+        return self.of_items([i for i in range(self.num_items) if i not in self.without_old_logps], self.facts)
 
     def item_sum(self, values_A: Tensor) -> Tensor:
         """[B] sums over each sample's tokens."""

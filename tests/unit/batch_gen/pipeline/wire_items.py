@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, VersionRun
 
-PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns")
+PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps")
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 finite32 = st.floats(allow_nan=False, allow_infinity=False, width=32)

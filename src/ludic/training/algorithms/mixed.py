@@ -1,0 +1,85 @@
+"""Several algorithms on one batch, each on the samples of its own objective: RL, imitation, distillation.
+
+Everything that makes an algorithm is routed by the sample's tag: its credit rule, what it does to samples first, its loss.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ludic.training.algorithms.algorithm import Preprocess, RLAlgorithm
+from ludic.training.credit_assignment.routed import RoutedCredit
+from ludic.training.losses import LossTerm, RoutedLoss
+from ludic.types import ConfigError, SAWBatch, SAWItem, objective_of, with_objective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """One of the things that a batch is trained for."""
+
+    algorithm: RLAlgorithm
+    """Its credit rule, what it does to samples first, and its loss."""
+    weight: float = 1.0
+    """What its loss is multiplied by; 1 is what it would be in a batch of its own."""
+
+    def __post_init__(self) -> None:
+        if self.weight < 0:
+            raise ConfigError(f"Objective.weight={self.weight}; it must be 0 or more, or training would undo it.")
+        if self.algorithm.advantages is not None:
+            raise ConfigError(
+                f"{self.algorithm.name} has a critic, which would estimate samples of the other objectives, too. Mix "
+                "algorithms without one (make_grpo, make_reinforce_pp)."
+            )
+
+
+def mix_objectives(
+    objectives: Mapping[str, Objective], *, default: str | None = None, name: str = "mixed"
+) -> RLAlgorithm:
+    """Σ weight · loss, each over the samples tagged with its name; `default` is the objective of samples without a tag."""
+    credit = RoutedCredit({key: part.algorithm.credit_assigner for key, part in objectives.items()}, default=default)
+    terms = [LossTerm(name=key, loss=part.algorithm.loss, weight=part.weight) for key, part in objectives.items()]
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=credit,
+        loss=RoutedLoss(terms),
+        preprocess=_routed({key: part.algorithm for key, part in objectives.items()}, default),
+    )
+
+
+def _routed(algorithms: Mapping[str, RLAlgorithm], default: str | None) -> Preprocess:
+    """Each algorithm's own hook on its own samples; what the hooks say of them goes under the objective's name."""
+
+    def preprocess(batch: SAWBatch) -> SAWBatch:
+        members = _members(batch, algorithms, default)
+        items: list[SAWItem] = []
+        meta: dict[str, Any] = dict(batch.meta)
+        for name, own in members.items():
+            kept = _prepared(SAWBatch(items=own, meta=dict(batch.meta)), algorithms[name])
+            items += kept.items
+            news = {key: value for key, value in kept.meta.items() if key not in batch.meta}
+            meta |= {f"{name}/{key}": value for key, value in {**news, "num_samples": len(kept.items)}.items()}
+        return SAWBatch(items=items, meta=meta)
+
+    return preprocess
+
+
+def _members(batch: SAWBatch, algorithms: Mapping[str, RLAlgorithm], default: str | None) -> dict[str, list[SAWItem]]:
+    members: dict[str, list[SAWItem]] = {}
+    for item in batch.items:
+        name = objective_of(item.meta) or default
+        if name is None or name not in algorithms:
+            raise ConfigError(
+                f"A sample has the objective {name!r} (rollout {item.meta.get('rollout_id')}); there are "
+                f'{", ".join(algorithms)}. Tag samples by meta["objective"] (MixedBatchSource does), or give default=….'
+            )
+        members.setdefault(name, []).append(with_objective(item, name))
+    return members
+
+
+def _prepared(batch: SAWBatch, algorithm: RLAlgorithm) -> SAWBatch:
+    kept = batch if algorithm.preprocess is None else algorithm.preprocess(batch)
+    if algorithm.loss.needs_old_logps:
+        return kept
+    # Who sampled a demonstration does not matter: its log-probs would count as a mismatch of sampler and trainer.
+    items = [replace(item, attachments=replace(item.attachments, actor_logps=None)) for item in kept.items]
+    return SAWBatch(items=items, meta=kept.meta)

@@ -1,0 +1,45 @@
+"""SPO (arXiv 2509.13232): one sample per prompt, weighed against what that prompt earned before, under PPO's clip.
+
+The tracker is a part of the algorithm that others may look at: a curriculum prefers prompts that it is unsure of.
+"""
+
+from ludic.training.algorithms.algorithm import RLAlgorithm
+from ludic.training.algorithms.common import checked
+from ludic.training.credit_assignment import TrackedValueReturn
+from ludic.training.losses import BatchNormalized, TokenClippedSurrogateLoss
+from ludic.training.value_tracker import BetaValueTracker
+
+
+def make_spo(
+    *,
+    tracker: BetaValueTracker | None = None,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    name: str = "spo",
+) -> tuple[RLAlgorithm, BetaValueTracker]:
+    """Reward minus the prompt's tracked value, centred and scaled by the batch; token mean. The tracker comes along."""
+    tracker = tracker if tracker is not None else BetaValueTracker()
+    loss = TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction="token_mean")
+    algorithm = RLAlgorithm(
+        name=name,
+        credit_assigner=TrackedValueReturn(tracker),
+        loss=BatchNormalized(loss),
+        preprocess=checked(),
+    )
+    return algorithm, tracker
+
+
+def spo_algorithm(
+    *,
+    d_half: float = 0.1,
+    rho_min: float = 0.875,
+    rho_max: float = 0.96,
+    low: float = 0.0,
+    high: float = 1.0,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    name: str = "spo",
+) -> RLAlgorithm:
+    """`make_spo` from plain settings, for the registry; the tracker is `credit_assigner.tracker`."""
+    tracker = BetaValueTracker(d_half=d_half, rho_min=rho_min, rho_max=rho_max, low=low, high=high)
+    return make_spo(tracker=tracker, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, name=name)[0]

@@ -1,0 +1,104 @@
+"""A student learns from a teacher what it was never rewarded for. Everything is real: two models, two engines, a trainer."""
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.batch_gen import DomainTeachers, TeacherAnnotatedBatchSource
+from ludic.inference import ByteTemplate, LocalTeacher, tokenizer_fingerprint
+from ludic.inference.local import LocalEngine
+from ludic.training import make_grpo_opd, make_mopd, make_opd
+from ludic.types import ConfigError
+from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, tiny_llama
+
+ASCII, OTHERS = slice(0, 128), slice(128, 256)
+
+
+class Vocabulary(ByteTokenizer):
+    def get_vocab(self):
+        return {f"<{number}>": number for number in range(264)}
+
+
+FINGERPRINT = tokenizer_fingerprint(Vocabulary())
+
+
+def prompt(question):
+    return ByteTemplate().apply([{"role": "user", "content": question}]).prompt_token_ids
+
+
+def target(wanted):
+    """98 in 100 spread over what is wanted."""
+    probabilities = torch.full((264,), 0.02 / 264)
+    probabilities[wanted] += 0.98 / 128
+    return probabilities
+
+
+def taught(**answers):
+    """A teacher that answers each question as it should."""
+    model = tiny_llama(seed=1)
+    ids = torch.tensor(np.stack([prompt(question) for question in answers]), dtype=torch.long)
+    wanted = torch.stack([target(answer) for answer in answers.values()])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, -1], wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return LocalEngine(model.requires_grad_(False), Vocabulary(), max_model_len=64, kv_tokens=1024)
+
+
+async def distilled(algorithm, teacher, steps, **settings):
+    trainer, engine = bandit_trainer(
+        algorithm,
+        make_source=lambda source: TeacherAnnotatedBatchSource(source, teacher, tokenizer_fingerprint=FINGERPRINT),
+        **settings,
+    )
+    history = [await trainer.train_step() for _ in range(steps)]
+    engine.close()
+    return history
+
+
+def mean(history, name):
+    return float(np.mean([stats[name] for stats in history]))
+
+
+REWARD, KL = "train/avg_total_reward", "train/teacher_kl"
+
+
+@pytest.mark.slow
+async def test_a_student_learns_from_its_teacher_what_nobody_rewards():
+    engine = taught(x=ASCII, y=OTHERS)
+    history = await distilled(make_opd(), LocalTeacher(engine), 40, group_size=1, num_prompts=64)
+    engine.close()
+    assert mean(history[:3], REWARD) < 0.65
+    assert mean(history[-5:], REWARD) > 0.9
+    assert mean(history[-5:], KL) < 0.5 * mean(history[:3], KL)
+    assert history[0]["perf/teacher_s"] > 0
+
+
+@pytest.mark.slow
+async def test_a_task_and_a_teacher_together_teach_in_few_steps():
+    engine = taught(x=ASCII, y=OTHERS)
+    history = await distilled(make_grpo_opd(group_size=8, kl_coeff=0.5), LocalTeacher(engine), 24)
+    engine.close()
+    assert mean(history[-5:], REWARD) > 0.85
+
+
+@pytest.mark.slow
+async def test_two_experts_that_know_half_of_the_task_each_teach_all_of_it():
+    knows_x, knows_y = taught(x=ASCII, y=ASCII), taught(x=OTHERS, y=OTHERS)
+    teachers = DomainTeachers(
+        {"x": LocalTeacher(knows_x), "y": LocalTeacher(knows_y)},
+        domain_of=lambda item: "x" if ord("x") in item.input_ids[~item.action_mask] else "y",
+    )
+    history = await distilled(make_mopd(group_size=8, outcome_coeff=0.0), teachers, 40)
+    knows_x.close()
+    knows_y.close()
+    assert mean(history[-5:], REWARD) > 0.9
+
+
+async def test_without_a_teacher_the_first_batch_says_what_to_do():
+    trainer, engine = bandit_trainer(make_opd(), group_size=1, num_prompts=2)
+    with pytest.raises(ConfigError, match="TeacherAnnotatedBatchSource"):
+        await trainer.train_step()
+    engine.close()

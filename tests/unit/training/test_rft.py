@@ -1,0 +1,70 @@
+"""Rejection-sampling fine-tuning: what is kept, and that imitating it is learning."""
+
+import numpy as np
+import pytest
+
+from ludic.batch_gen import ReplayBatchSource
+from ludic.training import make_rft
+from ludic.training.rejection import keep_distinct, keep_few_per_group, keep_rewarded
+from ludic.types import ConfigError, SampleAttachments, SAWBatch, SAWItem
+from tests.unit.training.bandit import bandit_trainer
+
+
+def sample(*ids, reward=1.0, group="g", rollout=None, **meta):
+    facts = {"total_reward": reward, "group_id": group, "rollout_id": rollout or f"{ids}{reward}", **meta}
+    return SAWItem([9, *ids], None, [0] + [1] * len(ids), 1.0, facts, SampleAttachments(temperature=0.6))
+
+
+def test_only_what_earned_enough_is_kept_at_the_models_own_temperature():
+    batch = SAWBatch(items=[sample(1), sample(2, reward=0.4), sample(3, reward=0.5), sample(4, reward=-1.0)])
+    kept = make_rft(min_reward=0.5).preprocess(batch)
+    assert [item.input_ids[1] for item in kept.items] == [1, 3] and kept.meta["accepted_frac"] == 0.5
+    assert all(item.attachments.temperature is None for item in kept.items)
+    assert len(batch) == 4 and keep_rewarded(SAWBatch(items=[])).meta["accepted_frac"] == 0.0
+
+
+def test_a_sample_that_does_not_say_what_it_earned_is_refused():
+    with pytest.raises(ConfigError, match=r"meta\['total_reward'\]"):
+        make_rft().preprocess(SAWBatch(items=[SAWItem([1, 2], None, [0, 1], 1.0)]))
+
+
+def test_equal_sequences_are_imitated_once_if_asked():
+    batch = SAWBatch(items=[sample(1, 2, rollout="a"), sample(1, 2, rollout="b"), sample(1, 3), sample(1)])
+    kept = keep_distinct(batch)
+    assert [item.input_ids.tolist() for item in kept.items] == [[9, 1, 2], [9, 1, 3], [9, 1]]
+    assert kept.meta["duplicate_frac"] == 0.25
+    assert len(make_rft(distinct=True).preprocess(batch)) == 3 and len(make_rft().preprocess(batch)) == 4
+
+
+def test_few_rollouts_of_a_prompt_are_imitated_the_best_of_them():
+    parts = [sample(1, reward=2.0, rollout="a"), sample(2, reward=2.0, rollout="a")]  # one rollout, two samples
+    batch = SAWBatch(
+        items=[sample(3, reward=1.0), *parts, sample(4, reward=1.5), sample(5, group="h"), sample(6, group=None)]
+    )
+    best = keep_few_per_group(batch, max_rollouts=1)
+    assert [item.input_ids[1] for item in best.items] == [1, 2, 5, 6]
+    assert [item.input_ids[1] for item in make_rft(max_per_group=2).preprocess(batch).items] == [1, 2, 4, 5, 6]
+    with pytest.raises(ConfigError, match="max_rollouts=0"):
+        keep_few_per_group(batch, max_rollouts=0)
+
+
+async def rewards_of(steps, make_source=lambda source: source, **settings):
+    trainer, engine = bandit_trainer(make_rft(**settings), make_source=make_source)
+    history = [await trainer.train_step() for _ in range(steps)]
+    engine.close()
+    return history
+
+
+async def test_imitating_what_earned_the_reward_learns_the_bandit():
+    history = await rewards_of(40)
+    rewards = [stats["train/avg_total_reward"] for stats in history]
+    assert np.mean(rewards[:3]) < 0.65 and np.mean(rewards[-4:]) > 0.9
+    assert history[-1]["train/accepted_frac"] == pytest.approx(rewards[-1])
+
+
+async def test_several_updates_of_one_sampling_learn_from_fewer_episodes():
+    history = await rewards_of(
+        30, lambda source: ReplayBatchSource(source, capacity=256, num_replayed=64, max_lag=4, fresh_every=2)
+    )
+    sampled = [stats["train/avg_total_reward"] for stats in history[::2]]
+    assert np.mean(sampled[-2:]) > 0.9 > 0.65 > sampled[0]

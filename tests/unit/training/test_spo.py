@@ -1,0 +1,219 @@
+"""SPO in use: it learns, it resumes, it hears how far the policy moves, and its gradient is quieter than GRPO's."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ludic import registry
+from ludic.batch_gen import AsyncRolloutBatchSource, PrioritisedCurriculum, RolloutBatchSource
+from ludic.distributed import SharedWeightsPublisher
+from ludic.inference.local import LocalEngine
+from ludic.training import (
+    BetaValueTracker,
+    CheckpointConfig,
+    GroupNormalizedReturn,
+    Trainer,
+    TrainerConfig,
+    collate_saw_items,
+    make_grpo,
+    make_spo,
+)
+from ludic.training.drift import DriftProbe
+from ludic.training.packing import FILLER
+from ludic.training.policy import TrainedPolicy
+from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
+from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
+from tests.unit.training.hand_made import rollout
+from tests.unit.training.samples import random_items
+
+
+def spo_trainer(*, num_tasks=64, batch_size=32, make_source=lambda source: source, **settings):
+    """SPO on the bandit: one sample of each chosen task."""
+    algo, tracker = make_spo()
+    model = tiny_llama()
+    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    curriculum = PrioritisedCurriculum(BanditRequests(num_tasks)(), tracker, batch_size=batch_size)
+    source = RolloutBatchSource(
+        rollout_engine(engine), curriculum=curriculum, algorithm=algo, max_steps=1, concurrency=64
+    )
+    trainer = Trainer(
+        model=model,
+        algo=algo,
+        batch_source=make_source(source),
+        cfg=TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0),
+        publisher=SharedWeightsPublisher(engine),
+        **settings,
+    )
+    return trainer, engine, tracker
+
+
+# --- in the loop ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_a_tiny_model_learns_the_bandit_with_one_sample_per_prompt():
+    trainer, engine, tracker = spo_trainer(num_tasks=128, batch_size=64)
+    history = [await trainer.train_step() for _ in range(32)]
+    engine.close()
+    rewards = [stats["train/avg_total_reward"] for stats in history]
+    assert sum(rewards[:3]) / 3 < 0.6
+    assert sum(rewards[-5:]) / 5 > 0.85
+    assert sum(tracker.value_of(key) for key in tracker.state_dict()["beliefs"]) / len(tracker) > 0.6
+
+
+async def test_each_step_says_how_far_the_policy_moved_and_the_tracker_hears_of_it():
+    trainer, engine, tracker = spo_trainer()
+    history = [await trainer.train_step() for _ in range(3)]
+    engine.close()
+    moved = [stats["train/policy_drift"] for stats in history]
+    assert all(kl > 0 for kl in moved)
+    assert all(stats["train/kl_actor_policy"] < kl / 10 for stats, kl in zip(history, moved, strict=True))
+    assert tracker.drift == pytest.approx(sum(moved))
+
+
+async def test_other_algorithms_are_spared_the_measurement():
+    trainer, engine = bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=4)
+    assert "train/policy_drift" not in await trainer.train_step()
+    engine.close()
+
+
+def test_the_drift_is_the_kl_of_the_tokens_under_both_weights():
+    model, items = tiny_llama(), random_items([12, 20, 9])
+    policy = TrainedPolicy(model)
+    with torch.no_grad():
+        before = policy.logps(policy.batch(items))[0]
+        probe = DriftProbe(policy, items)
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+        after = policy.logps(policy.batch(items))[0]
+    total, count = probe.measure()["policy_drift"]
+    expected = sum(float(torch.exp(a - b)) - 1 - float(a - b) for a, b in zip(after, before, strict=True))
+    assert float(total) == pytest.approx(expected, rel=1e-4) and count == len(before) and expected > 0
+    assert DriftProbe(policy, [FILLER]).measure() == {}
+
+
+async def test_a_resumed_run_goes_on_with_the_same_values_and_the_same_prompts(tmp_path):
+    saved = CheckpointConfig(output_dir=str(tmp_path / "a"), every_n_steps=2)
+    trainer, engine, tracker = spo_trainer(checkpoint_config=saved)
+    for _ in range(4):
+        await trainer.train_step()
+    engine.close()
+    resumed, engine, again = spo_trainer(checkpoint_config=saved, resume_from=2)
+    assert resumed.step == 2 and 0 < again.drift < tracker.drift
+    for _ in range(2):
+        await resumed.train_step()
+    engine.close()
+    assert again.state_dict() == tracker.state_dict()
+    for one, other in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+async def test_batches_made_ahead_are_not_counted_twice_after_a_resume():
+    def ahead(source):
+        return AsyncRolloutBatchSource(source, max_lag=2, max_batches=2)
+
+    trainer, engine, tracker = spo_trainer(num_tasks=32, batch_size=32, make_source=ahead)
+    async with trainer.batch_source as source:
+        await source.next_batch()
+        while len(source._ready) < 2:  # two more were credited, but not handed out
+            await source._filled.wait()
+            source._filled.clear()
+        state, credit = source.state_dict(), trainer.algo.credit_assigner.state_dict()
+    engine.close()
+    resumed, engine, again = spo_trainer(num_tasks=32, batch_size=32, make_source=ahead)
+    for name, part in resumed._data_parts().items():
+        part.load_state_dict({"credit_assigner": credit, "batch_source": state}[name])
+    engine.close()
+    # One visit each: 0.96 (1 + 1) + 1. Three visits would be 0.96² · 2.92 + 0.96 + 1.
+    totals = {round(wins + losses, 6) for wins, losses, _ in again.state_dict()["beliefs"].values()}
+    assert totals == {2.92} and len(again) == 32
+    assert tracker.state_dict() == credit
+
+
+# --- variance -------------------------------------------------------------------------------------------------
+
+NUM_PROMPTS, NUM_SAMPLES, GROUP = 128, 64, 8
+CHANCES = [(index + 0.5) / NUM_PROMPTS for index in range(NUM_PROMPTS)]
+"""Of the right one of two answers, prompt by prompt: a family of bandits from hopeless to solved."""
+
+
+class Table(torch.nn.Module):
+    """A policy with logits of its own for each prompt; answer 1 is right."""
+
+    def __init__(self):
+        super().__init__()
+        chances = torch.tensor(CHANCES)
+        self.logits = torch.nn.Parameter(torch.stack([torch.log(1 - chances), torch.log(chances)], dim=1))
+
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(logits=self.logits[input_ids])
+
+
+def gradient(algo, prompts, rng, *, group=GROUP):
+    """Of one batch, through the algorithm's own credit rule and loss."""
+    answers = [int(rng.random() < CHANCES[prompt]) for prompt in prompts]
+    rollouts = [
+        rollout([float(answer)], group=None, request_meta={"sample_index": prompt, "group_id": str(number // group)})
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    weights = algo.credit_assigner.compute(rollouts)
+    items = [
+        SAWItem([prompt, answer], None, [0, 1], weights[(played.id, 0)], {}, attached(prompt, answer))
+        for prompt, answer, played in zip(prompts, answers, rollouts, strict=True)
+    ]
+    model = Table()
+    algo.compute_loss(model, collate_saw_items(items, pad_token_id=0))[0].backward()
+    return model.logits.grad[:, 1]
+
+
+def attached(prompt, answer):
+    chance = CHANCES[prompt] if answer else 1 - CHANCES[prompt]
+    return SampleAttachments(actor_logps=ActorTokenLogps([float(torch.tensor(chance).log())]))
+
+
+def noise(gradients):
+    """Trace of the covariance over the squared length of the mean, both without bias from the number of gradients."""
+    stacked = torch.stack(gradients).double()
+    variance = stacked.var(dim=0).sum()
+    signal = stacked.mean(dim=0).square().sum() - variance / len(gradients)
+    return float(variance / signal)
+
+
+def test_at_equal_samples_the_gradient_is_quieter_than_grpos():
+    rng = random.Random(0)
+    spo, tracker = make_spo()
+    for prompt, chance in enumerate(CHANCES):
+        tracker.initialise(f"sample_index={prompt}", [float(rng.random() < chance) for _ in range(8)])
+    grpo = make_grpo(group_size=GROUP)
+    found = {"spo": [], "grpo": []}
+    for _ in range(100):
+        found["spo"].append(gradient(spo, rng.sample(range(NUM_PROMPTS), NUM_SAMPLES), rng))
+        chosen = rng.sample(range(NUM_PROMPTS), NUM_SAMPLES // GROUP)
+        found["grpo"].append(gradient(grpo, [prompt for prompt in chosen for _ in range(GROUP)], rng))
+    assert noise(found["spo"]) < 0.25 * noise(found["grpo"])
+
+
+def test_on_the_same_prompts_a_tracked_value_is_quieter_than_the_mean_of_a_pair():
+    """What is left of the difference when both see all prompts, under one loss: the baseline alone."""
+    rng = random.Random(1)
+    spo, tracker = make_spo()
+    for prompt, chance in enumerate(CHANCES):
+        tracker.initialise(f"sample_index={prompt}", [float(rng.random() < chance) for _ in range(8)])
+    pairs = replace(spo, credit_assigner=GroupNormalizedReturn(2))
+    prompts = [prompt for prompt in range(0, NUM_PROMPTS, 4) for _ in range(2)]
+    tracked, paired = (noise([gradient(algo, prompts, rng, group=2) for _ in range(100)]) for algo in (spo, pairs))
+    assert tracked < 0.75 * paired
+
+
+# --- by name --------------------------------------------------------------------------------------------------
+
+
+def test_the_registry_makes_it_from_plain_settings():
+    made = registry.make("algorithm", "spo", d_half=0.2, low=-1.0, clip_eps_high=0.28)
+    tracker = made.credit_assigner.tracker
+    assert (made.name, tracker.d_half, tracker.low, made.loss.loss.clip_eps_high) == ("spo", 0.2, -1.0, 0.28)
+    mine = BetaValueTracker()
+    assert make_spo(tracker=mine)[1] is mine and make_spo()[0].credit_assigner.tracker is not mine

@@ -11,7 +11,7 @@ VENV_VLLM := .venv-vllm
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make test       set up, then run every check and test that this machine can run"
-	@echo "make test-fast  unit, contract and golden tests that take no model (under a minute)"
+	@echo "make test-fast  unit, contract and golden tests that start no processes (a minute and a half)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
 	@echo "make system     install redis-server, bubblewrap and cargo, where missing and you are root on Debian"
 	@echo "make lint       ruff and mypy"

@@ -142,8 +142,8 @@ def test_problems_are_read_and_missing_ones_named(script, problems, tmp_path):
 
 RECORD = 'echo "$(basename "$0") GPUS=${CUDA_VISIBLE_DEVICES:-} $*" >> "$RECORD"\n'
 STAND_INS = {
-    "ludic": RECORD + 'trap \'echo "server ended" >> "$RECORD"; exit 0\' TERM\nwhile true; do sleep 0.1; done\n',
-    "curl": "exit 0\n",
+    "ludic": 'trap \'echo "server ended" >> "$RECORD"; exit 0\' TERM\n' + RECORD + "while true; do sleep 0.1; done\n",
+    "curl": 'until grep -qs "^ludic" "$RECORD"; do sleep 0.05; done\n',  # the server is up when it has said so
     "torchrun": RECORD
     + 'trap \'echo "run ended" >> "$RECORD"; exit 143\' TERM\n[ -z "${HANG:-}" ] && exit ${CODE:-0}\n'
     'echo begun >> "$RECORD"\nwhile true; do sleep 0.1; done\n',

@@ -5,7 +5,6 @@ from typing import Any
 
 from ludic.agents.react_agent import ReActAgent
 from ludic.agents.tool_agent import ToolLike
-from ludic.tools.python_tool import python_tool
 
 
 class ReToolAgent(ReActAgent):
@@ -25,6 +24,8 @@ class ReToolAgent(ReActAgent):
         final_answer_prompt: str = "You cannot run any more code. Give your final answer now.",
         **agent_kwargs: Any,
     ) -> None:
+        from ludic.tools.python_tool import python_tool  # only who runs code has to import sandboxes
+
         super().__init__(
             tools=[interpreter or python_tool(), *(tools or ())],
             max_react_steps=max_react_steps,

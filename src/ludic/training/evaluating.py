@@ -15,7 +15,8 @@ class Evaluating:
     """One evaluator, asked now or beside the steps that follow."""
 
     def __init__(self, evaluator: Evaluator | None, cfg: TrainerConfig, log: Log) -> None:
-        self._evaluator, self._cfg, self._log = evaluator, cfg, log
+        self.evaluator = evaluator
+        self._cfg, self._log = cfg, log
         self.beside = BackgroundEval()
         """The evaluation that runs while training goes on."""
         self.last: dict[str, float] = {}
@@ -51,9 +52,9 @@ class Evaluating:
 
     async def _of(self, step: int) -> dict[str, float]:
         """`step` is the version that the evaluator sees; beside training, the trainer's goes on meanwhile."""
-        if self._evaluator is None:
+        if self.evaluator is None:
             raise ConfigError("There is no evaluator; give Trainer(evaluator=…).")
-        _, metrics = await self._evaluator.eval(
+        _, metrics = await self.evaluator.eval(
             max_steps=self._cfg.eval_max_steps,
             timeout_s=self._cfg.eval_timeout_s,
             concurrency=self._cfg.eval_concurrency,
@@ -65,5 +66,5 @@ class Evaluating:
         return named
 
     def _take_snapshot(self, step: int) -> None:
-        if isinstance(self._evaluator, TakesSnapshots):
-            self._evaluator.take_snapshot(step)
+        if isinstance(self.evaluator, TakesSnapshots):
+            self.evaluator.take_snapshot(step)

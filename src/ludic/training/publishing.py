@@ -32,7 +32,8 @@ class Publishing:
         param_filter: ParamFilter | None,
         every: int | None,
     ) -> None:
-        self._model, self._publisher, self._ranks, self._roles = model, publisher, ranks, roles
+        self.publisher = publisher
+        self._model, self._ranks, self._roles = model, ranks, roles
         self._is_spread, self._wanted = is_spread, param_filter or _everything
         self._every = every if every is not None else 1
         self._published: int | None = None
@@ -40,8 +41,8 @@ class Publishing:
 
     def while_changing_weights(self, version: int) -> contextlib.AbstractContextManager[None]:
         """An engine that holds these very weights stands still meanwhile."""
-        if isinstance(self._publisher, InPlacePublisher):
-            return self._publisher.updating(version)
+        if isinstance(self.publisher, InPlacePublisher):
+            return self.publisher.updating(version)
         return contextlib.nullcontext()
 
     def after_step(self, version: int) -> bool:
@@ -56,26 +57,26 @@ class Publishing:
         """Servers get what was restored; an engine that shares the weights may have served another run, whose versions end."""
         if is_resumed and self._roles.publishes:
             self._push(version)
-        if isinstance(self._publisher, InPlacePublisher):
-            self._publisher.publish({}, version=version)
+        if isinstance(self.publisher, InPlacePublisher):
+            self.publisher.publish({}, version=version)
 
     def restore_servers(self, version: int) -> None:
         """A server that was restarted has forgotten the weights; it gets them again before anybody samples from it."""
         if not self._roles.checks_servers or self._published is None:
             return
         is_lost = False
-        if self._ranks.is_first and isinstance(self._publisher, ChecksServers):
-            is_lost = not self._publisher.is_current(self._published)
+        if self._ranks.is_first and isinstance(self.publisher, ChecksServers):
+            is_lost = not self.publisher.is_current(self._published)
         if self._ranks.broadcast(is_lost):
             logger.warning("a server has lost version %d (was it restarted?); publishing again", self._published)
             self._push(version)
 
     def _push(self, version: int) -> None:
         def hand_on(weights: Mapping[str, torch.Tensor]) -> None:
-            assert self._publisher is not None, "whoever calls it has one"
-            self._publisher.publish(weights, version=version)
+            assert self.publisher is not None, "whoever calls it has one"
+            self.publisher.publish(weights, version=version)
 
-        if isinstance(self._publisher, AdapterPublisher):
+        if isinstance(self.publisher, AdapterPublisher):
             hand_on({})
         elif self._is_spread:  # a filter sees names, shapes and types; values only come one by one
             chosen = [w for w in dense_weights(self._model) if self._wanted(w.name, w.without_values())]

@@ -104,32 +104,27 @@ class Trainer:
         self.cfg = cfg if cfg is not None else TrainerConfig()
         self.ranks: Ranks = ranks if ranks is not None else OneProcess()
         self.model, self.algo, self.batch_source = model, algo, batch_source
-        self._publisher, self._evaluator = publisher, evaluator
         self.logger, self.reducers, self.tokenizer = train_logger, reducers, tokenizer
         saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
         self._is_spread = is_sharded(model) or is_tensor_parallel(model)
         """Whether each rank has only a part of the weights."""
         self.roles = meet(self.ranks, Told(self.cfg, algo, model, saved_how, publisher, batch_source))
         self.checkpointer = checkpointer or self._make_checkpointer(checkpoint_config)
-        is_first = self.ranks.is_first
         given = GivenParts(
-            self.cfg,
-            model,
-            self._is_spread,
-            is_first,
-            publisher,
-            param_filter,
-            self.checkpointer,
-            resume_from,
-            evaluator,
+            cfg=self.cfg,
+            model=model,
+            is_spread=self._is_spread,
+            is_first=self.ranks.is_first,
+            publisher=publisher,
+            param_filter=param_filter,
+            checkpointer=self.checkpointer,
+            resume_from=resume_from,
+            evaluator=evaluator,
         )
         check_together(self.ranks, lambda: check_parts(given))
         self._prepare_model(enable_gradient_checkpointing or self.cfg.gradient_checkpointing)
         self.policy = TrainedPolicy(model, packed=self.cfg.packed, mixed_precision_dtype=self.cfg.mixed_precision_dtype)
-        if self.cfg.compile or (
-            is_sharded(model) and settings_of(model).compile
-        ):  # after the policy has looked at its layers
-            compile_layers(model)
+        self._compile_if_asked()  # after the policy has looked at the layers
         self.reference = self._make_reference(reference)
         self.value_head = self._make_value_head()
         self.optimizer = self.initialize_optimizer()
@@ -169,12 +164,12 @@ class Trainer:
     @property
     def publisher(self) -> PolicyPublisher | None:
         """As it was given; another one needs another trainer."""
-        return self._publisher
+        return self._publishing.publisher
 
     @property
     def evaluator(self) -> Evaluator | None:
         """As it was given; another one needs another trainer."""
-        return self._evaluator
+        return self._evaluating.evaluator
 
     # --- making ---
 
@@ -195,6 +190,10 @@ class Trainer:
             inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             # Without re-entrance inputs need no gradient, and the hook for it would cost the engine its fast way.
             inner.disable_input_require_grads()
+
+    def _compile_if_asked(self) -> None:
+        if self.cfg.compile or (is_sharded(self.model) and settings_of(self.model).compile):
+            compile_layers(self.model)
 
     def _make_reference(self, reference: Any) -> Reference | None:
         if not self.algo.loss.needs_reference:

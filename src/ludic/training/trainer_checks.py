@@ -13,7 +13,7 @@ from ludic.training.sharded_checkpoint import ShardedCheckpointManager
 from ludic.types import AdapterPublisher, ConfigError, Evaluator, InPlacePublisher, PolicyPublisher, TakesSnapshots
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GivenParts:
     """What one rank's trainer was made of."""
 

@@ -121,6 +121,7 @@ def bandit_trainer(
     group_size: int = 8,
     num_prompts: int = 8,
     model: Any = None,
+    curriculum: Any = None,
     make_source: Callable[[Any], Any] = lambda source: source,
     make_evaluator: Callable[[LocalEngine], Any] = lambda engine: None,
     **settings: Any,
@@ -130,7 +131,8 @@ def bandit_trainer(
     engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
     source = RolloutBatchSource(
         rollout_engine(engine),
-        requests_fn=BanditRequests(num_prompts),
+        requests_fn=BanditRequests(num_prompts) if curriculum is None else None,
+        curriculum=curriculum,
         algorithm=algorithm,
         strategy=GRPORequestStrategy(group_size) if group_size > 1 else None,
         max_steps=1,

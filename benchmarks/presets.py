@@ -1,0 +1,177 @@
+"""Every preset trains the same tiny model on the same task to a stated reward: what each costs, on one CPU thread.
+
+The task is the two-question bandit of the tests: a tiny Llama of random weights answers x with an ASCII character and y with
+anything else; chance is about one half. A row is one preset with its defaults: updates, seconds, the reward over 512 new
+questions before and after, and the reward that it must reach. Those that learn from a teacher get the policy that GRPO made,
+SFT the right answers. Seeds are fixed. A preset that misses its reward, or two minutes, fails the program.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=.:src .venv/bin/python benchmarks/presets.py [NAME ...]
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ludic import registry
+from ludic.batch_gen import DomainTeachers, PrioritisedCurriculum, RolloutBatchSource, TeacherAnnotatedBatchSource
+from ludic.eval import evaluate
+from ludic.inference import ByteTemplate, LocalTeacher, tokenizer_fingerprint
+from ludic.inference.local import LocalEngine
+from ludic.training import RLAlgorithm, Trainer
+from ludic.training.dealing import NothingToTrainOn
+from ludic.types import BatchSource, SAWBatch, SAWItem
+from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine
+
+STATED_REWARD, MAX_SECONDS = 0.85, 120.0
+BATCH_SIZE, GROUP_SIZE, NUM_NEW_QUESTIONS = 64, 8, 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How one preset is run, where its defaults are not meant for groups of 8 from one policy."""
+
+    steps: int = 40
+    is_grouped: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+    choose: Callable[[RLAlgorithm], Any] = lambda algorithm: None
+    """A curriculum; None: new questions in every batch."""
+    feed: Callable[[RolloutBatchSource, LocalTeacher], BatchSource] = lambda source, teacher: source
+    """Between the rollouts and the trainer; the teacher is the policy that GRPO made."""
+
+
+# --- where batches come from ---
+
+
+class Vocabulary(ByteTokenizer):
+    """The byte tokenizer with the names of its tokens, by which teacher and student are compared."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"<{number}>": number for number in range(264)}
+
+
+def annotated(source: RolloutBatchSource, teacher: Any) -> BatchSource:
+    return TeacherAnnotatedBatchSource(source, teacher, tokenizer_fingerprint=tokenizer_fingerprint(Vocabulary()))
+
+
+def annotated_by_domain(source: RolloutBatchSource, teacher: LocalTeacher) -> BatchSource:
+    return annotated(source, DomainTeachers({"x": teacher, "y": teacher}, domain_of=_question))
+
+
+def _question(item: SAWItem) -> str:
+    return "x" if ord("x") in item.input_ids[~item.action_mask] else "y"
+
+
+def prioritised(algorithm: Any) -> PrioritisedCurriculum:
+    """The questions that SPO's tracker is least sure of, one sample each."""
+    requests = BanditRequests(2 * BATCH_SIZE)()
+    return PrioritisedCurriculum(requests, algorithm.credit_assigner.tracker, batch_size=BATCH_SIZE)
+
+
+class RightAnswers:
+    """What SFT imitates."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+
+    async def next_batch(self) -> SAWBatch:
+        return SAWBatch(items=[self._item() for _ in range(BATCH_SIZE)])
+
+    def _item(self) -> SAWItem:
+        question = "xy"[self._rng.integers(2)]
+        prompt = ByteTemplate().apply([{"role": "user", "content": question}]).prompt_token_ids.tolist()
+        answer = int(self._rng.integers(128)) + (0 if question == "x" else 128)
+        return SAWItem([*prompt, answer], None, [0] * len(prompt) + [1], 1.0, {"total_reward": 1.0})
+
+
+UNGROUPED = Recipe(is_grouped=False)
+RECIPES = {
+    "grpo": Recipe(),
+    "dr_grpo": Recipe(),
+    "dapo": Recipe(),
+    "gspo": Recipe(settings={"clip_eps_low": 0.2, "clip_eps_high": 0.2}),  # of one token; 3e-4 is meant for long ones
+    "cispo": Recipe(),
+    "sapo": Recipe(),
+    "gmpo": Recipe(),
+    "gigpo": Recipe(),
+    "rloo": Recipe(),
+    "scalerl": Recipe(),
+    "reinforce": UNGROUPED,
+    "reinforce_baseline": UNGROUPED,
+    "reinforce_pp": UNGROUPED,
+    "ppo": UNGROUPED,
+    "spo": Recipe(is_grouped=False, choose=prioritised),
+    "sft": Recipe(is_grouped=False, feed=lambda source, teacher: RightAnswers()),
+    "rft": UNGROUPED,
+    "opd": Recipe(is_grouped=False, feed=annotated),
+    "grpo_opd": Recipe(feed=annotated),
+    "mopd": Recipe(feed=annotated_by_domain),
+}
+
+
+# --- one run ---
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    num_updates: int
+    seconds: float
+    before: float
+    after: float
+
+
+async def run(name: str, teacher: LocalTeacher) -> tuple[Result, Trainer]:
+    recipe = RECIPES[name]
+    algorithm = registry.make("algorithm", name, **_groups(recipe), **recipe.settings)
+    size = GROUP_SIZE if recipe.is_grouped else 1
+    trainer, engine = bandit_trainer(
+        algorithm,
+        group_size=size,
+        num_prompts=BATCH_SIZE // size,
+        curriculum=recipe.choose(algorithm),
+        make_source=lambda source: recipe.feed(source, teacher),
+    )
+    before, began = await reward_of(engine), time.perf_counter()
+    with suppress(NothingToTrainOn):  # all solved, for those that leave out groups without variance
+        for _ in range(recipe.steps):
+            await trainer.train_step()
+    seconds = time.perf_counter() - began
+    result = Result(trainer.step, seconds, before, await reward_of(engine))
+    engine.close()
+    return result, trainer
+
+
+def _groups(recipe: Recipe) -> dict[str, int]:
+    return {"group_size": GROUP_SIZE} if recipe.is_grouped else {}
+
+
+async def reward_of(engine: LocalEngine) -> float:
+    requests = BanditRequests(NUM_NEW_QUESTIONS)()
+    report = await evaluate(rollout_engine(engine), requests, concurrency=64)
+    return float(report.metrics["mean_total_reward"])
+
+
+async def main(names: list[str]) -> None:
+    print(f"{'preset':20}{'updates':>8}{'seconds':>9}{'before':>8}{'after':>8}{'stated':>8}")
+    first, made = await run("grpo", None)  # type: ignore[arg-type]
+    teacher = LocalTeacher(LocalEngine(made.model, Vocabulary(), max_model_len=64, kv_tokens=1024))
+    failed = []
+    for name in names:
+        result = first if name == "grpo" else (await run(name, teacher))[0]
+        print(
+            f"{name:20}{result.num_updates:8}{result.seconds:9.1f}{result.before:8.2f}{result.after:8.2f}{STATED_REWARD:8.2f}",
+            flush=True,
+        )
+        if result.after < STATED_REWARD or result.seconds > MAX_SECONDS:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"Missed the stated reward or the time: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:] or list(RECIPES)))

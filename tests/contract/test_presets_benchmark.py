@@ -1,0 +1,20 @@
+"""benchmarks/presets.py leaves no preset out, and what it prints is what the presets' page shows."""
+
+import re
+
+from benchmarks.presets import RECIPES, STATED_REWARD
+
+from ludic import registry
+from tests.contract.pages import DOCS
+
+ROW = re.compile(r"^\| (\w+) \| (\d+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_every_preset_has_a_recipe():
+    assert set(RECIPES) == set(registry.list("algorithm"))
+
+
+def test_the_page_shows_a_result_of_every_preset_that_is_good_enough():
+    rows = {name: float(after) for name, _, _, after in ROW.findall((DOCS / "algorithms" / "README.md").read_text())}
+    assert set(rows) == set(RECIPES)
+    assert min(rows.values()) >= STATED_REWARD

@@ -14,7 +14,17 @@ from torch.distributed.tensor import DTensor
 from ludic.distributed.fsdp import FSDPSettings, load_sharded, shard_model
 from ludic.distributed.ranks import Ranks
 from ludic.models.lora import dense_parameters
-from ludic.training import Trainer, TrainerConfig, make_grpo, make_ppo, make_reinforce_pp
+from ludic.training import (
+    Objective,
+    Trainer,
+    TrainerConfig,
+    make_grpo,
+    make_ppo,
+    make_reinforce_pp,
+    make_sft,
+    make_spo,
+    mix_objectives,
+)
 from ludic.training.losses import (
     CISPOLoss,
     ClippedSurrogateLoss,
@@ -35,7 +45,7 @@ from ludic.training.losses.batch_normalized import BatchNormalized
 from ludic.training.packing import balanced_shares
 from ludic.training.policy import TrainedPolicy
 from ludic.training.update import AdapterOff, FrozenReference, accumulate_gradients, batch_facts
-from ludic.types import RequestsExhausted, SAWBatch, SAWItem
+from ludic.types import RequestsExhausted, SAWBatch, SAWItem, with_objective
 from tests.unit.training.samples import random_items
 
 LENGTHS = ([40, 5, 31, 12, 9, 22, 17], [50, 3], [11, 11, 12, 13, 40, 39, 38, 20], [30, 8, 26, 25])
@@ -117,6 +127,17 @@ class Run:
     steps: int = len(LENGTHS)
 
 
+def _mixed() -> Any:
+    """RL, and imitation of every third sample."""
+    parts = {"rl": Objective(algorithm=make_grpo(group_size=4)), "imitated": Objective(algorithm=make_sft(), weight=0.3)}
+    return mix_objectives(parts, default="rl")
+
+
+def _tagged(items: Sequence[SAWItem]) -> list[SAWItem]:
+    """Only the mixed run looks at it."""
+    return [with_objective(item, "imitated") if number % 3 == 2 else item for number, item in enumerate(items)]
+
+
 def _rewarded(items: Sequence[SAWItem]) -> list[SAWItem]:
     """For a critic: what each sample earned, two samples to an episode."""
     import numpy as np
@@ -143,6 +164,8 @@ RUNS: dict[str, Run] = {
     "source_per_rank": Run(source_per_rank=True),
     "baseline": Run(make_algo=lambda: make_reinforce_pp()),
     "critic": Run(make_algo=make_ppo),
+    "tracked_values": Run(make_algo=lambda: make_spo()[0]),
+    "mixed": Run(make_algo=_mixed),
 }
 SPECIAL_RUNS: dict[str, Run] = {
     "half_precision": Run(dtype=torch.bfloat16, tied=True),
@@ -156,7 +179,7 @@ def trainer_of(run: Run, ranks: Ranks | None, **settings: Any) -> Trainer:
     def load() -> Any:
         return llama(tied=run.tied, lora=run.lora, dtype=run.dtype)
 
-    given = [_rewarded(batch) for batch in batches(run.steps)]
+    given = [_rewarded(_tagged(batch)) for batch in batches(run.steps)]
     if ranks is None or "model" in settings:
         model = None if "model" in settings else load()
     elif run.meta_init:

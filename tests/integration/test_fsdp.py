@@ -51,7 +51,8 @@ def assert_same_gradients(found: dict[str, Any], expected: dict[str, Any]) -> No
         assert_close(found["grads"][name], grad, name)
 
 
-TIMES = {"perf/tokens_per_s", "train/num_micro_batches"}
+TIMES = {"perf/tokens_per_s", "train/num_micro_batches", "train/policy_drift"}
+"""And what is measured on a micro-batch of each rank."""
 
 
 def assert_same_run(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ludic.inference.local import LocalEngine
 from ludic.training import RLAlgorithm, Trainer
 from ludic.training.dealing import NothingToTrainOn
 from ludic.types import BatchSource, SAWBatch, SAWItem
-from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine
+from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 
 STATED_REWARD, MAX_SECONDS = 0.85, 120.0
 BATCH_SIZE, GROUP_SIZE, NUM_NEW_QUESTIONS = 64, 8, 512
@@ -37,6 +37,8 @@ class Recipe:
     """How one preset is run, where its defaults are not meant for groups of 8 from one policy."""
 
     steps: int = 40
+    preset: str | None = None
+    """Registered name, where the row has another."""
     is_grouped: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     choose: Callable[[RLAlgorithm], Any] = lambda algorithm: None
@@ -112,6 +114,11 @@ RECIPES = {
     "grpo_opd": Recipe(feed=annotated),
     "mopd": Recipe(feed=annotated_by_domain),
 }
+VARIANTS = {
+    "ppo_detached": Recipe(preset="ppo", is_grouped=False, settings={"critic": "detached"}),
+    "ppo_separate": Recipe(preset="ppo", is_grouped=False, settings={"critic": "separate", "over": "turns"}),
+}
+"""Presets with other settings than their defaults; only on request."""
 
 
 # --- one run ---
@@ -126,8 +133,8 @@ class Result:
 
 
 async def run(name: str, teacher: LocalTeacher) -> tuple[Result, Trainer]:
-    recipe = RECIPES[name]
-    algorithm = registry.make("algorithm", name, **_groups(recipe), **recipe.settings)
+    recipe = (RECIPES | VARIANTS)[name]
+    algorithm = registry.make("algorithm", recipe.preset or name, **_groups(recipe), **recipe.settings)
     size = GROUP_SIZE if recipe.is_grouped else 1
     trainer, engine = bandit_trainer(
         algorithm,
@@ -135,6 +142,7 @@ async def run(name: str, teacher: LocalTeacher) -> tuple[Result, Trainer]:
         num_prompts=BATCH_SIZE // size,
         curriculum=recipe.choose(algorithm),
         make_source=lambda source: recipe.feed(source, teacher),
+        critic=tiny_llama(seed=1) if recipe.settings.get("critic") == "separate" else None,
     )
     before, began = await reward_of(engine), time.perf_counter()
     with suppress(NothingToTrainOn):  # all solved, for those that leave out groups without variance

@@ -9,7 +9,8 @@ ONE_VLLM_SERVER = ("test_live_vllm_client.py", "test_vllm_server.py", "test_vllm
 
 SECONDS_EACH = (
     "contract/test_cookbook.py", "cli/test_evaluate.py", "cli/test_cli.py", "cli/test_supervisor.py", "cli/test_train_command.py",
-    "cli/test_launch.py", "cli/test_actor_command.py", "cli/test_train_runs.py", "cli/test_deploy.py", "cli/test_env_tools.py",
+    "cli/test_run_teacher.py", "cli/test_launch.py", "cli/test_actor_command.py", "cli/test_train_runs.py",
+    "cli/test_deploy.py", "cli/test_env_tools.py",
     "adapters/test_reasoning_gym.py", "adapters/test_textarena.py", "adapters/test_gymnasium.py", "envs/test_math_grading.py",
     "envs/test_math_datasets.py", "rustorio/test_rustorio.py", "pipeline/test_wire.py", "pipeline/test_pipeline_source.py",
     "pipeline/test_experience_queue.py", "pipeline/test_actor.py", "pipeline/test_pipeline_package.py",

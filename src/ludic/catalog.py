@@ -211,6 +211,8 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
         "tool_agent": Builtin("ludic.agents:ToolAgent"),
         "react": Builtin("ludic.agents:ReActAgent"),
         "retool": Builtin("ludic.agents:ReToolAgent"),
+        "folding": Builtin("ludic.agents:FoldingAgent"),
+        "folding_react": Builtin("ludic.agents:FoldingReActAgent"),
         "game_boy": Builtin("ludic.agents:GameBoyAgent"),
     },
     "context": {

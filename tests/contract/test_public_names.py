@@ -21,11 +21,11 @@ NAMES = {
     "ludic.sandbox": "CompileStatus RunStatus CompileResult ExecutionResult CommandResult SandboxLimits Sandbox CommandSandbox "
     "SandboxPool BaseSandboxPool LRUCache Bind SandboxError SandboxPoolExhaustedError create_sandbox_pool shared_pool "
     "detect_available_backend",
-    "ludic.context": "ContextStrategy FullDialog TruncatedThinkingContext SlidingWindow",
+    "ludic.context": "ContextStrategy FullDialog TruncatedThinkingContext SlidingWindow SummarisedDialog",
     "ludic.parsers": "ParseResult Parser compose_parsers xml_parser xml_tag_parser think_prefix_parser "
     "cot_prefix_parser boxed_parser extract_last_boxed_content",
     "ludic.tools": "Tool ToolResult as_tool tool_schema calculator",
-    "ludic.agents": "Agent ToolAgent ReActAgent ReToolAgent AgentActStep AgentActResult ToolScope",
+    "ludic.agents": "Agent ToolAgent ReActAgent ReToolAgent FoldingAgent FoldingReActAgent AgentActStep AgentActResult ToolScope",
     "ludic.inference": "ChatClient ChatTemplate HFChatTemplate HermesToolParser ToolParser ToolParseResult "
     "TemplateResult SamplingParams ReturnSpec ToolRequest TokenCompletionRequest InferenceSpec VLLMExtensions",
     "ludic.interaction": "InteractionProtocol SingleAgentProtocol SingleAgentSyncProtocol MultiAgentProtocol "
@@ -47,7 +47,7 @@ NAMES = {
     "ludic.training.losses": "Loss ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
     "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss "
     "selective_log_softmax ActionTokens BatchFacts Reduction ValueLoss BatchNormalized CorrectedLoss TokenTruncation "
-    "SequenceTruncation TokenMask SequenceMask",
+    "SequenceTruncation TokenRejection SequenceRejection TokenMask SequenceMask",
     "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
     "keep_agent_steps combine any_of apply_filter default_step_selector",
     "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",

@@ -9,6 +9,8 @@ from math import exp, log
 import pytest
 import torch
 
+from ludic.models.head import Head
+from ludic.models.vocabulary_kl import KLDirection, VocabularyKL, vocabulary_kl
 from ludic.training.algorithms import make_grpo_opd, make_mopd, make_opd
 from ludic.training.credit_assignment import KLCreditModifier
 from ludic.training.packing import collate_saw_items
@@ -176,3 +178,35 @@ def test_a_log_ratio_that_carries_the_gradient_itself_would_teach_nothing():
     log_first = torch.log_softmax(first, -1)
     (log_first.exp().detach() * (log_first - TEACHER[0])).sum().backward()
     assert first.grad.abs().max() < 1e-6
+
+
+def full_gradient(direction):
+    """Of the KL over the vocabulary, at the states that the student gets into, as often as it does."""
+    first, second = trainable()
+    states = torch.cat([first[None], second])
+    identity = Head(torch.eye(V))
+    teacher = torch.cat([TEACHER[0][None], TEACHER[1]])
+    kl = vocabulary_kl(states, identity, teacher, identity, torch.ones(1 + V), VocabularyKL(direction))
+    visits = torch.cat([torch.ones(1), torch.softmax(first, -1).detach()])
+    (visits * kl).sum().backward()
+    return first.grad, second.grad
+
+
+def test_the_kl_over_the_vocabulary_has_the_gradient_that_the_sampled_token_has_on_average():
+    found = full_gradient(KLDirection.REVERSE)
+    torch.testing.assert_close(found, expected_gradient(make_opd(length_normalize=False)), rtol=1e-5, atol=1e-6)
+    forward = full_gradient(KLDirection.FORWARD)
+    assert not torch.allclose(found[0], forward[0], atol=0.02), "the other direction is another gradient"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 4}, {"kl": "reverse", "discount": 0.5}, {"kl": "forward", "clip_eps_high": 0.2}]
+)
+def test_a_setting_of_the_other_kind_of_kl_is_refused(settings):
+    with pytest.raises(ConfigError, match="sampled"):
+        make_opd(**settings)
+
+
+def test_a_kl_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match="sideways"):
+        make_opd(kl="sideways")

@@ -32,10 +32,12 @@ from ludic.training.losses import (
     ReinforceLoss,
     SAPOLoss,
     SequenceMask,
+    SequenceRejection,
     SequenceTruncation,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
     TokenMask,
+    TokenRejection,
     TokenTruncation,
     ValueLoss,
     mismatch_stats,
@@ -67,7 +69,7 @@ def batch(ratios=(1.5, 1.0, 0.5), weights=(2.0, 2.0, -1.0), **fields):
 
 
 def means(stats):
-    return {name: float(total) / float(count) for name, (total, count) in stats.items()}
+    return {name: float(total) / float(count) for name, (total, count) in stats.items() if count}
 
 
 def check(loss_fn, tokens, value, gradient, **stats):
@@ -378,11 +380,16 @@ def test_a_composite_is_the_weighted_sum_of_its_terms():
         ([TokenTruncation(1.2)], [1.2, 1, 0.5]),
         ([SequenceTruncation(1.2)], [1.2, 1.2, 0.5]),
         ([SequenceTruncation(2.0)], [1.5, 1.5, 0.5]),
+        ([TokenRejection(1.2)], [0, 1, 0.5]),
+        ([TokenRejection(1.6)], [1.5, 1, 0.5]),
+        ([SequenceRejection(1.2)], [0, 0, 0.5]),
+        ([SequenceRejection(1.6)], [1.5, 1.5, 0.5]),
         ([TokenMask(0.4, 1.4)], [0, 1, 1]),
         ([TokenMask(0.6, 1.6)], [1, 1, 0]),
         ([SequenceMask(0.6, 1.3)], [1, 1, 0]),  # a's geometric mean is 1.22; its product 1.5 would be outside
         ([SequenceMask(0.4, 1.2)], [0, 0, 1]),
         ([TokenMask(0.4, 1.4), SequenceTruncation(2.0)], [0, 1.5, 0.5]),
+        ([SequenceMask(0.6, 1.3), TokenTruncation(1.2)], [1.2, 1, 0]),  # geometric rejection, then token truncation
         ([], [1, 1, 1]),
     ],
 )
@@ -394,6 +401,24 @@ def test_corrections_multiply_the_weights(corrections, factors):
         CorrectedLoss(inner, corrections), batch(), (2 * f0 + 4 * f1 - 0.5 * f2) / 2, [-f0, -f1, f2 / 2],
         correction_mean=(f0 + f1 + f2) / 3, correction_zero_frac=factors.count(0) / 3,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("correction", "capped", "ess"),
+    [
+        (TokenTruncation(1.2), 1 / 3, 2.7**2 / (3 * (1.2**2 + 1 + 0.5**2))),
+        (SequenceTruncation(1.2), 2 / 3, 2.9**2 / (3 * (2 * 1.2**2 + 0.5**2))),
+        (TokenTruncation(2.0), 0.0, 9 / (3 * 3.5)),
+        (TokenRejection(1.2), 0.0, 1.5**2 / (3 * 1.25)),  # what is rejected is zero, and not capped
+        (SequenceMask(0.6, 1.3), 0.0, 2 / 3),
+    ],
+)
+def test_corrections_say_how_much_they_cap_and_how_many_tokens_are_left(correction, capped, ess):
+    _, reported = CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), [correction]).of(batch())
+    stats = effective_share(means({f"rl/{name}": pair for name, pair in reported.items()}))
+    assert stats["rl/correction_capped_frac"] == pytest.approx(capped)
+    assert stats["rl/correction_ess"] == pytest.approx(ess)
+    assert "rl/correction_square_mean" not in stats
 
 
 def test_corrections_carry_no_gradient():
@@ -411,16 +436,39 @@ def test_what_a_correction_masks_stays_masked_when_weights_are_centred(inner):
 
 def test_mismatch_between_sampler_and_trainer():
     # ρ − 1 − ln ρ: 0.5 − 0.4054651, 0, −0.5 + 0.6931472. Ratios 1.5, 1, 0.5: mean 1, mean square 3.5 / 3, so ess = 6/7.
+    # Samples' ratios 1.5, 0.5: mean 1, mean square 1.25. Of a's two tokens the first lies in the first quarter, the second in
+    # the third; b's only token is in the first.
     stats = effective_share(means(mismatch_stats(batch())))
     expected = {
         "kl_actor_policy": (0.0945348919 + 0.1931471806) / 3,
+        "kl_actor_policy_k1": (LN_2 - LN_1_5) / 3,
+        "kl_actor_policy_q1": (0.0945348919 + 0.1931471806) / 2,
+        "kl_actor_policy_q3": 0.0,
         "logp_difference_abs": (LN_1_5 + LN_2) / 3,
         "ratio_token_mean": 1.0,
         "ratio_geometric_mean": (sqrt(1.5) + 0.5) / 2,
         "ess": 6 / 7,
+        "ratio_sequence_mean": 1.0,
+        "ess_sequence": 0.8,
     }
     assert stats == pytest.approx(expected, rel=1e-6)
     assert mismatch_stats(batch(old_logps=None)) == {}
+
+
+def test_mismatch_is_told_apart_by_where_in_a_sample_it_is():
+    # Eight tokens of a and four of b, entangled; only a's last two (fourth quarter) have another ratio than 1.
+    index = torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 1, 0])
+    old = torch.zeros(12)
+    old[[9, 11]] = LN_2
+    facts = BatchFacts(num_items=2, num_tokens=12)
+    tokens = ActionTokens(
+        logps=torch.zeros(12), weights=torch.ones(12), item_index=index, num_items=2, facts=facts, old_logps=old
+    )
+    stats = mismatch_stats(tokens)
+    assert [float(stats[f"kl_actor_policy_q{q}"][1]) for q in (1, 2, 3, 4)] == [3, 3, 3, 3]
+    assert [float(stats[f"kl_actor_policy_q{q}"][0]) for q in (1, 2, 3, 4)] == pytest.approx(
+        [0, 0, 0, 2 * (LN_2 - 0.5)]
+    )
 
 
 def test_the_ratios_of_the_batch_are_those_of_the_table():

@@ -139,7 +139,7 @@ def _tagged(items: Sequence[SAWItem]) -> list[SAWItem]:
 
 
 def _rewarded(items: Sequence[SAWItem]) -> list[SAWItem]:
-    """For a critic: what each sample earned, two samples to an episode."""
+    """For a critic: what each sample earned, two samples to an episode, turns of three tokens."""
     import numpy as np
 
     done = []
@@ -147,7 +147,9 @@ def _rewarded(items: Sequence[SAWItem]) -> list[SAWItem]:
         rewards = np.zeros(item.num_action_tokens, dtype=np.float32)
         rewards[-1] = (number % 3) / 2
         meta = {**item.meta, "rollout_id": f"r{number // 2}", "segment": number % 2}
-        done.append(replace(item, meta=meta, attachments=replace(item.attachments, token_rewards=rewards)))
+        turns = np.arange(item.num_action_tokens) // 3 + 100 * (number % 2)
+        attached = replace(item.attachments, token_rewards=rewards, token_turns=turns)
+        done.append(replace(item, meta=meta, attachments=attached))
     return done
 
 
@@ -164,6 +166,7 @@ RUNS: dict[str, Run] = {
     "source_per_rank": Run(source_per_rank=True),
     "baseline": Run(make_algo=lambda: make_reinforce_pp()),
     "critic": Run(make_algo=make_ppo),
+    "critic_apart": Run(make_algo=lambda: make_ppo(critic="detached", over="turns"), cfg={"critic_lr": 1e-3}),
     "tracked_values": Run(make_algo=lambda: make_spo()[0]),
     "mixed": Run(make_algo=_mixed),
 }

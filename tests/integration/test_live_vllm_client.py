@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ludic.batch_gen import RolloutEngine
-from ludic.inference import HFChatTemplate, OpenAIChatClient, VLLMChatClient
+from ludic.inference import HFChatTemplate, LocalTeacher, OpenAIChatClient, VLLMChatClient, VLLMTeacher
 from ludic.inference.http_retry import EndpointError
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
@@ -199,6 +199,28 @@ async def test_a_chat_endpoint_with_token_ids_gives_the_same_tokens(vllm_server,
     assert response.completion_token_ids.tolist() == direct.completion_token_ids.tolist()
     np.testing.assert_allclose(response.completion_logprobs, direct.completion_logprobs, atol=1e-3)
     assert info["completion_tokens"] == len(direct.completion_token_ids)
+
+
+@pytest.mark.parametrize("has_generate", [True, False], ids=["generate", "completions"])
+async def test_a_vllm_teacher_scores_as_the_local_one_does(vllm_server, engine, tokenizer, has_generate):
+    """Same weights, same texts: log-probs agree to 1e-3. Twice each: what the server remembers of a text must not cost it scores."""
+    client = VLLMChatClient(vllm_server.host, vllm_server.port, control_token=vllm_server.control_token)
+    await client.complete_tokens(a_request(some_prompt(3), **GREEDY))
+    (server,) = client._pool.servers
+    server.facts = replace(server.facts, has_generate=has_generate)
+    served, local = VLLMTeacher(client, "tiny", tokenizer), LocalTeacher(engine)
+    assert served.tokenizer_fingerprint == local.tokenizer_fingerprint
+    texts = [
+        (some_prompt(prompt, 1), some_prompt(reply, 2)) for prompt, reply in [(1, 1), (9, 40), (130, 7), (700, 300)]
+    ]
+    expected = await asyncio.gather(*(local.score_tokens(*text) for text in texts))
+    for _ in range(2):
+        found = await asyncio.gather(*(served.score_tokens(*text) for text in texts))
+        for ours, theirs, (_, reply) in zip(expected, found, texts, strict=True):
+            assert len(theirs) == len(reply)
+            np.testing.assert_allclose(theirs, ours, atol=1e-3)
+    assert np.concatenate(expected).std() > 0.5, "there is something to confuse"
+    await client.close()
 
 
 # --- what the server refuses ---

@@ -229,3 +229,18 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_episodes_and_gets_the_we
     finally:
         vllm_server.wait()
         publisher.publish(first_weights, version=0)
+
+
+def test_a_server_is_the_teacher_of_a_run(vllm_server, tmp_path):
+    """It serves what the student begins as, so before the first update the two agree; the tokenizer is found by its folder."""
+    command = [
+        sys.executable, "-m", "ludic.cli.main", "train", "tic_tac_toe", "--model", str(vllm_server.model_dir), "--algo", "opd",
+        "--teacher", vllm_server.url, "--steps", "2", "--rollouts-per-update", "4", "--max-tokens", "8", "--max-steps", "1",
+        "--max-seq-len", "1900", "--lr", "1e-2", "--logger", "none", "--runs", str(tmp_path), "--name", "run", "--dtype",
+        "float32",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    kls = [row["train/teacher_kl"] for row in rows if "train/teacher_kl" in row]
+    assert len(kls) == 2 and abs(kls[0]) < 1e-3 and rows[0]["perf/teacher_s"] > 0

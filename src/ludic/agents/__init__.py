@@ -2,6 +2,7 @@
 
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent
+from ludic.agents.folding_agent import FoldingAgent, FoldingReActAgent
 from ludic.agents.game_boy_agent import GameBoyAgent
 from ludic.agents.react_agent import ReActAgent
 from ludic.agents.retool_agent import ReToolAgent
@@ -12,6 +13,8 @@ __all__ = [
     "ToolAgent",
     "ReActAgent",
     "ReToolAgent",
+    "FoldingAgent",
+    "FoldingReActAgent",
     "GameBoyAgent",
     "AgentActStep",
     "AgentActResult",

@@ -26,12 +26,14 @@ from ludic.types import (
     Info,
     MessageView,
     Observation,
+    OutOfRoom,
     ParserContractError,
     PromptTooLong,
     TokenBudgetSpent,
     TokenCompletionRequest,
     TokenMismatch,
     TokenTrace,
+    unrepeatable_settings,
 )
 
 _DEFAULT_INFERENCE = InferenceSpec()
@@ -60,6 +62,8 @@ class Agent:
     """One model call per turn; the reply is parsed into an action."""
 
     name = "agent"
+    _advertised: ToolSchemas | None = None
+    """Tools that every prompt describes; a plain agent has none."""
 
     def __init__(
         self,
@@ -150,9 +154,22 @@ class Agent:
         timeout_s: float | None = None,
     ) -> AgentActResult:
         """Ask the model once and read its reply."""
-        call = await self._call_model(inference, sampling_seed, timeout_s)
+        steps = await self._make_room(inference, sampling_seed, timeout_s)
+        try:
+            call = await self._call_model(inference, sampling_seed, timeout_s)
+        except OutOfRoom:
+            if not steps:
+                raise
+            return AgentActResult(steps)  # they were sampled, so they count; the protocol sees that no action came
         self._remember(call)
-        return AgentActResult([self._action_step(call)])
+        return AgentActResult([*steps, self._action_step(call)])
+
+    async def _make_room(
+        self, inference: InferenceSpec | None, sampling_seed: int | None, timeout_s: float | None
+    ) -> list[AgentActStep]:
+        """Called before every model call of a turn: for agents that must shorten their memory first, by model calls of
+        their own (FoldingAgent)."""
+        return []
 
     async def push_policy_update(
         self, params: Mapping[str, Any], timeout_s: float = 600.0, version: str | int | None = None
@@ -185,6 +202,8 @@ class Agent:
         )
         response, client_info = await self._ask_client(request, timeout_s)
         self._check_response(request, response)
+        unrepeatable = unrepeatable_settings(request.sampling, request.extensions, response.supports)
+        _check_repeatable(request, unrepeatable)
         if self._tokens_left is not None:
             self._tokens_left -= len(response.completion_token_ids)
         trace = TokenTrace(
@@ -194,6 +213,8 @@ class Agent:
             finish_reason=response.finish_reason,
             version_runs=response.version_runs,
             temperature=inference.sampling.temperature,
+            supports=response.supports,
+            unrepeatable=unrepeatable,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:
@@ -283,3 +304,15 @@ class Agent:
     def _step(call: ModelCall, **fields: Any) -> AgentActStep:
         fields.setdefault("info", call.info)
         return AgentActStep(prompt_messages=call.messages, action=call.text, trace=call.trace, **fields)
+
+
+def _check_repeatable(request: TokenCompletionRequest, unrepeatable: str | None) -> None:
+    """Found at the first reply, and not when a batch of them is to be trained on."""
+    if unrepeatable is None or not request.return_.return_chosen_logprobs:
+        return
+    raise ConfigError(
+        f"Log-probs of the sampled tokens were asked for, to train on, but with {unrepeatable} a trainer cannot tell what "
+        "distribution they are of, and ratios would be wrong. Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no "
+        "penalties. Only the embedded engine (LocalEngine) records what top_p, top_k and min_p leave; with it they can stay. "
+        "Where no ratio is taken (evaluation, SFT, RFT), ask with ReturnSpec.for_eval()."
+    )

@@ -7,18 +7,15 @@ leaves the pressing of buttons to the env.
 from collections.abc import Sequence
 from typing import Any
 
-from ludic.agents.act import AgentActResult, AgentActStep
+from ludic.agents.folding_agent import FoldingReActAgent
 from ludic.agents.navigation import ExploredMap, in_buttons
-from ludic.agents.react_agent import ReActAgent
 from ludic.agents.tool_agent import ToolLike
-from ludic.context.summarised import SummarisedDialog
-from ludic.types import ConfigError, InferenceSpec, Info, Observation, OutOfRoom, derive_seed
+from ludic.types import Info, Observation
 
-_SUMMARY_SEED = 0x5EED  # a seed beside those of the turn's other calls
 _MAX_NOTES, _MAX_NOTE_CHARS = 32, 500
 
 
-class GameBoyAgent(ReActAgent):
+class GameBoyAgent(FoldingReActAgent):
     """Plays long games: keeps notes, finds ways back, and sums up the past when the dialogue is full."""
 
     name = "game_boy_agent"
@@ -26,22 +23,13 @@ class GameBoyAgent(ReActAgent):
     def __init__(
         self,
         *,
-        ctx: SummarisedDialog,
         tools: Sequence[ToolLike] | None = None,
-        summary_prompt: str = (
-            "Before you go on: everything above will be forgotten. Write down what you need to know, in a few sentences: "
-            "what you are doing and why, what you have found out, what to do next. Do not press buttons in this reply."
-        ),
         **agent_kwargs: Any,
     ) -> None:
-        if not isinstance(ctx, SummarisedDialog):
-            raise ConfigError(f"GameBoyAgent folds its dialogue: give it ctx=SummarisedDialog(…), not {ctx!r:.60}.")
         self._notes: dict[str, str] = {}
         self._map = ExploredMap()
-        self.summary_prompt = summary_prompt
         own: list[ToolLike] = [self.write_note, self.read_notes, self.path_to, self.show_map]
-        super().__init__(ctx=ctx, tools=[*own, *(tools or ())], **agent_kwargs)
-        self._dialog = ctx
+        super().__init__(tools=[*own, *(tools or ())], **agent_kwargs)
 
     # --- what happens to the agent ---
 
@@ -97,29 +85,6 @@ class GameBoyAgent(ReActAgent):
 
     # --- summing up ---
 
-    async def act(
-        self,
-        inference: InferenceSpec | None = None,
-        sampling_seed: int | None = None,
-        timeout_s: float | None = None,
-    ) -> AgentActResult:
-        if not self._dialog.is_full:
-            return await super().act(inference, sampling_seed, timeout_s)
-        summary = await self._sum_up(inference, sampling_seed, timeout_s)
-        try:
-            result = await super().act(inference, sampling_seed, timeout_s)
-        except OutOfRoom:
-            return AgentActResult([summary])  # it was sampled, so it counts; the protocol sees that no action came
-        return AgentActResult([summary, *result.steps])
-
-    async def _sum_up(
-        self, inference: InferenceSpec | None, sampling_seed: int | None, timeout_s: float | None
-    ) -> AgentActStep:
-        """A model call of its own, on the record like every other."""
-        self.ctx.add_note(self.summary_prompt)
-        seed = None if sampling_seed is None else derive_seed(sampling_seed, _SUMMARY_SEED)
-        call = await self._call_model(inference, seed, timeout_s, tools=self._advertised)
-        self._remember(call)
+    def _memory(self, summary: str) -> str:
         notes = f"\n\nYour notes:\n{self.read_notes()}" if self._notes else ""
-        self._dialog.fold(f"What you wrote down about the game so far:\n{call.text.strip()}{notes}")
-        return self._step(call, parse_result=None, action_target="internal", info={**call.info, "summary": True})
+        return f"{super()._memory(summary)}{notes}"

@@ -133,11 +133,12 @@ class ToolAgent(Agent):
             loop_index = self._calls_this_turn
             self._calls_this_turn += 1
             is_last = self._calls_this_turn == self.max_model_calls
-            if is_last:
-                self._before_last_call()
             seed = None if sampling_seed is None else derive_seed(sampling_seed, loop_index)
             # The schemas stay in the header for the last call too: withholding them would change sent tokens.
             try:
+                steps += await self._make_room(inference, seed, timeout_s)
+                if is_last:
+                    self._before_last_call()
                 call = await self._call_model(inference, seed, timeout_s, tools=self._advertised)
             except OutOfRoom:
                 if not steps:

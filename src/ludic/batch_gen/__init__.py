@@ -16,6 +16,7 @@ from ludic.batch_gen.groups import TooManyFailures
 from ludic.batch_gen.mixed_source import MixedBatchSource, MixedPart
 from ludic.batch_gen.offline import OfflineBatchSource
 from ludic.batch_gen.prioritised import KnowsSuccess, PrioritisedCurriculum
+from ludic.batch_gen.privileged_teacher import PrivilegedTeacher, told_first
 from ludic.batch_gen.replay import ReplayBatchSource
 from ludic.batch_gen.requests import (
     DatasetRequests,
@@ -25,10 +26,13 @@ from ludic.batch_gen.requests import (
     make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue,
 )
+from ludic.batch_gen.seated_requests import SeatedRequests, seated
+from ludic.batch_gen.shared_rollouts import PolicyBatchSource, SharedRollouts
 from ludic.batch_gen.sources import RolloutBatchSource
 from ludic.batch_gen.stitching import stitch_rollout, stitch_rollouts
 from ludic.batch_gen.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.batch_gen.teacher_annotated import TeacherAnnotatedBatchSource
+from ludic.batch_gen.teachers import Teachers
 from ludic.types import RequestsExhausted
 
 __all__ = [
@@ -41,5 +45,6 @@ __all__ = [
     "stitch_rollout", "stitch_rollouts",
     "RolloutBatchSource", "AsyncRolloutBatchSource", "OfflineBatchSource", "make_chat_template_step_to_item",
     "MixedBatchSource", "MixedPart", "ReplayBatchSource",
-    "TeacherAnnotatedBatchSource", "DomainTeachers",
+    "TeacherAnnotatedBatchSource", "Teachers", "DomainTeachers", "PrivilegedTeacher", "told_first",
+    "SeatedRequests", "seated", "SharedRollouts", "PolicyBatchSource",
 ]  # fmt: skip

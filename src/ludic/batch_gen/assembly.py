@@ -41,8 +41,9 @@ class Assembly:
     per_turn: bool = False
     """One item per turn, instead of one per stretch of conversation that only grew."""
 
-    def batch(self, episodes: Sequence[Episode]) -> SAWBatch:
-        settled = settle(episodes)
+    def batch(self, episodes: Sequence[Episode], *, policy: str | None = None) -> SAWBatch:
+        """`policy`: only what this one played; whether an episode or a group counts is decided by all of it."""
+        settled = settle(episodes) if policy is None else settle(episodes).played_by(policy)
         rollouts = settled.rollouts
         weights = self.credit_assigner.compute(rollouts) if rollouts else {}
         items = [

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from ludic.batch_gen.teachers import require_same_tokenizer
 from ludic.types import ConfigError, SAWItem, TeacherScorer, UnknownName
 
 DomainOf: TypeAlias = Callable[[SAWItem], str]
@@ -39,10 +40,5 @@ class DomainTeachers:
         return self._teachers[domain]
 
     def require_tokenizer(self, fingerprint: str) -> None:
-        """ConfigError if a teacher's ids mean something else than the student's."""
         for domain, teacher in self._teachers.items():
-            if teacher.tokenizer_fingerprint != fingerprint:
-                raise ConfigError(
-                    f"The teacher {domain!r} has another tokenizer ({teacher.tokenizer_fingerprint:.12}…) than the student "
-                    f"({fingerprint:.12}…): the same ids mean other texts. Take a teacher of the student's family."
-                )
+            require_same_tokenizer(domain, teacher, fingerprint)

@@ -1,7 +1,7 @@
 """What becomes of failed episodes: siblings live, incomplete groups go, and a run that mostly fails stops."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ludic.batch_gen.episodes import Episode
 from ludic.types import ConfigError, LudicError, Rollout
@@ -51,6 +51,18 @@ class Settled:
     @property
     def rollouts(self) -> list[Rollout]:
         return [rollout for episode in self.episodes for rollout in episode.rollouts if rollout.failure is None]
+
+    def played_by(self, policy: str) -> "Settled":
+        """The same episodes with this policy's perspectives alone."""
+        return replace(
+            self,
+            episodes=[replace(e, rollouts=[r for r in e.rollouts if policy_of(r) == policy]) for e in self.episodes],
+        )
+
+
+def policy_of(rollout: Rollout) -> str | None:
+    """Who made its moves: the name under which its agent asked for them."""
+    return rollout.meta.get("model")
 
 
 def settle(episodes: Sequence[Episode]) -> Settled:

@@ -20,6 +20,7 @@ from ludic.types import (
     SampleAttachments,
     SAWItem,
     Step,
+    TokenSupports,
     TokenTrace,
     VersionRun,
     is_parse_failure,
@@ -33,6 +34,8 @@ MAX_INFO_TEXT = 256
 class _Turn:
     """The steps of one turn; the last of them closes it."""
 
+    number: int
+    """Of the rollout's turns, counted from 0."""
     steps: list[Step]
 
     @property
@@ -109,7 +112,7 @@ def _calls(rollout: Rollout) -> list[_Call]:
     last_calls: dict[str, str] = {}
     sampling = [step for step in rollout.agent_steps if len(step.trace.completion_token_ids)]
     for step in rollout.steps:
-        turns.setdefault(_turn_of(step), _Turn([])).steps.append(step)
+        turns.setdefault(_turn_of(step), _Turn(len(turns), [])).steps.append(step)
     for call in sampling:
         last_calls[_turn_of(call)] = call.id
     return [_Call(c, turns[_turn_of(c)], ends_turn=last_calls[_turn_of(c)] == c.id) for c in sampling]
@@ -188,7 +191,10 @@ def _item(
             actor_logps=_logprobs(calls),
             token_weights=token_weights,
             token_rewards=_token_rewards(calls, rewards),
+            token_turns=_token_turns(calls),
             temperature=last.temperature,
+            supports=_supports(calls),
+            unrepeatable=next((u for call in calls if (u := call.trace.unrepeatable) is not None), None),
             version_runs=_version_runs(calls),
         ),
     )
@@ -227,10 +233,24 @@ def _token_rewards(calls: list[_Call], rewards: Mapping[str, float]) -> npt.NDAr
     return earned
 
 
+def _token_turns(calls: list[_Call]) -> npt.NDArray[np.float32]:
+    lengths = [len(call.trace.completion_token_ids) for call in calls]
+    return np.repeat(np.array([call.turn.number for call in calls], dtype=np.float32), lengths)
+
+
 def _logprobs(calls: list[_Call]) -> ActorTokenLogps | None:
     found = [call.trace.completion_logprobs for call in calls]
     present = [logprobs for logprobs in found if logprobs is not None]
     return ActorTokenLogps(np.concatenate(present)) if present else None
+
+
+def _supports(calls: list[_Call]) -> TokenSupports | None:
+    traces = [call.trace for call in calls]
+    if all(trace.supports is None for trace in traces):
+        return None
+    return TokenSupports.joined(
+        len(trace.completion_token_ids) if trace.supports is None else trace.supports for trace in traces
+    )
 
 
 def _require_logprobs(rollout: Rollout, calls: Sequence[_Call]) -> None:
@@ -264,6 +284,7 @@ def _meta(rollout: Rollout, calls: list[_Call], number: int, *, num_tokens: int)
         "rollout_id": rollout.id,
         "group_id": request_meta.get("group_id"),
         "agent_id": rollout.meta.get("agent_id"),
+        "policy": rollout.meta.get("model"),
         "delegate": rollout.meta.get("delegate"),
         "env_name": rollout.meta.get("env_name"),
         "segment": number,

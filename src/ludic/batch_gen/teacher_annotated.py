@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.batch_gen.domain_teachers import DomainTeachers
+from ludic.batch_gen.teachers import OneTeacher, Teachers
 from ludic.interaction.concurrently import all_or_none
 from ludic.types import (
     AccountsForItems,
@@ -32,7 +32,7 @@ class TeacherAnnotatedBatchSource:
     def __init__(
         self,
         inner: BatchSource,
-        teacher_scorer: TeacherScorer | DomainTeachers,
+        teacher_scorer: TeacherScorer | Teachers,
         teacher_chunk_size: int | None = None,
         *,
         tokenizer_fingerprint: str,
@@ -44,7 +44,7 @@ class TeacherAnnotatedBatchSource:
         if teacher_chunk_size is not None and teacher_chunk_size < 1:
             raise ConfigError(f"teacher_chunk_size={teacher_chunk_size}; it must be at least 1, or None for all.")
         self._inner = inner
-        self._teachers = teacher_scorer if isinstance(teacher_scorer, DomainTeachers) else _only(teacher_scorer)
+        self._teachers = teacher_scorer if isinstance(teacher_scorer, Teachers) else OneTeacher(teacher_scorer)
         self._teachers.require_tokenizer(tokenizer_fingerprint)
         self._chunk_size = teacher_chunk_size
 
@@ -83,10 +83,6 @@ class TeacherAnnotatedBatchSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if isinstance(self._inner, Stateful):
             self._inner.load_state_dict(state["inner"])
-
-
-def _only(teacher: TeacherScorer) -> DomainTeachers:
-    return DomainTeachers({"teacher": teacher}, domain_of=lambda _: "teacher")
 
 
 async def annotated(item: SAWItem, teacher: TeacherScorer) -> SAWItem:

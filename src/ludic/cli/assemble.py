@@ -220,10 +220,16 @@ def make_algorithm(config: RunConfig) -> RLAlgorithm:
 
 
 def make_source(
-    config: RunConfig, play: Play, algorithm: RLAlgorithm, *, jsonl_path: Path | None
-) -> RolloutBatchSource | AsyncRolloutBatchSource:
+    config: RunConfig,
+    play: Play,
+    algorithm: RLAlgorithm,
+    *,
+    jsonl_path: Path | None,
+    annotate: Callable[[BatchSource], BatchSource] = lambda source: source,
+) -> BatchSource:
+    """`annotate` sees every batch before it is trained on, in the background where batches are made there."""
     seed, size = config.train.seed, config.group_size
-    source = RolloutBatchSource(
+    rollouts = RolloutBatchSource(
         play.engine(jsonl_path=jsonl_path, seed=seed),
         requests_fn=train_requests(config, play),
         strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
@@ -231,9 +237,8 @@ def make_source(
         max_steps=play.max_steps,
         concurrency=config.rollouts.concurrency,
     )
-    if config.max_lag == 0:
-        return source
-    return AsyncRolloutBatchSource(source, max_lag=config.max_lag)
+    source = annotate(rollouts)
+    return source if config.max_lag == 0 else AsyncRolloutBatchSource(source, max_lag=config.max_lag)
 
 
 def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
@@ -278,6 +283,7 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
     train, settings = config.train, config.eval
     return TrainerConfig(
         lr=train.lr,
+        critic_lr=train.critic_lr,
         lr_schedule=LRSchedule(
             kind=train.schedule, warmup_steps=train.warmup_steps, total_steps=max(train.steps, train.warmup_steps + 1)
         ),
@@ -314,6 +320,8 @@ class TrainingParts:
     publisher: PolicyPublisher
     evaluator: Evaluator | None = None
     status: Status | None = None
+    teacher: LoadedModel | None = None
+    """For losses that compare whole distributions."""
 
 
 def make_trainer(
@@ -323,10 +331,12 @@ def make_trainer(
     *,
     folder: Path,
     logger: TrainingLogger,
+    critic: LoadedModel | None = None,
     resume: bool = False,
 ) -> Trainer:
     return Trainer(
         model=loaded.model,
+        critic=None if critic is None else critic.model,
         algo=parts.algorithm,
         batch_source=parts.source,
         cfg=trainer_config(config),
@@ -335,6 +345,7 @@ def make_trainer(
         resume_from="latest" if resume else None,
         train_logger=logger,
         evaluator=parts.evaluator,
+        teacher=parts.teacher,
         tokenizer=loaded.tokenizer,
     )
 

@@ -123,8 +123,8 @@ class AgentSettings:
 
     @property
     def may_call_tools(self) -> bool:
-        """Every agent but the plain one, so its chat template has to read calls."""
-        return self.agent not in (None, "agent")
+        """Every agent but the plain ones, so its chat template has to read calls."""
+        return self.agent not in (None, "agent", "folding")
 
 
 # --- sections of a training run --------------------------------------------------------------------------------
@@ -140,9 +140,21 @@ class AlgoSettings:
     """Argument of the algorithm, such as clip_eps_high=0.28."""
     group_size: MaybeInt = None
     """Rollouts of the same task that are compared. Default: 8, or 1 where the algorithm compares none."""
+    teacher: MaybeText = None
+    """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
+    teacher_tokenizer: MaybeText = None
+    """For a teacher behind a URL: its folder or hub id, where the server does not name one that can be read here."""
 
     def __post_init__(self) -> None:
         _at_least(1, group_size=self.group_size)
+        if self.teacher_tokenizer is not None and not self.teacher_is_served:
+            raise ConfigError(
+                f"teacher_tokenizer = {self.teacher_tokenizer!r} is for a teacher behind a URL; teacher = {self.teacher!r} has one."
+            )
+
+    @property
+    def teacher_is_served(self) -> bool:
+        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +198,8 @@ class TrainSettings:
     """Updates."""
     lr: float = 1e-5
     """Learning rate."""
+    critic_lr: MaybeFloat = None
+    """Of the critic, for algorithms that have one. Default: lr."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """What becomes of the learning rate until the last update."""
     warmup_steps: int = 0
@@ -380,6 +394,11 @@ def _pipeline_defaults(config: RunConfig) -> dict[str, Any]:
 
 def _check_engine(config: RunConfig) -> None:
     rollouts = config.rollouts
+    if config.algo.teacher is not None and config.is_pipeline:
+        raise ConfigError(
+            "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "
+            "(TeacherAnnotatedBatchSource)."
+        )
     if config.pipeline.redis and not config.is_pipeline:
         raise ConfigError(f"redis is for engine = 'pipeline', but the engine is {rollouts.engine!r}.")
     if rollouts.server and not config.samples_on_vllm:

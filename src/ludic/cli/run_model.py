@@ -157,6 +157,8 @@ def pinned(config: RunConfig) -> RunConfig:
     values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
     if config.model.fork_from is not None:
         values["fork_from"] = checkpoint_in(config.model.fork_from) or config.model.fork_from
+    if config.algo.teacher is not None and not config.algo.teacher_is_served:
+        values["teacher"] = str(checkpoint_in(Path(config.algo.teacher)) or config.algo.teacher)
     return with_values(config, values)
 
 

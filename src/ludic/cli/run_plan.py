@@ -20,6 +20,7 @@ from ludic.cli.run_model import (
     make_template,
     make_tiny,
 )
+from ludic.cli.run_teacher import check_teacher
 from ludic.models.loading import SMOLLM2
 from ludic.types import ConfigError
 
@@ -32,7 +33,7 @@ def plan_lines(config: RunConfig, found: FoundEnv, start: Start) -> list[str]:
     if config.eval.eval_data is not None:
         read_samples(config.eval.eval_data, "--eval-data")
     found.make(env_arguments(config.env, None if samples is None else samples[0]))
-    make_algorithm(config)
+    check_teacher(config, make_algorithm(config))
     trainer_config(config)
     return [
         *_model_lines(config),

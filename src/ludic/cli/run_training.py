@@ -39,11 +39,13 @@ from ludic.cli.run_folder import (
 )
 from ludic.cli.run_model import load_policy, make_template, pinned, serve_policy, use_threads
 from ludic.cli.run_plan import plan_lines
+from ludic.cli.run_teacher import check_teacher, make_teaching
 from ludic.cli.settings import to_toml
 from ludic.distributed import WeightPushError
 from ludic.models.loading import LoadedModel
 from ludic.training import Trainer
 from ludic.training.checkpoint import CheckpointError
+from ludic.training.critic import CriticKind
 from ludic.types import LudicError, PolicyGone
 
 console = Console(highlight=False, soft_wrap=True)
@@ -71,7 +73,7 @@ def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
     """Train to the end, or until stopped; the exit code of the command."""
     config = pinned(resolve(config, found))
     start = find_start(config, resume=resume)
-    make_algorithm(config)  # a wrong argument is named before a large model is loaded for nothing
+    check_teacher(config, make_algorithm(config))  # what is wrong is named before a large model is loaded for nothing
     if config.is_pipeline:
         run_pipeline.check(config)
     for line in _opening(config, start):
@@ -112,10 +114,12 @@ def _own_parts(
     template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
     play = make_play(config.env, config.agent, found, served.client, template, served.model)
     algorithm = make_algorithm(config)
+    teaching = make_teaching(config, algorithm, loaded, stack)
     jsonl_path = rollouts_file(config.folder, start) if config.rollouts.save_rollouts else None
     return TrainingParts(
         algorithm=algorithm,
-        source=make_source(config, play, algorithm, jsonl_path=jsonl_path),
+        source=make_source(config, play, algorithm, jsonl_path=jsonl_path, annotate=teaching.annotate),
+        teacher=teaching.frozen,
         publisher=served.publisher,
         evaluator=evaluator_of(config, served, play, stack),
     )
@@ -125,7 +129,15 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
     folder = config.folder
     logger = make_loggers(config, folder, parts.status)
     try:
-        trainer = make_trainer(config, loaded, parts, folder=folder, logger=logger, resume=start.first_step > 0)
+        trainer = make_trainer(
+            config,
+            loaded,
+            parts,
+            folder=folder,
+            logger=logger,
+            critic=_load(config, start) if parts.algorithm.critic is CriticKind.SEPARATE else None,
+            resume=start.first_step > 0,
+        )
         asyncio.run(_until_done(trainer, config.train.steps))
     except RedisGone:  # an OSError too, but nothing that has to be mended here
         raise
@@ -149,7 +161,7 @@ async def _until_done(trainer: Trainer, num_steps: int) -> None:
 def _opening(config: RunConfig, start: Start) -> list[str]:
     run = (
         f"{config.folder}: {config.model.model} learns {config.env.id} with {config.algo.algo}, {config.train.steps} updates of "
-        f"{config.rollouts.rollouts_per_update} rollouts."
+        f"{config.rollouts.rollouts_per_update} rollouts{_taught(config)}."
     )
     lines = [run]
     if start.first_step:
@@ -158,6 +170,10 @@ def _opening(config: RunConfig, start: Start) -> list[str]:
         lines.append("There is no checkpoint yet: it starts over.")
     lines += [f"Changed: {difference}." for difference in start.changed]
     return lines
+
+
+def _taught(config: RunConfig) -> str:
+    return "" if config.algo.teacher is None else f", taught by {config.algo.teacher}"
 
 
 def _closing(config: RunConfig, trainer: Trainer, seconds: float, status: Status | None) -> list[str]:

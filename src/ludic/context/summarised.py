@@ -5,7 +5,7 @@ from ludic.types import ConfigError, Info, Message, Observation
 
 
 class SummarisedDialog(ContextStrategy):
-    """Everything is shown, until an agent that writes summaries (GameBoyAgent) folds it into one.
+    """Everything is shown, until an agent that writes summaries (FoldingAgent) folds it into one.
 
     It says when it is time (`is_full`) and does the folding (`fold`); the words are the agent's. Folding rewrites
     history, so a new token segment starts with it; between two of them the prompt only grows.
@@ -13,9 +13,10 @@ class SummarisedDialog(ContextStrategy):
 
     rewrites_history = True
 
-    def __init__(self, system_prompt: str | None = None, *, max_turns: int = 16) -> None:
-        if max_turns < 1:
-            raise ConfigError(f"SummarisedDialog(max_turns={max_turns}): it must hold at least one turn.")
+    def __init__(self, system_prompt: str | None = None, *, max_turns: int | None = 16) -> None:
+        """`max_turns=None` is never full by itself; the agent then counts tokens (`FoldingAgent.fold_at_tokens`)."""
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(f"SummarisedDialog(max_turns={max_turns}): it must hold at least one turn, or be None.")
         self.max_turns = max_turns
         self._num_turns = 0
         self._newest: Observation = ""
@@ -24,7 +25,12 @@ class SummarisedDialog(ContextStrategy):
     @property
     def is_full(self) -> bool:
         """More turns than `max_turns` have been shown since the last fold."""
-        return self._num_turns > self.max_turns
+        return self.max_turns is not None and self._num_turns > self.max_turns
+
+    @property
+    def has_replies(self) -> bool:
+        """Something was said since the last fold. Without that, folding again would leave the prompt as long as it is."""
+        return any(message["role"] == "assistant" for message in self._messages)
 
     def reset(self, *, system_prompt: str | None = None) -> None:
         self._num_turns = 0

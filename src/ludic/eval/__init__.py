@@ -1,5 +1,6 @@
 """How good a policy is: episodes played for their outcome, and what can be said of it with what certainty."""
 
+from ludic.eval.elo import Match, Rating, elo_table, fit_elo
 from ludic.eval.evaluator import (
     EngineEvaluator,
     SnapshotEvaluator,
@@ -10,10 +11,12 @@ from ludic.eval.evaluator import (
 from ludic.eval.outcome import Outcome, outcome_of, outcomes_of
 from ludic.eval.records import step_records
 from ludic.eval.report import EvalReport, Grading, make_report, paired_difference
+from ludic.eval.round_robin import matches_of, round_robin
 from ludic.eval.statistics import Estimate, majority_at_k, mean_estimate, pass_at_k, share_estimate
 
 __all__ = [
     "EngineEvaluator", "SnapshotEvaluator", "evaluate", "run_eval", "run_eval_sync",
     "EvalReport", "Grading", "make_report", "paired_difference", "Outcome", "outcome_of", "outcomes_of", "step_records",
     "Estimate", "mean_estimate", "share_estimate", "pass_at_k", "majority_at_k",
+    "Match", "Rating", "fit_elo", "elo_table", "round_robin", "matches_of",
 ]  # fmt: skip

@@ -55,6 +55,17 @@ class Conversation:
         self._reply = None
         return Prompt(token_ids=self._tokens.view(), messages=MessageView(self._messages), text=None)
 
+    def num_tokens(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> int:
+        """How many tokens the prompt for these messages would have. Asking changes nothing."""
+        if self._reply is not None and self._continues(messages, tools):
+            delta = self._template.delta(
+                messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
+            )
+            if delta is not None:
+                assert self._tokens is not None, "a recorded reply follows a prompt"
+                return len(self._tokens) + len(delta)
+        return len(self._template.apply(messages, tools=tools).prompt_token_ids)
+
     def record(self, completion_token_ids: TokenIds, content: str) -> None:
         """What was sampled, and the text that the context stores as the reply's message."""
         assert self._tokens is not None, "a reply follows a prompt"

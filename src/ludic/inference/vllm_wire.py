@@ -19,8 +19,10 @@ from ludic.types import (
     LogprobArray,
     LudicError,
     PromptTooLong,
+    TokenArray,
     TokenCompletionRequest,
     TokenMismatch,
+    TokenSupports,
     VersionRun,
     VLLMExtensions,
 )
@@ -182,13 +184,15 @@ def read_completion(url: str, data: bytes, request: TokenCompletionRequest, vers
         )
     _check_prompt(answer, choice, request)
     ids = np.array(choice.token_ids, dtype=np.int32)
+    logprobs = None if choice.logprobs is None else _read_logprobs(choice.logprobs, len(ids))
     return ChatResponse(
         text=choice.text,
         prompt_token_ids=request.prompt_token_ids,
         completion_token_ids=ids,
-        completion_logprobs=None if choice.logprobs is None else _read_logprobs(choice.logprobs, len(ids)),
+        completion_logprobs=logprobs,
         finish_reason=choice.finish_reason,
         version_runs=_version_runs(choice, version),
+        supports=None if logprobs is None else _forced(request, ids, logprobs),
     )
 
 
@@ -254,6 +258,19 @@ def _read_logprobs(logprobs: _Logprobs, num_tokens: int) -> LogprobArray:
     if num_tokens and not values.min() > _NO_LOGPROB:
         raise EndpointError("The server has no log-prob for a token that it sampled. Are its weights finite?")
     return values
+
+
+def _forced(request: TokenCompletionRequest, ids: TokenArray, logprobs: LogprobArray) -> TokenSupports | None:
+    """`max_think` forces the closing tag once its limit is reached: each of these tokens was the only candidate.
+
+    Nobody says which they are, but they follow each other from the limit on, and are certain.
+    """
+    limit = _extensions_of(request).max_think
+    if limit is None or request.sampling.is_truncated or request.sampling.min_tokens:
+        return None  # what else was ruled out is not known; whoever trains must hear of that
+    free = np.flatnonzero(logprobs[limit:] != 0)
+    end = limit + int(free[0]) if len(free) else len(ids)
+    return TokenSupports.of([ids[i : i + 1] if limit <= i < end else () for i in range(len(ids))])
 
 
 def _version_runs(choice: _Choice, version: int | None) -> tuple[VersionRun, ...]:

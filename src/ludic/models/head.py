@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ludic.models.attention import AttentionState
+from ludic.models.supports import Supports
 from ludic.types import ConfigError
 
 T = TypeVar("T")
@@ -131,17 +132,19 @@ def chosen_logps(
     inverse_temperature_A: Tensor | None = None,
     *,
     entropy: EntropyMode | None = None,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log-probability of each target (and the entropy of its distribution), in fp32, differentiable.
 
-    An entropy that is only watched carries no gradient, which is cheaper.
+    With `supports`, of the distribution over these tokens alone; a target must be among its own. An entropy that is only
+    watched carries no gradient, which is cheaper.
     """
     scale = torch.ones_like(targets_A, dtype=torch.float32) if inverse_temperature_A is None else inverse_temperature_A
     weight = head.weight_VD
     if torch.is_autocast_enabled(hidden_AD.device.type):
         dtype = torch.get_autocast_dtype(hidden_AD.device.type)
         hidden_AD = hidden_AD.to(dtype)  # the weight is converted inside, so that its gradient is not rounded
-    logps, entropies = _ChosenLogps.apply(hidden_AD, weight, targets_A, scale, head.softcap, entropy)
+    logps, entropies = _ChosenLogps.apply(hidden_AD, weight, targets_A, scale, head.softcap, entropy, supports)
     return logps, entropies if entropy is not None else None
 
 
@@ -155,6 +158,7 @@ class _ChosenLogps(torch.autograd.Function):
         scale: Tensor,
         softcap: float | None,
         mode: EntropyMode | None,
+        supports: Supports | None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, with_entropy = hidden.shape[0], mode is not None
         narrow_weight = weight.to(hidden.dtype)
@@ -164,11 +168,12 @@ class _ChosenLogps(torch.autograd.Function):
         read = _fused(_read) if hidden.is_cuda else _read
         for here in _chunks(num_tokens, weight.shape[0]):
             logits = hidden[here] @ narrow_weight.t()
-            normaliser[here], logps[here], own = read(logits, targets[here], scale[here], softcap, with_entropy)
+            mask = _mask(supports, here, logits)
+            normaliser[here], logps[here], own = read(logits, mask, targets[here], scale[here], softcap, with_entropy)
             if own is not None:
                 entropy[here] = own
         ctx.save_for_backward(hidden, weight, targets, scale, normaliser, entropy)
-        ctx.softcap, ctx.with_entropy = softcap, mode == "train"
+        ctx.softcap, ctx.with_entropy, ctx.supports = softcap, mode == "train", supports
         if mode != "train":
             ctx.mark_non_differentiable(entropy)
         return logps, entropy
@@ -184,14 +189,15 @@ class _ChosenLogps(torch.autograd.Function):
         for here in _chunks(hidden.shape[0], weight.shape[0]):
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
             logits = hidden[here] @ narrow_weight.t()
+            mask = _mask(ctx.supports, here, logits)
             grad = slope(
-                logits, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
+                logits, mask, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
             )
             if grad_hidden is not None:
                 grad_hidden[here] = grad @ narrow_weight
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[here]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _chunks(num_tokens: int, vocab: int) -> list[slice]:
@@ -199,11 +205,20 @@ def _chunks(num_tokens: int, vocab: int) -> list[slice]:
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
+def _mask(supports: Supports | None, here: slice, logits_CV: Tensor) -> Tensor | None:
+    return None if supports is None else supports.mask(here, logits_CV.shape[1])
+
+
 def _read(
-    logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, softcap: float | None, with_entropy: bool
+    logits_CV: Tensor,
+    mask_CV: Tensor | None,
+    targets_C: Tensor,
+    scale_C: Tensor,
+    softcap: float | None,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log of the normaliser, log-prob of the target, entropy) of a chunk."""
-    x = _scaled(logits_CV, scale_C, softcap)
+    x = _masked(_scaled(logits_CV, scale_C, softcap), mask_CV)
     normaliser_C = x.logsumexp(dim=-1)
     chosen_C = x.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
     if not with_entropy:
@@ -214,6 +229,7 @@ def _read(
 
 def _slope(
     logits_CV: Tensor,
+    mask_CV: Tensor | None,
     targets_C: Tensor,
     scale_C: Tensor,
     normaliser_C: Tensor,
@@ -223,7 +239,7 @@ def _slope(
 ) -> Tensor:
     """Gradient with respect to the raw logits of a chunk, in their own precision."""
     x = _scaled(logits_CV, scale_C, softcap)
-    log_probs = x - normaliser_C[:, None]
+    log_probs = _masked(x, mask_CV) - normaliser_C[:, None]
     probs = log_probs.exp()
     is_target = torch.arange(x.shape[1], device=x.device)[None] == targets_C[:, None]
     grad = (is_target.float() - probs) * grad_logps_C[:, None]
@@ -242,6 +258,10 @@ def _scaled(logits_CV: Tensor, scale_C: Tensor, softcap: float | None) -> Tensor
     if softcap is not None:
         x = torch.tanh(x / softcap) * softcap
     return x * scale_C[:, None]
+
+
+def _masked(x_CV: Tensor, mask_CV: Tensor | None) -> Tensor:
+    return x_CV if mask_CV is None else x_CV.masked_fill(~mask_CV, float("-inf"))
 
 
 def _times_log(probs: Tensor, log_probs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ _NAMES_BY_MODULE = {
     "Reducer default_reducers apply_reducers_to_records",
     "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource MixedBatchSource MixedPart "
-    "ReplayBatchSource TeacherAnnotatedBatchSource DomainTeachers GRPORequestStrategy "
+    "ReplayBatchSource TeacherAnnotatedBatchSource DomainTeachers PrivilegedTeacher told_first GRPORequestStrategy "
     "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
@@ -25,12 +25,14 @@ _NAMES_BY_MODULE = {
     "ludic.training.preprocess": "PreprocessFn compose_preprocess validate_actor_logps forget_temperature drop_zero_weight_samples "
     "filter_zero_variance_groups",
     "ludic.training.losses": "ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
-    "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss RoutedLoss",
+    "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss RoutedLoss "
+    "DistillationLoss",
     "ludic.training.algorithms": "RLAlgorithm make_grpo make_dr_grpo make_dapo make_gspo make_cispo make_sapo make_gmpo "
     "make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft "
     "make_rft mix_objectives Objective make_spo "
     "make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.trainer": "Trainer",
+    "ludic.training.several_policies": "train_policies common_step",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint": "CheckpointConfig CheckpointManager",
     "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",

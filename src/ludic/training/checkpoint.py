@@ -228,6 +228,10 @@ class CheckpointManager:
         newest = next(self._finished(), None)
         return None if newest is None else newest.folder
 
+    def steps(self) -> list[int]:
+        """Of all complete checkpoints, the newest first."""
+        return [saved.step for saved in self._finished()]
+
     def best(self) -> Path | None:
         """The checkpoint with the best metric so far."""
         pointer = self.root / "best.json"

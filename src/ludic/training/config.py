@@ -16,6 +16,8 @@ class TrainerConfig:
     lr: float = 1e-5
     learning_rate: float | None = None
     """Another name of `lr`; it wins if both are given."""
+    critic_lr: float | None = None
+    """Of a critic's own weights, its head or its model; None is `lr`."""
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -70,6 +72,8 @@ class TrainerConfig:
         self.learning_rate = self.lr
         if self.lr <= 0:
             raise ConfigError(f"lr={self.lr}; it must be above 0.")
+        if self.critic_lr is not None and self.critic_lr <= 0:
+            raise ConfigError(f"critic_lr={self.critic_lr}; it must be above 0, or None for lr={self.lr}.")
         if self.micro_token_budget < self.max_seq_len or self.max_seq_len < 2:
             raise ConfigError(
                 f"micro_token_budget={self.micro_token_budget} must be at least max_seq_len={self.max_seq_len}, and that at "

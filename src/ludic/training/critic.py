@@ -1,92 +1,52 @@
-"""A critic on the policy's own hidden states, and what it is for: advantages token by token.
+"""Critics: what is to be expected before each action token, from the policy's own hidden states or from a model of its own.
 
-Before an update, the critic says what it expected before each action token; generalised advantage estimation turns that and
-the rewards into one weight per token, and into what it should have expected. An episode that became several samples is one
-chain: the estimate runs over all of them.
+How a critic's word becomes weights is said in ludic.training.advantages; what its loss is, in ludic.training.losses.value.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ludic.training.credit_assignment import gae
+from ludic.models.head import plain_model
+from ludic.training.packing import PackedBatch
 from ludic.training.policy import TrainedPolicy
 from ludic.types import ConfigError, SAWItem
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenGAE:
-    """How values and rewards become advantages."""
+class CriticKind(StrEnum):
+    """What the critic looks at."""
 
-    gamma: float = 1.0
-    """Discount per action token."""
-    lam: float = 0.95
-    normalize: bool = True
-    """Centre and scale the advantages over the batch's tokens."""
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
-            raise ConfigError(f"TokenGAE(gamma={self.gamma}, lam={self.lam}); both lie between 0 and 1.")
-
-    def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
-        """The samples with their advantages as weights, and with what the critic said and should have said."""
-        credited: dict[int, SAWItem] = {}
-        for chain in _chains(items):
-            rewards = np.concatenate([_rewards(items[i]) for i in chain])
-            expected = np.concatenate([values[i] for i in chain]).astype(np.float64)
-            # Cut off by a limit, the episode would have gone on from about where it stood.
-            bootstrap = float(expected[-1]) if items[chain[-1]].meta.get("episode_truncated") else 0.0
-            advantages = gae(rewards, expected, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
-            bounds = np.cumsum([items[i].num_action_tokens for i in chain])[:-1]
-            for i, own, returns in zip(
-                chain, np.split(advantages, bounds), np.split(advantages + expected, bounds), strict=True
-            ):
-                credited[i] = _with(items[i], own, values[i], returns)
-        done = [credited[i] for i in range(len(items))]
-        return _normalized(done) if self.normalize else done
+    SHARED = "shared"
+    """The policy's hidden states; its gradient moves the policy's layers, too."""
+    DETACHED = "detached"
+    """The policy's hidden states as they are: the policy does not feel the critic's loss."""
+    SEPARATE = "separate"
+    """Those of another model, which is trained with it."""
 
 
-def _chains(items: Sequence[SAWItem]) -> list[list[int]]:
-    """Indices of the samples of each rollout, in the order of its segments."""
-    found: dict[object, list[int]] = {}
-    for index, item in enumerate(items):
-        found.setdefault(item.meta.get("rollout_id", index), []).append(index)
-    return [sorted(chain, key=lambda i: items[i].meta.get("segment", 0)) for chain in found.values()]
+class Critic(Protocol):
+    """One number per action token."""
 
+    @property
+    def is_apart(self) -> bool:
+        """The policy's weights get no gradient from the critic's loss, nor are the two gradients clipped together."""
+        ...
 
-def _rewards(item: SAWItem) -> np.ndarray:
-    rewards = item.attachments.token_rewards
-    if rewards is None:
-        raise ConfigError(
-            f"A sample (rollout {item.meta.get('rollout_id')}) does not say what its tokens earned; a critic needs "
-            "attachments.token_rewards, which stitching writes."
-        )
-    return rewards.astype(np.float64)
+    def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
+        """[A] of a micro-batch; `hidden_AD` are the policy's hidden states of it, where they are at hand."""
+        ...
 
+    def parameters(self) -> list[nn.Parameter]:
+        """All that is trained and is not the policy's."""
+        ...
 
-def _with(item: SAWItem, advantages: np.ndarray, values: np.ndarray, returns: np.ndarray) -> SAWItem:
-    attachments = replace(
-        item.attachments,
-        token_weights=advantages.astype(np.float32),
-        token_values=np.asarray(values, dtype=np.float32),
-        token_returns=returns.astype(np.float32),
-    )
-    return replace(item, weight=float(advantages.mean()), attachments=attachments)
+    def state_dict(self) -> dict[str, Any]: ...
 
-
-def _normalized(items: list[SAWItem]) -> list[SAWItem]:
-    everything = np.concatenate([item.token_weights for item in items]).astype(np.float64)
-    mean, deviation = everything.mean(), everything.std() + 1e-8
-    done = []
-    for item in items:
-        weights = ((item.token_weights - mean) / deviation).astype(np.float32)
-        done.append(
-            replace(item, weight=float(weights.mean()), attachments=replace(item.attachments, token_weights=weights))
-        )
-    return done
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class ValueHead(nn.Module):
@@ -103,15 +63,85 @@ class ValueHead(nn.Module):
         return values.float()
 
 
+class HeadCritic:
+    """A head on the policy's hidden states."""
+
+    def __init__(self, policy: TrainedPolicy, *, is_detached: bool) -> None:
+        self.head = ValueHead(policy.head.shape[1]).to(policy.device)
+        self.is_apart = is_detached
+
+    def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
+        if hidden_AD is None:
+            hidden_AD = policy.action_hidden(batch)
+        values: Tensor = self.head(hidden_AD.detach() if self.is_apart else hidden_AD)
+        return values
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.head.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"head": dict(self.head.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _require_same("trunk" in state, "separate", has_now="shares the policy's trunk")
+        self.head.load_state_dict(state["head"])
+
+
+class ModelCritic:
+    """A head on the decoder of another model; that model's own output layer is not used."""
+
+    is_apart = True
+
+    def __init__(self, trunk: TrainedPolicy) -> None:
+        self._trunk = trunk
+        self.head = ValueHead(trunk.head.shape[1]).to(trunk.device)
+
+    def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
+        values: Tensor = self.head(self._trunk.action_hidden(batch))
+        return values
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self._trained().values(), *self.head.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is trained of it: with an adapter, the base under it is whoever makes the trainer's to bring again."""
+        trunk = {name: parameter.detach() for name, parameter in self._trained().items()}
+        return {"head": dict(self.head.state_dict()), "trunk": trunk}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _require_same("trunk" not in state, "on the policy's own trunk", has_now="is a model of its own")
+        own = self._trained()
+        if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in state["trunk"].items()}:
+            raise ConfigError(
+                f"The checkpoint's critic has {len(state['trunk'])} trained weights, this one {len(own)}, with other names or "
+                "sizes. Give Trainer(critic=…) a model made as it was made then."
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state["trunk"][name])
+        self.head.load_state_dict(state["head"])
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        decoder: nn.Module = plain_model(self._trunk.model).get_decoder()
+        return {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+
+
+def _require_same(is_other: bool, then: str, *, has_now: str) -> None:
+    if is_other:
+        raise ConfigError(
+            f"The critic of this checkpoint is {then}, but the one to go on with {has_now}. Resume with the kind of critic that "
+            "it was trained with: make_ppo(critic=…)."
+        )
+
+
 @torch.no_grad()
 def expected_values(
-    policy: TrainedPolicy, head: ValueHead, batches: Sequence[Sequence[SAWItem]], pad_token_id: int = 0
+    policy: TrainedPolicy, critic: Critic, batches: Sequence[Sequence[SAWItem]], pad_token_id: int = 0
 ) -> dict[int, np.ndarray]:
     """What the critic says before each action token of every sample, by the sample's identity."""
     found: dict[int, np.ndarray] = {}
     for members in batches:
-        batch = policy.batch(members, pad_token_id)
-        values = head(policy.action_hidden(batch)).cpu().numpy()
+        values = critic.values(policy.batch(members, pad_token_id), None, policy).cpu().numpy()
         counts = np.cumsum([item.num_action_tokens for item in members])[:-1]
         for item, own in zip(members, np.split(values, counts), strict=True):
             found[id(item)] = own

@@ -58,8 +58,8 @@ def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
         [
             f"Sampler and trainer disagree: on the first batch, before any update, log-probs differ by {difference:.3f} nats per "
             f"token on average (more than parity_tolerance={tolerance}). Usual causes: another precision, a sampling "
-            "temperature or top-p that the trainer does not know of, an adapter that only one of them has, or samples of "
-            "another model."
+            "temperature that the samples do not tell, an adapter that only one of them has, or samples of another model. "
+            "kl_actor_policy_q1 to _q4 say where in a sample they differ."
         ]
     )
 

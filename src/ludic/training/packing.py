@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.types import ConfigError, SAWItem, objective_of
+from ludic.models.supports import Supports
+from ludic.types import ConfigError, SAWItem, TokenSupports, objective_of
 
 
 class TooLong(StrEnum):
@@ -168,6 +169,8 @@ class ActionFields:
     """Under the policy that sampled it."""
     inverse_temperature_A: Tensor
     num_items: int
+    supports: Supports | None = None
+    """What each was drawn from, where a sampler ruled tokens out."""
     value_A: Tensor | None = None
     """What a critic expected before the update."""
     return_A: Tensor | None = None
@@ -225,6 +228,7 @@ def action_fields(items: Sequence[SAWItem], starts: Sequence[int] | np.ndarray, 
         old_logp_A=_old_logps(items, device),
         inverse_temperature_A=_to((1 / np.repeat(temperatures, counts)).astype(np.float32), device),
         num_items=len(items),
+        supports=_supports(items, device),
         value_A=_attached([item.attachments.token_values for item in items], device),
         return_A=_attached([item.attachments.token_returns for item in items], device),
         objectives=_objectives(items),
@@ -235,6 +239,17 @@ def action_fields(items: Sequence[SAWItem], starts: Sequence[int] | np.ndarray, 
 def _attached(arrays: Sequence[np.ndarray | None], device: torch.device) -> Tensor | None:
     given = [array for array in arrays if array is not None]
     return _to(np.concatenate(given), device) if given and len(given) == len(arrays) else None
+
+
+def _supports(items: Sequence[SAWItem], device: torch.device) -> Supports | None:
+    given = [item.attachments.supports for item in items]
+    if all(one is None for one in given):
+        return None
+    whole = TokenSupports.joined(
+        item.num_action_tokens if one is None else one for item, one in zip(items, given, strict=True)
+    )
+    rows_S = np.repeat(np.arange(len(whole)), whole.lengths)
+    return Supports(_to(whole.ids.astype(np.int64), device), _to(rows_S, device), (0, *whole.ends.tolist()))
 
 
 def _check_prompt(item: SAWItem) -> None:
@@ -294,6 +309,7 @@ def collate_saw_items(
     items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """[B, L] tensors padded at the right, and one weight per sample."""
+    _check_whole_vocabulary(items)
     if not items:
         raise ValueError("There is nothing to collate: the list of items is empty.")
     longest = max(len(item.input_ids) for item in items)
@@ -317,11 +333,23 @@ def collate_saw_items(
         "action_mask": mask,
         "weight": np.array([item.weight for item in items], dtype=np.float32),
         "token_weight": weights,
+        "inverse_temperature": np.array(
+            [1 / (item.attachments.temperature or 1.0) for item in items], dtype=np.float32
+        ),
     }
     if items[0].actor_logps is not None:
         arrays |= {"actor_logps": logps, "old_logp_action": logps.sum(axis=1)}
     device = torch.device(device)
     return {name: _to(array, device) for name, array in arrays.items()}
+
+
+def _check_whole_vocabulary(items: Sequence[SAWItem]) -> None:
+    cut = next((item for item in items if item.attachments.supports is not None), None)
+    if cut is not None:
+        raise ConfigError(
+            f"A sample (rollout {cut.meta.get('rollout_id')}) was drawn from a part of the vocabulary (top_p, top_k or min_p), "
+            "which padded batches of whole logits do not know. Train with Trainer, or sample without truncation."
+        )
 
 
 def collate_micro_batches(

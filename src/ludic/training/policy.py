@@ -13,6 +13,7 @@ from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.models.attention import route_attention
 from ludic.models.head import EntropyMode, Head, chosen_logps, compute, find_head, hidden_states, plain_model
 from ludic.models.packed import PackedSequences
+from ludic.models.vocabulary_kl import VocabularyKL, vocabulary_kl
 from ludic.training.packing import ActionFields, PackedBatch, action_fields, pack
 from ludic.types import SAWItem
 
@@ -49,7 +50,7 @@ class TrainedPolicy:
         return pack(items, self.device) if self.packed else _padded(items, pad_token_id, self.device)
 
     def logps(self, batch: PackedBatch, *, entropy: EntropyMode | None = None) -> tuple[Tensor, Tensor | None]:
-        """[A] log-probs of the action tokens at their sampling temperature, and entropies if asked for."""
+        """[A] log-probs of the action tokens under the distributions they were drawn from, and entropies if asked for."""
         return self.outputs(batch, entropy=entropy)[1:]
 
     def outputs(
@@ -67,6 +68,15 @@ class TrainedPolicy:
         """[A, D] the hidden states alone."""
         return compute(self.model, lambda: self._action_hidden(batch))
 
+    def kl_to(self, teacher: "TrainedPolicy", hidden_AD: Tensor, batch: PackedBatch, how: VocabularyKL) -> Tensor:
+        """[A] KL to a frozen teacher at the action tokens, whose hidden states under this policy are `hidden_AD`."""
+        with torch.no_grad():
+            teacher_AE = teacher.action_hidden(batch)
+        with self._precision():
+            return vocabulary_kl(
+                hidden_AD, self._head, teacher_AE, teacher.head, batch.actions.inverse_temperature_A, how
+            )
+
     def _action_hidden(self, batch: PackedBatch) -> Tensor:
         with self._precision():
             return self._hidden(batch).index_select(0, batch.actions.predictor_A)
@@ -76,7 +86,14 @@ class TrainedPolicy:
     ) -> tuple[Tensor, Tensor | None]:
         actions = batch.actions
         with self._precision():
-            return chosen_logps(hidden_AD, self._head, actions.target_A, actions.inverse_temperature_A, entropy=entropy)
+            return chosen_logps(
+                hidden_AD,
+                self._head,
+                actions.target_A,
+                actions.inverse_temperature_A,
+                entropy=entropy,
+                supports=actions.supports,
+            )
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         """Flat hidden states of all tokens, padding included."""

@@ -9,6 +9,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.dealing import NothingToTrainOn, Prepared
 from ludic.training.guards import check_masks
 from ludic.training.packing import TooLong, fit_length
+from ludic.training.repeatable import require_repeatable
 from ludic.training.stats import batch_stats
 from ludic.types import BatchSource, Reducer, SAWBatch, SAWItem
 
@@ -35,6 +36,7 @@ def prepare(batch: SAWBatch, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -
     kept = SAWBatch(items=fresh, meta=dict(batch.meta))
     if algo.preprocess is not None and fresh:
         kept = algo.preprocess(kept)
+    require_repeatable(kept.items, algo.loss)
     fitted = fit_length(kept.items, cfg.max_seq_len, TooLong(cfg.too_long))
     items = [item for item in fitted.items if item.num_action_tokens]
     counts = {

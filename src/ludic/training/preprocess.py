@@ -56,11 +56,14 @@ def _share(indices: list[int], batch: SAWBatch) -> str:
 
 
 def forget_temperature(batch: SAWBatch) -> SAWBatch:
-    """The batch as if its tokens had been sampled at temperature 1.
+    """The batch as if its tokens had been sampled at temperature 1, from the whole vocabulary.
 
     For imitation: what is learned is the model's own distribution, and not the one that some sampler made of it.
     """
-    items = [replace(item, attachments=replace(item.attachments, temperature=None)) for item in batch.items]
+    items = [
+        replace(item, attachments=replace(item.attachments, temperature=None, supports=None, unrepeatable=None))
+        for item in batch.items
+    ]
     return SAWBatch(items=items, meta=dict(batch.meta))
 
 

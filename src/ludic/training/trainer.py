@@ -9,15 +9,14 @@ The heavy part runs in a thread, so that whatever generates the next batch goes 
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
@@ -25,13 +24,16 @@ from ludic.distributed.ranks import OneProcess, RankFailed, Ranks, check_togethe
 from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.compiling import compile_layers
 from ludic.models.head import plain_model
+from ludic.models.loading import LoadedModel
+from ludic.models.recomputing import recompute_activations
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.critic import ValueHead, expected_values
-from ludic.training.dealing import Ending, EndKind, Prepared, Share, deal, recredited
+from ludic.training.crediting import explained_variance, give_own_rate, make_critic, value_moments, with_advantages
+from ludic.training.dealing import Ending, EndKind, Prepared, Share, deal
 from ludic.training.drift import DriftProbe
 from ludic.training.evaluating import Evaluating
+from ludic.training.frozen_teacher import frozen_teacher
 from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
 from ludic.training.guards import check_model, check_parity
 from ludic.training.local_adamw import LocalAdamW
@@ -96,11 +98,15 @@ class Trainer:
         reducers: Mapping[str, Reducer] | None = None,
         evaluator: Evaluator | None = None,
         reference: Any = None,
+        critic: Any = None,
+        teacher: LoadedModel | None = None,
         tokenizer: Any = None,
         ranks: Ranks | None = None,
     ) -> None:
         """With several `ranks` the model is sharded (shard_model); a source on the first rank alone feeds all of them, the
-        others are given None. Publisher, logger and evaluator are only used on the first."""
+        others are given None. Publisher, logger and evaluator are only used on the first. `teacher` is for losses that compare
+        whole distributions (`make_opd(kl="reverse")`), `critic` for critics with a model of their own
+        (`make_ppo(critic="separate")`)."""
         self.cfg = cfg if cfg is not None else TrainerConfig()
         self.ranks: Ranks = ranks if ranks is not None else OneProcess()
         self.model, self.algo, self.batch_source = model, algo, batch_source
@@ -122,11 +128,15 @@ class Trainer:
             evaluator=evaluator,
         )
         check_together(self.ranks, lambda: check_parts(given))
-        self._prepare_model(enable_gradient_checkpointing or self.cfg.gradient_checkpointing)
+        recomputes = enable_gradient_checkpointing or self.cfg.gradient_checkpointing
+        self._prepare_model(recomputes)
         self.policy = TrainedPolicy(model, packed=self.cfg.packed, mixed_precision_dtype=self.cfg.mixed_precision_dtype)
         self._compile_if_asked()  # after the policy has looked at the layers
         self.reference = self._make_reference(reference)
-        self.value_head = self._make_value_head()
+        self.teacher = frozen_teacher(
+            teacher, algo, self.policy, self.cfg, tokenizer=tokenizer, is_spread=self._is_spread
+        )
+        self.critic = make_critic(critic, algo, self.policy, self.cfg, is_spread=self._is_spread, recomputes=recomputes)
         self.optimizer = self.initialize_optimizer()
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0
@@ -186,10 +196,7 @@ class Trainer:
             self.model.to(self.cfg.model_device)
         self.model.train()
         if with_checkpointing:
-            inner = plain_model(self.model)
-            inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            # Without re-entrance inputs need no gradient, and the hook for it would cost the engine its fast way.
-            inner.disable_input_require_grads()
+            recompute_activations(self.model)
 
     def _compile_if_asked(self) -> None:
         if self.cfg.compile or (is_sharded(self.model) and settings_of(self.model).compile):
@@ -210,19 +217,6 @@ class Trainer:
             "base model is the reference."
         )
 
-    def _make_value_head(self) -> ValueHead | None:
-        if not self.algo.loss.needs_values:
-            return None
-        if is_tensor_parallel(self.model):
-            raise ConfigError(
-                f"{self.algo.name} trains a critic, which is not supported with tensor parallel; use FSDP."
-            )
-        if self.algo.advantages is None:
-            raise ConfigError(
-                f"{self.algo.name} trains a critic, but does not say how to use it; set advantages=TokenGAE(…)."
-            )
-        return ValueHead(self.policy.head.shape[1]).to(self.policy.device)
-
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over everything trainable; override for another."""
         parameters = self._trained_parameters()
@@ -230,7 +224,7 @@ class Trainer:
             raise ConfigError("The model has no parameter that requires a gradient.")
         on_gpu = parameters[0].is_cuda
         kind = FullPrecisionAdamW if is_narrow(parameters) else LocalAdamW
-        return kind(
+        optimizer = kind(
             parameters,
             lr=self.cfg.lr,
             betas=self.cfg.betas,
@@ -239,12 +233,18 @@ class Trainer:
             fused=on_gpu,
             foreach=not on_gpu,
         )
+        if self.cfg.critic_lr is not None:
+            give_own_rate(optimizer, len(parameters) - len(self._critic_parameters()), self.cfg.critic_lr)
+        return optimizer
 
     def _trained_parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad] + self._critic_parameters()
+        return [*self._policy_parameters(), *self._critic_parameters()]
+
+    def _policy_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
 
     def _critic_parameters(self) -> list[torch.nn.Parameter]:
-        return [] if self.value_head is None else list(self.value_head.parameters())
+        return [] if self.critic is None else self.critic.parameters()
 
     # --- the loop ---
 
@@ -364,22 +364,25 @@ class Trainer:
             micro_token_budget=self.cfg.micro_token_budget,
             pad_token_id=self.cfg.pad_token_id,
             reference=self.reference,
-            value_head=self.value_head,
+            teacher=self.teacher,
+            critic=self.critic,
             watch_entropy=self.cfg.watch_entropy,
             facts=facts,
             ranks=self.ranks,
         )
-        norm = self._apply_gradients()
+        if self.critic is not None:
+            sums.add(value_moments(items))
+        norms = self._apply_gradients()
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_trained(self.step, self._num_brought)
         if probe is not None:
             sums.add(probe.measure())
-        stats = effective_share(self._over_ranks(sums))
+        stats = explained_variance(effective_share(self._over_ranks(sums)))
         if isinstance(self.algo.credit_assigner, FollowsDrift):
             self.algo.credit_assigner.notify_drift(stats["policy_drift"])
         if is_first and self.ranks.is_first:
             check_parity(stats, self.cfg.parity_tolerance)
-        return {**share.stats, **stats, "grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
+        return {**share.stats, **stats, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def _drift_probe(self, items: list[SAWItem]) -> DriftProbe | None:
         """For credit rules that want to know how far an update moves the policy."""
@@ -394,41 +397,43 @@ class Trainer:
 
     def _with_advantages(self, share: Share) -> tuple[list[SAWItem], BatchFacts]:
         """With a critic: weights from what it expects of these samples now."""
-        if self.value_head is None or self.algo.advantages is None:
+        if self.critic is None:
             return share.items, share.facts
-        bins = equal_micro_batches(self.policy, share.items, self.cfg.micro_token_budget, self.ranks)
-        values = expected_values(self.policy, self.value_head, bins, self.cfg.pad_token_id)
-        expected = [_with_values(item, values[id(item)]) for item in share.items]
-        return recredited(self.ranks, expected, self._credit)
+        return with_advantages(self.critic, self.algo, self.policy, share, self.cfg, self.ranks)
 
-    def _credit(self, items: list[SAWItem]) -> list[SAWItem]:
-        """An episode that became several samples is credited as one, whichever ranks they are on."""
-        assert self.algo.advantages is not None, "whoever calls it has checked"
-        return self.algo.advantages.credit(items, [_values(item) for item in items])
-
-    def _apply_gradients(self) -> float:
-        norm = self._clip_gradients(self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf"))
+    def _apply_gradients(self) -> dict[str, float]:
+        """One optimizer step; the norms that the gradients had."""
+        norms = self._clip_gradients(self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf"))
         schedule = self.cfg.lr_schedule
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * (schedule(self.step) if schedule is not None else 1.0)
-        if norm != norm or norm == float("inf"):
+        if not all(map(math.isfinite, norms.values())):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
-                f"The gradient of step {self.step} is {norm}; the weights were left as they are. Look at the batch's log-probs "
-                "and weights, lower lr, or train in fp32."
+                f"The gradient of step {self.step} is not finite ({norms}); the weights were left as they are. Look at the batch's "
+                "log-probs and weights, lower lr, or train in fp32."
             )
         with self._publishing.while_changing_weights(self.step + 1):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._untrained_from = None
-        return norm
+        return norms
 
-    def _clip_gradients(self, limit: float) -> float:
-        parameters = self._trained_parameters()
+    def _clip_gradients(self, limit: float) -> dict[str, float]:
+        """Together; but a critic apart from the policy must not scale the policy's gradient either."""
+        if self._is_spread:
+            self.ranks.sum_tensors([p.grad for p in self._critic_parameters() if p.grad is not None])
+        if self.critic is None or not self.critic.is_apart:
+            return {"grad_norm": self._clipped(self._trained_parameters(), limit)}
+        return {
+            "grad_norm": self._clipped(self._policy_parameters(), limit),
+            "critic_grad_norm": self._clipped(self._critic_parameters(), limit),
+        }
+
+    def _clipped(self, parameters: list[torch.nn.Parameter], limit: float) -> float:
         if not self._is_spread:
             return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-        self.ranks.sum_tensors([p.grad for p in self._critic_parameters() if p.grad is not None])
         return clip_gradients([p.grad for p in parameters if p.grad is not None], limit, self.ranks)
 
     def _publish(self) -> None:
@@ -485,8 +490,8 @@ class Trainer:
         """Data as it stood before the first batch that has not been trained on: that one is made again."""
         data = self._untrained_from if self._untrained_from is not None else self._data_states()
         state: dict[str, Any] = {"step": self.step, "rng": rng_state(), **data}
-        if self.value_head is not None:
-            state["value_head"] = self.value_head.state_dict()
+        if self.critic is not None:
+            state["critic"] = self.critic.state_dict()
         return state
 
     def _data_states(self) -> dict[str, Any]:
@@ -520,10 +525,11 @@ class Trainer:
             chosen = {"path": where}
         state = self.checkpointer.load(model=self.model, optimizer=self.optimizer, **chosen)
         self.step = int(state["step"])
-        parts = self._data_parts()
-        if self.value_head is not None:
-            parts["value_head"] = self.value_head
-        for name, part in parts.items():
+        if self.critic is not None:
+            if "critic" not in state:
+                raise ConfigError(f"{self.algo.name} has a critic, but the checkpoint to resume from holds none.")
+            self.critic.load_state_dict(state["critic"])
+        for name, part in self._data_parts().items():
             if name in state:
                 part.load_state_dict(state[name])
         self._publishing.begin(self.step, is_resumed=True)
@@ -548,12 +554,3 @@ class Trainer:
 
     def eval_sync(self) -> dict[str, float]:
         return asyncio.run(self.eval())
-
-
-def _with_values(item: SAWItem, values: np.ndarray) -> SAWItem:
-    return replace(item, attachments=replace(item.attachments, token_values=values))
-
-
-def _values(item: SAWItem) -> np.ndarray:
-    assert item.attachments.token_values is not None, "written just before"
-    return item.attachments.token_values

@@ -15,7 +15,7 @@ from torch import Tensor
 from ludic.distributed.fsdp import sync_gradients
 from ludic.distributed.ranks import OneProcess, Ranks
 from ludic.models.head import EntropyMode
-from ludic.training.critic import ValueHead
+from ludic.training.critic import Critic
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.tokens import over_tokens
 from ludic.training.packing import FILLER, PackedBatch, split_items_by_token_budget, split_packed
@@ -71,7 +71,8 @@ def accumulate_gradients(
     micro_token_budget: int,
     pad_token_id: int = 0,
     reference: Reference | None = None,
-    value_head: ValueHead | None = None,
+    teacher: TrainedPolicy | None = None,
+    critic: Critic | None = None,
     watch_entropy: bool = False,
     facts: BatchFacts | None = None,
     ranks: Ranks | None = None,
@@ -86,7 +87,7 @@ def accumulate_gradients(
     for number, members in enumerate(bins):
         batch = policy.batch(members, pad_token_id)
         sync_gradients(policy.model, is_last=number == len(bins) - 1)
-        tokens = action_tokens(policy, loss, batch, facts, reference, value_head, watch_entropy)
+        tokens = action_tokens(policy, loss, batch, facts, reference, critic, watch_entropy, teacher)
         if members[0] is FILLER:
             _nothing(tokens).backward()
             continue
@@ -101,7 +102,7 @@ def accumulate_gradients(
 
 def _nothing(tokens: ActionTokens) -> Tensor:
     """Zero, by way of everything that a loss could have used: the gradients are there, and are zero."""
-    used = (tokens.logps, tokens.entropy, tokens.values)
+    used = (tokens.logps, tokens.entropy, tokens.values, tokens.teacher_kl)
     return sum((values.sum() for values in used if values is not None), torch.zeros(())) * 0.0
 
 
@@ -111,8 +112,9 @@ def action_tokens(
     batch: PackedBatch,
     facts: BatchFacts,
     reference: Reference | None,
-    value_head: ValueHead | None,
+    critic: Critic | None,
     watch_entropy: bool,
+    teacher: TrainedPolicy | None = None,
 ) -> ActionTokens:
     """What the loss sees of one micro-batch."""
     entropy_mode: EntropyMode | None = "train" if loss.needs_entropy else "watch" if watch_entropy else None
@@ -127,7 +129,8 @@ def action_tokens(
         old_logps=actions.old_logp_A,
         ref_logps=reference.logps(batch) if reference is not None and loss.needs_reference else None,
         entropy=entropy,
-        values=value_head(hidden_AD) if value_head is not None else None,
+        teacher_kl=policy.kl_to(teacher, hidden_AD, batch, loss.distils) if teacher and loss.distils else None,
+        values=critic.values(batch, hidden_AD, policy) if critic is not None else None,
         returns=actions.return_A,
         old_values=actions.value_A,
         objectives=actions.objectives,

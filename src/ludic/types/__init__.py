@@ -1,5 +1,6 @@
 """The floor: what crosses a package border. Standard library and numpy only."""
 
+from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, token_array
 from ludic.types.errors import (
     ConfigError,
     ContextError,
@@ -61,6 +62,7 @@ from ludic.types.reducers import (
     default_reducers,
     percent_keys,
 )
+from ludic.types.repeating import unrepeatable_settings
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, prompt_key
 from ludic.types.rollout import Failure, Rollout, is_parse_failure, load_rollouts, save_rollouts
 from ludic.types.samples import (
@@ -85,23 +87,15 @@ from ludic.types.steps import (
     StopReason,
     new_id,
 )
-from ludic.types.tokens import (
-    LogprobArray,
-    TokenArray,
-    TokenIds,
-    TokenLog,
-    TokenTrace,
-    VersionRun,
-    logprob_array,
-    token_array,
-)
+from ludic.types.supports import TokenSupports
+from ludic.types.tokens import TokenLog, TokenTrace, VersionRun
 
 __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
     "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
-    "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "VersionRun", "token_array", "logprob_array",
-    "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
-    "InferenceSpec", "BackendExtensions", "VLLMExtensions",
+    "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "TokenSupports", "VersionRun", "token_array",
+    "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
+    "InferenceSpec", "BackendExtensions", "VLLMExtensions", "unrepeatable_settings",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
     "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "save_rollouts",
     "load_rollouts",

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ludic.types.arrays import TokenArray, token_array
 from ludic.types.errors import ConfigError
 from ludic.types.messages import JSON
-from ludic.types.tokens import TokenArray, TokenTrace, VersionRun, token_array
+from ludic.types.supports import TokenSupports
+from ludic.types.tokens import TokenTrace, VersionRun
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,11 @@ class SamplingParams:
             raise ConfigError(
                 f"SamplingParams.min_tokens={self.min_tokens}; it must lie between 0 and max_tokens={self.max_tokens}."
             )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary only. The likeliest token is in every part."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def to_openai_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {
@@ -180,6 +187,8 @@ class ChatResponse:
     completion_logprobs: Sequence[float] | Any | None = None
     finish_reason: str | None = None
     version_runs: tuple[VersionRun, ...] = ()
+    supports: TokenSupports | None = None
+    """What each completion token was drawn from, where the request ruled tokens out and the server says which."""
 
     def __post_init__(self) -> None:
         logprobs = self.completion_logprobs
@@ -207,4 +216,5 @@ class ChatResponse:
             finish_reason=self.finish_reason,
             version_runs=self.version_runs,
             temperature=temperature,
+            supports=self.supports,
         )

@@ -11,7 +11,9 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.tokens import LogprobArray, TokenArray, VersionRun, logprob_array, token_array
+from ludic.types.arrays import LogprobArray, TokenArray, logprob_array, token_array
+from ludic.types.supports import TokenSupports
+from ludic.types.tokens import VersionRun
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, step index)."""
@@ -30,7 +32,7 @@ class ActorTokenLogps:
         return len(self.token_logps)
 
 
-_PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps")
+_PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,8 +50,14 @@ class SampleAttachments:
     """What it should have expected."""
     teacher_logps: LogprobArray | None = None
     """Log-probability of each action token under a teacher, at the temperature that it was sampled with."""
+    token_turns: LogprobArray | None = None
+    """Which turn of its rollout each action token belongs to, counted from 0. For critics that judge turns."""
     temperature: float | None = None
     """What the action tokens were sampled with; the trainer's log-probs use the same. None means 1."""
+    supports: TokenSupports | None = None
+    """What each action token was drawn from, where the sampler ruled tokens out; the trainer's log-probs are over the same."""
+    unrepeatable: str | None = None
+    """Settings of the sampler that a trainer cannot repeat from what is here ("top_p=0.9"): no ratio can be taken."""
     version_runs: tuple[VersionRun, ...] = ()
     """Which policy version sampled which action tokens, in order; empty when nobody said."""
 
@@ -72,7 +80,8 @@ class SampleAttachments:
             left -= length
         per_token = {name: None if (a := getattr(self, name)) is None else a[:count] for name in _PER_TOKEN}
         logps = None if self.actor_logps is None else ActorTokenLogps(self.actor_logps.token_logps[:count])
-        return replace(self, actor_logps=logps, version_runs=tuple(runs), **per_token)
+        supports = None if self.supports is None else self.supports.first(count)
+        return replace(self, actor_logps=logps, version_runs=tuple(runs), supports=supports, **per_token)
 
 
 def _mask_array(mask: Sequence[int] | npt.NDArray[Any], name: str, length: int) -> npt.NDArray[np.bool_]:
@@ -137,10 +146,15 @@ def _check_lengths(item: SAWItem) -> None:
     arrays = {name: getattr(attached, name) for name in _PER_TOKEN}
     lengths = {name: None if array is None else len(array) for name, array in arrays.items()}
     lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
+    lengths["supports"] = None if attached.supports is None else len(attached.supports)
     lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
     wrong = {name: length for name, length in lengths.items() if length not in (None, item.num_action_tokens)}
     if wrong:
         raise ValueError(f"SAWItem has {item.num_action_tokens} action tokens, but {wrong} of its attachments.")
+    if attached.supports is not None:
+        outside = attached.supports.first_outside(item.input_ids[item.action_mask])
+        if outside is not None:
+            raise ValueError(f"Action token {outside} is not among the candidates that it is said to be drawn from.")
 
 
 @runtime_checkable

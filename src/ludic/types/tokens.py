@@ -7,60 +7,15 @@ that storing every call of an episode costs memory linear in its tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-TokenArray: TypeAlias = npt.NDArray[np.int32]
-LogprobArray: TypeAlias = npt.NDArray[np.float32]
-TokenIds: TypeAlias = TokenArray | Sequence[int]
-"""What a constructor accepts; what it stores is a TokenArray."""
+from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, token_array
+from ludic.types.supports import TokenSupports
 
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-_NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
-_NO_TOKENS.setflags(write=False)
-
-
-def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array itself if nobody can change it, else a copy: whoever made it may use its buffer again."""
-    if not array.flags.writeable:
-        return array
-    copied = array.copy()
-    copied.setflags(write=False)
-    return copied
-
-
-def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
-    """`ids` as int32, or a TypeError that names the field."""
-    if type(ids) is np.ndarray and ids.dtype is _INT32 and ids.ndim == 1:
-        return _frozen(ids)
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
-        raise TypeError(f"{name} must be a list or array of int, got {type(ids).__name__}.")
-    if len(ids) == 0:
-        return _NO_TOKENS
-    wide = np.asarray(ids)
-    if wide.ndim != 1 or wide.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be a flat list of int, got elements of dtype {wide.dtype}.")
-    narrow = wide.astype(np.int32)
-    if (narrow != wide).any():
-        raise ValueError(f"{name} contains ids that do not fit 32 bits (max {wide.max()}).")
-    narrow.setflags(write=False)
-    return narrow
-
-
-def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "logprobs") -> LogprobArray:
-    """`logprobs` as float32, or a TypeError that names the field."""
-    if type(logprobs) is np.ndarray and logprobs.dtype is _FLOAT32 and logprobs.ndim == 1:
-        return _frozen(logprobs)
-    if isinstance(logprobs, (str, bytes)) or not isinstance(logprobs, (Sequence, np.ndarray)):
-        raise TypeError(f"{name} must be a list or array of numbers, got {type(logprobs).__name__}.")
-    wide = np.asarray(logprobs)
-    if wide.size and (wide.ndim != 1 or wide.dtype.kind not in "iuf"):
-        raise TypeError(f"{name} must be a flat list of numbers, got elements of dtype {wide.dtype}.")
-    narrow = wide.astype(np.float32)
-    narrow.setflags(write=False)
-    return narrow
+_INT32 = np.dtype(np.int32)
 
 
 class TokenLog:
@@ -121,6 +76,10 @@ class TokenTrace:
     """Which policy version sampled which stretch of the completion; empty when the client does not say."""
     temperature: float | None = None
     """Sampling temperature, so that a trainer can compute log-probs of the same distribution."""
+    supports: TokenSupports | None = None
+    """What each completion token was drawn from, where the sampler ruled tokens out and said which."""
+    unrepeatable: str | None = None
+    """Settings that shaped the distribution and that no trainer can repeat from what is here, such as "top_p=0.9"."""
 
     def __init__(
         self,
@@ -130,6 +89,8 @@ class TokenTrace:
         finish_reason: str | None = None,
         version_runs: Sequence[tuple[int, int]] = (),
         temperature: float | None = None,
+        supports: TokenSupports | None = None,
+        unrepeatable: str | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "prompt_token_ids", token_array(prompt_token_ids, "prompt_token_ids"))
@@ -146,6 +107,10 @@ class TokenTrace:
         put(self, "finish_reason", finish_reason)
         put(self, "version_runs", _checked_runs(version_runs, len(completion)) if version_runs else ())
         put(self, "temperature", temperature)
+        if supports is not None and len(supports) != len(completion):
+            raise ValueError(f"TokenTrace has {len(completion)} completion tokens but {len(supports)} supports.")
+        put(self, "supports", supports)
+        put(self, "unrepeatable", unrepeatable)
 
     @property
     def policy_version(self) -> int | None:
@@ -153,7 +118,8 @@ class TokenTrace:
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        """As JSON; the last two only where there is something to say."""
+        data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
             "completion_token_ids": self.completion_token_ids.tolist(),
             "completion_logprobs": None if self.completion_logprobs is None else self.completion_logprobs.tolist(),
@@ -161,6 +127,11 @@ class TokenTrace:
             "version_runs": [list(run) for run in self.version_runs],
             "temperature": self.temperature,
         }
+        if self.supports is not None:
+            data["supports"] = self.supports.to_dict()
+        if self.unrepeatable is not None:
+            data["unrepeatable"] = self.unrepeatable
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TokenTrace":
@@ -174,6 +145,8 @@ class TokenTrace:
             finish_reason=data.get("finish_reason"),
             version_runs=data.get("version_runs") or (),
             temperature=data.get("temperature"),
+            supports=None if data.get("supports") is None else TokenSupports.from_dict(data["supports"]),
+            unrepeatable=data.get("unrepeatable"),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -186,6 +159,8 @@ class TokenTrace:
             and self.finish_reason == other.finish_reason
             and self.version_runs == other.version_runs
             and self.temperature == other.temperature
+            and self.supports == other.supports
+            and self.unrepeatable == other.unrepeatable
         )
 
     __hash__ = None  # type: ignore[assignment]

@@ -101,7 +101,7 @@ async def test_a_full_dialogue_is_summed_up_in_a_call_of_its_own_and_folded():
     assert asked.startswith("third view\n\nBefore you go on: everything above will be forgotten.")
     (shown,) = action.prompt_messages
     assert shown["content"] == (
-        "What you wrote down about the game so far:\nI look for the key.\n\nYour notes:\n- door: east\n\nthird view"
+        "What you wrote down before:\nI look for the key.\n\nYour notes:\n- door: east\n\nthird view"
     )
     assert action.info["new_segment"] and "new_segment" not in summary.info
     agent.on_after_step("fourth view", {})

@@ -13,13 +13,15 @@ from ludic.batch_gen import stitch_rollout
 from ludic.batch_gen.stitching import MAX_INFO_TEXT
 from ludic.context import SlidingWindow, TruncatedThinkingContext
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
-from ludic.types import AgentStep, EnvironmentStep, Failure, Rollout, TokenTrace, VersionRun
+from ludic.types import AgentStep, EnvironmentStep, Failure, Rollout, TokenSupports, TokenTrace, VersionRun
 from tests.fakes import CountingEnv, RecordingClient, ScriptedClient, make_agent
 from tests.unit.batch_gen.parts import RL, SHORT, StepIndex, random_client
 
 
-def call_step(index, prompt, completion, *, turn, logprobs=None, runs=(), temperature=1.0, **fields) -> AgentStep:
-    trace = TokenTrace(prompt, completion, logprobs, "stop", runs, temperature)
+def call_step(
+    index, prompt, completion, *, turn, logprobs=None, runs=(), temperature=1.0, drawn=(None, None), **fields
+) -> AgentStep:
+    trace = TokenTrace(prompt, completion, logprobs, "stop", runs, temperature, *drawn)
     return AgentStep(index=index, prompt_messages=[], action="", trace=trace, turn_id=turn, **fields)
 
 
@@ -76,6 +78,16 @@ def test_turns_that_weigh_differently_give_token_weights_and_their_mean():
     # both tokens of the first turn weigh 1 (its env step), the one of the second weighs 3
     assert item.token_weights.tolist() == [1.0, 1.0, 3.0]
     assert item.weight == pytest.approx(5 / 3)
+
+
+def test_candidates_of_turns_are_put_together_and_what_cannot_be_repeated_is_said_of_the_item():
+    (item,) = stitch_rollout(
+        rollout := two_turns(drawn=(TokenSupports.of([[6, 8]]), "min_tokens=1")), _constant(rollout)
+    )
+    assert [item.attachments.supports[i].tolist() for i in range(3)] == [[], [], [6, 8]]
+    assert item.attachments.unrepeatable == "min_tokens=1"
+    (plain,) = stitch_rollout(rollout := two_turns(), _constant(rollout))
+    assert plain.attachments.supports is None and plain.attachments.unrepeatable is None
 
 
 def test_per_turn_gives_one_item_each():
@@ -177,7 +189,7 @@ def test_missing_and_infinite_weights_name_the_step():
 
 def test_meta_holds_ludics_facts_and_small_ones_of_the_env_that_cannot_replace_them():
     rollout = two_turns()
-    rollout.meta = {"agent_id": "me", "request_meta": {"group_id": "g", "topic": "t"}}
+    rollout.meta = {"agent_id": "me", "model": "m", "request_meta": {"group_id": "g", "topic": "t"}}
     rollout.steps[3].info = {
         "reward": 99.0, "truncated": True, "correct": True, "level": 3, "word": "w",
         "board": [1, 2], "messages": [{"role": "user"}], "final_obs": "x" * (MAX_INFO_TEXT + 1),
@@ -186,7 +198,7 @@ def test_meta_holds_ludics_facts_and_small_ones_of_the_env_that_cannot_replace_t
     meta = dict(item.meta)
     assert (meta.pop("correct"), meta.pop("level"), meta.pop("word")) == (True, 3, "w")
     assert meta == {
-        "rollout_id": rollout.id, "group_id": "g", "agent_id": "me", "delegate": None, "env_name": None, "segment": 0,
+        "rollout_id": rollout.id, "group_id": "g", "agent_id": "me", "policy": "m", "delegate": None, "env_name": None, "segment": 0,
         "step_index": 3, "step_kind": "env", "num_turns": 2, "reward": 1.5, "total_reward": 1.5,
         "completion_length": 3, "prompt_length": 3, "truncated": False, "terminated": True, "stop": None, "episode_truncated": False,
         "finish_reason": "stop", "parse_error": False, "num_parse_errors": 0,

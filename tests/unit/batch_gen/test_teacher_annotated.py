@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from ludic.batch_gen import DomainTeachers, TeacherAnnotatedBatchSource
+from ludic.batch_gen import DomainTeachers, PrivilegedTeacher, TeacherAnnotatedBatchSource, told_first
 from ludic.batch_gen.domain_teachers import domain_of
+from ludic.inference import ByteTemplate
 from ludic.types import (
     AccountsForItems,
     ConfigError,
@@ -148,6 +149,39 @@ async def test_a_domain_without_a_teacher_is_named():
         domain_of(sample([1, 0], [0, 1]))
     with pytest.raises(ConfigError, match="at least one"):
         DomainTeachers({})
+
+
+# --- a teacher that is told more ---
+
+
+async def test_a_privileged_teacher_scores_the_students_tokens_after_its_own_prompt():
+    item = sample([10, 20, 30, 40, 50], [0, 0, 1, 0, 1], temperature=0.5)
+    told = PrivilegedTeacher(CountingTeacher(), lambda item: [7, 7, 7, *item.input_ids[:2]])
+    (seen,) = (await annotating(Given(item), told).next_batch()).items
+    # The first action token is at position 5 for the teacher, and at 2 for the student.
+    assert seen.attachments.teacher_logps.tolist() == pytest.approx([-5.3 / 0.5, -7.5 / 0.5])
+    assert seen.input_ids.tolist() == [10, 20, 30, 40, 50], "what is trained on stays what the student saw"
+
+
+def test_a_hint_is_a_system_message_before_what_the_student_saw():
+    template = ByteTemplate()
+    asked = template.apply([{"role": "user", "content": "q"}]).prompt_token_ids
+    item = sample([*asked, 65], [0] * len(asked) + [1], request_meta={"hint": "It is A."})
+    both = [{"role": "system", "content": "It is A."}, {"role": "user", "content": "q"}]
+    expected = template.apply(both).prompt_token_ids.tolist()
+    assert told_first(template)(item).tolist() == expected
+    own = told_first(template, lambda item: "It is " + chr(item.input_ids[-1]) + ".")
+    assert own(item).tolist() == expected
+
+
+async def test_a_privileged_teacher_without_anything_to_tell_is_refused():
+    item = sample([1, 2], [0, 1])
+    with pytest.raises(ConfigError, match="has no hint"):
+        await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), told_first(ByteTemplate()))).next_batch()
+    with pytest.raises(ConfigError, match="empty prompt"):
+        await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), lambda item: [])).next_batch()
+    with pytest.raises(ConfigError, match="'privileged' has another tokenizer"):
+        annotating(Given(item), PrivilegedTeacher(CountingTeacher("others"), lambda item: [1]))
 
 
 # --- what passes through ---

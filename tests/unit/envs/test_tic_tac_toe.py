@@ -4,7 +4,7 @@ import json
 import pickle
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -418,3 +418,38 @@ def test_the_compact_view_names_free_cells_and_shows_marks():
 def test_a_view_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="no view 'braille'"):
         TicTacToeEnv(view="braille")
+
+
+async def test_the_compact_duel_keeps_the_contract():
+    await check_env(partial(TicTacToeDuel, view="compact", random_plies=2), seeds=tuple(range(6)))
+
+
+def test_a_compact_duel_shows_the_board_to_whoever_is_to_move():
+    env = TicTacToeDuel(view="compact")
+    assert env.reset(seed=0)["X"][0] == "X A1 A2 A3 B1 B2 B3 C1 C2 C3" and env.current_obs()["O"] == ""
+    env.step({"X": "B2"})
+    assert env.current_obs() == {"X": "", "O": "O A1 A2 A3 B1 B2=X B3 C1 C2 C3"}
+    assert env.suggested_sysprompt is None
+    env.step({"O": "B2"})
+    assert env.current_obs()["X"] == "X A1 A2 A3 B1 B2=X B3 C1 C2 C3"  # the end is shown to both
+
+
+@pytest.mark.parametrize(("plies", "to_move"), [(0, "X"), (1, "O"), (2, "X"), (4, "X")])
+def test_the_seed_places_the_first_plies_and_nothing_else(plies, to_move):
+    boards = set()
+    for seed in (*range(8), 0):
+        env = TicTacToeDuel(random_plies=plies)
+        env.reset(seed=seed)
+        board = env.snapshot().world["board"]
+        boards.add((seed, board))
+        assert env.active_agents == [to_move]
+        assert (board.count("X"), board.count("O")) == ((plies + 1) // 2, plies // 2)
+    assert len(boards) == 8, "one seed, one board"
+    assert plies == 0 or len({board for _, board in boards}) > 1
+
+
+def test_dice_cannot_win_a_duel_before_it_begins():
+    with pytest.raises(ConfigError, match="random_plies=5"):
+        TicTacToeDuel(random_plies=5)
+    with pytest.raises(ConfigError, match="no view 'braille'"):
+        TicTacToeDuel(view="braille")

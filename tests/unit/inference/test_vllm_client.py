@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 
 from ludic.inference.http_retry import EndpointError, Retries
 from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm_wire import read_completion
 from ludic.types import (
     BackendExtensions,
     ChatClient,
@@ -238,6 +240,24 @@ async def test_raw_log_probs_are_refused_where_they_would_be_wrong():
             with pytest.raises(ConfigError, match="processed_logprobs"):
                 await client.complete_tokens(a_request(sampling=sampling))
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "sampling", "forced"),
+    [
+        ([-0.5, 0.0, 0.0, 0.0, -0.1, 0.0], {}, [0, 0, 1, 1, 0, 0]),
+        ([-0.5, -0.5, -0.2, 0.0, 0.0, 0.0], {}, [0, 0, 0, 0, 0, 0]),  # the tag was there already
+        ([-0.5, -0.5, 0.0, 0.0, 0.0, 0.0], {}, [0, 0, 1, 1, 1, 1]),
+        ([-0.5, 0.0, 0.0, 0.0, -0.1, 0.0], {"top_p": 0.9}, None),
+    ],
+)
+def test_tokens_that_max_think_forced_had_one_candidate(logprobs, sampling, forced):
+    """So a trainer gives them probability 1 as well, and no gradient: nobody chose them."""
+    choice = {"token_ids": [1, 2, 3, 4, 5, 6], "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
+    asked = a_request(sampling={"temperature": 1.0, **sampling}, extensions=VLLMExtensions(max_think=2))
+    response = read_completion("http://x", msgspec.json.encode({"choices": [choice]}), asked)
+    assert (None if response.supports is None else response.supports.lengths.tolist()) == forced
+    assert read_completion("http://x", msgspec.json.encode({"choices": [choice]}), a_request()).supports is None
 
 
 async def test_a_log_prob_that_is_missing_is_an_error():

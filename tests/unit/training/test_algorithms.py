@@ -55,6 +55,7 @@ from ludic.training.losses import (
     TokenKLLoss,
     tokens_from_logits,
 )
+from ludic.training.losses.mismatch import effective_share
 from ludic.training.packing import collate_saw_items
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.training.hand_made import item, rollout, turn_weights
@@ -143,8 +144,8 @@ PRESETS = {
     ),
     "ppo": (
         {
-            "gamma": 1.0, "lam": 0.95, "normalize_adv": True, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
-            "value_coeff": 0.5, "value_clip_eps": 0.2, "entropy_coeff": 0.0,
+            "gamma": 1.0, "lam": 0.95, "over": "tokens", "normalize_adv": True, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
+            "critic": "shared", "value_coeff": 0.5, "value_clip_eps": 0.2, "entropy_coeff": 0.0,
         },
         PerStepReward,
         CompositeLoss,
@@ -167,7 +168,9 @@ PRESETS = {
         {"reduction": "sample_sum"},
     ),
     "opd": (
-        {"kl_coeff": 1.0, "discount": 0.0, "clip_eps_high": 1.0, "length_normalize": True},
+        {
+            "kl": "sampled", "kl_coeff": 1.0, "discount": 0.0, "clip_eps_high": 1.0, "top_k": None, "length_normalize": True,
+        },
         ConstantCredit,
         CISPOLoss,
         {"clip_eps_low": 1e6, "clip_eps_high": 1.0, "reduction": "sample_mean"},
@@ -425,6 +428,7 @@ def test_a_preset_has_a_page_that_names_every_metric_of_its_loss(name):
     if name == "ppo":
         tokens = replace(tokens, values=torch.zeros(1), returns=torch.ones(1), old_values=torch.zeros(1))
     _, stats = maker(name)().loss.of(tokens)
+    stats = effective_share(dict.fromkeys(stats, 1.0))  # as it is logged
     stats = {metric.split("/")[-1] for metric in stats} if name == "ppo" else stats
     assert {metric for metric in stats if f"`{metric}`" not in text} == set()
 

@@ -21,14 +21,17 @@ from ludic.training.credit_assignment import (
     Relabelled,
     RoleBaselineReturn,
     RoutedCredit,
+    ScaledCredit,
     StateGroupReturn,
+    TrackedValueReturn,
     TurnGroupReturn,
     TurnLeaveOneOutReturn,
     gae,
     returns_to_go,
     turns_of,
 )
-from ludic.types import ConfigError, Rollout, StopReason
+from ludic.training.value_tracker import BetaValueTracker
+from ludic.types import ConfigError, FollowsDrift, Rollout, Stateful, StopReason
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.training.hand_made import agent_step, env_step, failed, rollout, turn_weights
 
@@ -52,6 +55,8 @@ RULES = {
     "RoleBaselineReturn": RoleBaselineReturn(),
     "Relabelled": Relabelled(MonteCarloReturn(0.9), PotentialShaping(lambda r: [0.5] * len(turns_of(r)), gamma=0.9)),
     "RoutedCredit": RoutedCredit({"rl": MonteCarloReturn(0.9)}, default="rl"),
+    "ScaledCredit": ScaledCredit(MonteCarloReturn(0.9), 0.5),
+    "TrackedValueReturn": TrackedValueReturn(BetaValueTracker(low=-10.0, high=10.0), key=lambda r: r.meta["agent_id"]),
     "GAE": GAE(0.9, 0.8, no_values),
 }
 GROUPED = [
@@ -106,6 +111,40 @@ def test_two_rollouts_with_one_id_are_refused(name):
     once = rollout([1.0])
     with pytest.raises(ValueError, match="more than once"):
         RULES[name].compute([once, once])
+
+
+# --- rules around rules ---------------------------------------------------------------------------------------
+
+WRAPPERS = {
+    "ScaledCredit": lambda inner: ScaledCredit(inner, 1.0),
+    "Relabelled": lambda inner: Relabelled(inner, lambda rollout: rollout),
+    "RoutedCredit": lambda inner: RoutedCredit({"rl": inner}, default="rl"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_an_inner_rule_remembers_is_saved_and_loaded_through_its_wrapper(name):
+    wrapped, bare = WRAPPERS[name](RoleBaselineReturn()), RoleBaselineReturn()
+    first, second = [rollout([1.0]), rollout([3.0])], [rollout([2.0])]
+    assert wrapped.compute(first) == bare.compute(first)
+    resumed = WRAPPERS[name](RoleBaselineReturn())
+    assert isinstance(wrapped, Stateful)
+    resumed.load_state_dict(wrapped.state_dict())
+    assert set(resumed.compute(second).values()) == set(bare.compute(second).values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_rule_that_has_to_hear_of_drift_is_refused_by_a_wrapper_that_would_not_tell_it(name):
+    assert not isinstance(WRAPPERS[name](MonteCarloReturn()), FollowsDrift)
+    with pytest.raises(ConfigError, match=r"polic"):
+        WRAPPERS[name](TrackedValueReturn(BetaValueTracker()))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_of_a_rule_without_memory_has_none(name):
+    wrapped = WRAPPERS[name](MonteCarloReturn())
+    assert wrapped.state_dict() == {}
+    wrapped.load_state_dict({})
 
 
 async def test_rollouts_of_a_real_protocol_are_covered():

@@ -28,10 +28,12 @@ from ludic.training.losses import (
     ReinforceLoss,
     SAPOLoss,
     SequenceMask,
+    SequenceRejection,
     SequenceTruncation,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
     TokenMask,
+    TokenRejection,
     TokenTruncation,
     ValueLoss,
     mismatch_stats,
@@ -72,7 +74,7 @@ LOSSES = {
     ),
     "corrected": CorrectedLoss(
         ReinforceBaselineLoss(),
-        [TokenTruncation(1.5), SequenceTruncation(), TokenMask(0.3, 3.0), SequenceMask(0.5, 2.0)],
+        [TokenTruncation(1.5), SequenceTruncation(), TokenMask(0.3, 3.0), SequenceMask(0.5, 2.0), TokenRejection(2.5)],
     ),
 }
 every_loss = pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES.keys())
@@ -427,6 +429,8 @@ def test_wrappers_need_what_their_parts_need():
         (lambda: ValueLoss(clip_eps=0.0), "clip_eps=0.0"),
         (lambda: TokenTruncation(0.0), "cap=0.0"),
         (lambda: SequenceTruncation(-1.0), "cap=-1.0"),
+        (lambda: TokenRejection(0.0), "cap=0.0"),
+        (lambda: SequenceRejection(-2.0), "cap=-2.0"),
         (lambda: TokenMask(2.0, 0.5), "low=2.0, high=0.5"),
         (lambda: SequenceMask(-0.1, 0.5), "low=-0.1"),
         (lambda: CISPOLoss(reduction="constant"), "constant_length"),

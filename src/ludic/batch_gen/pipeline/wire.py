@@ -34,6 +34,7 @@ from ludic.batch_gen.pipeline.wire_columns import (
 )
 from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup, UnwritableGroup, WireLimits
 from ludic.batch_gen.pipeline.wire_meta import decode_metas, encode_metas
+from ludic.batch_gen.pipeline.wire_supports import SupportColumn, decode_supports, encode_supports
 from ludic.types import ActorTokenLogps, MissingExtra, SampleAttachments, SAWItem, TokenArray, VersionRun
 
 __all__ = [
@@ -46,13 +47,15 @@ __all__ = [
     "group_facts",
 ]
 
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 3
 
 _MARK = b"LGRP"
 _HEADER = struct.Struct("<4sBBB")
 _ZSTD = 1
-"""The one flag: the body is a zstd frame."""
-_PLAIN, _PACKED = (_HEADER.pack(_MARK, MAJOR, MINOR, flags) for flags in (0, _ZSTD))
+"""A flag: the body is a zstd frame."""
+_RESHAPED = 2
+"""A flag: what a sampler ruled out is said. A reader that does not know of it would take wrong ratios, and so must refuse."""
+_KNOWN = _ZSTD | _RESHAPED
 _LIMITS = WireLimits()
 
 
@@ -91,8 +94,12 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     token_values: FloatColumn | None = None
     token_returns: FloatColumn | None = None
     teacher_logps: FloatColumn | None = None
+    token_turns: FloatColumn | None = None
     temperatures: memoryview | None = None
     """float64 per item, NaN where an item has none; None when no item has one."""
+    supports: SupportColumn | None = None
+    unrepeatable: list[str | None] | None = None
+    """Per item; None when nothing stands in the way of any."""
     run_counts: memoryview | None = None
     """Version runs of each item, uint32; None when no item has any."""
     run_versions: memoryview = memoryview(b"")
@@ -119,12 +126,14 @@ def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: Wi
         weights=packed([item.weight for item in items], "d"),
         metas=memoryview(encode_metas(item.meta for item in items)),
         **_attachment_fields([item.attachments for item in items]),
+        **_support_fields([item.attachments for item in items], limits),
         **_version_fields([item.attachments.version_runs for item in items], limits),
     )
     if len(group.metas) > limits.max_meta_bytes:
         raise _too_large("bytes of meta", len(group.metas), limits.max_meta_bytes, "Put less into meta.")
     body = _encoder.encode(group)
-    message = _PACKED + _compressed(body) if compress else _PLAIN + body
+    flags = _ZSTD * compress + _RESHAPED * (group.supports is not None or group.unrepeatable is not None)
+    message = _HEADER.pack(_MARK, MAJOR, MINOR, flags) + (_compressed(body) if compress else body)
     size = max(len(message), len(body))
     if size > limits.max_bytes:
         raise _too_large("bytes", size, limits.max_bytes, "Use smaller groups, or raise WireLimits.max_bytes.")
@@ -177,7 +186,16 @@ def _attachment_fields(attached: list[SampleAttachments]) -> dict[str, Any]:
         "token_values": encode_floats([a.token_values for a in attached], try_runs=False),
         "token_returns": encode_floats([a.token_returns for a in attached], try_runs=False),
         "teacher_logps": encode_floats([a.teacher_logps for a in attached], try_runs=False),
+        "token_turns": encode_floats([a.token_turns for a in attached], try_runs=True),
         "temperatures": _temperatures([a.temperature for a in attached]),
+    }
+
+
+def _support_fields(attached: list[SampleAttachments], limits: WireLimits) -> dict[str, Any]:
+    reasons = [a.unrepeatable for a in attached]
+    return {
+        "supports": encode_supports([a.supports for a in attached], limits),
+        "unrepeatable": reasons if any(reason is not None for reason in reasons) else None,
     }
 
 
@@ -244,9 +262,9 @@ def _body(data: bytes, limits: WireLimits) -> bytes | memoryview:
             f"The group was written in wire format {major}.{minor}, but this ludic reads {MAJOR}.x. Update ludic on the "
             f"{who}, and let actors and learners run the same version."
         )
-    if flags & ~_ZSTD:
+    if flags & ~_KNOWN:
         raise UnreadableGroup(
-            f"The group has the flags {flags:#x}, of which this ludic knows {_ZSTD:#x}. Update ludic."
+            f"The group has the flags {flags:#x}, of which this ludic knows {_KNOWN:#x}. Update ludic."
         )
     body = memoryview(data)[_HEADER.size :]
     return _decompressed(body, limits) if flags & _ZSTD else body
@@ -285,7 +303,7 @@ def _items(group: _Group, limits: WireLimits) -> list[SAWItem]:
         [action[span] for span in spans],
         _weights(group, len(spans)),
         _metas(group, limits, len(spans)),
-        _attachments(group, counts, limits),
+        _attachments(group, counts, ids[action], limits),
     )
 
 
@@ -333,7 +351,9 @@ def _metas(group: _Group, limits: WireLimits, num_items: int) -> list[dict[str, 
     return metas
 
 
-def _attachments(group: _Group, counts: list[int], limits: WireLimits) -> list[SampleAttachments]:
+def _attachments(
+    group: _Group, counts: list[int], action_ids: TokenArray, limits: WireLimits
+) -> list[SampleAttachments]:
     return _made(
         SampleAttachments,
         _actor_logps(group, counts),
@@ -342,7 +362,10 @@ def _attachments(group: _Group, counts: list[int], limits: WireLimits) -> list[S
         decode_floats(group.token_values, counts, "token_values", must_be_finite=True),
         decode_floats(group.token_returns, counts, "token_returns", must_be_finite=True),
         decode_floats(group.teacher_logps, counts, "teacher_logps", must_be_finite=True),
+        decode_floats(group.token_turns, counts, "token_turns", must_be_finite=True),
         _read_temperatures(group, len(counts)),
+        decode_supports(group.supports, counts, action_ids, limits),
+        _unrepeatable(group, len(counts)),
         _version_runs(group, counts, limits),
     )
 
@@ -360,6 +383,14 @@ def _read_temperatures(group: _Group, num_items: int) -> list[float | None]:
     if any(value < 0 or value == math.inf for value in values):
         raise UnreadableGroup("temperatures holds values that are negative or infinite.")
     return [None if math.isnan(value) else value for value in values]
+
+
+def _unrepeatable(group: _Group, num_items: int) -> list[str | None]:
+    if group.unrepeatable is None:
+        return [None] * num_items
+    if len(group.unrepeatable) != num_items:
+        raise UnreadableGroup(f"There are {num_items} items, but {len(group.unrepeatable)} of unrepeatable.")
+    return group.unrepeatable
 
 
 def _version_runs(group: _Group, counts: list[int], limits: WireLimits) -> list[tuple[VersionRun, ...]]:

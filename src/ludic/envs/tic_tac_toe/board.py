@@ -12,6 +12,8 @@ from typing import Final, Literal, TypeAlias
 
 Mark: TypeAlias = Literal["X", "O"]
 Result: TypeAlias = Literal["win", "loss", "draw"]
+View: TypeAlias = Literal["text", "compact"]
+"""How a board is shown: drawn, for readers of English, or as `compact` has it."""
 
 FREE: Final = "."
 EMPTY: Final = FREE * 9

@@ -1,10 +1,12 @@
 """Tic-tac-toe for two agents, "X" and "O": turn-based and zero-sum. X moves first.
 
 Both agents hear of every move, so the loser gets its −1 in the very step in which the winner gets its +1.
-There is no chance in it; the seed changes nothing. Rules and perfect play are in board.py.
+There is no chance in it, unless the first plies are drawn by the seed. Rules and perfect play are in board.py.
 """
 
+import random
 from collections.abc import Mapping
+from typing import get_args
 
 from ludic.envs.env import LudicEnv
 from ludic.envs.snapshots import world_of
@@ -16,17 +18,22 @@ from ludic.envs.tic_tac_toe.board import (
     OTHER,
     Mark,
     Result,
+    View,
+    compact,
+    free_cells,
     free_moves,
+    place,
     position,
     read_move,
     refusal,
     render,
     result_for,
 )
-from ludic.types import JSON, Info, Observation, Snapshot, StepOutcome, new_id
+from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 _KIND = "tic_tac_toe_duel"
 _VERSION = 1
+_MAX_RANDOM_PLIES = 4
 _REWARDS: dict[Result | None, float] = {"win": 1.0, "loss": -1.0, "draw": 0.0, None: 0.0}
 _ENDINGS: dict[Result, str] = {"win": "you won", "loss": "you lost", "draw": "a draw"}
 
@@ -34,7 +41,20 @@ _ENDINGS: dict[Result, str] = {"win": "you won", "loss": "you lost", "draw": "a 
 class TicTacToeDuel(LudicEnv[str, Observation, str]):
     """Win +1, loss −1, draw 0. An illegal or missing move ends the game: −1 for the offender, 0 for the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, view: View = "text", random_plies: int = 0) -> None:
+        """`view="compact"` shows ten words to whoever is to move, as in TicTacToeEnv: its mark, then the nine cells.
+
+        `random_plies`: so many marks stand on the board when the game begins, placed at random in turn: players who learn from
+        each other do not get stuck in one game.
+        """
+        if not 0 <= random_plies <= _MAX_RANDOM_PLIES:
+            raise ConfigError(
+                f"random_plies={random_plies}; it is 0 to {_MAX_RANDOM_PLIES}: with one more, dice could win the game."
+            )
+        if view not in get_args(View):
+            raise ConfigError(f"There is no view {view!r}; there is {' and '.join(get_args(View))}.")
+        self.view: View = view
+        self.random_plies = random_plies
         self._board = EMPTY
         self._to_move: Mark = "X"
         self._over = True
@@ -51,10 +71,16 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
 
     @property
     def suggested_sysprompt(self) -> str | None:
+        if self.view == "compact":
+            return None
         return f"You play tic-tac-toe against another player; X moves first. {NOTATION} Reply with your move."
 
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[Observation, Info]]:
         self._board, self._to_move, self._over = EMPTY, "X", False
+        dice = random.Random(seed)
+        for _ in range(self.random_plies):
+            self._board = place(self._board, dice.choice(free_cells(self._board)), self._to_move)
+            self._to_move = OTHER[self._to_move]
         self._episode_id = new_id()
         self._obs = {mark: self._observation(mark, None) for mark in MARKS}
         return {mark: (self._obs[mark], {"agent_mark": mark}) for mark in MARKS}
@@ -85,7 +111,10 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
         self._over = True
         error = refusal(self._board, action, cell)
         told = {mover: error, OTHER[mover]: f"{mover} made an illegal move."}
-        self._obs = {m: f"{told[m]}\n{render(self._board)}\nYou are {m}. Game over." for m in MARKS}
+        if self.view == "compact":
+            self._obs = {m: self._observation(m, None) for m in MARKS}
+        else:
+            self._obs = {m: f"{told[m]}\n{render(self._board)}\nYou are {m}. Game over." for m in MARKS}
         name = None if cell is None else CELLS[cell]
         outcomes = {}
         for mark in MARKS:
@@ -110,6 +139,8 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
         }
 
     def _observation(self, mark: Mark, opponent_cell: int | None) -> Observation:
+        if self.view == "compact":
+            return f"{mark} {compact(self._board)}" if mark == self._to_move or self._over else ""
         lines = [] if opponent_cell is None else [f"Your opponent played {CELLS[opponent_cell]}."]
         lines.append(render(self._board))
         result = result_for(self._board, mark)

@@ -17,6 +17,7 @@ from ludic.envs.tic_tac_toe.board import (
     Mark,
     Position,
     Result,
+    View,
     compact,
     free_moves,
     position,
@@ -28,7 +29,6 @@ from ludic.envs.tic_tac_toe.board import (
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Opponent: TypeAlias = Literal["random", "minimax"]
-View: TypeAlias = Literal["text", "compact"]
 
 _KIND = "tic_tac_toe"
 _VERSION = 1

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.sampling import sample
+from ludic.inference.local.scoring import Scoring
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import paged_decode, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
@@ -132,21 +133,21 @@ class CUDARunner:
         return self._sample_logits(logits_NV, [chunks[i].sequence for i in ready])
 
     @torch.inference_mode()
-    def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]:
-        """Log-probability of every token but the first of each sequence; nothing is stored."""
-        lengths = [len(tokens) for tokens in sequences]
-        flat = np.concatenate(sequences)
+    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+        """Log-probabilities of what is to be scored of texts of one temperature; nothing is stored."""
+        lengths = [len(text.tokens) for text in texts]
+        flat = np.concatenate([text.tokens for text in texts])
         positions = np.concatenate([np.arange(length) for length in lengths])
-        starts = np.cumsum([0, *lengths])
-        where = np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=False)])
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)])
         state = PackedState(None, None, None, [(length, length) for length in lengths])
         scores = []
         logits_NV = self._forward(flat, positions, state, where)
         targets = _to_gpu(flat[where + 1].astype(np.int64))
         for piece, target in zip(logits_NV.split(1024), targets.split(1024), strict=True):
-            scaled = piece.float() / temperature
+            scaled = piece.float() / texts[0].temperature
             scores.append(scaled.gather(-1, target[:, None])[:, 0] - scaled.logsumexp(dim=-1))
-        return list(np.split(torch.cat(scores).cpu().numpy(), np.cumsum([n - 1 for n in lengths])[:-1]))
+        return list(np.split(torch.cat(scores).cpu().numpy(), np.cumsum([text.num_scored for text in texts])[:-1]))
 
     def _sample_logits(self, logits_NV: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         if not sequences:

@@ -15,7 +15,6 @@ import logging
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.memory import free_memory
 from ludic.inference.local.runner import CPURunner, Runner
 from ludic.inference.local.scheduler import Limits, Plan, Scheduler
+from ludic.inference.local.scoring import Scoring, take_batch
 from ludic.inference.local.sequence import Sampled, Sequence
 from ludic.inference.local.sizing import check_rope, eos_ids, kv_shape, num_blocks
 from ludic.inference.local.stopping import StopRule
@@ -49,6 +49,9 @@ from ludic.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_SCORED_LOGITS = 1 << 26
+"""Logits held at a time while several texts are scored: a quarter of a gigabyte in fp32."""
 
 
 class EngineClosed(PolicyGone):
@@ -132,7 +135,7 @@ class LocalEngine:
         # Everything below is shared with the worker and guarded by the condition.
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
-        self._scoring: list[tuple[np.ndarray[Any, Any], float, ThreadFuture[np.ndarray[Any, Any]]]] = []
+        self._scoring: list[Scoring] = []
         self._open: set[Sequence] = set()
         """Every request that has not been answered, wherever it is: what must be told when the engine ends."""
         self._num_pauses = 0
@@ -218,13 +221,14 @@ class LocalEngine:
         self._check_ids(tokens)
         if len(tokens) > self.max_model_len:
             raise PromptTooLong(len(tokens), self.max_model_len)
-        answer: ThreadFuture[np.ndarray[Any, Any]] = ThreadFuture()
+        if not len(completion):
+            return np.zeros(0, dtype=np.float32)
+        scoring = Scoring(tokens, len(prompt), temperature)
         with self._changed:
             self._require_alive()
-            self._scoring.append((tokens, temperature, answer))
+            self._scoring.append(scoring)
             self._changed.notify_all()
-        scores = await asyncio.wrap_future(answer)
-        return scores[len(prompt) - 1 :]
+        return await asyncio.wrap_future(scoring.answer)
 
     async def get_policy_version(self) -> int:
         return self.version
@@ -501,15 +505,24 @@ class LocalEngine:
                 self._finish(sequence, None)
 
     def _score(self) -> None:
-        for _ in range(len(self._scoring)):
-            with self._changed:
-                tokens, temperature, answer = self._scoring.pop(0)
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(self._ready_runner().score([tokens], temperature)[0])
-                except BaseException as error:
-                    answer.set_exception(_died(error))
-                    raise
+        """As many texts as fit one pass; who is left has the next step, so that generation goes on meanwhile."""
+        with self._changed:
+            taken = take_batch(
+                self._scoring,
+                max_tokens=self._scheduler.limits.max_prefill_tokens,
+                max_logits=_SCORED_LOGITS // self.vocab_size,
+            )
+        batch = [scoring for scoring in taken if scoring.answer.set_running_or_notify_cancel()]
+        if not batch:
+            return
+        try:
+            scores = self._ready_runner().score(batch)
+        except BaseException as error:
+            for scoring in batch:
+                scoring.answer.set_exception(_died(error))
+            raise
+        for scoring, own in zip(batch, scores, strict=True):
+            scoring.answer.set_result(own)
 
     def _drop_cancelled(self) -> None:
         for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
@@ -532,9 +545,9 @@ class LocalEngine:
             self._incoming = []
         for sequence in open_ones:
             sequence.deliver(sequence, self._reason_to_refuse())
-        for _, _, answer in scoring:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(self._reason_to_refuse())
+        for waiting in scoring:
+            if waiting.answer.set_running_or_notify_cancel():
+                waiting.answer.set_exception(self._reason_to_refuse())
         if self._death is None:  # else the books may be what broke
             for sequence in open_ones:
                 self._scheduler.remove(sequence)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span
 from ludic.inference.local.sampling import sample
+from ludic.inference.local.scoring import Scoring
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import AttentionState
 from ludic.models.forward import Forward
@@ -25,7 +26,7 @@ class Runner(Protocol):
 
     def decode(self, sequences: Seq[Sequence], num_rounds: int) -> list[Sampled]: ...
 
-    def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]: ...
+    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]: ...
 
     def keep(self, sequence: Sequence) -> None: ...
 
@@ -71,32 +72,20 @@ class CPURunner:
         return _sampled(logits_NV, [chunk.sequence for chunk in chunks if chunk.reaches_the_end])
 
     @torch.inference_mode()
-    def score(self, sequences: Seq[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]:
-        """Log-probability of every token but the first of each sequence; nothing is stored."""
-        lengths = [len(tokens) for tokens in sequences]
-        flat = [int(t) for tokens in sequences for t in tokens]
+    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+        """Log-probabilities of what is to be scored of texts of one temperature; nothing is stored."""
+        lengths = [len(text.tokens) for text in texts]
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        flat = [int(t) for text in texts for t in text.tokens]
         positions = [p for length in lengths for p in range(length)]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        padding = max(0, self._min_rows - len(flat))
-        spans = [Span(int(start), 0, length, torch.empty(0)) for start, length in zip(starts, lengths, strict=False)]
-        state = PrefillState(None, spans, None)
-        scored = [i for start, length in zip(starts, lengths, strict=False) for i in range(start, start + length - 1)]
-        targets = torch.tensor([flat[i + 1] for i in scored])
-        logps = self._score_flat(flat + [0] * padding, positions + [0] * padding, state, scored, targets, temperature)
-        return list(np.split(logps, np.cumsum([length - 1 for length in lengths])[:-1]))
-
-    def _score_flat(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        state: AttentionState,
-        where: list[int],
-        targets: Tensor,
-        temperature: float,
-    ) -> np.ndarray[Any, Any]:
-        logits_NV = self._forward(tokens, positions, state, where).float() / temperature
-        chosen_N = logits_NV.gather(-1, targets[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
-        return chosen_N.numpy()
+        padding = [0] * max(0, self._min_rows - len(flat))
+        spans = [Span(start, 0, length, torch.empty(0)) for start, length in zip(starts, lengths, strict=True)]
+        where = [i for text, start in zip(texts, starts, strict=True) for i in text.predictors(start)]
+        logits_NV = self._forward(flat + padding, positions + padding, PrefillState(None, spans, None), where).float()
+        logits_NV /= texts[0].temperature
+        targets_N1 = torch.tensor([flat[i + 1] for i in where])[:, None]
+        chosen_N = logits_NV.gather(-1, targets_N1)[:, 0] - logits_NV.logsumexp(dim=-1)
+        return list(np.split(chosen_N.numpy(), np.cumsum([text.num_scored for text in texts])[:-1]))
 
     # --- decoding ---
 

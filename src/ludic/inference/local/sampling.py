@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.sequence import Sequence
-from ludic.types import derive_seed
+from ludic.types import TokenArray, derive_seed
 
 _SEED_RANGE = float(1 << 48)
 _MINUS_INFINITY = float("-inf")
@@ -80,10 +80,10 @@ def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list
 
 
 def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
-    """Top-k, then top-p, then min-p, in place, for the rows that ask for any of them."""
+    """Top-k, then top-p, then min-p, in place, for the rows that ask for any of them; what is left is noted where it is wanted."""
     for row, sequence in enumerate(sequences):
         params = sequence.sampling
-        if params.temperature == 0 or (not params.top_k and params.top_p >= 1 and params.min_p <= 0):
+        if not params.is_truncated:
             continue
         logits_V = logits_NV[row]
         if params.top_k and params.top_k < len(logits_V):
@@ -98,6 +98,14 @@ def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
         if params.min_p > 0:
             threshold = logits_V.max() + torch.log(torch.tensor(params.min_p))
             logits_V[logits_V < threshold] = _MINUS_INFINITY
+        if sequence.keeps_supports:
+            sequence.supports.append(_support(logits_V))
+
+
+def _support(logits_V: Tensor) -> TokenArray:
+    """The tokens that can still be drawn; none if that is all of them."""
+    left = (logits_V > _MINUS_INFINITY).nonzero()[:, 0]
+    return left[: 0 if len(left) == len(logits_V) else None].to(torch.int32).numpy()
 
 
 def _apply_penalties(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:

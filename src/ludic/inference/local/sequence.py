@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ludic.types import ChatResponse, SamplingParams, TokenCompletionRequest, VersionRun
+from ludic.types import ChatResponse, SamplingParams, TokenArray, TokenCompletionRequest, TokenSupports, VersionRun
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +23,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """Prompt and completion."""
     logprobs: list[float] = field(default_factory=list)
+    supports: list[TokenArray] = field(default_factory=list)
+    """What each token of the completion was drawn from, where `keeps_supports`; empty for the whole vocabulary."""
     runs: list[list[int]] = field(default_factory=list)
     """[version, number of tokens] of the completion."""
     blocks: list[int] = field(default_factory=list)
@@ -56,6 +58,11 @@ class Sequence:
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
+
+    @property
+    def keeps_supports(self) -> bool:
+        """Whether somebody who asked for log-probs will want to compute them again, over the same tokens."""
+        return self.sampling.is_truncated and self.request.return_.return_chosen_logprobs
 
     @property
     def num_prompt(self) -> int:
@@ -109,6 +116,7 @@ class Sequence:
             completion_logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=self.finish_reason,
             version_runs=tuple(VersionRun(version, length) for version, length in self.runs),
+            supports=TokenSupports.of(self.supports) if self.keeps_supports else None,
         )
 
 

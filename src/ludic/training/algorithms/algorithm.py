@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ludic.training.critic import TokenGAE
+from ludic.training.advantages import Advantages
+from ludic.training.critic import CriticKind
 from ludic.training.losses import Loss
 from ludic.types import CreditAssigner, SAWBatch
 
@@ -22,10 +23,14 @@ class RLAlgorithm:
     """From rollouts to one weight per step."""
     loss: Loss
     """From action tokens and their weights to a scalar."""
-    advantages: TokenGAE | None = None
+    advantages: Advantages | None = None
     """For algorithms with a critic: how its values turn rewards into weights, just before the update."""
+    critic: CriticKind = CriticKind.SHARED
+    """For algorithms with a critic: what it looks at."""
     preprocess: Preprocess | None = None
     """Runs on the samples before they become tensors: checks and filters."""
+    needs_teacher_logps: bool = False
+    """Whether samples must come with a teacher's log-probs."""
 
     def compute_loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one padded batch with a single forward pass; the trainer packs instead."""

@@ -43,6 +43,7 @@ def mix_objectives(
         credit_assigner=credit,
         loss=RoutedLoss(terms),
         preprocess=_routed({key: part.algorithm for key, part in objectives.items()}, default),
+        needs_teacher_logps=any(part.algorithm.needs_teacher_logps for part in objectives.values()),
     )
 
 

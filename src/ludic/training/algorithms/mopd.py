@@ -30,4 +30,5 @@ def make_mopd(
         ),
         loss=CorrectedLoss(inside, [TokenMask(band_low, band_high)]),
         preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier()),
+        needs_teacher_logps=True,
     )

@@ -2,30 +2,62 @@
 
 The token's weight is log π_teacher − log π_student when it was sampled, so the expected gradient is that of the reverse KL
 at each token; with a task advantage beside it, the same is a dense reward for GRPO. Samples must come with a teacher's log-probs
-(`ludic.batch_gen.TeacherAnnotatedBatchSource`).
+(`ludic.batch_gen.TeacherAnnotatedBatchSource`). With the teacher in the trainer's process, the KL can be had over the whole
+vocabulary instead (`Trainer(teacher=…)`).
 """
+
+from typing import Literal
 
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn
 from ludic.training.credit_assignment.kl_modifier import KLCreditModifier
-from ludic.training.losses import CISPOLoss, TokenClippedSurrogateLoss
+from ludic.training.losses import CISPOLoss, DistillationLoss, TokenClippedSurrogateLoss
 from ludic.training.preprocess import compose_preprocess, validate_actor_logps
+from ludic.types import ConfigError
 
 
 def make_opd(
     *,
+    kl: Literal["sampled", "reverse", "forward"] = "sampled",
     kl_coeff: float = 1.0,
     discount: float = 0.0,
     clip_eps_high: float = 1.0,
+    top_k: int | None = None,
     length_normalize: bool = True,
     name: str = "opd",
 ) -> RLAlgorithm:
-    """Rewards play no part. The ratio of each token, at most 1 + `clip_eps_high`, is a factor without a gradient."""
+    """Rewards play no part. `kl="sampled"`: each token's ratio, at most 1 + `clip_eps_high`, is a factor without a gradient.
+
+    "reverse" and "forward" compare whole distributions with a teacher in the trainer's process, over the vocabulary or the
+    teacher's `top_k` likeliest tokens; they need no ratios, and each token answers for itself.
+    """
+    if kl == "sampled":
+        if top_k is not None:
+            raise ConfigError(f'make_opd(top_k={top_k}) is for kl="reverse" or "forward"; the sampled token is one.')
+        return _sampled_opd(kl_coeff, discount, clip_eps_high, length_normalize, name)
+    if kl not in ("reverse", "forward"):
+        raise ConfigError(f"make_opd(kl={kl!r}); there are 'sampled', 'reverse' and 'forward'.")
+    if discount != 0 or clip_eps_high != 1.0:
+        raise ConfigError(
+            f'make_opd(kl="{kl}", discount={discount:g}, clip_eps_high={clip_eps_high:g}): both are for kl="sampled". A loss on '
+            "whole distributions has no ratio to clip, and its tokens answer for themselves."
+        )
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ConstantCredit(1.0),
+        loss=DistillationLoss(direction=kl, top_k=top_k, coeff=kl_coeff, length_normalize=length_normalize),
+    )
+
+
+def _sampled_opd(
+    kl_coeff: float, discount: float, clip_eps_high: float, length_normalize: bool, name: str
+) -> RLAlgorithm:
     return RLAlgorithm(
         name=name,
         credit_assigner=ConstantCredit(0.0),
         loss=CISPOLoss(clip_eps_high=clip_eps_high, length_normalize=length_normalize),
         preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount)),
+        needs_teacher_logps=True,
     )
 
 
@@ -52,4 +84,5 @@ def make_grpo_opd(
             ratio_clip=ratio_clip,
         ),
         preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount)),
+        needs_teacher_logps=True,
     )

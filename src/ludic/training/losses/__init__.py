@@ -5,18 +5,21 @@ from ludic.training.losses.batch_normalized import BatchNormalized
 from ludic.training.losses.cispo import CISPOLoss
 from ludic.training.losses.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
 from ludic.training.losses.composite import CompositeLoss, LossTerm
-from ludic.training.losses.entropy import EntropyBonus
-from ludic.training.losses.gmpo import GMPOLoss
-from ludic.training.losses.kl import KLEstimator, KLLoss, TokenKLLoss
-from ludic.training.losses.mismatch import (
+from ludic.training.losses.corrections import (
     CorrectedLoss,
     Correction,
     SequenceMask,
+    SequenceRejection,
     SequenceTruncation,
     TokenMask,
+    TokenRejection,
     TokenTruncation,
-    mismatch_stats,
 )
+from ludic.training.losses.distillation import DistillationLoss
+from ludic.training.losses.entropy import EntropyBonus
+from ludic.training.losses.gmpo import GMPOLoss
+from ludic.training.losses.kl import KLEstimator, KLLoss, TokenKLLoss
+from ludic.training.losses.mismatch import mismatch_stats
 from ludic.training.losses.reinforce import ReinforceBaselineLoss, ReinforceLoss
 from ludic.training.losses.routed import RoutedLoss
 from ludic.training.losses.sapo import SAPOLoss
@@ -41,6 +44,7 @@ __all__ = [
     "KLLoss",
     "TokenKLLoss",
     "KLEstimator",
+    "DistillationLoss",
     "EntropyBonus",
     "BatchNormalized",
     "ValueLoss",
@@ -51,6 +55,8 @@ __all__ = [
     "Correction",
     "TokenTruncation",
     "SequenceTruncation",
+    "TokenRejection",
+    "SequenceRejection",
     "TokenMask",
     "SequenceMask",
     "mismatch_stats",

@@ -5,7 +5,7 @@ loss on the logits of a padded batch, as the seeds describe it; the trainer neve
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import TypeVar
@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ludic.models.vocabulary_kl import VocabularyKL
 from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
 from ludic.types import ConfigError
 
@@ -26,6 +27,8 @@ class Loss(ABC):
     needs_reference: bool = False
     needs_old_logps: bool = True
     needs_values: bool = False
+    distils: VocabularyKL | None = None
+    """The KL to a teacher in this process that it wants of every token."""
 
     @abstractmethod
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
@@ -37,6 +40,17 @@ class Loss(ABC):
         loss, stats = self.of(tokens)
         means = {name: torch.as_tensor(total) / max(count, 1e-12) for name, (total, count) in stats.items()}
         return loss, {"loss": loss.detach(), **means}
+
+
+def common_distillation(losses: Iterable[Loss]) -> VocabularyKL | None:
+    """The KL to a teacher that the parts of a loss share; there is one teacher and one pass over its logits."""
+    wanted = {loss.distils for loss in losses} - {None}
+    if len(wanted) > 1:
+        raise ConfigError(
+            f"Parts of one loss want different KLs to the teacher: {sorted(map(str, wanted))}. Give them the same direction and "
+            "top_k."
+        )
+    return wanted.pop() if wanted else None
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
@@ -52,6 +66,8 @@ def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entr
         raise ValueError(f"A sequence of {ids.shape[1]} tokens has nothing to predict; it needs at least 2.")
     rows, columns = mask[:, 1:].bool().nonzero(as_tuple=True)
     chosen = logits[rows, columns]
+    if "inverse_temperature" in batch:
+        chosen = chosen.float() * batch["inverse_temperature"][rows, None]
     weight = batch["token_weight"][rows, columns + 1] if "token_weight" in batch else batch["weight"][rows]
     entropy = None
     if with_entropy:

@@ -13,6 +13,7 @@ class BatchNormalized(Loss):
         self.loss = loss
         self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
         self.needs_old_logps, self.needs_values = loss.needs_old_logps, loss.needs_values
+        self.distils = loss.distils
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         facts = tokens.facts

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss
+from ludic.training.losses.base import Loss, common_distillation
 from ludic.training.losses.tokens import ActionTokens, Stats
 from ludic.types import ConfigError
 
@@ -36,6 +36,7 @@ class CompositeLoss(Loss):
         self.needs_reference = any(term.loss.needs_reference for term in terms)
         self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
         self.needs_values = any(term.loss.needs_values for term in terms)
+        self.distils = common_distillation(term.loss for term in terms)
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         total = torch.zeros((), device=tokens.logps.device)

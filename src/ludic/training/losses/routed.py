@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss
+from ludic.training.losses.base import Loss, common_distillation
 from ludic.training.losses.composite import LossTerm
 from ludic.training.losses.tokens import ActionTokens, Stats
 from ludic.types import ConfigError
@@ -25,6 +25,7 @@ class RoutedLoss(Loss):
         self.needs_entropy = any(term.loss.needs_entropy for term in terms)
         self.needs_reference = any(term.loss.needs_reference for term in terms)
         self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
+        self.distils = common_distillation(term.loss for term in terms)
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         total = torch.zeros((), device=tokens.logps.device)

@@ -64,6 +64,8 @@ class ActionTokens:
     """[A] under a frozen reference."""
     entropy: Tensor | None = None
     """[A] of the policy's distribution at each token; carries a gradient."""
+    teacher_kl: Tensor | None = None
+    """[A] KL between the policy and a teacher at each token, over the vocabulary; carries a gradient."""
     values: Tensor | None = None
     """[A] of a value head; carries a gradient."""
     returns: Tensor | None = None

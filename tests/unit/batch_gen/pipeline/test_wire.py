@@ -21,7 +21,7 @@ from ludic.batch_gen.pipeline.wire import (
     encode_group,
     group_facts,
 )
-from ludic.types import ConfigError, LudicError, SampleAttachments, SAWItem, VersionRun
+from ludic.types import ConfigError, LudicError, SampleAttachments, SAWItem, TokenSupports, VersionRun
 from tests.unit.batch_gen.pipeline.wire_items import as_constructed, facts, groups, plain_item
 
 HEADER = 7
@@ -166,6 +166,7 @@ def with_attachments(**fields):
         ([SAWItem([1, -1], None, [0, 1], 1.0)], "from -1 to 1; a learner reads 0 to 2147483647"),
         ([with_attachments(temperature=float("nan"))], "Temperatures"),
         ([with_attachments(temperature=-1.0)], "Temperatures"),
+        ([with_attachments(supports=TokenSupports.of([[2, -1], [], [], []]))], "from -1 to 2; a learner reads 0"),
         ([with_attachments(version_runs=[(1, 6), (2, -2)])], "version_runs"),
         ([with_attachments(version_runs=[(2**63, 4)])], "version_runs"),
         ([with_attachments(version_runs=[(0.5, 4)])], "version_runs"),
@@ -246,6 +247,16 @@ def test_an_unknown_flag_is_refused():
         decode_group(bytes(data))
 
 
+def test_a_reader_that_knows_nothing_of_what_was_cut_off_refuses_the_group_and_takes_others():
+    """Ignoring candidates as an unknown field would make its ratios wrong; so they come with a flag."""
+    told = [
+        with_attachments(supports=TokenSupports.of([[2], [], [], [5, 6]])),
+        with_attachments(unrepeatable="top_p=0.9"),
+    ]
+    assert [encode_group([item])[6] for item in (plain_item(), *told)] == [0, 2, 2]
+    assert encode_group([plain_item(), told[0]], compress=True)[6] == 3
+
+
 def test_the_error_is_one_of_ours_and_a_value_error():
     with pytest.raises(UnreadableGroup) as caught:
         decode_group(b"")
@@ -288,6 +299,13 @@ def floats(*values):
         ({"token_rewards": {"values": b"", "items": b"\x00\x00"}}, "items of token_rewards has 2 bytes"),
         ({"temperatures": floats(-1.0)}, "temperatures"),
         ({"temperatures": floats(np.inf)}, "temperatures"),
+        ({"supports": {"ids": u4(2), "lengths": u4(1, 0, 0)}}, "lengths of supports has 12 bytes"),
+        ({"supports": {"ids": u4(2), "lengths": u4(2, 0, 0, 0)}}, "1 ids, but their lengths add up to 2"),
+        ({"supports": {"ids": b"123", "lengths": u4(0, 0, 0, 0)}}, "ids of supports has 3 bytes"),
+        ({"supports": {"ids": u4(2**32 - 1), "lengths": u4(1, 0, 0, 0)}}, "ids from -1 to -1"),
+        ({"supports": {"ids": u4(3), "lengths": u4(1, 0, 0, 0)}}, "not among the candidates"),
+        ({"supports": {"ids": b"", "lengths": b"", "items": b"12"}}, "items of supports has 2 bytes"),
+        ({"unrepeatable": ["a", None]}, "1 items, but 2 of unrepeatable"),
         ({"run_lengths": u4(3)}, "cover 3 tokens, but it has 4"),
         ({"run_counts": u4(2**32 - 1)}, "4294967295 version runs"),
         ({"metas": msgspec.msgpack.encode([])}, "1 items, but 0 metas"),

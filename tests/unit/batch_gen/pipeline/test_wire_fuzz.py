@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, WireLimits, decode_group, encode_group
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, VersionRun
+from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, TokenSupports, VersionRun
 from tests.unit.batch_gen.pipeline.wire_items import PER_TOKEN, as_constructed, plain_item
 
 LIMITS = WireLimits(max_bytes=64 << 10, max_items=64, max_tokens=4096, max_meta_bytes=4 << 10, max_version_runs=256)
@@ -52,13 +52,21 @@ def read_safely(data: bytes) -> bool:
 # --- messages to start from ---
 
 
+def random_supports(rng: np.random.Generator, tokens: np.ndarray) -> TokenSupports:
+    sizes = rng.integers(0, 4, len(tokens))
+    return TokenSupports.of(
+        [[*rng.integers(0, 100, size), own] if size else [] for own, size in zip(tokens, sizes, strict=True)]
+    )
+
+
 def random_item(rng: np.random.Generator, length: int) -> SAWItem:
     action = rng.random(length) < rng.random()
     count = int(action.sum())
     cut = int(rng.integers(0, count + 1))
     arrays = {name: rng.random(count, dtype=np.float32) for name in PER_TOKEN if rng.random() < 0.5}
+    ids = rng.integers(0, rng.choice([100, 100_000]), length).astype(np.int32)
     return SAWItem(
-        rng.integers(0, rng.choice([100, 100_000]), length).astype(np.int32),
+        ids,
         None if rng.random() < 0.5 else rng.random(length) < 0.9,
         action,
         float(rng.normal()),
@@ -66,6 +74,8 @@ def random_item(rng: np.random.Generator, length: int) -> SAWItem:
         SampleAttachments(
             actor_logps=None if rng.random() < 0.3 else ActorTokenLogps(-rng.random(count, dtype=np.float32)),
             temperature=None if rng.random() < 0.5 else 0.7,
+            supports=random_supports(rng, ids[action]) if rng.random() < 0.5 else None,
+            unrepeatable="top_p=0.9" if rng.random() < 0.3 else None,
             version_runs=(VersionRun(3, cut), VersionRun(4, count - cut)) if rng.random() < 0.7 else (),
             **arrays,
         ),

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, VersionRun
+from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, TokenSupports, VersionRun
 
-PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps")
+PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns")
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 finite32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -49,11 +49,21 @@ def version_runs(draw, count: int) -> tuple[VersionRun, ...]:
 
 
 @st.composite
-def attachments(draw, count: int) -> SampleAttachments:
+def supports(draw, tokens: list[int]) -> TokenSupports:
+    """Each token among some candidates, or drawn from the whole vocabulary."""
+    others = st.lists(st.integers(0, 2**31 - 1), max_size=3)
+    return TokenSupports.of([draw(st.just([]) | others.map(lambda ids, own=own: [*ids, own])) for own in tokens])
+
+
+@st.composite
+def attachments(draw, tokens: list[int]) -> SampleAttachments:
+    count = len(tokens)
     logps = draw(st.none() | floats(count, any32))
     return SampleAttachments(
         actor_logps=None if logps is None else ActorTokenLogps(logps),
         temperature=draw(st.none() | st.floats(0, 1e300)),
+        supports=draw(st.none() | supports(tokens)),
+        unrepeatable=draw(st.none() | texts),
         version_runs=draw(st.just(()) | version_runs(count)),
         **{name: draw(st.none() | floats(count, finite32)) for name in PER_TOKEN},
     )
@@ -74,7 +84,7 @@ def items(draw) -> SAWItem:
         action,
         draw(finite),
         draw(metas),
-        draw(attachments(int(action.sum()))),
+        draw(attachments(ids[action].tolist())),
     )
 
 

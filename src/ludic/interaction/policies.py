@@ -1,0 +1,84 @@
+"""Who plays a seat: the policies of a run by name, and how a request's seating becomes agents.
+
+A policy is a name, somebody who answers under it, and perhaps a trainer. Which policy has which seat is said by each
+request, and every rollout says who played it (its agent's `model`): seats can change from episode to episode, and what a
+policy has played finds its trainer (`ludic.batch_gen.shared_rollouts`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from ludic.agents import Agent
+from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.types import ChatClient, ConfigError, UnknownName
+
+Seating: TypeAlias = Mapping[str, str]
+"""Agent id → name of the policy that plays it."""
+MakeAgent: TypeAlias = Callable[[ChatClient, str], Agent]
+"""(who answers, the policy's name, which is to be the agent's `model`) → a new agent."""
+
+
+@runtime_checkable
+class Roster(Protocol):
+    """Past versions of a policy that can still be played against, such as `ludic.inference.local.league.League`."""
+
+    @property
+    def versions(self) -> Sequence[int]: ...
+
+    def client(self, version: int) -> ChatClient: ...
+
+
+class Policies:
+    """Everybody who can be given a seat.
+
+    A league is named like any other policy; in a request stands one of its members, `name@version`.
+    """
+
+    def __init__(self, players: Mapping[str, ChatClient | Roster], make_agent: MakeAgent) -> None:
+        wrong = sorted(name for name in players if "@" in name)
+        if wrong:
+            raise ConfigError(f"The policies {wrong} have an @ in their names, which stands before a league's version.")
+        self._players = dict(players)
+        self._make_agent = make_agent
+
+    def protocol(self, policies: Seating) -> MultiAgentProtocol:
+        """The factory of a protocol: RolloutEngine(protocol_registry={"duel": policies.protocol})."""
+        return MultiAgentProtocol({agent_id: self._agent(name) for agent_id, name in policies.items()})
+
+    def draw(self, name: str, seed: int) -> str:
+        """The policy itself; of a league the member that falls to this seed."""
+        player = self._player(name)
+        if not isinstance(player, Roster):
+            return name
+        if not player.versions:
+            raise ConfigError(
+                f"The league {name!r} has no members yet. Give it to the source of the policy that it follows "
+                "(batches_for(…, followers=[league])) and make that trainer before the first episode, or call league.add(0)."
+            )
+        return f"{name}@{player.versions[seed % len(player.versions)]}"
+
+    def client(self, name: str) -> ChatClient:
+        """Who answers under this name."""
+        league, is_member, version = name.partition("@")
+        player = self._player(league)
+        if isinstance(player, Roster):
+            if not version.isdigit():
+                raise ConfigError(f"{name!r} is a league; a seat goes to one of its members, such as {league}@0.")
+            return player.client(int(version))
+        if is_member:
+            raise ConfigError(f"{name!r} names a version, but {league!r} is no league: it has only the one it is at.")
+        return player
+
+    def _agent(self, name: str) -> Agent:
+        agent = self._make_agent(self.client(name), name)
+        if agent.model != name:
+            raise ConfigError(
+                f"make_agent was asked for an agent of the policy {name!r} and gave it model={agent.model!r}. A rollout is "
+                "filed under its agent's model: pass the name on, Agent(model=name, …)."
+            )
+        return agent
+
+    def _player(self, name: str) -> ChatClient | Roster:
+        if name not in self._players:
+            raise UnknownName.among("policy", name, self._players, "Add it to Policies.")
+        return self._players[name]

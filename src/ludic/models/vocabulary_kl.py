@@ -1,0 +1,150 @@
+"""KL between what two models would say next, over the whole vocabulary, without ever holding all logits.
+
+As in `ludic.models.head`: the logits of a chunk of tokens are made, read and thrown away, and made again for the gradient.
+Only the student is differentiated.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludic.models.head import Head
+from ludic.types import ConfigError
+
+_CHUNK_ELEMENTS = 1 << 25
+"""Logits of each model held at a time: 128 MB in fp32, and about as much for each of the half dozen steps in between."""
+
+
+class KLDirection(StrEnum):
+    """From which of the two the expectation is taken."""
+
+    REVERSE = "reverse"
+    """KL(student ‖ teacher): the student keeps to what the teacher would say, perhaps to one of several ways."""
+    FORWARD = "forward"
+    """KL(teacher ‖ student): the student has to find likely all that the teacher might say."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyKL:
+    """Which KL, and over what."""
+
+    direction: KLDirection
+    top_k: int | None = None
+    """Compare the teacher's k likeliest tokens one by one, and all others as one token; None: every token of the vocabulary.
+    Lumping tokens together can only lower a KL, so this is a lower bound of the whole."""
+
+    def __post_init__(self) -> None:
+        if self.direction not in list(KLDirection):
+            raise ConfigError(
+                f"VocabularyKL.direction={self.direction!r}; there are {', '.join(KLDirection)} (and a KL estimated from the "
+                "sampled token alone, which is no VocabularyKL)."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"VocabularyKL.top_k={self.top_k}; it must be at least 1, or None for all tokens.")
+
+
+# Letters: A chosen positions, D and E hidden sizes of student and teacher, V vocabulary, C positions of one chunk, K outcomes.
+def vocabulary_kl(
+    hidden_AD: Tensor,
+    head: Head,
+    teacher_hidden_AE: Tensor,
+    teacher_head: Head,
+    inverse_temperature_A: Tensor,
+    how: VocabularyKL,
+) -> Tensor:
+    """[A] in fp32, both distributions at the same temperature; the gradient flows to `hidden_AD` and `head`."""
+    if head.shape[0] != teacher_head.shape[0]:
+        raise ConfigError(
+            f"The student chooses among {head.shape[0]} tokens and the teacher among {teacher_head.shape[0]}; a KL compares "
+            "models of one vocabulary. Take a teacher of the student's family."
+        )
+    if torch.is_autocast_enabled(hidden_AD.device.type):
+        dtype = torch.get_autocast_dtype(hidden_AD.device.type)
+        hidden_AD, teacher_hidden_AE = hidden_AD.to(dtype), teacher_hidden_AE.to(dtype)
+    teacher = _Frozen(teacher_hidden_AE.detach(), teacher_head.weight_VD.detach(), teacher_head.softcap)
+    kl_A: Tensor = _ChunkedKL.apply(hidden_AD, head.weight_VD, teacher, inverse_temperature_A, head.softcap, how)
+    return kl_A
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """The teacher's side."""
+
+    hidden_AE: Tensor
+    weight_VE: Tensor
+    softcap: float | None
+
+    def scaled_logits(self, here: slice, scale_C: Tensor) -> Tensor:
+        return _scaled(self.hidden_AE[here] @ self.weight_VE.to(self.hidden_AE.dtype).t(), scale_C, self.softcap)
+
+
+class _ChunkedKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher: _Frozen,
+        scale: Tensor,
+        softcap: float | None,
+        how: VocabularyKL,
+    ) -> Tensor:
+        narrow_weight = weight.to(hidden.dtype)
+        kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for here in _chunks(hidden.shape[0], weight.shape[0]):
+            x_CV = _scaled(hidden[here] @ narrow_weight.t(), scale[here], softcap)
+            kl[here] = _kl(x_CV, teacher.scaled_logits(here, scale[here]), how)
+        ctx.save_for_backward(hidden, weight, scale)
+        ctx.teacher, ctx.softcap, ctx.how = teacher, softcap, how
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad_kl: Tensor) -> Any:
+        hidden, weight, scale = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        narrow_weight = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        for here in _chunks(hidden.shape[0], weight.shape[0]):
+            teacher_CV = ctx.teacher.scaled_logits(here, scale[here])
+            with torch.enable_grad():
+                logits_CV = (hidden[here] @ narrow_weight.t()).detach().requires_grad_()
+                kl_C = _kl(_scaled(logits_CV, scale[here], ctx.softcap), teacher_CV, ctx.how)
+                (grad_CV,) = torch.autograd.grad(kl_C, logits_CV, grad_kl[here])
+            if grad_hidden is not None:
+                grad_hidden[here] = grad_CV @ narrow_weight
+            if grad_weight is not None:
+                grad_weight += grad_CV.t() @ hidden[here]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _chunks(num_positions: int, vocab: int) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // vocab)
+    return [slice(start, min(start + size, num_positions)) for start in range(0, num_positions, size)]
+
+
+def _scaled(logits_CV: Tensor, scale_C: Tensor, softcap: float | None) -> Tensor:
+    x_CV = logits_CV.float()
+    if softcap is not None:
+        x_CV = torch.tanh(x_CV / softcap) * softcap
+    return x_CV * scale_C[:, None]
+
+
+def _kl(student_CV: Tensor, teacher_CV: Tensor, how: VocabularyKL) -> Tensor:
+    """[C] between the softmaxes of two sets of logits."""
+    student_CK, teacher_CK = torch.log_softmax(student_CV, -1), torch.log_softmax(teacher_CV, -1)
+    if how.top_k is not None and how.top_k < teacher_CV.shape[1]:
+        kept = teacher_CV.topk(how.top_k).indices
+        student_CK, teacher_CK = _lumped(student_CK, kept), _lumped(teacher_CK, kept)
+    if how.direction is KLDirection.REVERSE:
+        return (student_CK.exp() * (student_CK - teacher_CK)).sum(-1)
+    return (teacher_CK.exp() * (teacher_CK - student_CK)).sum(-1)
+
+
+def _lumped(log_probs_CV: Tensor, kept: Tensor) -> Tensor:
+    """Log-probs of the kept tokens, and of the others together: as a sum, for 1 − Σ would lose a small rest to rounding."""
+    others_C = log_probs_CV.scatter(-1, kept, float("-inf")).logsumexp(-1)
+    return torch.cat([log_probs_CV.gather(-1, kept), others_C[:, None]], dim=-1)

@@ -1,0 +1,169 @@
+"""Advantages from a critic: what happened beyond what it expected, token by token or turn by turn.
+
+Before an update the critic says what it expected before each action token; generalised advantage estimation turns that and the
+rewards into one weight per token, and into what it should have expected. An episode that became several samples is one chain:
+the estimate runs over all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ludic.training.credit_assignment import gae
+from ludic.types import ConfigError, SAWItem
+
+Floats = npt.NDArray[np.float64]
+
+
+class Advantages(Protocol):
+    """How values and rewards become weights."""
+
+    def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
+        """The samples with their advantages as weights, and with what the critic said and should have said."""
+        ...
+
+
+class _Chain(NamedTuple):
+    """One episode: its samples end to end, one entry per action token."""
+
+    rewards: Floats
+    values: Floats
+    """What the critic expected before each token."""
+    bootstrap: float
+    """What it expects of the time after the last token."""
+    samples: list[SAWItem]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenGAE:
+    """Every action token is a step of its own."""
+
+    gamma: float = 1.0
+    """Discount per action token."""
+    lam: float = 0.95
+    normalize: bool = True
+    """Centre and scale the advantages over the batch's tokens."""
+
+    def __post_init__(self) -> None:
+        _check(self, self.gamma, self.lam)
+
+    def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
+        return _credited(items, values, self._estimate, normalize=self.normalize)
+
+    def _estimate(self, chain: _Chain) -> tuple[Floats, Floats]:
+        advantages = gae(chain.rewards, chain.values, gamma=self.gamma, lam=self.lam, bootstrap=chain.bootstrap)
+        return advantages, advantages + chain.values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnGAE:
+    """A turn is one step, whatever it was made of: a reply, a tool loop, a summary and a reply.
+
+    The critic's word before a turn's first action token is the turn's value, and all of its tokens get the turn's advantage.
+    Each of them is also asked to predict the turn's return; only what is said before the first is ever used.
+    """
+
+    gamma: float = 1.0
+    """Discount per turn."""
+    lam: float = 0.95
+    normalize: bool = True
+    """Centre and scale the advantages over the batch's tokens."""
+
+    def __post_init__(self) -> None:
+        _check(self, self.gamma, self.lam)
+
+    def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
+        return _credited(items, values, self._estimate, normalize=self.normalize)
+
+    def _estimate(self, chain: _Chain) -> tuple[Floats, Floats]:
+        turns = np.concatenate([_turns(item) for item in chain.samples])
+        starts = np.flatnonzero(np.diff(turns, prepend=-1.0))
+        values_T = chain.values[starts]
+        rewards_T = np.add.reduceat(chain.rewards, starts)
+        advantages_T = gae(rewards_T, values_T, gamma=self.gamma, lam=self.lam, bootstrap=chain.bootstrap)
+        lengths_T = np.diff(starts, append=len(turns))
+        return np.repeat(advantages_T, lengths_T), np.repeat(advantages_T + values_T, lengths_T)
+
+
+def _check(rule: TokenGAE | TurnGAE, gamma: float, lam: float) -> None:
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ConfigError(f"{type(rule).__name__}(gamma={gamma}, lam={lam}); both lie between 0 and 1.")
+
+
+def _credited(
+    items: Sequence[SAWItem],
+    values: Sequence[np.ndarray],
+    estimate: Callable[[_Chain], tuple[Floats, Floats]],
+    *,
+    normalize: bool,
+) -> list[SAWItem]:
+    """`estimate` gives the advantages and the returns of the tokens of one chain."""
+    credited: dict[int, SAWItem] = {}
+    for chain in _chains(items):
+        bounds = np.cumsum([items[i].num_action_tokens for i in chain])[:-1]
+        advantages, returns = estimate(_joined([items[i] for i in chain], [values[i] for i in chain]))
+        for i, own, own_returns in zip(chain, np.split(advantages, bounds), np.split(returns, bounds), strict=True):
+            credited[i] = _with(items[i], own, values[i], own_returns)
+    done = [credited[i] for i in range(len(items))]
+    return _normalized(done) if normalize else done
+
+
+def _chains(items: Sequence[SAWItem]) -> list[list[int]]:
+    """Indices of the samples of each rollout, in the order of its segments."""
+    found: dict[object, list[int]] = {}
+    for index, item in enumerate(items):
+        found.setdefault(item.meta.get("rollout_id", index), []).append(index)
+    return [sorted(chain, key=lambda i: items[i].meta.get("segment", 0)) for chain in found.values()]
+
+
+def _joined(samples: list[SAWItem], values: Sequence[np.ndarray]) -> _Chain:
+    expected = np.concatenate(values).astype(np.float64)
+    # Cut off by a limit, the episode would have gone on from about where it stood.
+    bootstrap = float(expected[-1]) if samples[-1].meta.get("episode_truncated") else 0.0
+    return _Chain(np.concatenate([_rewards(item) for item in samples]), expected, bootstrap, samples)
+
+
+def _rewards(item: SAWItem) -> Floats:
+    rewards = item.attachments.token_rewards
+    if rewards is None:
+        raise ConfigError(_missing(item, "what its tokens earned", "token_rewards"))
+    return rewards.astype(np.float64)
+
+
+def _turns(item: SAWItem) -> Floats:
+    turns = item.attachments.token_turns
+    if turns is None:
+        raise ConfigError(_missing(item, "which turns its tokens belong to", "token_turns"))
+    return turns.astype(np.float64)
+
+
+def _missing(item: SAWItem, what: str, name: str) -> str:
+    return (
+        f"A sample (rollout {item.meta.get('rollout_id')}) does not say {what}; this critic needs attachments.{name}, which "
+        "stitching writes."
+    )
+
+
+def _with(item: SAWItem, advantages: Floats, values: np.ndarray, returns: Floats) -> SAWItem:
+    attachments = replace(
+        item.attachments,
+        token_weights=advantages.astype(np.float32),
+        token_values=np.asarray(values, dtype=np.float32),
+        token_returns=returns.astype(np.float32),
+    )
+    return replace(item, weight=float(advantages.mean()), attachments=attachments)
+
+
+def _normalized(items: list[SAWItem]) -> list[SAWItem]:
+    everything = np.concatenate([item.token_weights for item in items]).astype(np.float64)
+    mean, deviation = everything.mean(), everything.std() + 1e-8
+    done = []
+    for item in items:
+        weights = ((item.token_weights - mean) / deviation).astype(np.float32)
+        done.append(
+            replace(item, weight=float(weights.mean()), attachments=replace(item.attachments, token_weights=weights))
+        )
+    return done

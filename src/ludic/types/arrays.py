@@ -1,0 +1,57 @@
+"""Arrays of token ids (int32) and of log-probs (float32): flat, checked once, and changed by nobody afterwards."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+LogprobArray: TypeAlias = npt.NDArray[np.float32]
+TokenIds: TypeAlias = TokenArray | Sequence[int]
+"""What a constructor accepts; what it stores is a TokenArray."""
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
+_NO_TOKENS.setflags(write=False)
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array itself if nobody can change it, else a copy: whoever made it may use its buffer again."""
+    if not array.flags.writeable:
+        return array
+    copied = array.copy()
+    copied.setflags(write=False)
+    return copied
+
+
+def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
+    """`ids` as int32, or a TypeError that names the field."""
+    if type(ids) is np.ndarray and ids.dtype is _INT32 and ids.ndim == 1:
+        return _frozen(ids)
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+        raise TypeError(f"{name} must be a list or array of int, got {type(ids).__name__}.")
+    if len(ids) == 0:
+        return _NO_TOKENS
+    wide = np.asarray(ids)
+    if wide.ndim != 1 or wide.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be a flat list of int, got elements of dtype {wide.dtype}.")
+    narrow = wide.astype(np.int32)
+    if (narrow != wide).any():
+        raise ValueError(f"{name} contains ids that do not fit 32 bits (max {wide.max()}).")
+    narrow.setflags(write=False)
+    return narrow
+
+
+def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "logprobs") -> LogprobArray:
+    """`logprobs` as float32, or a TypeError that names the field."""
+    if type(logprobs) is np.ndarray and logprobs.dtype is _FLOAT32 and logprobs.ndim == 1:
+        return _frozen(logprobs)
+    if isinstance(logprobs, (str, bytes)) or not isinstance(logprobs, (Sequence, np.ndarray)):
+        raise TypeError(f"{name} must be a list or array of numbers, got {type(logprobs).__name__}.")
+    wide = np.asarray(logprobs)
+    if wide.size and (wide.ndim != 1 or wide.dtype.kind not in "iuf"):
+        raise TypeError(f"{name} must be a flat list of numbers, got elements of dtype {wide.dtype}.")
+    narrow = wide.astype(np.float32)
+    narrow.setflags(write=False)
+    return narrow

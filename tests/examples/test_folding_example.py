@@ -1,0 +1,49 @@
+"""examples/folding.py: the memory is learned where a window can only guess."""
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+
+import pytest
+
+from ludic.inference import HFChatTemplate, ScriptedClient
+from ludic.interaction import SingleAgentProtocol
+from tests.fakes import RecordingClient
+
+pytest.importorskip("torch", reason="the local extra is not installed")
+SCRIPT = Path(__file__).parents[2] / "examples" / "folding.py"
+
+
+@pytest.fixture
+def example(monkeypatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def prompts(example, memory, fact) -> list[list[int]]:
+    """What the model is shown in an episode in which it always answers rightly."""
+    tokenizer = example.word_tokenizer(example.WORDS)
+    client = RecordingClient(ScriptedClient(lambda request: fact, tokenizer=tokenizer))
+    agent = example.agent(memory, client, HFChatTemplate(tokenizer))
+    asyncio.run(SingleAgentProtocol(agent).run(env=example.Recall(fact, 2), max_steps=2))
+    return [prompt for prompt, _ in client.calls]
+
+
+def test_behind_a_window_the_last_prompt_is_the_same_for_every_fact(example):
+    """So whatever is learned, its reply is right for one in four at most, and an episode earns 1/2 + 1/8."""
+    assert len({tuple(prompts(example, "window", fact)[-1]) for fact in example.FACTS}) == 1
+    assert len({tuple(prompts(example, "folding", fact)[-1]) for fact in example.FACTS}) == len(example.FACTS)
+    assert [len(prompts(example, memory, "red")) for memory in ("window", "folding")] == [2, 3]
+
+
+@pytest.mark.slow
+def test_an_agent_that_writes_its_memory_itself_learns_to_keep_the_fact(example):
+    """Seed 2: beyond what a window can earn (0.625) after 50 updates, 0.9 at least after 65."""
+    rewards = example.main(example.Settings(steps=65, seed=2))
+    assert fmean(rewards[:5]) < 0.25 and fmean(rewards[-8:]) > 0.9

@@ -1,0 +1,48 @@
+"""The distillation program on a tiny teacher: every kind of KL brings the student nearer on questions that it is not trained on."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("torch", reason="the local extra is not installed")
+pytest.importorskip("tyro", reason="the dev extra is not installed")
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "opd" / "distil.py"
+TINY = ["--teacher", "tiny", "--steps", "12", "--eval-every", "12", "--eval-replies", "16"]
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("distil_program", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def kls(program: ModuleType, capsys: pytest.CaptureFixture, *arguments: str) -> list[float]:
+    program.main(program.tyro.cli(program.Settings, args=[*TINY, *arguments]))
+    return [float(found) for found in re.findall(r"^\| \d+ \| (-?[0-9.]+) \|", capsys.readouterr().out, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("arguments", [["--kl", "reverse"], ["--kl", "forward", "--top-k", "30"]], ids=" ".join)
+def test_a_student_with_some_of_the_layers_comes_nearer_to_the_whole(program, capsys, arguments):
+    before, after = kls(program, capsys, "--student-layers", "2", "--lr", "3e-3", *arguments)
+    assert after < 0.75 * before
+
+
+def test_a_model_comes_nearer_to_itself_with_a_hint(program, capsys):
+    before, after = kls(
+        program, capsys, "--self-distillation", "--replies", "16", "--lr", "3e-3", "--eval-replies", "48"
+    )
+    assert before > 0.02 and after < 0.8 * before
+
+
+def test_a_student_that_keeps_everything_is_refused(program):
+    with pytest.raises(program.ConfigError, match="--student-layers 4: the teacher has 4"):
+        program.main(program.Settings(teacher="tiny", student_layers=4))

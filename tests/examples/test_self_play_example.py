@@ -1,0 +1,63 @@
+"""Two players learn from each other in one file: a small run, stopped and resumed, ends in a table."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("peft", reason="the lora extra is not installed")
+pytest.importorskip("tyro", reason="the dev extra is not installed")
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "self_play" / "self_play.py"
+SMALL = [
+    "--synth-games",
+    "150",
+    "--warm-up-steps",
+    "12",
+    "--games",
+    "12",
+    "--snapshot-every",
+    "2",
+    "--rating-games",
+    "2",
+    "--rank",
+    "4",
+    "--league",
+]
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("self_play_program", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(program: ModuleType, *arguments: object) -> None:
+    program.main(program.tyro.cli(program.Settings, args=[*SMALL, *map(str, arguments)]))
+
+
+def test_a_run_that_goes_on_rates_everybody_who_ever_was(program, tmp_path, capsys):
+    out = tmp_path / "run"
+    run(program, "--out", out, "--updates", 2)
+    run(program, "--out", out, "--updates", 4, "--resume")
+    said = capsys.readouterr().out
+    assert re.findall(r"update +(\d+)", said) == ["1", "2", "3", "4"]
+    table = (out / "elo.txt").read_text()
+    rated = set(re.findall(r"^(\S+) +\d+  \[", table, flags=re.MULTILINE))
+    assert rated == {f"past_{name}@{v}" for name in ("ann", "bob") for v in (0, 2, 4)} | {"random", "perfect"}
+    assert re.search(r"^perfect", table.splitlines()[1]), "nobody beats perfect play"
+    assert (out / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_an_earlier_run_is_never_written_over(program, tmp_path):
+    with pytest.raises(program.ConfigError, match="exists already"):
+        run(program, "--out", tmp_path)
+    with pytest.raises(program.ConfigError, match="no run in"):
+        run(program, "--out", tmp_path, "--resume")

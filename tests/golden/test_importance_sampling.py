@@ -1,0 +1,112 @@
+"""What corrections estimate, exactly: every sequence of two tokens out of three words, weighed by how likely a sampler draws it.
+
+The policy that is trained and the one that sampled are tables of logits (the second token's depend on the first), so expected
+gradients are sums over nine sequences, and the true policy gradient is the derivative of an expectation.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from ludic.training.losses import (
+    ActionTokens,
+    BatchFacts,
+    CorrectedLoss,
+    MaskedCausalLMCrossEntropyLoss,
+    SequenceRejection,
+    SequenceTruncation,
+    TokenRejection,
+    TokenTruncation,
+)
+
+WORDS = 3
+SEQUENCES = list(itertools.product(range(WORDS), repeat=2))
+NO_CAP = 1e6
+
+
+def table(seed):
+    """Logits of the first token, then of the second after each first."""
+    return torch.randn(1 + WORDS, WORDS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def logps_of(logits):
+    """[9, 2] log-probs of both tokens of every sequence."""
+    rows = logits.log_softmax(-1)
+    return torch.stack([torch.stack([rows[0, a], rows[1 + a, b]]) for a, b in SEQUENCES])
+
+
+REWARDS = torch.randn(len(SEQUENCES), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def true_gradient(logits):
+    logits = logits.clone().requires_grad_()
+    (logps_of(logits).sum(1).exp() * REWARDS).sum().backward()
+    return logits.grad
+
+
+def expected_gradient(logits, sampler, corrections):
+    """Of −loss, over sequences that the sampler draws."""
+    logits = logits.clone().requires_grad_()
+    loss_fn = CorrectedLoss(MaskedCausalLMCrossEntropyLoss(length_normalize=False), corrections)
+    new, old = logps_of(logits), logps_of(sampler)
+    facts = BatchFacts(num_items=1, num_tokens=2)
+    for number, chance in enumerate(old.sum(1).exp().tolist()):
+        tokens = ActionTokens(
+            logps=new[number],
+            weights=REWARDS[number].expand(2),
+            item_index=torch.zeros(2, dtype=torch.int64),
+            num_items=1,
+            facts=facts,
+            old_logps=old[number],
+        )
+        (-chance * loss_fn.of(tokens)[0]).backward(retain_graph=True)
+    return logits.grad
+
+
+@pytest.mark.parametrize(
+    "correction", [SequenceTruncation(NO_CAP), SequenceRejection(NO_CAP)], ids=lambda c: type(c).__name__
+)
+def test_the_ratio_of_the_whole_sample_gives_the_policy_gradient_from_anybodys_samples(correction):
+    policy, sampler = table(0), table(1)
+    torch.testing.assert_close(expected_gradient(policy, sampler, [correction]), true_gradient(policy))
+
+
+@pytest.mark.parametrize("correction", [None, TokenTruncation(NO_CAP), TokenRejection(NO_CAP)], ids=str)
+def test_token_ratios_and_none_are_biased_away_from_the_policy_and_right_on_it(correction):
+    policy, sampler = table(0), table(1)
+    corrections = [correction] if correction is not None else []
+    torch.testing.assert_close(expected_gradient(policy, policy, corrections), true_gradient(policy))
+    off = (expected_gradient(policy, sampler, corrections) - true_gradient(policy)).norm() / true_gradient(
+        policy
+    ).norm()
+    assert off > 0.1
+
+
+def test_the_bias_of_token_ratios_is_how_likely_the_tokens_before_have_become():
+    """For a last token only what came before matters; for the first, what comes after."""
+    policy, sampler = table(0), table(1)
+    found = expected_gradient(policy, sampler, [TokenTruncation(NO_CAP)])
+    rows, old_first, new_first = policy.log_softmax(-1).exp(), *(t[0].softmax(-1) for t in (sampler, policy))
+    rewards = REWARDS.view(WORDS, WORDS)
+    for first in range(WORDS):
+        # After each first token: μ(first) · Σ_b π(b) R (1[b] − π), where the policy gradient has π(first).
+        chances = rows[1 + first]
+        slope = torch.diag(chances) - chances[:, None] * chances[None]
+        torch.testing.assert_close(found[1 + first], old_first[first] * slope @ rewards[first])
+        torch.testing.assert_close(true_gradient(policy)[1 + first], new_first[first] * slope @ rewards[first])
+
+
+@pytest.mark.parametrize("cap", [0.8, 1.5])
+def test_a_cap_bounds_what_one_sample_can_do_and_a_rejection_drops_it(cap):
+    policy, sampler = table(0), table(1)
+    old, new = logps_of(sampler), logps_of(policy)
+    ratio = (new - old).sum(1).exp()
+    assert ratio.min() < cap < ratio.max()
+    for make, factor in (
+        (SequenceTruncation, ratio.clamp(max=cap)),
+        (SequenceRejection, torch.where(ratio <= cap, ratio, 0.0)),
+    ):
+        logits = policy.clone().requires_grad_()
+        (old.sum(1).exp() * factor * REWARDS * logps_of(logits).sum(1)).sum().backward()
+        torch.testing.assert_close(expected_gradient(policy, sampler, [make(cap)]), logits.grad)

@@ -1,0 +1,139 @@
+"""Who plays which seat: by name, per request, and the same for all members of a group."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from ludic.batch_gen import (
+    GRPORequestStrategy,
+    RolloutEngine,
+    SeatedRequests,
+    make_dataset_sequence_requests_fn,
+    seated,
+)
+from ludic.inference import ScriptedClient
+from ludic.interaction import Policies
+from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest, UnknownName
+from tests.fakes import make_agent
+
+GAME = RolloutRequest(env=EnvSpec("tic_tac_toe_duel"), protocol=ProtocolSpec("duel"), env_seed=0, sampling_seed=0)
+
+
+class Past:
+    """A league of scripts."""
+
+    def __init__(self, versions: Sequence[int]) -> None:
+        self.versions = list(versions)
+
+    def client(self, version: int) -> ScriptedClient:
+        return ScriptedClient(lambda _: f"<a>v{version}</a>", version=version)
+
+
+def says(text: str) -> ScriptedClient:
+    return ScriptedClient(lambda _: f"<a>{text}</a>")
+
+
+def policies(**players) -> Policies:
+    return Policies(players, lambda client, name: make_agent(client, model=name))
+
+
+def play(policies: Policies, *requests: RolloutRequest) -> list:
+    engine = RolloutEngine(protocol_registry={"duel": policies.protocol})
+    return asyncio.run(engine.generate_rollouts(requests, max_steps=9))
+
+
+def test_the_request_decides_who_is_asked_and_the_rollouts_say_who_it_was():
+    both = policies(one=says("A1"), two=says("B2"))
+    rollouts = play(both, seated(GAME, {"X": "one", "O": "two"}), seated(GAME, {"X": "two", "O": "one"}))
+    moves = [(r.meta["agent_id"], r.meta["model"], r.agent_steps[0].action) for r in rollouts]
+    assert moves == [
+        ("X", "one", "<a>A1</a>"), ("O", "two", "<a>B2</a>"), ("X", "two", "<a>B2</a>"), ("O", "one", "<a>A1</a>"),
+    ]  # fmt: skip
+    assert [r.meta["policies"] for r in rollouts[::2]] == [{"X": "one", "O": "two"}, {"X": "two", "O": "one"}]
+
+
+def test_a_member_of_a_league_is_asked_by_its_version():
+    rollouts = play(policies(now=says("A1"), past=Past([0, 4])), seated(GAME, {"X": "past@4", "O": "now"}))
+    assert rollouts[0].agent_steps[0].action == "<a>v4</a>" and rollouts[0].meta["model"] == "past@4"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nobody", "No policy named 'nobody'"),
+        ("past", "is a league; a seat goes to one of its members"),
+        ("now@3", "is no league"),
+    ],
+)
+def test_a_seat_for_nobody_stops_the_run(name, message):
+    with pytest.raises((ConfigError, UnknownName), match=message):
+        play(policies(now=says("A1"), past=Past([0])), seated(GAME, {"X": name, "O": "now"}))
+
+
+def test_an_agent_that_hides_its_policy_is_refused():
+    hiding = Policies({"one": says("A1")}, lambda client, name: make_agent(client))
+    with pytest.raises(ConfigError, match="pass the name on"):
+        play(hiding, seated(GAME, {"X": "one", "O": "one"}))
+
+
+def test_an_empty_league_is_a_mistake_in_the_set_up():
+    with pytest.raises(ConfigError, match="no members yet"):
+        policies(past=Past([])).draw("past", 7)
+
+
+def test_names_with_a_version_are_kept_for_leagues():
+    with pytest.raises(ConfigError, match="have an @"):
+        Policies({"one@2": says("A1")}, lambda client, name: make_agent(client, model=name))
+
+
+# --- seats are drawn ---
+
+
+SEATINGS = [{"X": "one", "O": "past"}, {"X": "past", "O": "one"}]
+
+
+def requests_fn(batch_size: int = 40):
+    return make_dataset_sequence_requests_fn(
+        range(1000), batch_size=batch_size, group_size=3, env_kind="tic_tac_toe_duel", protocol_kind="duel"
+    )
+
+
+def drawn(requests) -> list[dict[str, str]]:
+    return [dict(request.protocol.kwargs["policies"]) for request in requests]
+
+
+def test_members_of_a_group_sit_alike_and_groups_differ():
+    everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
+    seats = drawn(SeatedRequests(requests_fn(), SEATINGS, everybody)())
+    groups = [seats[start : start + 3] for start in range(0, len(seats), 3)]
+    assert all(group == [group[0]] * 3 for group in groups)
+    met = {(group[0]["X"], group[0]["O"]) for group in groups}
+    opponents = ("past@0", "past@5", "past@9")
+    assert met == {("one", past) for past in opponents} | {(past, "one") for past in opponents}
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn():
+    everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
+    whole = SeatedRequests(requests_fn(), SEATINGS, everybody)
+    first, state, second = whole(), whole.state_dict(), whole()
+    again = SeatedRequests(requests_fn(), SEATINGS, everybody)
+    again.load_state_dict(state)
+    assert drawn(again()) == drawn(second) != drawn(first)
+
+
+def test_seats_are_drawn_before_a_group_is_made_as_well():
+    everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
+    asked = SeatedRequests(lambda: [GAME], SEATINGS, everybody)
+    assert len({str(seats) for seats in drawn(GRPORequestStrategy(4).expand(asked()))}) == 1
+
+
+def test_a_request_without_a_seed_has_nothing_to_draw_by():
+    nameless = RolloutRequest(env=GAME.env, protocol=GAME.protocol)
+    with pytest.raises(ConfigError, match="env_seed"):
+        SeatedRequests(lambda: [nameless], SEATINGS, policies(one=says("A1"), past=Past([0])))()
+
+
+def test_there_is_a_seating_to_draw():
+    with pytest.raises(ConfigError, match="at least one seating"):
+        SeatedRequests(requests_fn(), [], policies())

@@ -1,0 +1,154 @@
+"""Ratings against closed forms, and against another way of computing them."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from ludic.eval import Match, elo_table, fit_elo
+from ludic.eval.elo import SCALE
+from ludic.types import ConfigError
+
+
+def games(first: str, second: str, *, won: int = 0, drawn: int = 0, lost: int = 0) -> list[Match]:
+    return [Match(first, second, 1.0)] * won + [Match(first, second, 0.5)] * drawn + [Match(first, second, 0.0)] * lost
+
+
+def by_name(ratings) -> dict:
+    return {rating.player: rating for rating in ratings}
+
+
+@pytest.mark.parametrize(("won", "drawn", "lost"), [(7, 2, 1), (1, 0, 9), (0, 5, 0), (30, 1, 1)])
+def test_two_players_are_as_far_apart_as_the_log_odds_of_their_score(won, drawn, lost):
+    found = by_name(fit_elo(games("a", "b", won=won, drawn=drawn, lost=lost), anchor="b", anchor_elo=1500))
+    num_games = won + drawn + lost
+    share = (won + drawn / 2) / num_games
+    assert found["a"].elo == pytest.approx(1500 + 400 * math.log10(share / (1 - share)), abs=1e-8)
+    margin = 1.959963984540054 * 400 / math.log(10) / math.sqrt(num_games * share * (1 - share))
+    assert found["a"].high - found["a"].elo == pytest.approx(margin, rel=1e-9)
+    assert found["a"].elo - found["a"].low == pytest.approx(margin, rel=1e-9)
+    assert (found["b"].elo, found["b"].low, found["b"].high) == (1500, 1500, 1500)
+    assert (found["a"].num_games, found["a"].score) == (num_games, pytest.approx(share))
+
+
+def test_results_that_agree_with_strengths_of_1_2_and_4_give_these_strengths():
+    matches = [
+        *games("two", "one", won=2, lost=1),  # 2 / (2 + 1)
+        *games("four", "two", won=4, lost=2),  # 4 / (4 + 2)
+        *games("four", "one", won=4, lost=1),  # 4 / (4 + 1)
+    ]
+    found = by_name(fit_elo(matches, anchor="one", anchor_elo=0))
+    assert found["two"].elo == pytest.approx(400 * math.log10(2), abs=1e-8)
+    assert found["four"].elo == pytest.approx(400 * math.log10(4), abs=1e-8)
+
+
+def random_results(seed: int, num_players: int = 5, num_games: int = 400) -> list[Match]:
+    dice = random.Random(seed)
+    strength = {f"p{i}": dice.gauss(0, 1) for i in range(num_players)}
+    found = []
+    for _ in range(num_games):
+        a, b = dice.sample(sorted(strength), 2)
+        chance = 1 / (1 + math.exp(strength[b] - strength[a]))
+        found.append(Match(a, b, dice.choices((1.0, 0.5, 0.0), (0.8 * chance, 0.2, 0.8 * (1 - chance)))[0]))
+    return found
+
+
+def zermelo(matches: list[Match], anchor: str) -> dict[str, float]:
+    """Zermelo's iteration (1929) for the same ratings: strength = points / sum of 1 / (own + other) over games."""
+    players = sorted({name for match in matches for name in (match.first, match.second)})
+    strength = dict.fromkeys(players, 1.0)
+    for _ in range(5000):
+        points, load = dict.fromkeys(players, 0.0), dict.fromkeys(players, 0.0)
+        for match in matches:
+            points[match.first] += match.score
+            points[match.second] += 1 - match.score
+            share = 1 / (strength[match.first] + strength[match.second])
+            load[match.first] += share
+            load[match.second] += share
+        strength = {name: points[name] / load[name] for name in players}
+    return {name: SCALE * math.log(strength[name] / strength[anchor]) for name in players}
+
+
+def test_the_ratings_are_those_of_zermelos_iteration():
+    matches = random_results(3)
+    found = by_name(fit_elo(matches, anchor="p0", anchor_elo=0))
+    for name, elo in zermelo(matches, "p0").items():
+        assert found[name].elo == pytest.approx(elo, abs=1e-6)
+
+
+def test_the_intervals_are_the_curvature_of_the_likelihood():
+    matches = random_results(4, num_players=3, num_games=60)
+    found = by_name(fit_elo(matches, anchor="p0", anchor_elo=0))
+
+    def log_likelihood(p1: float, p2: float) -> float:
+        elo = {"p0": 0.0, "p1": p1, "p2": p2}
+        total = 0.0
+        for match in matches:
+            chance = 1 / (1 + 10 ** ((elo[match.second] - elo[match.first]) / 400))
+            total += match.score * math.log(chance) + (1 - match.score) * math.log(1 - chance)
+        return total
+
+    top, h = np.array([found["p1"].elo, found["p2"].elo]), 1.0
+    curvature = np.zeros((2, 2))
+    for i in range(2):
+        for j in range(2):
+            up, right = np.eye(2)[i] * h, np.eye(2)[j] * h
+            f = log_likelihood
+            curvature[i, j] = (
+                f(*(top + up + right)) - f(*(top + up - right)) - f(*(top - up + right)) + f(*(top - up - right))
+            ) / (4 * h * h)
+    errors = np.sqrt(np.diag(np.linalg.inv(-curvature)))
+    for name, error in zip(("p1", "p2"), errors, strict=True):
+        assert found[name].high - found[name].elo == pytest.approx(1.959963984540054 * error, rel=1e-3)
+
+
+def test_the_order_of_games_changes_nothing_at_all():
+    matches = random_results(5)
+    shuffled = list(matches)
+    random.Random(0).shuffle(shuffled)
+    turned = [Match(match.second, match.first, 1 - match.score) for match in shuffled]
+    assert fit_elo(matches, anchor="p1") == fit_elo(shuffled, anchor="p1") == fit_elo(turned, anchor="p1")
+
+
+def test_another_anchor_moves_all_ratings_alike():
+    matches = random_results(6)
+    one, other = (by_name(fit_elo(matches, anchor=name)) for name in ("p0", "p3"))
+    shifts = [one[name].elo - other[name].elo for name in one]
+    assert shifts == pytest.approx([shifts[0]] * len(shifts), abs=1e-8)
+
+
+def test_nobody_is_infinitely_better_without_being_asked():
+    unbeaten = games("a", "b", won=5) + games("b", "c", won=1, lost=1) + games("a", "c", won=5)
+    with pytest.raises(ConfigError, match=r"'b' has taken no point off 'a'.*prior_draws=1"):
+        fit_elo(unbeaten, anchor="b")
+    found = by_name(fit_elo(unbeaten, anchor="b", prior_draws=1))
+    assert math.isfinite(found["a"].elo) and found["a"].elo > found["b"].elo
+    assert found["a"].num_games == 10  # imagined games are not counted
+
+
+def test_players_who_never_met_are_not_compared():
+    with pytest.raises(ConfigError, match="never met"):
+        fit_elo(games("a", "b", won=1, lost=1) + games("c", "d", won=1, lost=1), anchor="a", prior_draws=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Match("a", "a", 1.0), "against itself"),
+        (lambda: Match("a", "b", 0.7), "won"),
+        (lambda: fit_elo(games("a", "b", won=1, lost=1), anchor="c"), "has played no match"),
+    ],
+)
+def test_mistakes_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_table_has_the_best_first():
+    lines = elo_table(fit_elo(games("a", "b", won=1, drawn=1, lost=3), anchor="a")).splitlines()
+    assert lines == [
+        "player    elo   95 % interval   games  score",
+        "b        1147  [  815,  1479]      5  0.700",
+        "a        1000  [ 1000,  1000]      5  0.300",
+    ]

@@ -1,0 +1,284 @@
+"""Two policies on one base: neither sees the other, each learns from its own games, and the run can be stopped and resumed."""
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="the lora extra is not installed")
+
+from ludic.models.adapters import adapters_on
+from ludic.training import JSONLLogger, TrainerConfig, common_step, train_policies
+from ludic.training.stopping import StopSignal
+from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
+from tests.unit.training.bandit import tiny_llama
+from tests.unit.training.two_players import SWAPPED, players, trained_weights
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def sample(server, num: int = 3) -> list:
+    """Tokens and log-probs of fixed requests."""
+
+    async def ask() -> list:
+        found = []
+        for seed in range(num):
+            request = TokenCompletionRequest(
+                model="any",
+                prompt_token_ids=np.array([120, 121, 5 + seed], dtype=np.int32),
+                sampling=SamplingParams(temperature=1.0, max_tokens=8),
+                return_=ReturnSpec.for_rl(),
+                seed=seed,
+            )
+            response, _ = await server.complete_tokens(request)
+            found.append((response.completion_token_ids.tolist(), response.completion_logprobs.tolist()))
+        return found
+
+    return asyncio.run(ask())
+
+
+# --- one base ---
+
+
+def test_the_base_is_in_memory_once_and_adapters_are_apart():
+    base = tiny_llama()
+    where = {p.data_ptr() for p in base.parameters()}
+    with players(base=base) as table:
+        for name, model in table.models.items():
+            for server_model in (model, table.servers[name].model):
+                frozen = {p.data_ptr() for p in server_model.parameters() if not p.requires_grad}
+                assert frozen == where
+        own = [{p.data_ptr() for p in m.parameters() if p.requires_grad} for m in table.models.values()]
+        assert own[0] and own[1] and not own[0] & own[1]
+        past = table.league.client(0).engine.model
+        assert {p.data_ptr() for p in past.parameters() if not p.requires_grad} == where
+
+
+def test_first_values_depend_on_the_seed_and_the_place_alone():
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules="all-linear")
+    made = []
+    for noise in (1, 2):
+        base = tiny_llama()
+        torch.manual_seed(noise)
+        made.append({name: trained_weights(m) for name, m in adapters_on(base, ("a", "b"), config, seed=7).items()})
+    assert same(made[0]["a"], made[1]["a"]) and same(made[0]["b"], made[1]["b"])
+    assert not same(made[0]["a"], made[0]["b"])
+
+
+def test_a_base_with_an_adapter_and_names_given_twice_are_refused():
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules="all-linear")
+    base = tiny_llama()
+    wrapped = adapters_on(base, ("a",), config)["a"]
+    with pytest.raises(ConfigError, match="has an adapter already"):
+        adapters_on(wrapped, ("b",), config)
+    with pytest.raises(ConfigError, match="name of its own"):
+        adapters_on(base, ("b", "b"), config)
+
+
+# --- nobody sees the other ---
+
+
+def test_training_one_changes_nothing_of_the_other_nor_of_the_base():
+    base = tiny_llama()
+    base_before = {name: p.detach().clone() for name, p in base.named_parameters()}
+    with players(base=base) as table:
+        weights, said = trained_weights(table.models["bob"]), sample(table.servers["bob"])
+        ann_before, ann_said = trained_weights(table.models["ann"]), sample(table.servers["ann"])
+        for _ in range(3):
+            asyncio.run(table.trainers["ann"].train_step())
+        assert same(trained_weights(table.models["bob"]), weights)
+        assert same(dict(base.named_parameters()), base_before)
+        assert sample(table.servers["bob"]) == said  # tokens and log-probs, bit for bit
+        assert not same(trained_weights(table.models["ann"]), ann_before)
+        assert sample(table.servers["ann"]) != ann_said
+        assert (table.servers["ann"].version, table.servers["bob"].version) == (3, 0)
+
+
+def test_what_one_samples_while_the_other_is_trained_is_what_it_samples_alone():
+    with players() as table:
+        alone = sample(table.servers["bob"])
+        done = threading.Event()
+
+        def train() -> None:
+            for _ in range(4):
+                asyncio.run(table.trainers["ann"].train_step())
+            done.set()
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        meanwhile = []
+        while not done.is_set() or not meanwhile:
+            meanwhile.append(sample(table.servers["bob"]))
+        trainer.join()
+        assert all(said == alone for said in meanwhile)
+
+
+def test_tokens_carry_the_version_of_the_policy_that_made_them():
+    with players() as table:
+        for _ in range(2):
+            asyncio.run(table.trainers["ann"].train_step())
+
+        async def next_batches():
+            return [await table.trainers[name].batch_source.next_batch() for name in ("ann", "bob")]
+
+        ann, bob = asyncio.run(next_batches())
+        assert {item.oldest_version for item in ann.items} == {2}
+        assert {item.oldest_version for item in bob.items} == {0}
+
+
+# --- together ---
+
+
+def test_both_learn_and_both_agree_with_their_samplers_at_every_step(tmp_path):
+    with players(groups=12) as table:
+        asyncio.run(train_policies(table.trainers, 16, train_logger=JSONLLogger(tmp_path / "log.jsonl")))
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    for name in ("ann", "bob"):
+        rewards = [row[f"{name}/train/avg_total_reward"] for row in rows]
+        assert np.mean(rewards[:2]) < 0.7 and np.mean(rewards[-2:]) > 0.9, rewards
+        assert max(row[f"{name}/train/logp_difference_abs"] for row in rows) < 1e-5
+        assert max(row[f"{name}/train/lag_max"] for row in rows) == 0
+
+
+def test_nobody_trains_on_what_the_frozen_one_played():
+    seatings = [{"left": "ann", "right": "past"}]
+    with players(seatings=seatings) as table:
+        before = trained_weights(table.models["bob"])
+        alone = {"ann": table.trainers["ann"]}
+        stats = asyncio.run(train_policies(alone, 2))
+        assert stats["ann/train/num_rollouts"] == 16  # 4 groups of 4 games, one seat each
+        assert same(trained_weights(table.models["bob"]), before)
+
+
+# --- a league ---
+
+
+def test_a_league_keeps_versions_as_they_were_and_lets_the_oldest_go():
+    with players(league_every=1, league_size=2) as table:
+        said = {0: sample(table.league.client(0))}
+        for version in (1, 2, 3):
+            asyncio.run(train_policies(table.trainers, 1))
+            said[version] = sample(table.servers["bob"])
+        assert table.league.versions == [2, 3]
+        for version in (1, 2, 3):  # 1 has just gone, and may be in the middle of a game
+            assert sample(table.league.client(version)) == said[version]
+            assert table.league.client(version).version == version
+        with pytest.raises(ConfigError, match=r"no member of version 0; it has \[2, 3\]"):
+            table.league.client(0)
+        assert said[3] != said[0]
+
+
+def test_games_against_the_past_say_which_version_it_was():
+    with players(seatings=[{"left": "ann", "right": "past"}], groups=20) as table:
+        table.league.add(2)
+        batch = asyncio.run(table.trainers["ann"].batch_source.next_batch())
+        met = {item.meta["request_meta"]["policies"]["right"] for item in batch.items}
+        assert met == {"past@0", "past@2"}
+        assert {item.meta["policy"] for item in batch.items} == {"ann"}
+
+
+@pytest.mark.parametrize(("every", "max_size"), [(0, 1), (1, 0)])
+def test_a_league_has_room_for_somebody(every, max_size):
+    from ludic.inference.local.league import League
+
+    with pytest.raises(ConfigError, match="at least 1"):
+        League(None, every=every, max_size=max_size)
+
+
+# --- stop and resume ---
+
+WITH_PAST = (*SWAPPED, {"left": "ann", "right": "past"}, {"left": "past", "right": "bob"})
+
+
+class StopAt:
+    """A logger that wishes for the end."""
+
+    def __init__(self, step: int, stop: StopSignal) -> None:
+        self.step, self.stop = step, stop
+
+    def log(self, step, stats) -> None:
+        if step == self.step:
+            self.stop.set("enough")
+
+
+def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
+    with players(seatings=WITH_PAST) as whole:
+        asyncio.run(train_policies(whole.trainers, 5))
+        expected = {name: trained_weights(model) for name, model in whole.models.items()}
+        members = {v: sample(whole.league.client(v)) for v in whole.league.versions}
+    with players(seatings=WITH_PAST, folder=tmp_path) as first:
+        stop = StopSignal()
+        asyncio.run(train_policies(first.trainers, 5, stop=stop, train_logger=StopAt(3, stop)))
+        assert [trainer.step for trainer in first.trainers.values()] == [3, 3]
+    step = common_step([tmp_path / "ann", tmp_path / "bob"])
+    assert step == 3
+    with players(seatings=WITH_PAST, folder=tmp_path, resume_from=step) as second:
+        assert second.league.versions == [0, 2]
+        asyncio.run(train_policies(second.trainers, 2))
+        for name, model in second.models.items():
+            assert same(trained_weights(model), expected[name])
+        assert {v: sample(second.league.client(v)) for v in second.league.versions} == members
+
+
+def test_a_wish_to_stop_while_games_are_played_ends_all_at_one_step(tmp_path):
+    with players(folder=tmp_path) as table:
+        stop = StopSignal()
+        played = table.shared.play_round
+        rounds = []
+
+        async def play_round() -> None:
+            rounds.append(1)
+            if len(rounds) == 3:
+                stop.set("in the middle")
+            await played()
+
+        table.shared.play_round = play_round
+        asyncio.run(train_policies(table.trainers, 10, stop=stop))
+        assert [trainer.step for trainer in table.trainers.values()] == [2, 2]
+    assert common_step([tmp_path / "ann", tmp_path / "bob"]) == 2
+
+
+def test_a_run_killed_between_two_saves_goes_on_where_both_were(tmp_path):
+    with players(folder=tmp_path, every_n_steps=1) as table:
+        asyncio.run(train_policies(table.trainers, 2))
+        asyncio.run(table.trainers["ann"].train_step())  # and bob is killed before its step
+    assert common_step([tmp_path / "ann", tmp_path / "bob"]) == 2
+    with players(folder=tmp_path, every_n_steps=1, resume_from=2) as table:
+        asyncio.run(train_policies(table.trainers, 1))
+        assert [trainer.step for trainer in table.trainers.values()] == [3, 3]
+
+
+def test_nothing_saved_is_nothing_to_resume(tmp_path):
+    assert common_step([tmp_path / "ann", tmp_path / "bob"]) is None
+
+
+# --- mistakes ---
+
+
+def test_trainers_at_different_steps_are_told_where_to_meet():
+    with players() as table:
+        asyncio.run(table.trainers["ann"].train_step())
+        with pytest.raises(ConfigError, match=r"'ann': 1, 'bob': 0.*common_step"):
+            asyncio.run(train_policies(table.trainers, 1))
+
+
+def test_trainers_that_evaluate_by_themselves_are_refused():
+    with players() as table:
+        table.trainers["bob"].cfg = TrainerConfig(eval_every_n_steps=2)
+        with pytest.raises(ConfigError, match="trainer of 'bob' is set to evaluate"):
+            asyncio.run(train_policies(table.trainers, 1))
+
+
+def test_somebody_has_to_be_trained():
+    with pytest.raises(ConfigError, match="at least one trainer"):
+        asyncio.run(train_policies({}, 1))

@@ -1,0 +1,139 @@
+"""Truncated sampling end to end: repeated by the trainer where it was recorded, refused where it was not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource
+from ludic.distributed import SharedWeightsPublisher
+from ludic.inference import ScriptedClient
+from ludic.inference.local import LocalEngine
+from ludic.training import (
+    Trainer,
+    TrainerConfig,
+    collate_saw_items,
+    make_grpo,
+    make_rft,
+    make_sft,
+)
+from ludic.training.losses import tokens_from_logits
+from ludic.training.policy import TrainedPolicy
+from ludic.training.preparing import prepare
+from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, SAWBatch, TokenSupports
+from tests.unit.training.bandit import BanditRequests, ByteTokenizer, rollout_engine, tiny_llama
+from tests.unit.training.samples import random_items
+
+CUT = SamplingParams(temperature=0.8, top_p=0.6, max_tokens=4, ignore_eos=True)
+
+
+def cut_source(client, algorithm, return_, sampling=CUT):
+    requests = BanditRequests(4)
+    requests._inference = InferenceSpec(sampling=sampling, return_=return_)
+    return RolloutBatchSource(
+        rollout_engine(client),
+        requests_fn=requests,
+        algorithm=algorithm,
+        strategy=GRPORequestStrategy(4),
+        max_steps=1,
+        concurrency=16,
+    )
+
+
+def trainer_of(algorithm, return_=ReturnSpec.for_rl()):  # noqa: B008 - a frozen value
+    model = tiny_llama()
+    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    cfg = TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0)
+    source = cut_source(engine, algorithm, return_)
+    trainer = Trainer(
+        model=model, algo=algorithm, batch_source=source, cfg=cfg, publisher=SharedWeightsPublisher(engine)
+    )
+    return trainer, engine
+
+
+async def test_what_the_embedded_engine_cut_off_is_cut_off_in_the_trainer_too():
+    trainer, engine = trainer_of(make_grpo(group_size=4))
+    history = [await trainer.train_step() for _ in range(3)]
+    engine.close()
+    for stats in history:
+        assert stats["train/logp_difference_abs"] < 1e-5
+        assert (stats["train/ess"], stats["train/ess_sequence"]) == pytest.approx((1.0, 1.0), abs=1e-4)
+
+
+class Unrecorded:
+    """Batches whose log-probs came without the candidates: from another recorder, or written down elsewhere."""
+
+    def __init__(self, source):
+        self._source = source
+
+    async def next_batch(self):
+        batch = await self._source.next_batch()
+        return replace(batch, items=[unrecorded(item) for item in batch.items])
+
+
+def unrecorded(item):
+    return replace(item, attachments=replace(item.attachments, supports=None, unrepeatable="top_p=0.6"))
+
+
+async def test_log_probs_of_a_distribution_that_nobody_recorded_are_refused_before_anything_is_trained():
+    trainer, engine = trainer_of(make_grpo(group_size=4))
+    trainer.batch_source = Unrecorded(trainer.batch_source)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(ConfigError, match=r"sampled with top_p=0\.6.*top_p=1.*ReturnSpec\.for_rl"):
+        await trainer.train_step()
+    engine.close()
+    assert all((old == new).all() for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", [make_sft, make_rft], ids=lambda make: make.__name__)
+async def test_imitation_takes_them_as_they_are(make):
+    trainer, engine = trainer_of(make(), ReturnSpec.for_eval())
+    batch = await trainer.batch_source.next_batch()
+    engine.close()
+    assert {item.attachments.unrepeatable for item in batch.items} == {"top_p=0.6"}
+    for item in prepare(batch, trainer.algo, trainer.cfg, 0).items:
+        assert item.attachments.unrepeatable is None and item.attachments.supports is None
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 5}, {"presence_penalty": 0.5}, {"min_tokens": 2}], ids=str)
+async def test_a_server_that_cannot_say_what_it_cut_off_is_refused_at_the_first_reply(settings):
+    sampling = replace(CUT, top_p=1.0, **settings)
+    source = cut_source(ScriptedClient(["a"] * 16), make_grpo(group_size=4), ReturnSpec.for_rl(), sampling)
+    (name,) = settings
+    with pytest.raises(ConfigError, match=rf"{name}=.*top_p=1, top_k=0.*embedded engine.*for_eval"):
+        await source.next_batch()
+
+
+async def test_the_engine_cannot_record_penalties_either():
+    engine = LocalEngine(tiny_llama(), ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    source = cut_source(engine, make_grpo(group_size=4), ReturnSpec.for_rl(), replace(CUT, repetition_penalty=1.3))
+    with pytest.raises(ConfigError, match=r"repetition_penalty=1\.3"):
+        await source.next_batch()
+    engine.close()
+
+
+def cut_items(**attached):
+    def with_candidates(item):
+        tokens = item.input_ids[item.action_mask].tolist()
+        supports = TokenSupports.of([[token, (token + 1) % 128] for token in tokens])
+        return replace(item, attachments=replace(item.attachments, supports=supports, **attached))
+
+    return [with_candidates(item) for item in random_items([5, 9])]
+
+
+def test_a_teacher_over_the_whole_vocabulary_cannot_be_compared_with_a_part_of_it():
+    (item, _) = cut_items()
+    scored = replace(item, attachments=replace(item.attachments, teacher_logps=item.actor_logps))
+    with pytest.raises(ConfigError, match="part of the vocabulary, but its teacher"):
+        prepare(SAWBatch(items=[scored]), make_grpo(group_size=4), TrainerConfig(), 0)
+
+
+def test_padded_batches_of_logits_refuse_a_part_of_the_vocabulary_and_know_temperatures():
+    with pytest.raises(ConfigError, match="part of the vocabulary.*Train with Trainer"):
+        collate_saw_items(cut_items(), pad_token_id=0)
+    items, model = random_items([5, 9], temperature=0.5), tiny_llama()
+    batch, policy = collate_saw_items(items, pad_token_id=0), TrainedPolicy(model)
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        expected, _ = policy.logps(policy.batch(items))
+    torch.testing.assert_close(tokens_from_logits(logits, batch).logps, expected, atol=1e-5, rtol=1e-5)

@@ -31,6 +31,7 @@ _NAMES_BY_MODULE = {
     "make_rft mix_objectives Objective make_spo "
     "make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.trainer": "Trainer",
+    "ludic.training.tinker_trainer": "TinkerTrainer",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint": "CheckpointConfig CheckpointManager",
     "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",

@@ -28,7 +28,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 
 # Tests also meet other people's packages; `make train` does without them.
 $(VENV)/.ready-all: $(VENV)/.ready
-	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,pipeline,search,game-boy,datasets,others,dev]'
+	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,pipeline,search,game-boy,datasets,tensorboard,tinker,others,dev]'
+	# It allows no transformers as new as ours; its renderers, which are all that is used, do not mind.
+	$(PIP) install -q --no-deps tinker-cookbook==0.5.8
 	touch $@
 
 # vLLM pins its own torch, so it has an environment of its own. requirements/vllm.txt says what GPU machines do instead.

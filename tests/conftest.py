@@ -16,7 +16,7 @@ SECONDS_EACH = (
     "pipeline/test_experience_queue.py", "pipeline/test_actor.py", "pipeline/test_pipeline_package.py",
     "pipeline/test_pipeline_machine.py", "scaling/test_measured.py", "scripts/test_push_to_hub.py",
     "scripts/test_calibrate_micro_batch.py", "models/test_threads.py", "inference/test_vllm_process.py", "eval/test_background.py",
-    "tools/test_mcp_tools.py",
+    "tools/test_mcp_tools.py", "training/test_tinker_trainer.py", "minimal/test_minimal_tinker.py", "contract/test_tinker_page.py",
 )  # fmt: skip
 """Files that start processes, or try thousands of cases: `make test-fast`, which has a minute, leaves them to `make test`."""
 

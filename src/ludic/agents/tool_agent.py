@@ -9,10 +9,9 @@ ending the episode.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent, ModelCall
+from ludic.inference.chat_template import shows_tools
 from ludic.inference.tool_parser import ToolParseResult
 from ludic.parsers import ParseResult
 from ludic.tools import Tool, ToolResult, as_tool
@@ -83,17 +82,12 @@ class ToolAgent(Agent):
                 "This agent has tools, but its chat_template cannot read tool calls. Give the template a parser, "
                 "for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
             )
-        if self._advertised and not self._template_shows_tools():
+        if self._advertised and not shows_tools(self.chat_template, self._advertised):
             raise ConfigError(
                 "This agent has tools, but its chat template does not write them into the prompt, so the model would "
                 "never hear of them. Use a template with tool support, or describe the tools in the system prompt and "
                 "pass tools_in_prompt=False."
             )
-
-    def _template_shows_tools(self) -> bool:
-        hello = [{"role": "user", "content": "Hello"}]
-        shown = self.chat_template.apply(hello, tools=self._advertised).prompt_token_ids
-        return not np.array_equal(shown, self.chat_template.apply(hello).prompt_token_ids)
 
     def reset(self, system_prompt: str | None = None) -> None:
         super().reset(system_prompt)

@@ -6,11 +6,11 @@ be resumed where it has a position: see `DatasetRequests`.
 
 import asyncio
 import queue
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
+from ludic.batch_gen.passes import Passes
 from ludic.batch_gen.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.types import (
     ConfigError,
@@ -199,51 +199,32 @@ class DatasetRequests:
         rng_seed: int,
     ) -> None:
         _check_batch_size(batch_size)
-        if len(samples) == 0:
-            raise ConfigError("There are no samples to make requests from.")
         self._samples = samples
         self._builder = builder
         self._batch_size = batch_size
         self._strategy = strategy
-        self._shuffle = shuffle
         self._rng_seed = rng_seed
-        self._num_drawn = 0
-        self._order_of: tuple[int, list[int]] = (-1, [])
+        self._passes = Passes(len(samples), shuffle=shuffle, seed=rng_seed)
 
     @property
     def epoch(self) -> int:
         """How many passes are complete."""
-        return self._num_drawn // len(self._samples)
+        return self._passes.epoch
 
     def __call__(self) -> list[RolloutRequest]:
         return self._strategy.expand([self._next() for _ in range(self._batch_size)])
 
     def _next(self) -> RolloutRequest:
-        epoch, position = divmod(self._num_drawn, len(self._samples))
-        index = self._order(epoch)[position]
-        fresh_seed = derive_seed(self._rng_seed, self._num_drawn)
-        self._num_drawn += 1
+        fresh_seed = derive_seed(self._rng_seed, self._passes.num_drawn)
+        index = self._passes.next_index()
         return self._builder.build(index, self._samples[index], fresh_seed=fresh_seed)
-
-    def _order(self, epoch: int) -> list[int]:
-        if self._order_of[0] != epoch:
-            order = list(range(len(self._samples)))
-            if self._shuffle:
-                random.Random(derive_seed(self._rng_seed, epoch)).shuffle(order)
-            self._order_of = (epoch, order)
-        return self._order_of[1]
 
     def state_dict(self) -> dict[str, Any]:
         strategy = self._strategy.state_dict() if isinstance(self._strategy, Stateful) else {}
-        return {"num_drawn": self._num_drawn, "num_samples": len(self._samples), "strategy": strategy}
+        return {**self._passes.state_dict(), "strategy": strategy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["num_samples"] != len(self._samples):
-            raise ConfigError(
-                f"The saved position is in a dataset of {state['num_samples']} samples, this one has {len(self._samples)}. "
-                "Resume with the data that the run was started with."
-            )
-        self._num_drawn = state["num_drawn"]
+        self._passes.load_state_dict(state)
         if isinstance(self._strategy, Stateful):
             self._strategy.load_state_dict(state["strategy"])
 

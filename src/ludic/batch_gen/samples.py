@@ -1,4 +1,4 @@
-"""Samples that envs ask about: lines of a JSONL file, or a dataset of the hub.
+"""Samples that envs ask about: lines of a JSONL file, a JSON list, a Parquet file, or a dataset of the hub.
 
 A dataset is written `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, such as hub:openai/gsm8k:main:train; NAME may also be a
 folder that `datasets` can read.
@@ -19,6 +19,10 @@ def read_samples(place: str | Path, flag: str = "--data") -> list[Sample]:
     if is_on_hub(place):
         return _from_hub(str(place), flag)
     path = Path(place)
+    if path.suffix == ".parquet":
+        return _from_parquet(path, flag)
+    if path.suffix == ".json" and (listed := _from_json_list(path, flag)) is not None:
+        return listed
     return [read_sample(line, number, path) for number, line in enumerate(read_lines(path, flag), start=1)]
 
 
@@ -45,6 +49,34 @@ def read_sample(line: str, number: int, path: Path) -> Sample:
     if not isinstance(sample, dict):
         raise ConfigError(f"Line {number} of {path} is {line!r:.60}; each line should be one JSON object.")
     return sample
+
+
+def _from_json_list(path: Path, flag: str) -> list[Sample] | None:
+    """None where the file holds one object per line after all."""
+    text = "\n".join(read_lines(path, flag))
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path} is not JSON: {error}.") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{flag} {path} should be a list of JSON objects, at least one.")
+    return list(rows)
+
+
+def _from_parquet(path: Path, flag: str) -> list[Sample]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise MissingExtra("datasets", f"{flag} {path}") from error
+    try:
+        rows: list[Sample] = parquet.read_table(path).to_pylist()
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"Cannot read {flag} {path}: {str(error).splitlines()[0]}") from error
+    if not rows:
+        raise ConfigError(f"{flag} {path} is empty.")
+    return rows
 
 
 def _from_hub(place: str, flag: str) -> list[Sample]:

@@ -19,14 +19,11 @@ from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import SMOLLM2, LoadedModel, best_dtype, load_model
-from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.models.tiny import character_tokenizer, make_tiny
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.durable import problem_with
 from ludic.training.model_files import ADAPTER_WEIGHTS, read_weights
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
-
-TINY_LENGTH = 4096
-
 
 # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -56,14 +53,6 @@ def _load_base(settings: ModelSettings, seed: int) -> LoadedModel:
         return load_model(settings.model, dtype=dtype, device=device, seed=seed)
     tiny = make_tiny(seed)
     return replace(tiny, model=tiny.model.to(device or default_device(), dtype or torch.float32).eval())
-
-
-def make_tiny(seed: int) -> LoadedModel:
-    """Random weights and a token per character: to try out an env on a CPU in a minute."""
-    tokenizer = character_tokenizer()
-    return LoadedModel(
-        tiny_llama(len(tokenizer), width=64, layers=2, max_length=TINY_LENGTH, seed=seed), tokenizer, TINY
-    )
 
 
 def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:

@@ -7,6 +7,7 @@ from ludic.distributed.folder_weights import FolderFollower, FolderPublisher
 from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
 from ludic.distributed.rank0 import Rank0OnlyPublisher
 from ludic.distributed.shared_weights import SharedWeightsPublisher
+from ludic.distributed.tinker_policy import TinkerPolicy
 from ludic.distributed.vllm_control import VllmControlPlane
 from ludic.distributed.vllm_publisher import create_vllm_publisher
 from ludic.inference.vllm_buckets import WeightMetadata
@@ -18,5 +19,5 @@ __all__ = [
     "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
     "ClientPublisher", "FolderPublisher", "FolderFollower",
     "ControlPlane", "TensorCommunicator", "WeightMetadata", "WeightPushError",
-    "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher",
+    "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher", "TinkerPolicy",
 ]  # fmt: skip

@@ -10,6 +10,8 @@ from ludic.inference.hf_template import HFChatTemplate
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
 from ludic.inference.teachers import LocalTeacher, VLLMTeacher
+from ludic.inference.tinker_client import TinkerChatClient
+from ludic.inference.tinker_service import TinkerConfig
 from ludic.inference.tokenizer_fingerprint import tokenizer_fingerprint
 from ludic.inference.tool_parser import (
     HermesToolParser,
@@ -39,7 +41,7 @@ __all__ = [
     "ChatClient", "VersionedClient", "ChatResponse", "TokenCompletionRequest", "SamplingParams", "SamplingConfig",
     "ReturnSpec", "ToolRequest", "InferenceSpec", "BackendExtensions", "VLLMExtensions",
     "ChatTemplate", "TemplateResult", "HFChatTemplate", "ByteTemplate", "Conversation", "Prompt", "ScriptedClient",
-    "VLLMChatClient", "OpenAIChatClient", "LocalTeacher", "VLLMTeacher", "tokenizer_fingerprint",
-    "ToolParser", "ToolParseResult", "HermesToolParser", "Llama3ToolParser", "XMLToolParser", "make_tool_call",
-    "tool_parser_for",
+    "VLLMChatClient", "OpenAIChatClient", "TinkerChatClient", "TinkerConfig", "LocalTeacher", "VLLMTeacher",
+    "tokenizer_fingerprint", "ToolParser", "ToolParseResult", "HermesToolParser", "Llama3ToolParser", "XMLToolParser",
+    "make_tool_call", "tool_parser_for",
 ]  # fmt: skip

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from ludic.inference.tool_parser import ToolParseResult
 from ludic.types import Message, TokenArray, TokenIds
 
@@ -56,3 +58,10 @@ class ChatTemplate(Protocol):
     def supports_tools(self) -> bool:
         """Whether tool calls can be read back from the model's text."""
         return False
+
+
+def shows_tools(template: ChatTemplate, tools: ToolSchemas) -> bool:
+    """Whether the template writes the tools into the prompt; where it does not, the model never hears of them."""
+    hello: list[Message] = [{"role": "user", "content": "Hello"}]
+    shown = template.apply(hello, tools=tools).prompt_token_ids
+    return not np.array_equal(shown, template.apply(hello).prompt_token_ids)

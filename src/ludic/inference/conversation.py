@@ -4,7 +4,7 @@ A conversation consists of segments. Within one, every prompt is the tokens alre
 ones behind them. When the context shows another history than before, a new segment starts with a fresh rendering.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ludic.inference.chat_template import ChatTemplate, ToolSchemas
 from ludic.types import Message, MessageView, TokenArray, TokenIds, TokenLog
@@ -15,8 +15,8 @@ class Prompt:
     """What goes to the server for one model call."""
 
     token_ids: TokenArray
-    messages: MessageView
-    text: str | None
+    messages: MessageView = field(default_factory=lambda: MessageView([]))
+    text: str | None = None
     """At hand only at the start of a segment."""
     rewrote_history: bool = False
     """The messages did not extend those of the call before, so a new segment was started."""

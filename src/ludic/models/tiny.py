@@ -5,6 +5,11 @@ from typing import Any
 
 import torch
 
+from ludic.models.loading import LoadedModel
+
+TINY = "tiny"
+TINY_LENGTH = 4096
+
 # Tools are listed in front, and their results stand in the place of a user's message: no role, and so no token, of their own.
 _TEMPLATE = (
     "{% if tools %}<|system|> Tools: {{ tools | tojson }} <|end|> {% endif %}"
@@ -76,3 +81,11 @@ def tiny_llama(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
+
+
+def make_tiny(seed: int) -> LoadedModel:
+    """The model called "tiny": random weights and a token per character, to try out an env on a CPU in a minute."""
+    tokenizer = character_tokenizer()
+    return LoadedModel(
+        tiny_llama(len(tokenizer), width=64, layers=2, max_length=TINY_LENGTH, seed=seed), tokenizer, TINY
+    )

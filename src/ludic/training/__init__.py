@@ -33,6 +33,7 @@ _NAMES_BY_MODULE = {
     "make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.trainer": "Trainer",
     "ludic.training.several_policies": "train_policies common_step",
+    "ludic.training.tinker_trainer": "TinkerTrainer",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint": "CheckpointConfig CheckpointManager",
     "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",

@@ -52,3 +52,28 @@ def test_a_broken_file_says_where(tmp_path, text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="Cannot read --data .*none.jsonl"):
         read_samples(tmp_path / "none.jsonl")
+
+
+def test_a_json_list_and_a_parquet_file_are_read_too(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=2), encoding="utf-8")
+    assert read_samples(tmp_path / "a.json") == ROWS
+    assert read_samples(write(tmp_path / "lines.json")) == ROWS, "one object per line under that name as well"
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    assert read_samples(tmp_path / "a.parquet") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "[1]", "a list of JSON objects"),
+        ("a.json", "[{}", "is not JSON"),
+        ("a.parquet", "no", "Cannot read"),
+    ],
+)
+def test_other_formats_that_are_broken_are_named(tmp_path, name, text, message):
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_samples(tmp_path / name)

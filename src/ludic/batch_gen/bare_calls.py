@@ -1,0 +1,75 @@
+"""Into the library from a loop of one's own: model calls that somebody else made, and a batch that somebody else has."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ludic.batch_gen.stitching import stitch_rollouts
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    Message,
+    RequestsExhausted,
+    Rollout,
+    SAWBatch,
+    StopReason,
+    TokenTrace,
+)
+
+
+class BareCall(NamedTuple):
+    """One model call."""
+
+    messages: Sequence[Message]
+    """What the model was shown."""
+    text: str
+    """What it replied."""
+    trace: TokenTrace
+
+
+def rollout_of_calls(calls: Sequence[BareCall], *, reward: float, is_finished: bool, group_id: str) -> Rollout:
+    """One turn per call; all of the reward at the end of the last."""
+    steps = [
+        AgentStep(index=n, prompt_messages=call.messages, action=call.text, trace=call.trace, turn_id=f"turn {n}")
+        for n, call in enumerate(calls)
+    ]
+    end = EnvironmentStep(
+        index=len(steps),
+        prev_obs=None,
+        action=steps[-1].action,
+        parsed_action=None,
+        next_obs=None,
+        source_agent_step_id=steps[-1].id,
+        agent_step_ids=[steps[-1].id],
+        reward=reward,
+        terminated=is_finished,
+        truncated=not is_finished,
+        turn_id=steps[-1].turn_id,
+    )
+    stop = StopReason.TERMINATED if is_finished else StopReason.MAX_STEPS
+    return Rollout(steps=[*steps, end], stop=stop, meta={"request_meta": {"group_id": group_id}})
+
+
+def weighed_batch(rollouts: Sequence[Rollout], weights: Sequence[float]) -> SAWBatch:
+    """One weight per rollout. One item per rollout, over all its turns; several where a prompt did not continue the last."""
+    by_step = {
+        (rollout.id, step.index): weight
+        for rollout, weight in zip(rollouts, weights, strict=True)
+        for step in rollout.steps
+    }
+    return SAWBatch(items=stitch_rollouts(rollouts, by_step, require_logprobs=True))
+
+
+class GivenBatch:
+    """A source for `Trainer.train_step` that hands out what it was given, once."""
+
+    def __init__(self) -> None:
+        self._batch: SAWBatch | None = None
+
+    def give(self, batch: SAWBatch) -> None:
+        self._batch = batch
+
+    async def next_batch(self) -> SAWBatch:
+        if self._batch is None:
+            raise RequestsExhausted("The batch had nothing to train on: all weights are zero, or nothing fits.")
+        given, self._batch = self._batch, None
+        return given

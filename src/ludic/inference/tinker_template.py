@@ -1,0 +1,141 @@
+"""Chat templates for models at Tinker: tinker_cookbook's renderers where that is installed, else the tokenizer's own.
+
+A renderer of the cookbook turns a whole conversation into tokens. `CookbookTemplate` gives it the other half of our contract:
+what follows a sampled reply, so that a conversation goes on by its stored tokens.
+"""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ludic.inference.chat_template import ChatTemplate, TemplateResult, ToolSchemas
+from ludic.inference.hf_template import HFChatTemplate
+from ludic.inference.tool_parser import ToolParseResult, make_tool_call, tool_parser_for
+from ludic.types import Message, SamplingParams, TokenArray, TokenIds, token_array
+
+_REPLY = "LudicReplyGoesHere7f3a9c"
+"""Stands in for a reply while its surroundings are rendered."""
+
+
+def tinker_template(base_model: str, tokenizer: Any, renderer_name: str | None = None) -> ChatTemplate:
+    """`renderer_name` is one of the cookbook's; without it, the one that the cookbook recommends for the model, if it knows it."""
+    if importlib.util.find_spec("tinker_cookbook") is None and renderer_name is None:
+        return _own_template(tokenizer)
+    renderers = importlib.import_module("tinker_cookbook.renderers")
+    if renderer_name is None:
+        known = importlib.import_module("tinker_cookbook.model_info")
+        try:
+            renderer_name = known.get_recommended_renderer_name(base_model)
+        except (KeyError, ValueError):
+            return _own_template(tokenizer)
+    return CookbookTemplate(renderers.get_renderer(renderer_name, tokenizer), tokenizer)
+
+
+def _own_template(tokenizer: Any) -> HFChatTemplate:
+    return HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer.chat_template))
+
+
+class CookbookTemplate(ChatTemplate):
+    """One of the cookbook's renderers as a chat template."""
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        self.renderer, self.tokenizer = renderer, tokenizer
+        stops = renderer.get_stop_sequences()
+        self._stop_ids = tuple(stop for stop in stops if isinstance(stop, int))
+        self._stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
+        try:
+            renderer.create_conversation_prefix_with_tools([], "")
+            self._has_tools = True
+        except NotImplementedError:
+            self._has_tools = False
+
+    def stops(self, sampling: SamplingParams) -> dict[str, Any]:
+        """What ends a reply of this renderer, beside what `sampling` ends it with: fields of SamplingParams."""
+        texts = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
+        return {
+            "stop_token_ids": (*sampling.stop_token_ids, *self._stop_ids),
+            "stop": [*texts, *self._stop_texts] or None,
+        }
+
+    # --- tokens ---
+
+    def apply(
+        self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
+    ) -> TemplateResult:
+        if not add_generation_prompt:
+            raise NotImplementedError("A renderer of the cookbook always opens the next reply.")
+        ids = self._rendered(messages, tools)
+        return TemplateResult(prompt_token_ids=ids, prompt_text=self.tokenizer.decode(ids.tolist()))
+
+    def delta(
+        self,
+        messages: Sequence[Message],
+        *,
+        num_sent: int,
+        completion_token_ids: TokenIds,
+        tools: ToolSchemas | None = None,
+    ) -> TokenArray | None:
+        sent, completion = self._rendered(messages[:num_sent], tools), token_array(completion_token_ids)
+        following = _behind(self._rendered(messages, tools), sent, completion)
+        if following is not None:
+            return following
+        # Rendered from its text, the reply has other tokens than those that were sampled; its surroundings have not.
+        stand_in: Message = {"role": "assistant", "content": _REPLY}
+        around = self._rendered([*messages[:num_sent], stand_in, *messages[num_sent + 1 :]], tools)
+        following = _behind(around, sent, token_array(self.tokenizer.encode(_REPLY, add_special_tokens=False)))
+        if following is None:
+            return None  # the renderer changes what came before; that is a new segment
+        is_closed = len(completion) and len(following) and int(completion[-1]) in self._stop_ids
+        return following[1:] if is_closed and following[0] == completion[-1] else following
+
+    def _rendered(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenArray:
+        own = [self._own(message) for message in messages]
+        if tools:
+            has_system = bool(own) and own[0]["role"] == "system"
+            system = own[0]["content"] if has_system else ""
+            offered = [tool["function"] for tool in tools]
+            own = [*self.renderer.create_conversation_prefix_with_tools(offered, system), *own[has_system:]]
+        return token_array(self.renderer.build_generation_prompt(own).to_ints())
+
+    def _own(self, message: Message) -> dict[str, Any]:
+        """The message in the cookbook's form, whose tool calls are objects."""
+        kept: dict[str, Any] = {
+            name: message[name] for name in ("role", "content", "name", "tool_call_id") if name in message
+        }
+        if message.get("tool_calls"):
+            call_type = importlib.import_module("tinker_cookbook.renderers").ToolCall
+            kept["tool_calls"] = [
+                call_type(id=call["id"], function=call_type.FunctionBody(**call["function"]))
+                for call in message["tool_calls"]
+            ]
+        return kept
+
+    # --- tool calls ---
+
+    def supports_tools(self) -> bool:
+        return self._has_tools
+
+    def parse_tool_calls(self, text: str) -> ToolParseResult:
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), *self._stop_ids[:1]]
+        message, _ = self.renderer.parse_response(ids)
+        calls = [
+            make_tool_call(call.function.name, json.loads(call.function.arguments), index)
+            for index, call in enumerate(message.get("tool_calls") or ())
+        ]
+        content = message["content"]
+        plain = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        return ToolParseResult(
+            tool_calls=calls or None,
+            parse_error=bool(message.get("unparsed_tool_calls")),
+            content=plain if calls else text,
+        )
+
+
+def _behind(whole: TokenArray, *parts: TokenArray) -> TokenArray | None:
+    """What of `whole` comes after these; None if it does not begin with them."""
+    start = np.concatenate(parts)
+    return whole[len(start) :] if np.array_equal(whole[: len(start)], start) else None

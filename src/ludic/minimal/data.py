@@ -1,0 +1,35 @@
+"""Problems, a batch at a time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from ludic.batch_gen.passes import Passes
+from ludic.batch_gen.samples import read_samples
+from ludic.minimal.rl import Example
+from ludic.types import ConfigError
+
+Keep: TypeAlias = Callable[[Example], bool]
+
+
+class DataLoader(Protocol):
+    def batches(self) -> Iterator[list[Example]]: ...
+
+
+class HuggingFaceDataLoader:
+    """A dataset of the hub (hub:NAME:SPLIT) or a JSON, JSONL or Parquet file, over and over, each pass in a new order."""
+
+    def __init__(
+        self, place: str | Path, *, batch_size: int, limit: int | None = None, keep: Keep = bool, seed: int = 0
+    ) -> None:
+        """Of the examples that `keep` wants, the first `limit`."""
+        if batch_size < 1 or (limit is not None and limit < 1):
+            raise ConfigError(f"batch_size={batch_size}, limit={limit}: both are at least 1.")
+        self.examples: Sequence[Example] = [row for row in read_samples(place) if keep(row)][:limit]
+        self.batch_size = batch_size
+        self.passes = Passes(len(self.examples), shuffle=True, seed=seed)
+        """Where it stands; that can be saved and restored (`state_dict`, `load_state_dict`)."""
+
+    def batches(self) -> Iterator[list[Example]]:
+        while True:
+            yield [self.examples[self.passes.next_index()] for _ in range(self.batch_size)]

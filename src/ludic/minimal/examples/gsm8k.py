@@ -1,0 +1,194 @@
+r"""GSM8K in one file: a one-shot prompt, boxed answers, semantic grading with math-verify, GRPO.
+
+    python -m ludic.minimal.examples.gsm8k --model-name smollm2-135m --batch-size 64 --samples-per-prompt 8 --max-steps 100 \
+        --eval-on-start --eval-every-steps 10 --eval-limit 100 --run-dir runs/gsm8k --save-best-checkpoint
+    python -m ludic.minimal.examples.gsm8k --model-name tiny --data train.jsonl --eval-data test.jsonl --batch-size 4 --max-steps 2
+
+Needs 'ludic[train,math,tensorboard]', and for the default data, which is on the hub, 'ludic[datasets]'.
+"""
+# ruff: noqa: T201 - a program prints
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+from ludic.batch_gen.samples import read_samples
+from ludic.envs.gsm8k import SYSTEM_PROMPT
+from ludic.envs.gsm8k import GSM8KEnv as LibraryEnv
+from ludic.envs.math_grading import is_equivalent
+from ludic.minimal import (
+    Action,
+    Example,
+    GRPOConfig,
+    GRPOTrainer,
+    HuggingFaceDataLoader,
+    Reward,
+    RolloutGenerator,
+    State,
+    Trajectory,
+    message,
+    run_logger,
+)
+from ludic.parsers import boxed_parser
+from ludic.types import ConfigError, LudicError, SamplingParams
+
+if TYPE_CHECKING:
+    from ludic.minimal.local_backend import LocalModel
+    from ludic.minimal.tinker_backend import TinkerModel
+
+WORKED_PROBLEM = (
+    message("user", "A baker fills 6 trays with 12 rolls each and sells 50 of the rolls. How many rolls are left?"),
+    message(
+        "assistant", r"There are 6 * 12 = 72 rolls. After selling 50, 72 - 50 = 22 are left. The answer is \boxed{22}."
+    ),
+)
+SHOWN = (
+    "train/reward", "train/accuracy", "train/boxed", "train/groups_without_spread", "train/grad_norm", "eval/accuracy",
+    "perf/step_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Who is trained on what, and how."""
+
+    model_name: str = "smollm2-135m"
+    """A folder, a hub id, smollm2-135m, or tiny (random weights)."""
+    backend: Literal["local", "tinker"] = "local"
+    """In this process, or by the Tinker service (TINKER_API_KEY)."""
+    data: str = "hub:openai/gsm8k:main:train"
+    """What to train on: hub:NAME:SPLIT, or a JSON, JSONL or Parquet file with `question` and `answer` (… #### 42)."""
+    eval_data: str = "hub:openai/gsm8k:main:test"
+    """What to evaluate on."""
+    run_dir: Path = Path("runs/minimal_gsm8k")
+    """metrics.jsonl, TensorBoard events, the best checkpoint."""
+    tensorboard: bool = True
+    seed: int = 0
+
+    batch_size: int = 64
+    """Problems per step."""
+    samples_per_prompt: int = 8
+    """Answers per problem; also the k of pass@k."""
+    max_steps: int = 100
+    max_tokens: int = 512
+    """Of one answer; one that is cut off is wrong."""
+    temperature: float = 1.0
+    learning_rate: float = 1e-5
+    format_reward: float = 0.1
+    """For a wrong answer that is boxed: a model that rarely boxes would otherwise have nothing to compare. Accuracy ignores it."""
+
+    eval_on_start: bool = False
+    eval_every_steps: int = 10
+    """0 is never."""
+    eval_limit: int = 100
+    """Problems per evaluation; 0 is no evaluation."""
+    save_best_checkpoint: bool = False
+    """Keep the weights of the evaluation with the highest accuracy."""
+
+
+class GSM8KEnv:
+    """A worked problem, so that the model sees the format before it must use it; the question; one answer."""
+
+    def __init__(self, example: Example) -> None:
+        self.question = str(example["question"])
+
+    def start(self) -> State:
+        return State((message("system", SYSTEM_PROMPT), *WORKED_PROBLEM, message("user", self.question)))
+
+    def step(self, action: Action) -> None:
+        return None
+
+
+class GSM8KEnvBuilder:
+    def build(self, example: Example) -> GSM8KEnv:
+        return GSM8KEnv(example)
+
+
+@dataclass(frozen=True)
+class GSM8KReward:
+    """1 for a boxed answer that means the same as the target, `for_format` for any other boxed answer, else 0."""
+
+    for_format: float = 0.1
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        action = trajectory.last_action
+        answer = None if action.is_cut_off else boxed_parser(action.text).action
+        is_right = answer is not None and is_equivalent(answer, LibraryEnv(example).target)
+        value = 1.0 if is_right else self.for_format * (answer is not None)
+        return Reward(value, is_right, {"boxed": float(answer is not None), "cut_off": float(action.is_cut_off)})
+
+
+def make_model(settings: Settings) -> "LocalModel | TinkerModel":
+    """The back ends are imported where they are chosen: one loads torch, the other the Tinker SDK."""
+    sampling = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
+    name, rate = settings.model_name, settings.learning_rate
+    if settings.backend == "local":
+        from ludic.minimal.local_backend import LocalModel, LocalModelConfig
+
+        return LocalModel(LocalModelConfig(model_name=name, learning_rate=rate, sampling=sampling, seed=settings.seed))
+    from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig
+
+    return TinkerModel(TinkerModelConfig(model_name=name, learning_rate=rate, sampling=sampling, seed=settings.seed))
+
+
+def main(settings: Settings) -> None:
+    held_out = (
+        checked(read_samples(settings.eval_data, "--eval-data")[: settings.eval_limit]) if settings.eval_limit else []
+    )
+    loader = HuggingFaceDataLoader(settings.data, batch_size=settings.batch_size, seed=settings.seed)
+    checked(loader.examples)
+    config = GRPOConfig(
+        samples_per_prompt=settings.samples_per_prompt,
+        max_steps=settings.max_steps,
+        eval_on_start=settings.eval_on_start,
+        eval_every_steps=settings.eval_every_steps,
+        save_best_checkpoint=settings.save_best_checkpoint,
+        run_dir=settings.run_dir,
+        seed=settings.seed,
+    )
+    print(f"{len(loader.examples)} problems to train on, {len(held_out)} held out", flush=True)
+    logger = run_logger(settings.run_dir, *SHOWN, tensorboard=settings.tensorboard)
+    model = make_model(settings)
+    try:
+        trainer = GRPOTrainer(
+            model=model,
+            generator=RolloutGenerator(env_builder=GSM8KEnvBuilder(), renderer=model.renderer()),
+            reward_model=GSM8KReward(settings.format_reward),
+            data_loader=loader,
+            config=config,
+            eval_examples=held_out,
+            logger=logger,
+        )
+        print_table(asyncio.run(trainer.train()), settings.samples_per_prompt)
+    finally:
+        model.close()
+        logger.close()
+
+
+def checked(examples: Sequence[Example]) -> Sequence[Example]:
+    """One of another form is named now, and not in the middle of the run."""
+    for number, example in enumerate(examples):
+        try:
+            LibraryEnv(example)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"Problem {number} is not of GSM8K's form: {error}") from error
+    return examples
+
+
+def print_table(evaluations: list[dict[str, float]], k: int) -> None:
+    if evaluations:
+        print(f"| Step | Eval accuracy | Pass@{k} |\n|---|---|---|")
+    for row in evaluations:
+        print(f"| {row['step']} | {row['eval/accuracy']:.1%} | {row[f'eval/pass@{k}']:.0%} |")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Settings, description=__doc__))
+    except LudicError as mistake:
+        sys.exit(f"gsm8k: {mistake}")

@@ -1,0 +1,253 @@
+r"""MuSiQue in one file: multi-hop questions, each with a knowledge base of its own, one search tool (BM25), GRPO over turns.
+
+    python -m ludic.minimal.examples.musique_search --model-name Qwen/Qwen3.5-4B --batch-size 4 --samples-per-prompt 2 \
+        --max-turns 2 --learning-rate 8e-5 --max-tokens 256 --train-limit 32 --eval-limit 16 --run-dir runs/musique_search
+    python -m ludic.minimal.examples.musique_search --model-name tiny --data musique.jsonl --max-tokens 16 --train-limit 4
+
+Needs a model with native tool calling, 'ludic[train,search,tensorboard]', for --lora-rank 'ludic[lora]', and for the default
+data, which is on the hub, 'ludic[datasets]'.
+"""
+# ruff: noqa: T201 - a program prints
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from ludic.batch_gen.samples import read_samples
+from ludic.envs.musique_search import MuSiQueSample, exact_match, normalized, token_f1
+from ludic.minimal import (
+    Action,
+    Example,
+    GRPOConfig,
+    GRPOTrainer,
+    HuggingFaceDataLoader,
+    Reward,
+    RolloutGenerator,
+    State,
+    ToolCall,
+    Trajectory,
+    message,
+    run_logger,
+)
+from ludic.parsers import xml_tag_parser
+from ludic.tools import Tool
+from ludic.tools.search import DocumentSearch
+from ludic.types import LudicError, Message, MissingExtra, SamplingParams
+
+if TYPE_CHECKING:
+    from ludic.minimal.local_backend import LocalModel
+    from ludic.minimal.tinker_backend import TinkerModel
+
+SYSTEM_PROMPT = (
+    "You answer a question that takes several steps. Look facts up with the search tool, never twice for the same; then give "
+    "the answer in as few words as possible inside <answer></answer>, for example <answer>Marie Curie</answer>."
+)
+SHOWN = (
+    "train/reward",
+    "train/accuracy",
+    "train/searches",
+    "train/repeated",
+    "train/grad_norm",
+    "eval/accuracy",
+    "perf/step_s",
+)
+LOOP_PENALTY = 0.1
+"""Taken off for each search that asked the same again."""
+read_answer = xml_tag_parser("answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Who is trained on what, and how."""
+
+    model_name: str = "Qwen/Qwen3.5-4B"
+    """A folder or a hub id whose chat template shows tools, or tiny (random weights)."""
+    backend: Literal["local", "tinker"] = "local"
+    """In this process, or by the Tinker service (TINKER_API_KEY)."""
+    lora_rank: int = 16
+    """Of the adapter that is trained. With the local back end 0 trains all weights, which want a lower rate, such as 1e-6."""
+    data: str = "hub:dgslibisey/MuSiQue:train"
+    """Questions in MuSiQue's form: hub:NAME:SPLIT, or a JSON, JSONL or Parquet file."""
+    eval_data: str | None = None
+    """Other questions; without it those of --data that are not trained on."""
+    run_dir: Path = Path("runs/minimal_musique_search")
+    """metrics.jsonl, TensorBoard events, the best checkpoint."""
+    tensorboard: bool = True
+    seed: int = 0
+
+    batch_size: int = 4
+    """Questions per step."""
+    samples_per_prompt: int = 2
+    """Episodes per question; also the k of pass@k."""
+    max_turns: int = 2
+    """Model calls per episode: searches, and in the last one the answer."""
+    max_tokens: int = 256
+    """Of one reply."""
+    max_seq_len: int = 4096
+    """Of a whole episode, what the searches found included."""
+    temperature: float = 1.0
+    learning_rate: float = 8e-5
+    train_limit: int = 32
+    """Questions to train on."""
+    eval_limit: int = 16
+    """Questions held out; 0 is no evaluation."""
+    max_steps: int | None = None
+    """Without it, each question is trained on once."""
+    eval_on_start: bool = False
+    eval_every_steps: int = 8
+    save_best_checkpoint: bool = False
+
+
+class SearchEnv:
+    """A question; as long as the model searches it is shown what it finds, and anything else is its answer."""
+
+    def __init__(self, example: Example) -> None:
+        sample = MuSiQueSample.read(example)
+        self.documents = DocumentSearch([str(paragraph) for paragraph in sample.paragraphs])
+        self.tools = (Tool.from_callable(self.search).schema,)
+        self.messages: tuple[Message, ...] = (message("system", SYSTEM_PROMPT), message("user", sample.question))
+
+    def search(self, query: str) -> str:
+        """Search the documents about this question; the three that match best come back.
+
+        Args:
+            query: What to look for, in a few words.
+        """
+        return self.documents(query, k=3)
+
+    def start(self) -> State:
+        return State(self.messages, self.tools)
+
+    def step(self, action: Action) -> State | None:
+        if not action.tool_calls:
+            return None
+        self.messages += (action.message, *map(self.answer, action.tool_calls))
+        return State(self.messages, self.tools)
+
+    def answer(self, call: ToolCall) -> Message:
+        query = query_of(call)
+        found = 'Error: the only tool is search, and it takes {"query": text}.' if query is None else self.search(query)
+        return {**message("tool", found), "tool_call_id": call["id"], "name": call["function"]["name"]}
+
+
+class SearchEnvBuilder:
+    def build(self, example: Example) -> SearchEnv:
+        return SearchEnv(example)
+
+
+class AnswerReward:
+    """Half for the exact answer, half for the words that it shares with it, less what searching in circles costs."""
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        calls = [call for step in trajectory.steps for call in step.action.tool_calls]
+        asked = [normalized(query) for call in calls if (query := query_of(call)) is not None]
+        repeated = len(asked) - len(set(asked))
+        final = trajectory.last_action
+        answer = None if final.is_cut_off or final.tool_calls else read_answer(final.text).action
+        accepted = MuSiQueSample.read(example).accepted
+        exact, f1 = (0.0, 0.0) if answer is None else (exact_match(answer, accepted), token_f1(answer, accepted))
+        value = (exact + f1) / 2 - LOOP_PENALTY * repeated
+        metrics = {"f1": f1, "answered": float(answer is not None), "searches": len(calls), "repeated": repeated}
+        return Reward(value, exact == 1.0, metrics)
+
+
+def query_of(call: ToolCall) -> str | None:
+    """What a call searches for; None if it is no proper search."""
+    arguments = json.loads(call["function"]["arguments"])
+    query = arguments.get("query")
+    is_proper = call["function"]["name"] == "search" and arguments.keys() == {"query"} and isinstance(query, str)
+    return query if is_proper else None
+
+
+def is_answerable(example: Example) -> bool:
+    return bool(example.get("answerable", True))
+
+
+def make_model(settings: Settings) -> "LocalModel | TinkerModel":
+    """The back ends are imported where they are chosen: one loads torch, the other the Tinker SDK."""
+    common: dict[str, Any] = {
+        "model_name": settings.model_name,
+        "learning_rate": settings.learning_rate,
+        "sampling": SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
+        "max_seq_len": settings.max_seq_len,
+        "seed": settings.seed,
+    }
+    if settings.backend == "tinker":
+        from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig
+
+        return TinkerModel(TinkerModelConfig(**common, lora_rank=settings.lora_rank))
+    from ludic.minimal.local_backend import LocalModel, LocalModelConfig
+
+    return LocalModel(LocalModelConfig(**common), with_adapter(settings) if settings.lora_rank else None)
+
+
+def with_adapter(settings: Settings) -> Any:
+    from ludic.models.loading import LoadedModel, load_model
+    from ludic.models.tiny import TINY, make_tiny
+
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
+    name, rank = settings.model_name, settings.lora_rank
+    loaded = make_tiny(settings.seed) if name == TINY else load_model(name)
+    adapter = get_peft_model(loaded.model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    return LoadedModel(adapter, loaded.tokenizer, loaded.name)
+
+
+def main(settings: Settings) -> None:
+    loader = HuggingFaceDataLoader(
+        settings.data,
+        batch_size=settings.batch_size,
+        limit=settings.train_limit,
+        keep=is_answerable,
+        seed=settings.seed,
+    )
+    others = list(filter(is_answerable, read_samples(settings.data)))[settings.train_limit :]
+    if settings.eval_data is not None:
+        others = list(filter(is_answerable, read_samples(settings.eval_data, "--eval-data")))
+    held_out = others[: settings.eval_limit]
+    for example in (*loader.examples, *held_out):
+        MuSiQueSample.read(example)  # one of another form is named now, and not in the middle of the run
+    steps = settings.max_steps
+    config = GRPOConfig(
+        samples_per_prompt=settings.samples_per_prompt,
+        max_steps=steps if steps is not None else -(-len(loader.examples) // settings.batch_size),
+        eval_on_start=settings.eval_on_start,
+        eval_every_steps=settings.eval_every_steps,
+        save_best_checkpoint=settings.save_best_checkpoint,
+        run_dir=settings.run_dir,
+        seed=settings.seed,
+    )
+    print(f"{len(loader.examples)} questions to train on, {len(held_out)} held out", flush=True)
+    logger = run_logger(settings.run_dir, *SHOWN, tensorboard=settings.tensorboard)
+    model = make_model(settings)
+    try:
+        trainer = GRPOTrainer(
+            model=model,
+            generator=RolloutGenerator(
+                env_builder=SearchEnvBuilder(), renderer=model.renderer(), max_turns=settings.max_turns
+            ),
+            reward_model=AnswerReward(),
+            data_loader=loader,
+            config=config,
+            eval_examples=held_out,
+            logger=logger,
+        )
+        for row in asyncio.run(trainer.train()):
+            print(f"step {row['step']:4}: accuracy {row['eval/accuracy']:.1%}, F1 {row['eval/f1']:.1%}")
+    finally:
+        model.close()
+        logger.close()
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Settings, description=__doc__))
+    except LudicError as mistake:
+        sys.exit(f"musique_search: {mistake}")

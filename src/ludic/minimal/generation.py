@@ -1,0 +1,59 @@
+"""Rollouts: the policy and the env take turns; all open episodes reach the policy together, and are sampled in one batch."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+from ludic.interaction.concurrently import all_or_none
+from ludic.minimal.rendering import RenderedPrompt, Renderer
+from ludic.minimal.rl import Action, EnvBuilder, Example, State, Step, Trajectory
+from ludic.types import ConfigError, OutOfRoom, TokenTrace, derive_seed
+
+CompletionOutput: TypeAlias = TokenTrace
+"""The prompt's token ids, the sampled ones and their log-probs, why sampling ended, at which temperature and by which version."""
+
+
+class Policy(Protocol):
+    async def sample(self, prompt: RenderedPrompt, *, seed: int | None = None) -> CompletionOutput:
+        """One reply; the same seed and the same weights give the same one. `ClientPolicy` asks any client of the library."""
+        ...
+
+
+class Generator(Protocol):
+    async def generate(
+        self, examples: Sequence[Example], *, policy: Policy, samples_per_prompt: int, seed: int = 0
+    ) -> list[list[Trajectory]]:
+        """For each example a group of trajectories, in order."""
+        ...
+
+
+class RolloutGenerator:
+    """Builds an env per trajectory and plays it to its end, or for at most `max_turns`."""
+
+    def __init__(self, *, env_builder: EnvBuilder, renderer: Renderer, max_turns: int = 1) -> None:
+        if max_turns < 1:
+            raise ConfigError(f"RolloutGenerator(max_turns={max_turns}): an episode has at least 1 turn.")
+        self.env_builder, self.renderer, self.max_turns = env_builder, renderer, max_turns
+
+    async def generate(
+        self, examples: Sequence[Example], *, policy: Policy, samples_per_prompt: int, seed: int = 0
+    ) -> list[list[Trajectory]]:
+        size = samples_per_prompt
+        seeds = [(example, derive_seed(seed, n, i)) for n, example in enumerate(examples) for i in range(size)]
+        played = await all_or_none(self._play(example, policy, own) for example, own in seeds)
+        return [played[first : first + size] for first in range(0, len(played), size)]
+
+    async def _play(self, example: Example, policy: Policy, seed: int) -> Trajectory:
+        env, dialogue, steps = self.env_builder.build(example), self.renderer.begin(), list[Step]()
+        state: State | None = env.start()
+        while state is not None and len(steps) < self.max_turns:
+            prompt = dialogue.prompt(state.messages, state.tools)
+            try:
+                completion = await policy.sample(prompt, seed=derive_seed(seed, len(steps)))
+            except OutOfRoom:
+                if not steps:
+                    raise
+                break  # there is no room for another turn; what was played counts
+            action = Action(dialogue.reply(completion), is_cut_off=completion.finish_reason == "length")
+            steps.append(Step(state, action, completion))
+            state = env.step(action)
+        return Trajectory(tuple(steps), is_finished=state is None)

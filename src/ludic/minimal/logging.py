@@ -1,0 +1,18 @@
+"""Where the numbers of a run go: the library's own loggers."""
+
+from pathlib import Path
+from typing import TypeAlias
+
+from ludic.training.loggers import JSONLLogger, PrintLogger, TeeLogger, TensorBoardLogger
+from ludic.types import ConfigError, TrainingLogger
+
+MetricsLogger: TypeAlias = TrainingLogger
+"""Anything with `log(step, metrics)`."""
+
+
+def run_logger(run_dir: Path, *shown: str, tensorboard: bool = True) -> TeeLogger:
+    """run_dir/metrics.jsonl, TensorBoard events beside it, and the metrics named in `shown` on the screen."""
+    if (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"There is a run in {run_dir} already. Choose another run_dir.")
+    events = [TensorBoardLogger(run_dir)] if tensorboard else []
+    return TeeLogger(JSONLLogger(run_dir / "metrics.jsonl"), *events, PrintLogger(prefix=run_dir.name, keys=shown))

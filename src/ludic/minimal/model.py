@@ -1,0 +1,43 @@
+"""`Model`: something that can be sampled from and updated, here or elsewhere; and the batch that it is updated with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from ludic.batch_gen.bare_calls import BareCall, rollout_of_calls
+from ludic.minimal.generation import Policy
+from ludic.minimal.rl import Reward, Trajectory
+from ludic.types import Rollout, SAWBatch
+
+TrainingBatch: TypeAlias = SAWBatch
+"""Per item: token ids, which of them the policy chose, the log-probs that it chose them with, and one advantage (`weight`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Model(Protocol):
+    def policy(self) -> Policy:
+        """To sample from the weights as they are at each call."""
+        ...
+
+    async def update(self, batch: TrainingBatch) -> UpdateResult:
+        """One optimizer step; when it returns, policies sample from the new weights."""
+        ...
+
+
+@runtime_checkable
+class SavesWeights(Protocol):
+    async def save(self, folder: Path) -> str:
+        """Keep the weights of now, instead of what was kept there before; where they are comes back."""
+        ...
+
+
+def as_rollout(trajectory: Trajectory, reward: Reward, group_id: str) -> Rollout:
+    """In the library's form, which its stitching, credit rules and `ludic view` read."""
+    calls = [BareCall(step.state.messages, step.action.text, step.completion) for step in trajectory.steps]
+    return rollout_of_calls(calls, reward=reward.value, is_finished=trajectory.is_finished, group_id=group_id)

@@ -1,0 +1,82 @@
+"""`TinkerModel`: sampled and trained by the Tinker service (a LoRA of a model that is there); `TinkerRenderer` for its tokens."""
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ludic.batch_gen.bare_calls import GivenBatch
+from ludic.distributed import TinkerPolicy
+from ludic.inference import TinkerConfig
+from ludic.inference.dialogue import ClientPolicy
+from ludic.inference.tinker_template import CookbookTemplate, tinker_template
+from ludic.minimal.model import TrainingBatch, UpdateResult
+from ludic.minimal.rendering import ChatRenderer
+from ludic.training import TinkerTrainer, TrainerConfig, make_dr_grpo
+from ludic.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinkerModelConfig:
+    model_name: str
+    """As Tinker calls it."""
+    learning_rate: float = 8e-5
+    sampling: SamplingParams = SamplingParams(temperature=1.0, max_tokens=512)  # noqa: RUF009 - it is frozen
+    lora_rank: int = 32
+    max_seq_len: int = 2048
+    """Tokens of one conversation; an episode that would grow longer ends."""
+    seed: int = 0
+    project_id: str | None = None
+    """A project that exists; None is $TINKER_PROJECT_ID, or the account's default."""
+    base_url: str | None = None
+    """None is $TINKER_BASE_URL, or the service itself. The key is $TINKER_API_KEY."""
+    renderer_name: str | None = None
+    """One of tinker_cookbook's; None is its recommendation where it is installed, or else the tokenizer's own template."""
+
+    def connection(self) -> TinkerConfig:
+        lora: dict[str, Any] = {"base_model": self.model_name, "lora_rank": self.lora_rank, "lora_seed": self.seed}
+        return TinkerConfig(**lora, project_id=self.project_id, base_url=self.base_url, max_context=self.max_seq_len)
+
+
+class TinkerModel:
+    """Close it when done: that ends the session."""
+
+    def __init__(self, config: TinkerModelConfig, *, tokenizer: Any = None) -> None:
+        """Without a `tokenizer`, the service says which it is, and it is fetched from the hub."""
+        self.config, self._given, length = config, GivenBatch(), config.max_seq_len
+        self.remote = TinkerPolicy(config.connection(), tokenizer=tokenizer)
+        self.template = tinker_template(config.model_name, self.remote.tokenizer, config.renderer_name)
+        self.trainer = TinkerTrainer(
+            model=self.remote,
+            algo=make_dr_grpo(drop_zero_weight=True),  # for its loss: advantages are computed before
+            batch_source=self._given,
+            cfg=TrainerConfig(lr=config.learning_rate, max_seq_len=length, micro_token_budget=length, seed=config.seed),
+        )
+
+    def policy(self) -> ClientPolicy:
+        sampling, template = self.config.sampling, self.template
+        own = template.stops(sampling) if isinstance(template, CookbookTemplate) else {}
+        return ClientPolicy(self.remote.client, replace(sampling, **own))
+
+    def renderer(self) -> "TinkerRenderer":
+        return TinkerRenderer(self)
+
+    async def update(self, batch: TrainingBatch) -> UpdateResult:
+        self._given.give(batch)
+        metrics = await self.trainer.train_step()
+        return UpdateResult(metrics["train/loss"], metrics)
+
+    async def save(self, folder: Path) -> str:
+        """Weights and optimizer stay at the service; their tinker:// path comes back."""
+        return await asyncio.to_thread(self.remote.save_state, f"{folder.name}-{self.trainer.step}")
+
+    def close(self) -> None:
+        self.remote.close()
+
+
+class TinkerRenderer(ChatRenderer):
+    """Messages ↔ tokens of a model's own chat format."""
+
+    def __init__(self, model: TinkerModel) -> None:
+        decode = model.remote.tokenizer.decode
+        super().__init__(model.template, lambda ids: str(decode(list(ids), skip_special_tokens=True)))

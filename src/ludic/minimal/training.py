@@ -1,0 +1,123 @@
+"""GRPO: sample a group of trajectories per problem, weigh each against its siblings, update. The whole loop is here."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+from ludic.batch_gen.bare_calls import weighed_batch
+from ludic.eval.statistics import pass_at_k
+from ludic.minimal.data import DataLoader
+from ludic.minimal.generation import Generator
+from ludic.minimal.logging import MetricsLogger, TeeLogger
+from ludic.minimal.model import Model, SavesWeights, as_rollout
+from ludic.minimal.rewards import RewardModel
+from ludic.minimal.rl import Example, Reward, Trajectory
+from ludic.types import ConfigError, derive_seed
+
+_TRAIN, _EVAL = 0, 1  # seeds of the two never meet
+_NO_DIFFERENCE = 1e-4  # samples that are as good as alike teach nothing; the library's presets draw the line there, too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPOConfig:
+    samples_per_prompt: int = 8
+    """Trajectories per problem, which are compared with each other; also the k of pass@k."""
+    max_steps: int = 100
+    eval_on_start: bool = False
+    eval_every_steps: int = 10
+    """0 is never."""
+    save_best_checkpoint: bool = False
+    """Keep the weights of the evaluation with the highest accuracy, in run_dir/best."""
+    run_dir: Path = Path("runs/minimal")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples_per_prompt < 2 or self.max_steps < 0 or self.eval_every_steps < 0:
+            raise ConfigError(f"{self}: a group has at least 2 trajectories, and there are no negative steps.")
+
+
+def compute_advantages(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Each reward minus the mean of its group, not divided by the spread; a group without spread has no advantages."""
+    return [[r - fmean(group) for r in group] if min(group) < max(group) else [0.0] * len(group) for group in rewards]
+
+
+@dataclass(kw_only=True)
+class GRPOTrainer:
+    model: Model
+    generator: Generator
+    reward_model: RewardModel
+    data_loader: DataLoader
+    config: GRPOConfig
+    eval_examples: Sequence[Example] = ()
+    logger: MetricsLogger = field(default_factory=TeeLogger)  # which, without others to tell, is silent
+    step: int = field(default=0, init=False)
+    evaluations: list[dict[str, float]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        is_judged = self.eval_examples and 0 < self.config.eval_every_steps <= self.config.max_steps
+        if self.config.save_best_checkpoint and not (is_judged and isinstance(self.model, SavesWeights)):
+            raise ConfigError(
+                "save_best_checkpoint: give eval_examples, eval_every_steps <= max_steps, a model with save()."
+            )
+
+    async def train(self) -> list[dict[str, float]]:
+        """All steps; the evaluations come back."""
+        every = self.config.eval_every_steps if self.eval_examples else 0
+        if self.config.eval_on_start and self.eval_examples:
+            await self.evaluate()
+        for examples in islice(self.data_loader.batches(), max(0, self.config.max_steps - self.step)):
+            await self.train_step(examples)
+            if every and self.step % every == 0:
+                await self.evaluate()
+        return self.evaluations
+
+    async def train_step(self, examples: Sequence[Example]) -> dict[str, float]:
+        started = time.perf_counter()
+        groups, rewards = await self._play(examples, derive_seed(self.config.seed, _TRAIN, self.step))
+        metrics = {**_means("train", rewards), "perf/generate_s": time.perf_counter() - started}
+        advantages = compute_advantages([[reward.value for reward in group] for group in rewards])
+        useful = [n for n, group in enumerate(advantages) if max(map(abs, group)) > _NO_DIFFERENCE]
+        metrics["train/groups_without_spread"] = 1 - len(useful) / len(groups)
+        if useful:
+            pairs = [(n, t, r) for n in useful for t, r in zip(groups[n], rewards[n], strict=True)]
+            rollouts = [as_rollout(t, r, group_id=f"{self.step}:{n}") for n, t, r in pairs]
+            result = await self.model.update(weighed_batch(rollouts, [a for n in useful for a in advantages[n]]))
+            metrics |= {**result.metrics, "train/loss": result.loss}
+        self.step += 1
+        metrics["perf/step_s"] = time.perf_counter() - started
+        self.logger.log(self.step, metrics)
+        return metrics
+
+    async def evaluate(self) -> dict[str, float]:
+        """Accuracy, and pass@k: the share of problems that at least one of k samples solves."""
+        k, best = self.config.samples_per_prompt, max((row["eval/accuracy"] for row in self.evaluations), default=-1.0)
+        _, rewards = await self._play(self.eval_examples, derive_seed(self.config.seed, _EVAL))
+        solved = fmean(pass_at_k(k, sum(reward.is_correct for reward in group), k) for group in rewards)
+        metrics = {**_means("eval", rewards), f"eval/pass@{k}": solved}
+        self.logger.log(self.step, metrics)
+        self.evaluations.append({"step": self.step, **metrics})
+        if (
+            self.config.save_best_checkpoint
+            and metrics["eval/accuracy"] > best
+            and isinstance(self.model, SavesWeights)
+        ):
+            note = {"path": await self.model.save(self.config.run_dir / "best"), **self.evaluations[-1]}
+            self.config.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.config.run_dir / "best.json").write_text(json.dumps(note))
+        return metrics
+
+    async def _play(self, examples: Sequence[Example], seed: int) -> tuple[list[list[Trajectory]], list[list[Reward]]]:
+        size, score, policy = self.config.samples_per_prompt, self.reward_model.score, self.model.policy()
+        groups = await self.generator.generate(examples, policy=policy, samples_per_prompt=size, seed=seed)
+        return groups, [[score(e, t) for t in group] for e, group in zip(examples, groups, strict=True)]
+
+
+def _means(kind: str, groups: Sequence[Sequence[Reward]]) -> dict[str, float]:
+    rewards = [reward for group in groups for reward in group]
+    means = {name: fmean(reward.metrics[name] for reward in rewards) for name in rewards[0].metrics}
+    means |= {"reward": fmean(r.value for r in rewards), "accuracy": fmean(r.is_correct for r in rewards)}
+    return {f"{kind}/{name}": value for name, value in means.items()}

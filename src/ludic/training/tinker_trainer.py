@@ -1,0 +1,245 @@
+"""`TinkerTrainer`: the loop of `Trainer` with the weights at Tinker. Batches go there, log-probs come back.
+
+    policy = TinkerPolicy(TinkerConfig(base_model="Qwen/Qwen3-8B"))
+    agents talk to policy.client
+    TinkerTrainer(model=policy, algo=…, batch_source=…, cfg=TrainerConfig(…)).train_sync(100)
+
+It takes the same arguments as `Trainer`, less what only a model in this process can have (publisher, reference, ranks).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.distributed.tinker_policy import TinkerPolicy
+from ludic.training.algorithms import RLAlgorithm
+from ludic.training.checkpoint import CheckpointConfig
+from ludic.training.config import TrainerConfig
+from ludic.training.dealing import Prepared
+from ludic.training.evaluating import Evaluating
+from ludic.training.guards import check_parity
+from ludic.training.loggers import Resumable
+from ludic.training.preparing import describe, fetch
+from ludic.training.rng import restore_rng, rng_state
+from ludic.training.stats import prefixed
+from ludic.training.stopping import StopRequested, StopSignal
+from ludic.training.tinker_checkpoint import RemoteCheckpoints
+from ludic.training.tinker_data import check_loss
+from ludic.training.tinker_update import adam_settings, train_remotely
+from ludic.types import (
+    AccountsForItems,
+    BatchSource,
+    ConfigError,
+    Evaluator,
+    FollowsDrift,
+    FollowsVersions,
+    Reducer,
+    RequestsExhausted,
+    Stateful,
+    TrainingLogger,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TinkerTrainer:
+    """The loop of one policy that is trained elsewhere."""
+
+    def __init__(
+        self,
+        *,
+        model: TinkerPolicy,
+        algo: RLAlgorithm,
+        batch_source: BatchSource,
+        cfg: TrainerConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+        resume_from: int | str | None = None,
+        train_logger: TrainingLogger | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        evaluator: Evaluator | None = None,
+    ) -> None:
+        self.cfg = cfg if cfg is not None else TrainerConfig()
+        self.model, self.algo, self.batch_source = model, algo, batch_source
+        self.logger, self.reducers = train_logger, reducers
+        self.checkpoints = None if checkpoint_config is None else RemoteCheckpoints(checkpoint_config)
+        check_loss(algo.loss, algo.name)
+        _check_settings(self.cfg, algo, has_evaluator=evaluator is not None)
+        self.step = 0
+        """Optimizer steps done; also the version of the policy."""
+        self._evaluating = Evaluating(evaluator, self.cfg, self._log)
+        self._last_saved: int | None = None
+        self._untrained_from: dict[str, Any] | None = None
+        """Where data stood before the batch that is being fetched or trained on; None between steps."""
+        self.stop = StopSignal()
+        if resume_from is not None:
+            self._resume(resume_from)
+        else:
+            self._notify_source()
+
+    # --- the loop ---
+
+    async def train(self, num_steps: int | None = None) -> dict[str, float]:
+        """`num_steps` more steps, or until the source has no more; the last step's numbers come back."""
+        stats: dict[str, float] = {}
+        self.stop = StopSignal()
+        end = None if num_steps is None else self.step + num_steps
+        with self.stop.listening():
+            if self.cfg.eval_at_start and self.step == 0:
+                await self._evaluating.now_or_beside(self.step, self.stop)
+            while (end is None or self.step < end) and not self.stop.is_set:
+                try:
+                    stats = await self._step()
+                except (RequestsExhausted, StopRequested) as reason:
+                    logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
+                    break
+                if self._evaluating.is_due(self.step):
+                    await self._evaluating.now_or_beside(self.step, self.stop)
+                await self._save_if_due(stats)
+            if self.checkpoints is not None and self.step and self._last_saved != self.step:
+                await self._save(stats)  # however it ended, what was learned is kept
+        return stats
+
+    async def train_step(self) -> dict[str, float]:
+        """One batch, one optimizer step."""
+        stats = await self._step()
+        await self._save_if_due(stats)
+        return stats
+
+    async def _step(self) -> dict[str, float]:
+        started = time.perf_counter()
+        self._untrained_from = self._data_states()
+        whole = await self.stop.unless(fetch(self.batch_source, self.algo, self.cfg, self.step))
+        fetched = time.perf_counter()
+        stats = await asyncio.to_thread(self._update, whole)
+        updated = time.perf_counter()
+        if self._publishes_now():
+            await asyncio.to_thread(self.model.publish, self.step)
+            self._notify_source()
+        stats |= {
+            "fetch_s": fetched - started,
+            "update_s": updated - fetched,
+            "publish_s": time.perf_counter() - updated,
+        }
+        stats["tokens_per_s"] = stats["num_tokens"] / stats["update_s"]
+        return await asyncio.to_thread(self._report, stats, started)
+
+    # --- phases ---
+
+    def _update(self, whole: Prepared) -> dict[str, float]:
+        """Gradient and optimizer step, there."""
+        described = describe(whole, self.step, self.reducers, self.model.tokenizer)
+        adam = adam_settings(self.cfg, self.step)
+        stats = train_remotely(self.model, self.algo.loss, whole.items, adam)
+        if self.step == 0:
+            check_parity(stats, self.cfg.parity_tolerance)
+        self.step += 1
+        self._untrained_from = None
+        if isinstance(self.batch_source, AccountsForItems):
+            self.batch_source.notify_trained(self.step, len(whole.items))
+        return {**described, **stats, "lr": adam["learning_rate"]}
+
+    def _publishes_now(self) -> bool:
+        every = 1 if self.cfg.sync_every_steps is None else self.cfg.sync_every_steps
+        return every > 0 and self.step % every == 0
+
+    def _notify_source(self) -> None:
+        if isinstance(self.batch_source, FollowsVersions):  # only now: its next batch is sampled with these
+            self.batch_source.notify_version(self.step)
+
+    def _report(self, stats: dict[str, float], started: float) -> dict[str, float]:
+        """Log what is due; saving comes after: a kill in between loses no line."""
+        named = prefixed({**stats, "step": float(self.step)})
+        named["perf/step_s"] = time.perf_counter() - started
+        if self.step % self.cfg.log_every == 0:
+            self._log(self.step, named)
+        return named
+
+    def _log(self, step: int, stats: Mapping[str, float]) -> None:
+        if self.logger is not None:
+            self.logger.log(step, stats)
+
+    # --- evaluation, checkpoints ---
+
+    async def eval(self) -> dict[str, float]:
+        """The evaluator's metrics of the published weights, logged under eval/."""
+        return await self._evaluating.now(self.step)
+
+    def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Everything that a resumed run needs to go on as if nothing had happened."""
+        self._write(self._state(), metrics or {})
+
+    async def _save_if_due(self, stats: Mapping[str, float]) -> None:
+        if self.checkpoints is not None and self.checkpoints.should_save(self.step):
+            await self._save(stats)
+
+    async def _save(self, stats: Mapping[str, float]) -> None:
+        """The state is taken here, in the event loop: whatever generates ahead changes its own here, too."""
+        metrics = {**self._evaluating.found_of(self.step), **stats}
+        await asyncio.to_thread(self._write, self._state(), metrics)
+
+    def _state(self) -> dict[str, Any]:
+        """Data as it stood before the first batch that has not been trained on: that one is made again."""
+        data = self._untrained_from if self._untrained_from is not None else self._data_states()
+        return {"step": self.step, "rng": rng_state(), **data}
+
+    def _write(self, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
+        if self.checkpoints is None:
+            raise RuntimeError("Nobody said where; give TinkerTrainer(checkpoint_config=CheckpointConfig(…)).")
+        path = self.model.save_state(f"step_{self.step:06d}")
+        self.checkpoints.save_path(self.step, path, state, metrics)
+        self._last_saved = self.step
+        if isinstance(self.batch_source, AccountsForItems):
+            self.batch_source.notify_saved(self.step)
+
+    def _resume(self, where: int | str) -> None:
+        if self.checkpoints is None:
+            raise ConfigError(f"resume_from={where!r} needs a checkpoint_config.")
+        path, state = self.checkpoints.read_path(where)
+        self.model.load_state(path)
+        self.step = int(state["step"])
+        for name, part in self._data_parts().items():
+            if name in state:
+                part.load_state_dict(state[name])
+        self.model.publish(self.step)
+        self._notify_source()
+        if isinstance(self.logger, Resumable):
+            self.logger.resume(self.step)
+        restore_rng(state["rng"])
+        logger.info("resumed at step %d from %s", self.step, path)
+
+    def _data_states(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._data_parts().items()}
+
+    def _data_parts(self) -> dict[str, Stateful]:
+        # The source last: one that works ahead knows the credit rule's state before the batches that are made again.
+        parts: dict[str, Any] = {"credit_assigner": self.algo.credit_assigner, "batch_source": self.batch_source}
+        return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
+
+    # --- without asyncio ---
+
+    def train_sync(self, num_steps: int | None = None) -> dict[str, float]:
+        return asyncio.run(self.train(num_steps))
+
+    def train_step_sync(self) -> dict[str, float]:
+        return asyncio.run(self.train_step())
+
+
+def _check_settings(cfg: TrainerConfig, algo: RLAlgorithm, *, has_evaluator: bool) -> None:
+    """ConfigError for what was asked of a model that is not here."""
+    asked = {
+        "compile": cfg.compile,
+        "gradient_checkpointing": cfg.gradient_checkpointing,
+        "model_device": cfg.model_device,
+        "eval_in_background": cfg.eval_in_background,
+    }
+    unknown = [name for name, value in asked.items() if value]
+    if unknown:
+        raise ConfigError(f"TrainerConfig.{', '.join(unknown)} cannot be had with TinkerTrainer. Leave it out.")
+    if isinstance(algo.credit_assigner, FollowsDrift):
+        raise ConfigError(
+            f"{algo.name} follows how far each step moves the policy, which Tinker does not say. Use Trainer."
+        )
+    if (cfg.eval_at_start or cfg.eval_every_n_steps) and not has_evaluator:
+        raise ConfigError("eval_at_start or eval_every_n_steps is set, but there is no evaluator.")

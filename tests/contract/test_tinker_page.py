@@ -1,0 +1,52 @@
+"""docs/tinker.md: its programs run as they stand, on a fake of the service, with a tokenizer that the service names."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
+
+from ludic.models.tiny import tiny_llama
+from tests.chat_templates import make_tokenizer
+from tests.contract.pages import BLOCK, DOCS
+from tests.tinker_fake import FakeTinker
+
+PAGE = (DOCS / "tinker.md").read_text()
+LIBRARY, MINIMAL = (text for kind, text in BLOCK.findall(PAGE) if kind == "python")
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTinker]:
+    tokenizer = make_tokenizer("qwen")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    base = tiny_llama(len(tokenizer), width=32, layers=2)
+    with FakeTinker({MODEL: base}, eos_id=tokenizer.eos_token_id, context=256) as service:
+        service.tokenizer_id = str(tmp_path / "tokenizer")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("TINKER_BASE_URL", service.url)
+        monkeypatch.setenv("TINKER_API_KEY", service.api_key)
+        monkeypatch.setenv("TINKER_PROJECT_ID", "project-1")
+        monkeypatch.setenv("TINKER_TELEMETRY", "0")
+        yield service
+
+
+def test_the_program_for_the_library_runs(fake: FakeTinker, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    exec(compile(LIBRARY, "tinker.md", "exec"), {"__name__": "page"})
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"step \d \| train/avg_total_reward [\d.e-]+ \| train/loss", printed)) == 3
+    assert printed.strip().endswith("/sampler_weights/vowels")
+    assert fake.run.num_steps == 3
+    assert sorted(path.name for path in (tmp_path / "runs/vowels/checkpoints").glob("step_*")) == [
+        "step_000002",
+        "step_000003",
+    ]
+    assert fake.asked("create_session")[0]["project_id"] == "project-1"
+
+
+def test_the_program_for_the_minimal_loop_runs(fake: FakeTinker):
+    exec(compile(MINIMAL, "tinker.md", "exec"), {"__name__": "page"})
+    assert 1 <= fake.run.num_steps <= 2, "a step whose groups have no spread teaches nothing"
+    assert fake.asked("sessions/session-0/finish")

@@ -1,0 +1,351 @@
+"""The loop with plain classes at every stage: nothing is inherited, nothing registered, no torch.
+
+That the types fit too is checked by mypy in the two examples, which put such classes where the protocols are asked for.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from ludic.inference import ByteTemplate
+from ludic.minimal import (
+    Action,
+    ChatRenderer,
+    CompletionOutput,
+    GRPOConfig,
+    GRPOTrainer,
+    HuggingFaceDataLoader,
+    RenderedPrompt,
+    Reward,
+    RolloutGenerator,
+    State,
+    TrainingBatch,
+    UpdateResult,
+    compute_advantages,
+    message,
+    run_logger,
+)
+from ludic.types import ConfigError, PromptTooLong
+
+BYTES = ByteTemplate()
+
+
+class Echo:
+    """Asks for a number of words, one per turn."""
+
+    def __init__(self, example):
+        self.messages, self.left = (message("user", str(example["say"])),), example.get("turns", 1)
+
+    def start(self) -> State:
+        return State(self.messages)
+
+    def step(self, action: Action) -> State | None:
+        self.left -= 1
+        if self.left == 0:
+            return None
+        self.messages += (action.message, message("user", "Go on."))
+        return State(self.messages)
+
+
+class EchoBuilder:
+    def build(self, example):
+        return Echo(example)
+
+
+class SeedPolicy:
+    """Says its seed's last digit, so that what was drawn can be told from the text."""
+
+    def __init__(self, room: int = 10_000):
+        self.room, self.num_open, self.most_open = room, 0, 0
+
+    async def sample(self, prompt: RenderedPrompt, *, seed: int | None = None) -> CompletionOutput:
+        if len(prompt.token_ids) > self.room:
+            raise PromptTooLong(len(prompt.token_ids), self.room)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await asyncio.sleep(0)
+        self.num_open -= 1
+        ids = [*BYTES.encode(str((seed or 0) % 10)), BYTES.END]
+        return CompletionOutput(prompt.token_ids, ids, [-0.5] * len(ids), "stop", temperature=1.0)
+
+
+class CountingModel:
+    """Keeps what it is given to learn."""
+
+    def __init__(self):
+        self.batches: list[TrainingBatch] = []
+        self.saved: list[int] = []
+
+    def policy(self) -> SeedPolicy:
+        return SeedPolicy()
+
+    async def update(self, batch: TrainingBatch) -> UpdateResult:
+        self.batches.append(batch)
+        return UpdateResult(loss=0.25, metrics={"train/num_samples": float(len(batch))})
+
+    async def save(self, folder: Path) -> str:
+        self.saved.append(len(self.batches))
+        return f"somewhere://{len(self.batches)}"
+
+
+class Parity:
+    """An even digit is right."""
+
+    def score(self, example, trajectory) -> Reward:
+        is_even = int(trajectory.last_action.text) % 2 == 0
+        return Reward(float(is_even), is_even, {"turns": len(trajectory.steps)})
+
+
+class Always:
+    """The rewards that it is told, one after the other."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def score(self, example, trajectory) -> Reward:
+        value = self.values.pop(0)
+        return Reward(value, value > 0.5)
+
+
+class Given:
+    def __init__(self, *batches):
+        self._batches = batches
+
+    def batches(self):
+        return iter(self._batches)
+
+
+class Notebook:
+    def __init__(self):
+        self.rows = []
+
+    def log(self, step, stats):
+        self.rows.append((step, dict(stats)))
+
+
+def generator(max_turns: int = 1) -> RolloutGenerator:
+    return RolloutGenerator(
+        env_builder=EchoBuilder(), renderer=ChatRenderer(BYTES, BYTES.decode_reply), max_turns=max_turns
+    )
+
+
+def trainer(reward_model, *batches, **more) -> GRPOTrainer:
+    more.setdefault("config", GRPOConfig(samples_per_prompt=2, max_steps=len(batches), eval_every_steps=0))
+    more.setdefault("model", CountingModel())
+    return GRPOTrainer(generator=generator(), reward_model=reward_model, data_loader=Given(*batches), **more)
+
+
+# --- advantages -----------------------------------------------------------------------------------------------
+
+
+def test_an_advantage_is_the_reward_minus_the_mean_of_its_own_group():
+    assert compute_advantages([[1.0, 0.0, 0.0, 0.0], [2.0, 6.0]]) == [[0.75, -0.25, -0.25, -0.25], [-2.0, 2.0]]
+
+
+def test_the_spread_does_not_divide_it():
+    assert compute_advantages([[0.0, 0.01]]) == [[-0.005, 0.005]]
+    assert compute_advantages([[0.0, 100.0]]) == [[-50.0, 50.0]]
+
+
+def test_a_group_whose_rewards_are_all_alike_has_no_advantages_whatever_rounding_does():
+    assert compute_advantages([[0.1] * 3, [1.0]]) == [[0.0] * 3, [0.0]]
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------
+
+
+async def test_each_example_has_a_group_and_everything_open_is_sampled_together():
+    policy = SeedPolicy()
+    examples = [{"say": "a"}, {"say": "b"}, {"say": "c"}]
+    groups = await generator().generate(examples, policy=policy, samples_per_prompt=4, seed=7)
+    said = [[t.steps[0].state.messages[0]["content"] for t in group] for group in groups]
+    assert said == [["a"] * 4, ["b"] * 4, ["c"] * 4]
+    assert policy.most_open == 12
+
+
+async def test_the_same_seed_gives_the_same_trajectories_and_another_one_others():
+    async def texts(seed):
+        groups = await generator(3).generate(
+            [{"say": "a", "turns": 3}] * 4, policy=SeedPolicy(), samples_per_prompt=4, seed=seed
+        )
+        return [[step.action.text for step in t.steps] for group in groups for t in group]
+
+    first = await texts(1)
+    assert first == await texts(1) != await texts(2)
+    assert len({tuple(turns) for turns in first}) > 10, "samples of one example, and turns of one sample, differ"
+
+
+async def test_an_episode_ends_when_the_env_says_so_or_the_turns_run_out():
+    [[short, _], [long, _]] = await generator(2).generate(
+        [{"say": "a", "turns": 2}, {"say": "b", "turns": 9}], policy=SeedPolicy(), samples_per_prompt=2
+    )
+    assert len(short.steps) == len(long.steps) == 2
+    assert short.is_finished and not long.is_finished
+
+
+async def test_an_episode_that_has_no_room_for_another_turn_keeps_what_was_played():
+    [[one]] = await generator(9).generate([{"say": "a", "turns": 9}], policy=SeedPolicy(room=20), samples_per_prompt=1)
+    assert len(one.steps) == 2 and not one.is_finished
+    with pytest.raises(PromptTooLong):
+        await generator().generate([{"say": "a" * 30}], policy=SeedPolicy(room=20), samples_per_prompt=1)
+
+
+def test_no_turn_at_all_is_refused():
+    with pytest.raises(ConfigError, match="max_turns=0.*at least 1"):
+        generator(0)
+
+
+# --- the trainer ----------------------------------------------------------------------------------------------
+
+
+async def test_a_step_updates_with_the_groups_that_can_be_told_apart_and_says_how_it_went():
+    loop = trainer(Always(1.0, 1.0, 0.0, 1.0, 0.0, 0.0), [{"say": word} for word in "abc"], logger=Notebook())
+    await loop.train()
+    (batch,) = loop.model.batches
+    assert [item.weight for item in batch.items] == [-0.5, 0.5]
+    assert {item.meta["group_id"] for item in batch.items} == {"0:1"}
+    assert [item.meta["total_reward"] for item in batch.items] == [0.0, 1.0]
+    [(step, stats)] = loop.logger.rows
+    assert step == 1 and stats["train/reward"] == 0.5 and stats["train/loss"] == 0.25
+    assert stats["train/groups_without_spread"] == pytest.approx(2 / 3) and stats["train/num_samples"] == 2
+
+
+async def test_a_step_in_which_nothing_can_be_told_apart_changes_nothing_and_is_counted():
+    loop = trainer(Always(1.0, 1.0), [{"say": "a"}], logger=Notebook())
+    await loop.train()
+    assert loop.model.batches == [] and loop.step == 1
+    assert loop.logger.rows[0][1]["train/groups_without_spread"] == 1.0
+
+
+async def test_a_difference_that_is_next_to_none_counts_as_none():
+    loop = trainer(Always(0.0, 1e-4, 0.0, 1e-2), [{"say": "a"}, {"say": "b"}])
+    found = await loop.train_step([{"say": "a"}, {"say": "b"}])
+    assert found["train/groups_without_spread"] == 0.5
+    assert [item.weight for item in loop.model.batches[0].items] == [-5e-3, 5e-3]
+
+
+async def test_training_again_goes_on_to_max_steps_and_no_further():
+    loop = trainer(Parity(), *[[{"say": "a"}]] * 9, config=GRPOConfig(samples_per_prompt=2, max_steps=3))
+    await loop.train_step([{"say": "a"}])
+    await loop.train()
+    assert loop.step == 3
+    await loop.train()
+    assert loop.step == 3
+
+
+async def test_the_item_of_a_trajectory_is_what_was_sent_and_sampled_with_its_log_probs():
+    loop = trainer(Always(1.0, 0.0), [{"say": "a"}])
+    await loop.train()
+    item = loop.model.batches[0].items[0]
+    prompt = BYTES.apply([message("user", "a")]).prompt_token_ids
+    assert item.input_ids[: len(prompt)].tolist() == prompt.tolist()
+    assert item.action_mask.tolist() == [False] * len(prompt) + [True, True]
+    assert item.actor_logps.tolist() == [-0.5, -0.5] and item.attachments.temperature == 1.0
+
+
+async def test_evaluation_counts_correct_samples_and_solved_problems():
+    rewards = Always(*[1.0, 0.0], *[0.0, 0.0], *[1.0, 1.0], *[0.0, 1.0])
+    loop = trainer(rewards, eval_examples=[{"say": word} for word in "abcd"])
+    found = await loop.evaluate()
+    assert found["eval/accuracy"] == 0.5 and found["eval/pass@2"] == 0.75
+    assert loop.model.batches == [], "evaluating does not train"
+
+
+async def test_evaluations_come_when_asked_for_and_always_with_the_same_seeds():
+    config = GRPOConfig(samples_per_prompt=4, max_steps=4, eval_on_start=True, eval_every_steps=2)
+    loop = trainer(Parity(), *[[{"say": "a"}]] * 9, config=config, eval_examples=[{"say": "x"}, {"say": "y"}])
+    rows = await loop.train()
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert len({row["eval/accuracy"] for row in rows}) == 1, "this policy never changes, so neither may its score"
+    assert all(row["eval/turns"] == 1 for row in rows)
+
+
+async def test_the_best_evaluation_keeps_its_weights_and_a_note_says_where(tmp_path):
+    config = GRPOConfig(
+        samples_per_prompt=2, max_steps=3, eval_every_steps=1, save_best_checkpoint=True, run_dir=tmp_path
+    )
+    step_and_eval = [1.0, 0.0]
+    rewards = Always(*step_and_eval, 0.0, 0.0, *step_and_eval, 1.0, 0.0, *step_and_eval, 1.0, 0.0)
+    loop = trainer(rewards, *[[{"say": "a"}]] * 3, config=config, eval_examples=[{"say": "x"}])
+    await loop.train()
+    assert loop.model.saved == [1, 2], "an equal score does not replace it"
+    note = json.loads((tmp_path / "best.json").read_text())
+    assert (note["path"], note["step"], note["eval/accuracy"]) == ("somewhere://2", 2, 0.5)
+
+
+def test_what_cannot_work_is_refused_before_anything_is_sampled():
+    with pytest.raises(ConfigError, match="at least 2 trajectories"):
+        GRPOConfig(samples_per_prompt=1)
+    config = GRPOConfig(save_best_checkpoint=True)
+    with pytest.raises(ConfigError, match="give eval_examples"):
+        trainer(Parity(), config=config)
+
+    class CannotSave:
+        policy, update = CountingModel.policy, CountingModel.update
+
+    with pytest.raises(ConfigError, match="a model with save"):
+        trainer(Parity(), config=config, eval_examples=[{"say": "x"}], model=CannotSave())
+    never = GRPOConfig(save_best_checkpoint=True, max_steps=5, eval_every_steps=6)
+    with pytest.raises(ConfigError, match="eval_every_steps <= max_steps"):
+        trainer(Parity(), config=never, eval_examples=[{"say": "x"}])
+
+
+# --- data and logs --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def numbers(tmp_path) -> Path:
+    path = tmp_path / "numbers.jsonl"
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(10)))
+    return path
+
+
+def drawn(loader: HuggingFaceDataLoader, num_batches: int) -> list[list[int]]:
+    batches = loader.batches()
+    return [[example["n"] for example in next(batches)] for _ in range(num_batches)]
+
+
+def test_every_pass_has_each_example_once_in_an_order_of_its_own(numbers):
+    first, second, third, fourth = drawn(HuggingFaceDataLoader(numbers, batch_size=5, seed=3), 4)
+    assert sorted(first + second) == sorted(third + fourth) == list(range(10))
+    assert first + second != third + fourth != list(range(10))
+    assert drawn(HuggingFaceDataLoader(numbers, batch_size=5, seed=3), 2) == [first, second]
+    assert drawn(HuggingFaceDataLoader(numbers, batch_size=5, seed=4), 2) != [first, second]
+
+
+def test_a_limit_takes_the_first_examples_of_those_that_are_wanted(numbers):
+    loader = HuggingFaceDataLoader(numbers, batch_size=2, limit=3, keep=lambda example: example["n"] % 2)
+    assert [example["n"] for example in loader.examples] == [1, 3, 5]
+
+
+def test_a_loader_goes_on_where_another_one_stood(numbers):
+    one, other = (HuggingFaceDataLoader(numbers, batch_size=3, seed=1) for _ in range(2))
+    drawn(one, 4)
+    other.passes.load_state_dict(one.passes.state_dict())
+    assert drawn(one, 3) == drawn(other, 3)
+    with pytest.raises(ConfigError, match="10 samples, this one has 4"):
+        HuggingFaceDataLoader(numbers, batch_size=1, limit=4).passes.load_state_dict(one.passes.state_dict())
+
+
+def test_a_data_set_that_is_not_there_or_empty_is_named(numbers, tmp_path):
+    with pytest.raises(ConfigError, match="Cannot read .*numbrs"):
+        HuggingFaceDataLoader(tmp_path / "numbrs.jsonl", batch_size=1)
+    with pytest.raises(ConfigError, match="no samples"):
+        HuggingFaceDataLoader(numbers, batch_size=1, keep=lambda example: False)
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        HuggingFaceDataLoader(numbers, batch_size=0)
+
+
+def test_a_run_folder_has_lines_and_tensorboard_events_and_is_used_once(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    logger = run_logger(tmp_path / "run", "train/reward")
+    logger.log(1, {"train/reward": 0.5, "train/loss": 2.0})
+    logger.close()
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (row["step"], row["train/reward"], row["train/loss"]) == (1, 0.5, 2.0)
+    assert list((tmp_path / "run").glob("events.out.tfevents*"))
+    assert "train/reward 0.5" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="a run in .*run already"):
+        run_logger(tmp_path / "run")

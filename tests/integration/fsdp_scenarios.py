@@ -129,7 +129,10 @@ class Run:
 
 def _mixed() -> Any:
     """RL, and imitation of every third sample."""
-    parts = {"rl": Objective(algorithm=make_grpo(group_size=4)), "imitated": Objective(algorithm=make_sft(), weight=0.3)}
+    parts = {
+        "rl": Objective(algorithm=make_grpo(group_size=4)),
+        "imitated": Objective(algorithm=make_sft(), weight=0.3),
+    }
     return mix_objectives(parts, default="rl")
 
 

@@ -33,7 +33,7 @@ from ludic.types import (
     TokenCompletionRequest,
     TokenMismatch,
     TokenTrace,
-    unrepeatable_settings,
+    require_repeatable_reply,
 )
 
 _DEFAULT_INFERENCE = InferenceSpec()
@@ -202,8 +202,7 @@ class Agent:
         )
         response, client_info = await self._ask_client(request, timeout_s)
         self._check_response(request, response)
-        unrepeatable = unrepeatable_settings(request.sampling, request.extensions, response.supports)
-        _check_repeatable(request, unrepeatable)
+        unrepeatable = require_repeatable_reply(request, response)
         if self._tokens_left is not None:
             self._tokens_left -= len(response.completion_token_ids)
         trace = TokenTrace(
@@ -304,15 +303,3 @@ class Agent:
     def _step(call: ModelCall, **fields: Any) -> AgentActStep:
         fields.setdefault("info", call.info)
         return AgentActStep(prompt_messages=call.messages, action=call.text, trace=call.trace, **fields)
-
-
-def _check_repeatable(request: TokenCompletionRequest, unrepeatable: str | None) -> None:
-    """Found at the first reply, and not when a batch of them is to be trained on."""
-    if unrepeatable is None or not request.return_.return_chosen_logprobs:
-        return
-    raise ConfigError(
-        f"Log-probs of the sampled tokens were asked for, to train on, but with {unrepeatable} a trainer cannot tell what "
-        "distribution they are of, and ratios would be wrong. Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no "
-        "penalties. Only the embedded engine (LocalEngine) records what top_p, top_k and min_p leave; with it they can stay. "
-        "Where no ratio is taken (evaluation, SFT, RFT), ask with ReturnSpec.for_eval()."
-    )

@@ -16,6 +16,7 @@ from ludic.types import (
     TokenCompletionRequest,
     TokenIds,
     TokenTrace,
+    require_repeatable_reply,
 )
 
 
@@ -67,6 +68,7 @@ class ClientPolicy:
             seed=seed,
         )
         response, _ = await self.client.complete_tokens(request)
+        require_repeatable_reply(request, response)
         return response.to_trace(temperature=self.sampling.temperature)
 
 

@@ -62,7 +62,7 @@ from ludic.types.reducers import (
     default_reducers,
     percent_keys,
 )
-from ludic.types.repeating import unrepeatable_settings
+from ludic.types.repeating import require_repeatable_reply, unrepeatable_settings
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, prompt_key
 from ludic.types.rollout import Failure, Rollout, is_parse_failure, load_rollouts, save_rollouts
 from ludic.types.samples import (
@@ -95,7 +95,7 @@ __all__ = [
     "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "TokenSupports", "VersionRun", "token_array",
     "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
-    "InferenceSpec", "BackendExtensions", "VLLMExtensions", "unrepeatable_settings",
+    "InferenceSpec", "BackendExtensions", "VLLMExtensions", "unrepeatable_settings", "require_repeatable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
     "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "save_rollouts",
     "load_rollouts",

@@ -5,7 +5,14 @@ is repeated, and so are top-p, top-k and min-p where the sampler recorded what t
 with every token that was written, and are not.
 """
 
-from ludic.types.inference import BackendExtensions, SamplingParams, VLLMExtensions
+from ludic.types.errors import ConfigError
+from ludic.types.inference import (
+    BackendExtensions,
+    ChatResponse,
+    SamplingParams,
+    TokenCompletionRequest,
+    VLLMExtensions,
+)
 from ludic.types.supports import TokenSupports
 
 _TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -30,3 +37,19 @@ def unrepeatable_settings(
             found["repetition_penalty"] = extensions.repetition_penalty
         found |= {name: value for name, value in extensions.extra_body_overrides.items() if name in _OVERRIDES}
     return ", ".join(f"{name}={value}" for name, value in found.items()) or None
+
+
+def require_repeatable_reply(request: TokenCompletionRequest, response: ChatResponse) -> str | None:
+    """What stands between the reply's tokens and a ratio; ConfigError where their log-probs were asked for, to train on.
+
+    Found at the first reply, and not when a batch of them is to be trained on.
+    """
+    found = unrepeatable_settings(request.sampling, request.extensions, response.supports)
+    if found is not None and request.return_.return_chosen_logprobs:
+        raise ConfigError(
+            f"Log-probs of the sampled tokens were asked for, to train on, but with {found} a trainer cannot tell what "
+            "distribution they are of, and ratios would be wrong. Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no "
+            "penalties. Only the embedded engine (LocalEngine) records what top_p, top_k and min_p leave; with it they can stay. "
+            "Where no ratio is taken (evaluation, SFT, RFT), ask with ReturnSpec.for_eval()."
+        )
+    return found

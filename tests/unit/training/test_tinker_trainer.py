@@ -52,6 +52,7 @@ from ludic.types import (
     SAWBatch,
     SAWItem,
     TokenCompletionRequest,
+    TokenSupports,
 )
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.fixtures import SEED, fake, new_policy, policy_at, service
@@ -366,6 +367,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(fake: FakeTinker):
         next(p for p in fake.run.model.parameters() if p.requires_grad).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="last checkpoint"):
         trainer.train_step_sync()
+
+
+def test_samples_of_a_part_of_the_vocabulary_are_refused(fake: FakeTinker):
+    (item,) = random_items((5,), vocab=264)
+    actions = item.input_ids[item.action_mask]
+    supports = TokenSupports.of([[int(token)] for token in actions])
+    items = [replace(item, attachments=replace(item.attachments, supports=supports))]
+    trainer = TinkerTrainer(model=policy_at(fake), algo=make_grpo(), batch_source=Repeated(items), cfg=settings())
+    with pytest.raises(ConfigError, match="part of the vocabulary"):
+        trainer.train_step_sync()
+    assert fake.asked("forward_backward") == []
 
 
 def test_samples_of_another_temperature_are_refused(fake: FakeTinker):

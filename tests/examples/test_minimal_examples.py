@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,17 @@ import pytest
 import tyro
 
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
-from ludic.minimal import Action, ChatRenderer, ClientPolicy, RolloutGenerator, State, Step, Trajectory, message
+from ludic.minimal import (
+    Action,
+    ChatRenderer,
+    ClientPolicy,
+    GRPOTrainer,
+    RolloutGenerator,
+    State,
+    Step,
+    Trajectory,
+    message,
+)
 from ludic.minimal.examples import gsm8k, musique_search
 from ludic.types import ConfigError, SamplingParams, TokenTrace
 
@@ -134,6 +145,17 @@ def test_a_mistyped_flag_or_file_ends_the_program_with_one_line(tmp_path):
     assert done.returncode == 2 and "--batch-size" in done.stderr
 
 
+def test_an_interrupted_run_ends_with_one_line(solver, sums, tmp_path, monkeypatch):
+    async def interrupted(trainer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GRPOTrainer, "train", interrupted)
+    arguments = ["--model-name", solver, "--data", sums, "--eval-data", sums, "--run-dir", tmp_path / "run"]
+    monkeypatch.setattr(sys, "argv", ["gsm8k", *map(str, arguments)])
+    with pytest.raises(SystemExit, match="^gsm8k: interrupted"):
+        runpy.run_path(gsm8k.__file__, run_name="__main__")
+
+
 # --- musique_search -------------------------------------------------------------------------------------------
 
 
@@ -173,6 +195,13 @@ def test_an_adapter_is_what_is_trained_when_a_rank_is_given(questions):
         assert trained and all("lora_" in name for name in trained)
     finally:
         model.close()
+
+
+def test_the_seed_decides_the_adapters_first_weights():
+    pytest.importorskip("peft")
+    settings = musique_search.Settings(model_name="tiny", lora_rank=2, seed=5)
+    first, second = (dict(musique_search.with_adapter(settings).model.named_parameters()) for _ in range(2))
+    assert first and all(bool((first[name] == second[name]).all()) for name in first)
 
 
 def search_for(query: str) -> str:

@@ -59,7 +59,8 @@ class FakeTinker:
     def behave(self) -> None:
         """Back to its usual ways."""
         self.faults: dict[str, list[str]] = defaultdict(list)
-        """What happens to the next requests of an endpoint: a status, "drop" (the connection), "fail: why" (the promise)."""
+        """What happens to the next requests of an endpoint: a status, "drop" (the connection), "lose" (the answer: what was
+        asked is done), "fail: why" (the promise)."""
         self.num_try_again = 0
         """How often a promise says that it is not kept yet, before it is."""
         self.inline_limit = 1 << 20
@@ -117,9 +118,7 @@ class FakeTinker:
         self.requests.append((name, {} if is_proto else body))
         fault = self.faults[name].pop(0) if self.faults[name] else ""
         if fault == "drop":
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
+            return _hang_up(request)
         try:
             if fault.isdecimal():
                 raise Refused(int(fault), f"{name} was told to answer {fault}")
@@ -130,7 +129,8 @@ class FakeTinker:
                 raise Refused(404, f"There is no {name}")
             if name == "retrieve_future":
                 return self._on_retrieve_future(body, accepts_proto=_PROTO in request.headers.get("Accept", ""))
-            return web.json_response(endpoint(body, fault.removeprefix("fail: ")))
+            answer = endpoint(body, fault.removeprefix("fail: ") if fault.startswith("fail: ") else "")
+            return _hang_up(request) if fault == "lose" else web.json_response(answer)
         except Refused as refused:
             return web.json_response({"detail": str(refused)}, status=refused.status)
 
@@ -336,6 +336,12 @@ class FakeTinker:
             return web.json_response({"status": "complete_metadata", "response_payload_size": len(result)})
         assert accepts_proto, "the SDK asks for these results as protobuf"
         return web.Response(body=result, content_type=_PROTO)
+
+
+def _hang_up(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
 
 
 def _failing(reason: str) -> Result:

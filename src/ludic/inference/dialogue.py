@@ -52,6 +52,12 @@ class ChatDialogue:
         return message
 
 
+def up_to_stop(text: str, stop: str | Sequence[str] | None) -> str:
+    """What stands before the first stop text: that belongs to the tokens, and not to the message."""
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    return text[: min((at for one in stops if (at := text.find(one)) >= 0), default=len(text))]
+
+
 class ClientPolicy:
     """Asks whatever completes tokens: the embedded engine, a server, a remote service."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ludic.inference.http_retry import EndpointError
+from ludic.inference.http_retry import EndpointError, NoAnswer
 from ludic.inference.tinker_service import TinkerConfig, connect, context_length, sdk, tinker_errors
 from ludic.types import (
     ChatResponse,
@@ -91,9 +91,17 @@ class TinkerChatClient:
             stop=self._stops(request.sampling),
         )
         prompt = types.ModelInput.from_ints(request.prompt_token_ids.tolist())
-        with tinker_errors("sample"):
-            async with asyncio.timeout(self._request_timeout_s):
-                answer = await sampler.sample_async(prompt=prompt, num_samples=1, sampling_params=params)
+        try:
+            with tinker_errors("sample"):
+                async with asyncio.timeout(self._request_timeout_s) as deadline:
+                    answer = await sampler.sample_async(prompt=prompt, num_samples=1, sampling_params=params)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise NoAnswer(
+                f"Tinker was asked to sample, and there was no completion within request_timeout_s="
+                f"{self._request_timeout_s:g}."
+            ) from error
         return self._read(request, answer.sequences[0], version), {}
 
     def _read(self, request: TokenCompletionRequest, sequence: Any, version: int) -> ChatResponse:

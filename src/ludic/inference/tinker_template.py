@@ -7,6 +7,8 @@ what follows a sampled reply, so that a conversation goes on by its stored token
 import importlib
 import importlib.util
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,24 +17,38 @@ import numpy as np
 from ludic.inference.chat_template import ChatTemplate, TemplateResult, ToolSchemas
 from ludic.inference.hf_template import HFChatTemplate
 from ludic.inference.tool_parser import ToolParseResult, make_tool_call, tool_parser_for
-from ludic.types import Message, SamplingParams, TokenArray, TokenIds, token_array
+from ludic.types import ConfigError, Message, SamplingParams, TokenArray, TokenIds, token_array
 
 _REPLY = "LudicReplyGoesHere7f3a9c"
 """Stands in for a reply while its surroundings are rendered."""
+_LONGEST_STOP = 16
+"""Tokens of a stop text."""
 
 
 def tinker_template(base_model: str, tokenizer: Any, renderer_name: str | None = None) -> ChatTemplate:
     """`renderer_name` is one of the cookbook's; without it, the one that the cookbook recommends for the model, if it knows it."""
     if importlib.util.find_spec("tinker_cookbook") is None and renderer_name is None:
         return _own_template(tokenizer)
-    renderers = importlib.import_module("tinker_cookbook.renderers")
+    renderers, known = _cookbook("renderers", renderer_name), _cookbook("model_info", renderer_name)
     if renderer_name is None:
-        known = importlib.import_module("tinker_cookbook.model_info")
         try:
             renderer_name = known.get_recommended_renderer_name(base_model)
         except (KeyError, ValueError):
             return _own_template(tokenizer)
-    return CookbookTemplate(renderers.get_renderer(renderer_name, tokenizer), tokenizer)
+    try:
+        return CookbookTemplate(renderers.get_renderer(renderer_name, tokenizer), tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"renderer_name={renderer_name!r}: {error}") from error
+
+
+def _cookbook(part: str, renderer_name: str | None) -> Any:
+    try:
+        return importlib.import_module(f"tinker_cookbook.{part}")
+    except ImportError as error:
+        raise ConfigError(
+            f"renderer_name={renderer_name!r} needs tinker_cookbook, which cannot be imported ({error}). Install it with: pip "
+            "install --no-deps tinker-cookbook==0.5.8 pillow"
+        ) from error
 
 
 def _own_template(tokenizer: Any) -> HFChatTemplate:
@@ -47,6 +63,8 @@ class CookbookTemplate(ChatTemplate):
         stops = renderer.get_stop_sequences()
         self._stop_ids = tuple(stop for stop in stops if isinstance(stop, int))
         self._stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
+        opened = re.search(r"<think>\s*\Z", self.apply([{"role": "user", "content": "Hello"}]).prompt_text)
+        self.reply_prefix = opened.group(0) if opened else ""
         try:
             renderer.create_conversation_prefix_with_tools([], "")
             self._has_tools = True
@@ -83,14 +101,27 @@ class CookbookTemplate(ChatTemplate):
         following = _behind(self._rendered(messages, tools), sent, completion)
         if following is not None:
             return following
-        # Rendered from its text, the reply has other tokens than those that were sampled; its surroundings have not.
+        # Rendered from its text, the reply has other tokens than those that were sampled, and a renderer may drop the think
+        # block that its prompt opens; what it writes behind a reply is the same.
         stand_in: Message = {"role": "assistant", "content": _REPLY}
-        around = self._rendered([*messages[:num_sent], stand_in, *messages[num_sent + 1 :]], tools)
-        following = _behind(around, sent, token_array(self.tokenizer.encode(_REPLY, add_special_tokens=False)))
-        if following is None:
-            return None  # the renderer changes what came before; that is a new segment
-        is_closed = len(completion) and len(following) and int(completion[-1]) in self._stop_ids
-        return following[1:] if is_closed and following[0] == completion[-1] else following
+        following = self._behind_stand_in(
+            self._rendered([*messages[:num_sent], stand_in, *messages[num_sent + 1 :]], tools)
+        )
+        return None if following is None else following[self._num_already_sampled(completion, following) :]
+
+    def _behind_stand_in(self, whole: TokenArray) -> TokenArray | None:
+        """None if one token holds the end of the stand-in and more; then a new segment starts."""
+        decode, ids = self.tokenizer.decode, whole.tolist()
+        end = bisect_left(range(len(ids)), True, key=lambda length: _REPLY in decode(ids[:length]))
+        return whole[end:] if decode(ids[:end]).endswith(_REPLY) else None
+
+    def _num_already_sampled(self, completion: TokenArray, following: TokenArray) -> int:
+        """How much of what follows the model has written itself, to end its reply: a token, or a text such as "User:"."""
+        for count in range(1, min(len(completion), len(following), _LONGEST_STOP) + 1):
+            is_stop = count == 1 and int(following[0]) in self._stop_ids
+            if is_stop or self.tokenizer.decode(following[:count].tolist()) in self._stop_texts:
+                return count if np.array_equal(completion[-count:], following[:count]) else 0
+        return 0
 
     def _rendered(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenArray:
         own = [self._own(message) for message in messages]
@@ -122,10 +153,10 @@ class CookbookTemplate(ChatTemplate):
     def parse_tool_calls(self, text: str) -> ToolParseResult:
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), *self._stop_ids[:1]]
         message, _ = self.renderer.parse_response(ids)
-        calls = [
-            make_tool_call(call.function.name, json.loads(call.function.arguments), index)
-            for index, call in enumerate(message.get("tool_calls") or ())
-        ]
+        read = [(call.function.name, json.loads(call.function.arguments)) for call in message.get("tool_calls") or ()]
+        if not all(isinstance(arguments, dict) for _, arguments in read):
+            return ToolParseResult(parse_error=True, content=text)
+        calls = [make_tool_call(name, arguments, index) for index, (name, arguments) in enumerate(read)]
         content = message["content"]
         plain = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         return ToolParseResult(

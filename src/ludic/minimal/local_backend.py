@@ -1,14 +1,14 @@
 """`LocalModel`: sampled by the embedded engine, trained by the library's trainer, on one set of weights in this process."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.batch_gen.bare_calls import GivenBatch
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference import HFChatTemplate, tool_parser_for
-from ludic.inference.dialogue import ClientPolicy
+from ludic.inference.dialogue import ClientPolicy, up_to_stop
 from ludic.inference.local import LocalEngine
-from ludic.inference.plain_chat import PLAIN_STOP, give_plain_chat
+from ludic.inference.plain_chat import give_plain_chat, with_plain_stop
 from ludic.minimal.model import TrainingBatch, UpdateResult
 from ludic.minimal.rendering import ChatRenderer
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
@@ -38,7 +38,8 @@ class LocalModel:
         if loaded is None:
             loaded = make_tiny(config.seed) if config.model_name == TINY else load_model(config.model_name)
         self.config, self.tokenizer, self._given = config, loaded.tokenizer, GivenBatch()
-        self._stop = PLAIN_STOP if give_plain_chat(loaded.tokenizer) else ""  # a base model does not stop by itself
+        is_base = give_plain_chat(loaded.tokenizer)  # and does not stop by itself
+        self.sampling = with_plain_stop(config.sampling) if is_base else config.sampling
         length = min(config.max_seq_len, loaded.model.config.get_text_config().max_position_embeddings)
         rate, budget = config.learning_rate, config.micro_token_budget
         cfg = TrainerConfig(lr=rate, max_seq_len=length, micro_token_budget=budget, seed=config.seed)
@@ -53,13 +54,12 @@ class LocalModel:
         )
 
     def policy(self) -> ClientPolicy:
-        sampling = self.config.sampling
-        return ClientPolicy(self.engine, replace(sampling, stop=self._stop) if self._stop else sampling)
+        return ClientPolicy(self.engine, self.sampling)
 
     def renderer(self) -> ChatRenderer:
         template = HFChatTemplate(self.tokenizer, tool_parser=tool_parser_for(self.tokenizer.chat_template))
-        decode = self.tokenizer.decode
-        return ChatRenderer(template, lambda ids: decode(ids, skip_special_tokens=True).removesuffix(self._stop))
+        decode, stop = self.tokenizer.decode, self.sampling.stop
+        return ChatRenderer(template, lambda ids: up_to_stop(decode(ids, skip_special_tokens=True), stop))
 
     async def update(self, batch: TrainingBatch) -> UpdateResult:
         self._given.give(batch)

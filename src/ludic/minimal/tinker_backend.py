@@ -8,7 +8,7 @@ from typing import Any
 from ludic.batch_gen.bare_calls import GivenBatch
 from ludic.distributed import TinkerPolicy
 from ludic.inference import TinkerConfig
-from ludic.inference.dialogue import ClientPolicy
+from ludic.inference.dialogue import ClientPolicy, up_to_stop
 from ludic.inference.tinker_template import CookbookTemplate, tinker_template
 from ludic.minimal.model import TrainingBatch, UpdateResult
 from ludic.minimal.rendering import ChatRenderer
@@ -78,5 +78,5 @@ class TinkerRenderer(ChatRenderer):
     """Messages ↔ tokens of a model's own chat format."""
 
     def __init__(self, model: TinkerModel) -> None:
-        decode = model.remote.tokenizer.decode
-        super().__init__(model.template, lambda ids: str(decode(list(ids), skip_special_tokens=True)))
+        decode, stop = model.remote.tokenizer.decode, model.policy().sampling.stop
+        super().__init__(model.template, lambda ids: up_to_stop(str(decode(list(ids), skip_special_tokens=True)), stop))

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.inference import ByteTemplate, TinkerChatClient
-from ludic.inference.http_retry import EndpointError
+from ludic.inference.http_retry import EndpointError, NoAnswer
 from ludic.inference.tinker_service import TinkerConfig, sdk
 from ludic.types import (
     ConfigError,
@@ -173,6 +173,16 @@ async def test_a_promise_that_fails_says_why(fake: FakeTinker, client: TinkerCha
     fake.faults["asample"] += ["fail: the model is on fire"]
     with pytest.raises(EndpointError, match="the model is on fire"):
         await ask(client, request())
+
+
+async def test_a_completion_that_does_not_come_in_time_is_given_up_and_says_so(
+    fake: FakeTinker, client: TinkerChatClient, monkeypatch: pytest.MonkeyPatch
+):
+    fake.num_try_again = 10_000
+    monkeypatch.setattr(client, "_request_timeout_s", 0.2)
+    with pytest.raises(NoAnswer, match=r"asked to sample.*request_timeout_s=0\.2"):
+        await ask(client, request())
+    fake.behave()  # or the SDK, which nobody told, goes on asking
 
 
 async def test_a_request_that_is_refused_says_so_at_once(fake: FakeTinker, client: TinkerChatClient):

@@ -293,7 +293,7 @@ async def test_a_base_model_is_given_a_plain_chat_and_stops_where_it_would_speak
         dialogue = local.renderer().begin()
         prompt = dialogue.prompt([message("user", "abc"), message("assistant", "b"), message("user", "a")])
         assert tokenizer.decode(prompt.token_ids) == "User: abc\n\nAssistant: b\n\nUser: a\n\nAssistant:"
-        assert local.policy().sampling.stop == "\n\nUser:"
+        assert local.policy().sampling.stop == ["\n\nUser:"]
         said = tokenizer("ab\n\nUser:", add_special_tokens=False)["input_ids"]
         reply = dialogue.reply(TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop"))
         assert reply == message("assistant", "ab")
@@ -301,3 +301,40 @@ async def test_a_base_model_is_given_a_plain_chat_and_stops_where_it_would_speak
         assert 0 < len(completion.completion_token_ids) <= 64
     finally:
         local.close()
+
+
+def base_model(tokenizer, **sampling) -> LocalModel:
+    network = tiny_llama(len(tokenizer), width=32, layers=2, max_length=512)
+    params = SamplingParams(temperature=1.0, max_tokens=64, **sampling)
+    return LocalModel(LocalModelConfig(sampling=params), LoadedModel(network, tokenizer, "base"))
+
+
+def test_a_saved_base_model_is_still_stopped_where_it_would_speak_for_the_user(tmp_path):
+    """Its tokenizer was saved with the plain template, and is no chat model's for that."""
+    from transformers import AutoTokenizer
+
+    from ludic.models.tiny import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = None
+    first = base_model(tokenizer)
+    first.close()
+    tokenizer.save_pretrained(tmp_path)
+    again = base_model(AutoTokenizer.from_pretrained(tmp_path))
+    again.close()
+    assert again.policy().sampling.stop == first.policy().sampling.stop == ["\n\nUser:"]
+
+
+def test_a_stop_text_of_ones_own_is_kept_and_is_no_part_of_the_message():
+    from ludic.models.tiny import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = None
+    model = base_model(tokenizer, stop="END")
+    model.close()
+    assert model.policy().sampling.stop == ["END", "\n\nUser:"]
+    said = tokenizer("ab END.", add_special_tokens=False)["input_ids"]  # the token that completed it may hold more
+    dialogue = model.renderer().begin()
+    prompt = dialogue.prompt([message("user", "abc")])
+    trace = TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop")
+    assert dialogue.reply(trace) == message("assistant", "ab ")

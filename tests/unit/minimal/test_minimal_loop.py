@@ -349,3 +349,9 @@ def test_a_run_folder_has_lines_and_tensorboard_events_and_is_used_once(tmp_path
     assert "train/reward 0.5" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="a run in .*run already"):
         run_logger(tmp_path / "run")
+
+
+def test_a_run_that_ended_before_its_first_step_leaves_its_folder_free(tmp_path):
+    """As one whose model had a mistyped name."""
+    run_logger(tmp_path, tensorboard=False).close()
+    run_logger(tmp_path, tensorboard=False).close()

@@ -14,11 +14,11 @@ from ludic.inference import HFChatTemplate
 from ludic.minimal import Action, GRPOConfig, GRPOTrainer, Reward, RolloutGenerator, State, message
 from ludic.minimal.examples import gsm8k
 from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig, TinkerRenderer
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.tiny import character_tokenizer, tiny_llama, word_tokenizer
 from ludic.training import make_dr_grpo
 from ludic.training.policy import TrainedPolicy
 from ludic.training.update import accumulate_gradients
-from ludic.types import ConfigError, SamplingParams, SAWBatch
+from ludic.types import ConfigError, SamplingParams, SAWBatch, TokenTrace
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.lora_model import LoraSettings, with_lora
 
@@ -147,6 +147,22 @@ def test_a_renderer_is_the_tokenizers_own_template_where_the_cookbook_does_not_k
     assert isinstance(renderer.template, HFChatTemplate)
     prompt = renderer.begin().prompt([message("user", "say yes")])
     assert TOKENIZER.decode(prompt.token_ids) == "<|user|> say yes <|end|> <|assistant|>"
+
+
+def test_what_ends_a_reply_of_the_cookbooks_renderer_is_no_part_of_the_message(
+    fake: FakeTinker, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("tinker_cookbook")
+    monkeypatch.setenv("TINKER_API_KEY", fake.api_key)
+    tokenizer = character_tokenizer()
+    made = TinkerModel(config_for(fake, renderer_name="role_colon"), tokenizer=tokenizer)
+    made.close()
+    assert made.policy().sampling.stop == ["\n\nUser:"]
+    dialogue = made.renderer().begin()
+    prompt = dialogue.prompt([message("user", "say yes")])
+    said = tokenizer.encode("yes\n\nUser:", add_special_tokens=False)
+    reply = dialogue.reply(TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop"))
+    assert reply == message("assistant", "yes")
 
 
 def test_an_unknown_project_is_refused_by_name(fake: FakeTinker, monkeypatch: pytest.MonkeyPatch):

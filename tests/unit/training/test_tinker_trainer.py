@@ -159,11 +159,13 @@ def test_a_batch_in_many_pieces_has_the_same_gradient(fake: FakeTinker):
 def test_a_request_that_was_sent_twice_counts_once(fake: FakeTinker):
     policy, items = policy_at(fake), some_items()
     trainer = TinkerTrainer(model=policy, algo=make_grpo(), batch_source=Repeated(items), cfg=settings())
-    fake.faults["optim_step"] += ["drop"]
-    fake.faults["forward_backward"] += ["503"]
+    # The worst is the one that was carried out, and whose answer got lost: the SDK cannot know, and asks again.
+    fake.faults["optim_step"] += ["drop", "lose"]
+    fake.faults["forward_backward"] += ["503", "lose"]
     fake.num_try_again = 1
     trainer.train_step_sync()
     weights, fake.num_try_again = fake.run.weights(), 0
+    assert [len(fake.asked(name)) for name in ("forward_backward", "optim_step")] == [3, 3]
     assert fake.run.num_steps == 1
     TinkerTrainer(
         model=policy_at(fake), algo=make_grpo(), batch_source=Repeated(items), cfg=settings()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -35,7 +35,7 @@ from ludic.minimal import (
     run_logger,
 )
 from ludic.parsers import boxed_parser
-from ludic.types import ConfigError, LudicError, SamplingParams
+from ludic.types import ConfigError, LudicError, MissingExtra, SamplingParams
 
 if TYPE_CHECKING:
     from ludic.minimal.local_backend import LocalModel
@@ -77,6 +77,8 @@ class Settings:
     max_steps: int = 100
     max_tokens: int = 512
     """Of one answer; one that is cut off is wrong."""
+    max_seq_len: int = 2048
+    """Of the prompt and the answer together."""
     temperature: float = 1.0
     learning_rate: float = 1e-5
     format_reward: float = 0.1
@@ -125,15 +127,22 @@ class GSM8KReward:
 
 def make_model(settings: Settings) -> "LocalModel | TinkerModel":
     """The back ends are imported where they are chosen: one loads torch, the other the Tinker SDK."""
-    sampling = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
-    name, rate = settings.model_name, settings.learning_rate
+    common: dict[str, Any] = {
+        "model_name": settings.model_name,
+        "learning_rate": settings.learning_rate,
+        "sampling": SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
+        "max_seq_len": settings.max_seq_len,
+        "seed": settings.seed,
+    }
     if settings.backend == "local":
-        from ludic.minimal.local_backend import LocalModel, LocalModelConfig
-
-        return LocalModel(LocalModelConfig(model_name=name, learning_rate=rate, sampling=sampling, seed=settings.seed))
+        try:
+            from ludic.minimal.local_backend import LocalModel, LocalModelConfig
+        except ImportError as error:
+            raise MissingExtra("train", f"--backend local ({error})") from error
+        return LocalModel(LocalModelConfig(**common))
     from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig
 
-    return TinkerModel(TinkerModelConfig(model_name=name, learning_rate=rate, sampling=sampling, seed=settings.seed))
+    return TinkerModel(TinkerModelConfig(**common))
 
 
 def main(settings: Settings) -> None:
@@ -192,3 +201,5 @@ if __name__ == "__main__":
         main(tyro.cli(Settings, description=__doc__))
     except LudicError as mistake:
         sys.exit(f"gsm8k: {mistake}")
+    except KeyboardInterrupt:
+        sys.exit("gsm8k: interrupted; what was logged, and the best checkpoint if one was asked for, are in --run-dir")

@@ -181,12 +181,16 @@ def make_model(settings: Settings) -> "LocalModel | TinkerModel":
         from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig
 
         return TinkerModel(TinkerModelConfig(**common, lora_rank=settings.lora_rank))
-    from ludic.minimal.local_backend import LocalModel, LocalModelConfig
-
+    try:
+        from ludic.minimal.local_backend import LocalModel, LocalModelConfig
+    except ImportError as error:
+        raise MissingExtra("train", f"--backend local ({error})") from error
     return LocalModel(LocalModelConfig(**common), with_adapter(settings) if settings.lora_rank else None)
 
 
 def with_adapter(settings: Settings) -> Any:
+    import torch
+
     from ludic.models.loading import LoadedModel, load_model
     from ludic.models.tiny import TINY, make_tiny
 
@@ -196,7 +200,9 @@ def with_adapter(settings: Settings) -> Any:
         raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
     name, rank = settings.model_name, settings.lora_rank
     loaded = make_tiny(settings.seed) if name == TINY else load_model(name)
-    adapter = get_peft_model(loaded.model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)  # the adapter's first weights
+        adapter = get_peft_model(loaded.model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     return LoadedModel(adapter, loaded.tokenizer, loaded.name)
 
 
@@ -251,3 +257,7 @@ if __name__ == "__main__":
         main(tyro.cli(Settings, description=__doc__))
     except LudicError as mistake:
         sys.exit(f"musique_search: {mistake}")
+    except KeyboardInterrupt:
+        sys.exit(
+            "musique_search: interrupted; what was logged, and the best checkpoint if one was asked for, are in --run-dir"
+        )

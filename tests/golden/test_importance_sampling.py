@@ -72,7 +72,11 @@ def test_the_ratio_of_the_whole_sample_gives_the_policy_gradient_from_anybodys_s
     torch.testing.assert_close(expected_gradient(policy, sampler, [correction]), true_gradient(policy))
 
 
-@pytest.mark.parametrize("correction", [None, TokenTruncation(NO_CAP), TokenRejection(NO_CAP)], ids=lambda correction: type(correction).__name__)
+@pytest.mark.parametrize(
+    "correction",
+    [None, TokenTruncation(NO_CAP), TokenRejection(NO_CAP)],
+    ids=lambda correction: type(correction).__name__,
+)
 def test_token_ratios_and_none_are_biased_away_from_the_policy_and_right_on_it(correction):
     policy, sampler = table(0), table(1)
     corrections = [correction] if correction is not None else []

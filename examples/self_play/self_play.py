@@ -76,6 +76,7 @@ from ludic.types import (
 )
 
 TINY = Path(__file__).parents[1] / "tic_tac_toe" / "tiny" / "config.json"
+GAMES = "games.jsonl"
 PLAYERS = ("ann", "bob")
 SEATS = ("X", "O")
 MAX_MOVES = 9
@@ -162,10 +163,13 @@ def warm_up(settings: Settings) -> LoadedModel:
         if not (saved / "config.json").exists():
             raise ConfigError(f"There is no run in {settings.out} to resume.")
         return load_model(str(saved), dtype=torch.float32, device="cpu")
-    if settings.out.exists():
+    if settings.out.exists() and {path.name for path in settings.out.iterdir()} != {
+        GAMES
+    }:  # a warm-up that was stopped
         raise ConfigError(f"{settings.out} exists already. Give --resume, or another --out.")
     base = load_model(str(TINY), dtype=torch.float32, device="cpu", seed=settings.seed)
-    games = settings.out / "games.jsonl"
+    games = settings.out / GAMES
+    games.unlink(missing_ok=True)  # rollouts are added to what is there
     asyncio.run(play_at_random(settings, base.tokenizer, games))
     algo = make_sft(length_normalize=True)
     print(f"warm-up on {settings.synth_games} games of random play", flush=True)
@@ -350,6 +354,9 @@ if __name__ == "__main__":
     except LudicError as mistake:
         sys.exit(f"self_play: {mistake}")
     except KeyboardInterrupt:
-        again = [*(word for word in sys.argv if word != "--resume"), "--resume"]
-        print(f"Stopped. To go on: {sys.executable} {' '.join(again)}")
+        again = [word for word in sys.argv if word != "--resume"]
+        if (chosen.out / "base").exists():
+            print(f"Stopped. To go on: {sys.executable} {' '.join([*again, '--resume'])}")
+        else:
+            print(f"Stopped in the warm-up, which is not kept. To begin again: {sys.executable} {' '.join(again)}")
         sys.exit(130)

@@ -61,3 +61,10 @@ def test_an_earlier_run_is_never_written_over(program, tmp_path):
         run(program, "--out", tmp_path)
     with pytest.raises(program.ConfigError, match="no run in"):
         run(program, "--out", tmp_path, "--resume")
+
+
+def test_a_run_that_was_stopped_in_its_warm_up_can_be_begun_again(program, tmp_path, capsys):
+    """All that is left of it are the games it warmed up on."""
+    (tmp_path / "games.jsonl").write_text("half a lin")
+    run(program, "--out", tmp_path, "--updates", 1, "--rating-games", 1)
+    assert (tmp_path / "base" / "config.json").exists() and "past_bob@0" in capsys.readouterr().out

@@ -178,6 +178,11 @@ def test_samples_that_do_not_say_what_is_needed_are_refused():
         TurnGAE(gamma=1.5)
 
 
+def test_a_sample_that_comes_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"segment of rollout r twice \(segments \[0, 0\]\)"):
+        TokenGAE().credit([item([0, 1]), item([0, 1])], [np.zeros(2)] * 2)
+
+
 def test_a_sample_that_was_cut_keeps_the_turns_of_what_is_left():
     given = item([0, 1, 2], turns=[0, 0, 1])
     assert given.attachments.first(2).token_turns.tolist() == [0, 0]

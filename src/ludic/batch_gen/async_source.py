@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ludic.types import BatchSource, ConfigError, SAWBatch, Stateful
+from ludic.types import BatchSource, ConfigError, FollowsVersions, SAWBatch, Stateful
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +82,8 @@ class AsyncRolloutBatchSource:
         """The policy that generates now is this one. May be called from any thread."""
         self._version = version
         self._is_training = False
+        if isinstance(self._source, FollowsVersions):  # a replay inside would never find anything too old
+            self._source.notify_version(version)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._go.set)
 

@@ -84,5 +84,5 @@ def hint_in_request(item: SAWItem) -> str:
 
 def prompt_of_student(item: SAWItem) -> TokenArray:
     """All that stands before the first action token."""
-    where = np.flatnonzero(item.action_mask)
-    return item.input_ids[: where[0] if len(where) else len(item.input_ids)]
+    ids, where = item.input_ids[item.attention_mask], np.flatnonzero(item.action_mask[item.attention_mask])
+    return ids[: where[0] if len(where) else len(ids)]

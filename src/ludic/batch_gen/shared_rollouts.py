@@ -5,6 +5,7 @@ has no trainer (a frozen opponent, a league) is played and not trained on. Faile
 everybody, before anything is dealt.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from typing import Any
 from ludic.batch_gen.assembly import Assembly, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
+from ludic.batch_gen.groups import policy_of
 from ludic.batch_gen.request_stream import RequestStream
 from ludic.batch_gen.requests import RequestsFn
 from ludic.batch_gen.strategies import RequestStrategy
 from ludic.types import ConfigError, CreditAssigner, FollowsVersions, SampleFilter, SAWBatch, Stateful
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +32,11 @@ class _Round:
     """Where the stream stood: a resume plays the round again from here."""
     episodes: list[Episode]
     generation_s: float
+
+    @property
+    def players(self) -> list[str]:
+        """By name, as they were seated."""
+        return sorted({str(policy_of(rollout)) for episode in self.episodes for rollout in episode.rollouts})
 
 
 class SharedRollouts:
@@ -146,12 +155,13 @@ class PolicyBatchSource:
         self._num_skipped = 0
 
     async def next_batch(self) -> SAWBatch:
-        if self._waiting is None:
+        while (played := self._waiting) is None:  # after a resume the stream may be several rounds behind this policy
             await self._shared.play_round()
-        played, self._waiting = self._waiting, None
-        assert played is not None, "a round that was played is offered to everybody who has not had it"
+        self._waiting = None
         self._next_round = played.number + 1
         batch = self._assembly.batch(played.episodes, policy=self.policy)
+        if not batch.meta["num_rollouts"]:
+            logger.warning("%r played nothing in round %d; who did: %s", self.policy, played.number, played.players)
         counts = {"round": played.number, "num_rounds_skipped": self._num_skipped}
         batch.meta |= {
             "source": "shared_rollouts",
@@ -184,6 +194,11 @@ class PolicyBatchSource:
         return state if self._stateful_credit is None else {**state, "credit": self._stateful_credit.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["followers"]) != len(self._followers):
+            raise ConfigError(
+                f"The checkpoint of {self.policy!r} has {len(state['followers'])} followers (leagues), batches_for was given "
+                f"{len(self._followers)}. Give it the same as then, in the same order."
+            )
         self._waiting, self._num_skipped = None, state["num_skipped"]
         self._next_round = state["position"]["num_rounds"]
         if self._stateful_credit is not None and "credit" in state:

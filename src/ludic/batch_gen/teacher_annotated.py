@@ -47,6 +47,10 @@ class TeacherAnnotatedBatchSource:
         self._teachers = teacher_scorer if isinstance(teacher_scorer, Teachers) else OneTeacher(teacher_scorer)
         self._teachers.require_tokenizer(tokenizer_fingerprint)
         self._chunk_size = teacher_chunk_size
+        if isinstance(inner, AccountsForItems):
+            # Had every annotated source these, it would be taken for one that keeps accounts, and refused in a mixture.
+            self.notify_trained = inner.notify_trained
+            self.notify_saved = inner.notify_saved
 
     async def next_batch(self) -> SAWBatch:
         batch = await self._inner.next_batch()
@@ -68,14 +72,6 @@ class TeacherAnnotatedBatchSource:
         if isinstance(self._inner, FollowsVersions):
             self._inner.notify_version(version)
 
-    def notify_trained(self, step: int, num_items: int) -> None:
-        if isinstance(self._inner, AccountsForItems):
-            self._inner.notify_trained(step, num_items)
-
-    def notify_saved(self, step: int) -> None:
-        if isinstance(self._inner, AccountsForItems):
-            self._inner.notify_saved(step)
-
     def state_dict(self) -> dict[str, Any]:
         """The inner source's: teachers do not change."""
         return {"inner": self._inner.state_dict() if isinstance(self._inner, Stateful) else {}}
@@ -92,12 +88,11 @@ async def annotated(item: SAWItem, teacher: TeacherScorer) -> SAWItem:
 
 
 async def _teacher_logps(item: SAWItem, teacher: TeacherScorer) -> LogprobArray:
-    where = np.flatnonzero(item.action_mask)
+    counts = item.attention_mask  # a sample that somebody padded is scored without the padding
+    ids, where = item.input_ids[counts], np.flatnonzero(item.action_mask[counts])
     if not len(where):
         return np.zeros(0, dtype=np.float32)
     first, end = int(where[0]), int(where[-1]) + 1
     # From the first action on: what lies between two actions is scored with them, and left out afterwards.
-    scores = await teacher.score_tokens(
-        item.input_ids[:first], item.input_ids[first:end], temperature=item.attachments.temperature or 1.0
-    )
+    scores = await teacher.score_tokens(ids[:first], ids[first:end], temperature=item.attachments.temperature or 1.0)
     return np.asarray(scores, dtype=np.float32)[where - first]

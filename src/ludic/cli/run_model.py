@@ -249,9 +249,9 @@ def serve_policy(settings: RolloutSettings, loaded: LoadedModel, *, max_length: 
     return serve_locally(loaded, max_length=max_length)
 
 
-def local_engine(loaded: LoadedModel, *, max_length: int) -> LocalEngine:
+def local_engine(loaded: LoadedModel, *, max_length: int, kv_tokens: int | None = None) -> LocalEngine:
     longest = loaded.model.config.get_text_config().max_position_embeddings
-    return LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest))
+    return LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest), kv_tokens=kv_tokens)
 
 
 def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:

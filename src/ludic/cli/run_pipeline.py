@@ -65,8 +65,8 @@ def pipeline_algorithm(config: RunConfig) -> RLAlgorithm:
             f"algo = {config.algo.algo!r} remembers how each prompt went, but every actor would remember only its own, and "
             "none hears how far the policy moves. Take grpo, or train without a pipeline."
         )
-    if not config.pipeline.corrections:
-        return algorithm
+    if not config.pipeline.corrections or not algorithm.loss.needs_old_logps:
+        return algorithm  # imitation takes no ratio: who sampled, and at what temperature, does not matter to it
     corrected = CorrectedLoss(algorithm.loss, [TokenMask(*TOKEN_BAND), SequenceMask(*SAMPLE_BAND)])
     return replace(algorithm, loss=corrected)
 

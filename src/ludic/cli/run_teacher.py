@@ -45,6 +45,11 @@ def check_teacher(config: RunConfig, algorithm: RLAlgorithm) -> None:
             f"{settings.teacher} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
             "process. Give a model instead of a URL, or kl=sampled."
         )
+    if settings.teacher_is_served and config.rollouts.temperature != 1:
+        raise ConfigError(
+            f"{settings.teacher} is a vLLM server, which scores tokens at temperature 1, but temperature = "
+            f"{config.rollouts.temperature:g}. Give --temperature 1, or a model instead of a URL."
+        )
 
 
 def make_teaching(
@@ -70,7 +75,10 @@ def _load(config: RunConfig) -> LoadedModel:
 
 
 def _local(config: RunConfig, stack: contextlib.ExitStack) -> TeacherScorer:
-    engine = local_engine(_load(config), max_length=config.train.max_seq_len)
+    longest = config.train.max_seq_len
+    engine = local_engine(
+        _load(config), max_length=longest, kv_tokens=longest
+    )  # scoring caches nothing; leave the room
     stack.callback(engine.close)
     return LocalTeacher(engine)
 

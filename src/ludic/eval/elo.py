@@ -59,10 +59,12 @@ def fit_elo(
     """The likeliest ratings, best first, `anchor` being at `anchor_elo`.
 
     They exist only if nobody, alone or as a group, won every game against all others (or lost every one); else this is a
-    ConfigError, unless `prior_draws` imagined draws between any two who met keep ratings finite. Intervals come from the
-    curvature of the likelihood (Fisher), of real games alone. A draw varies less than the win or loss it is counted as, so
-    they are too wide rather than too narrow.
+    ConfigError, unless `prior_draws` imagined draws between any two who met keep ratings finite. They pull all ratings together,
+    the more the fewer real games a pair has. Intervals come from the curvature of the likelihood (Fisher), of real games
+    alone. A draw varies less than the win or loss it is counted as, so they are too wide rather than too narrow.
     """
+    if not 0 <= prior_draws < math.inf:
+        raise ConfigError(f"fit_elo(prior_draws={prior_draws}); it is a number of games, 0 or more.")
     played = list(matches)
     players = sorted({name for match in played for name in (match.first, match.second)})
     if anchor not in players:
@@ -90,7 +92,7 @@ def fit_elo(
 
 def elo_table(ratings: Sequence[Rating]) -> str:
     """As text, best first."""
-    width = max(len("player"), *(len(rating.player) for rating in ratings))
+    width = max(len(name) for name in ("player", *(rating.player for rating in ratings)))
     rows = [f"{'player':{width}}    elo   95 % interval   games  score"]
     rows += [
         f"{r.player:{width}}  {r.elo:5.0f}  [{r.low:5.0f}, {r.high:5.0f}]  {r.num_games:5d}  {r.score:.3f}"

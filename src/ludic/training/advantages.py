@@ -63,7 +63,8 @@ class TurnGAE:
     """A turn is one step, whatever it was made of: a reply, a tool loop, a summary and a reply.
 
     The critic's word before a turn's first action token is the turn's value, and all of its tokens get the turn's advantage.
-    Each of them is also asked to predict the turn's return; only what is said before the first is ever used.
+    Each of them is also asked to predict the turn's return; what is said before the others is not used, but for the episode's last
+    token, from which one that was cut off goes on.
     """
 
     gamma: float = 1.0
@@ -116,7 +117,18 @@ def _chains(items: Sequence[SAWItem]) -> list[list[int]]:
     found: dict[object, list[int]] = {}
     for index, item in enumerate(items):
         found.setdefault(item.meta.get("rollout_id", index), []).append(index)
-    return [sorted(chain, key=lambda i: items[i].meta.get("segment", 0)) for chain in found.values()]
+    return [_in_order(items, chain) for chain in found.values()]
+
+
+def _in_order(items: Sequence[SAWItem], chain: list[int]) -> list[int]:
+    segments = {i: items[i].meta.get("segment", 0) for i in chain}
+    if len(set(segments.values())) < len(chain):
+        raise ConfigError(
+            f"The batch has a segment of rollout {items[chain[0]].meta['rollout_id']} twice (segments "
+            f"{sorted(segments.values())}): as one episode its rewards would count twice. A critic needs every episode once in "
+            "a batch; do not replay samples to it."
+        )
+    return sorted(chain, key=segments.__getitem__)
 
 
 def _joined(samples: list[SAWItem], values: Sequence[np.ndarray]) -> _Chain:

@@ -1,5 +1,6 @@
 """The critic's part in a training run: making it, asking it before each update, and how well it knew."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,19 @@ def give_own_rate(optimizer: torch.optim.Optimizer, num_of_policy: int, lr: floa
     parameters = group["params"]
     group["params"] = parameters[:num_of_policy]
     optimizer.param_groups.append({**group, "params": parameters[num_of_policy:], "lr": lr})
+
+
+def saved_critic(state: Mapping[str, Any], algo_name: str) -> Mapping[str, Any]:
+    """The critic's part of a checkpoint."""
+    if "critic" in state:
+        found: Mapping[str, Any] = state["critic"]
+        return found
+    if "value_head" in state:  # from when every critic was a head on the policy
+        return {"head": state["value_head"]}
+    raise ConfigError(
+        f"{algo_name} has a critic, but the checkpoint to resume from holds none. Resume with the algorithm that it was "
+        "trained with, or begin a new run from its weights."
+    )
 
 
 # --- asking it ---

@@ -36,6 +36,11 @@ def frozen_teacher(
             f"{algo.name} compares whole distributions, which is not there for a model whose weights are spread over ranks. Use "
             'make_opd(kl="sampled"), whose teacher scores samples before they are trained on.'
         )
+    if teacher.model is policy.model:
+        raise ConfigError(
+            "Trainer(teacher=…) is the model that is trained: freezing it would end training, and its KL to itself is 0. Give a "
+            "copy: copy.deepcopy(model)."
+        )
     _require_same_vocabulary(teacher, tokenizer)
     frozen = teacher.model.to(policy.device).eval().requires_grad_(False)
     made = TrainedPolicy(frozen, packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ludic.types import ConfigError, LogprobArray, SAWBatch, SAWItem
+from ludic.types import ConfigError, LogprobArray, SampleAttachments, SAWBatch, SAWItem
 
 PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
 
@@ -58,13 +58,20 @@ def _share(indices: list[int], batch: SAWBatch) -> str:
 def forget_temperature(batch: SAWBatch) -> SAWBatch:
     """The batch as if its tokens had been sampled at temperature 1, from the whole vocabulary.
 
-    For imitation: what is learned is the model's own distribution, and not the one that some sampler made of it.
+    For imitation: what is learned is the model's own distribution, and not the one that some sampler made of it. Log-probs of the
+    sampler's go with it: beside the model's own they would pass for a mismatch of sampler and trainer.
     """
-    items = [
-        replace(item, attachments=replace(item.attachments, temperature=None, supports=None, unrepeatable=None))
-        for item in batch.items
-    ]
+    forgotten: dict[str, Any] = {"temperature": None, "supports": None, "unrepeatable": None}
+    if any(_is_processed(item.attachments) for item in batch.items):
+        forgotten["actor_logps"] = None  # of all: a batch knows them of every sample or of none
+    items = [replace(item, attachments=replace(item.attachments, **forgotten)) for item in batch.items]
     return SAWBatch(items=items, meta=dict(batch.meta))
+
+
+def _is_processed(attached: SampleAttachments) -> bool:
+    """Whether the sampler's log-probs are of another distribution than the model's own; greedy ones are of its own."""
+    is_scaled = attached.temperature not in (None, 0, 1)
+    return is_scaled or attached.supports is not None or attached.unrepeatable is not None
 
 
 def drop_zero_weight_samples(batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:

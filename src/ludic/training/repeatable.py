@@ -20,10 +20,11 @@ def require_repeatable(items: Sequence[SAWItem], loss: Loss) -> None:
                 f"its log-probs are of a distribution that the trainer cannot repeat. {_FULL}. The embedded engine records it "
                 "for top_p, top_k and min_p, if log-probs are asked for: ReturnSpec.for_rl()."
             )
-        if attached.supports is not None and attached.teacher_logps is not None:
+        has_candidates = attached.supports is not None and len(attached.supports.ids) > 0
+        if has_candidates and attached.teacher_logps is not None:
             raise ConfigError(
                 f"{_name(item)} was drawn from a part of the vocabulary, but its teacher's log-probs are over all of it; their "
-                f"difference means nothing. {_FULL}."
+                f"difference means nothing. {_FULL}, no max_think."
             )
 
 

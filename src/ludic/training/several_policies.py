@@ -43,12 +43,23 @@ async def train_policies(
                 stats = await _round(trainers)
             except (RequestsExhausted, StopRequested) as reason:
                 logger.info("training ends at step %d: %s", first.step, reason or type(reason).__name__)
+                _say_if_apart(trainers)
                 break
             if train_logger is not None:
                 train_logger.log(first.step, stats)
         for trainer in trainers.values():
             await trainer.train(0)  # saves what has not been saved
     return stats
+
+
+def _say_if_apart(trainers: Mapping[str, Trainer]) -> None:
+    steps = {name: trainer.step for name, trainer in trainers.items()}
+    if len(set(steps.values())) > 1:
+        logger.warning(
+            "the trainers ended at different steps, %s: requests ran out where one had nothing to train on in its part of a round "
+            "and asked for another. Their newest checkpoints are of different steps, too; common_step finds one that all have.",
+            steps,
+        )
 
 
 async def _round(trainers: Mapping[str, Trainer]) -> dict[str, float]:

@@ -29,7 +29,14 @@ from ludic.models.recomputing import recompute_activations
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.crediting import explained_variance, give_own_rate, make_critic, value_moments, with_advantages
+from ludic.training.crediting import (
+    explained_variance,
+    give_own_rate,
+    make_critic,
+    saved_critic,
+    value_moments,
+    with_advantages,
+)
 from ludic.training.dealing import Ending, EndKind, Prepared, Share, deal
 from ludic.training.drift import DriftProbe
 from ludic.training.evaluating import Evaluating
@@ -526,9 +533,7 @@ class Trainer:
         state = self.checkpointer.load(model=self.model, optimizer=self.optimizer, **chosen)
         self.step = int(state["step"])
         if self.critic is not None:
-            if "critic" not in state:
-                raise ConfigError(f"{self.algo.name} has a critic, but the checkpoint to resume from holds none.")
-            self.critic.load_state_dict(state["critic"])
+            self.critic.load_state_dict(saved_critic(state, self.algo.name))
         for name, part in self._data_parts().items():
             if name in state:
                 part.load_state_dict(state[name])

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from ludic.batch_gen import ReplayBatchSource
+from ludic.batch_gen import AsyncRolloutBatchSource, ReplayBatchSource
 from ludic.types import ConfigError
 from tests.unit.batch_gen.numbered import Numbered, numbers
 
@@ -47,6 +47,14 @@ async def test_nothing_is_older_than_the_limit_and_what_expired_is_counted():
         assert {step - item.oldest_version for item in batch.items} == set(range(min(step, 2) + 1))
     assert [batch.meta["num_expired"] for batch in batches] == [0, 0, 0, 2, 2, 2]
     assert batches[-1].meta["replay_lag_mean"] == 1.5
+
+
+async def test_the_limit_holds_inside_a_source_that_works_ahead():
+    replay = ReplayBatchSource(Numbered(2), capacity=100, num_replayed=50, max_lag=1)
+    async with AsyncRolloutBatchSource(replay, max_lag=0) as source:
+        batches = await run(source, 5)
+    for step, batch in enumerate(batches):
+        assert {step - item.oldest_version for item in batch.items} == set(range(min(step, 1) + 1))
 
 
 async def test_the_oldest_make_room():

@@ -200,6 +200,28 @@ def test_a_round_that_waited_is_played_again_for_whoever_had_not_trained_on_it()
     assert [tokens(batch) for batch in found] == [tokens(batch) for batch in expected]
 
 
+def test_a_policy_that_was_several_rounds_ahead_waits_until_the_stream_has_caught_up():
+    """Bob had nothing to train on twice, after ann was saved: ann goes on with round 1, bob with 4, and ann finds that one."""
+
+    async def scenario():
+        one = Stream()
+        ann, bob = one.source("ann"), one.source("bob")
+        await take(ann, bob)
+        saved = [ann.state_dict()]
+        for _ in range(3):
+            await bob.next_batch()
+        saved.append(bob.state_dict())
+        two = Stream()
+        again = two.source("ann"), two.source("bob")
+        for source, state in zip(again, saved, strict=True):
+            source.load_state_dict(state)
+        return [batch.meta for batch in await take(*again, again[0])]
+
+    found = asyncio.run(scenario())
+    assert [meta["round"] for meta in found] == [1, 4, 4]
+    assert [meta["num_rounds_skipped"] for meta in found] == [0, 0, 2]
+
+
 def test_a_round_that_is_broken_off_has_not_been_begun():
     async def scenario():
         stream = Stream()
@@ -250,3 +272,22 @@ def test_one_policy_has_one_trainer():
     stream.source("ann")
     with pytest.raises(ConfigError, match="already"):
         stream.source("ann")
+
+
+def test_a_policy_that_nobody_seated_is_told_who_played(caplog):
+    batch = asyncio.run(Stream().source("ane").next_batch())
+    assert not batch.items
+    assert "'ane' played nothing in round 0; who did: ['ann', 'bob', 'old']" in caplog.text
+
+
+class Follower:
+    """Hears of versions."""
+
+    def notify_version(self, version: int) -> None:
+        pass
+
+
+def test_a_resume_with_other_followers_is_refused():
+    state = Stream().source("ann").state_dict()
+    with pytest.raises(ConfigError, match=r"'ann' has 0 followers \(leagues\), batches_for was given 1"):
+        Stream().source("ann", followers=[Follower()]).load_state_dict(state)

@@ -5,7 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from ludic.batch_gen import DomainTeachers, PrivilegedTeacher, TeacherAnnotatedBatchSource, told_first
+from ludic.batch_gen import (
+    DomainTeachers,
+    MixedBatchSource,
+    MixedPart,
+    PrivilegedTeacher,
+    TeacherAnnotatedBatchSource,
+    told_first,
+)
 from ludic.batch_gen.domain_teachers import domain_of
 from ludic.inference import ByteTemplate
 from ludic.types import (
@@ -19,6 +26,7 @@ from ludic.types import (
     TeacherScorer,
     UnknownName,
 )
+from tests.unit.batch_gen.numbered import Numbered
 
 
 class CountingTeacher:
@@ -89,6 +97,12 @@ async def test_every_action_token_gets_the_log_prob_at_its_own_place():
     assert seen.input_ids is item.input_ids and seen.weight == 1.0
     assert batch.meta["source"] == "given" and batch.meta["teacher_s"] >= 0
     assert item.attachments.teacher_logps is None
+
+
+async def test_padding_is_not_scored_and_shifts_nothing():
+    padded = SAWItem([0, 0, 10, 20, 30, 0], [0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 0], 1.0)
+    (seen,) = (await annotating(Given(padded)).next_batch()).items
+    assert seen.attachments.teacher_logps.tolist() == pytest.approx([-1.2, -2.3])
 
 
 async def test_tokens_are_scored_at_the_temperature_that_sampled_them():
@@ -187,6 +201,15 @@ async def test_a_privileged_teacher_without_anything_to_tell_is_refused():
 # --- what passes through ---
 
 
+async def test_an_annotated_source_can_be_a_part_of_a_mixture_unless_the_source_inside_keeps_accounts():
+    source = annotating(Numbered(2))
+    assert not isinstance(source, AccountsForItems)
+    batch = await MixedBatchSource([MixedPart(name="taught", source=source, share=1, objective="opd")]).next_batch()
+    assert all(item.attachments.teacher_logps is not None for item in batch.items)
+    with pytest.raises(ConfigError, match="has to know what became of every sample"):
+        MixedPart(name="taught", source=annotating(Given()), share=1)
+
+
 async def test_what_the_trainer_says_and_what_a_resume_needs_reach_the_inner_source():
     inner = Given()
     source = annotating(inner)
@@ -204,8 +227,6 @@ async def test_what_the_trainer_says_and_what_a_resume_needs_reach_the_inner_sou
 async def test_a_source_that_wants_to_know_nothing_is_told_nothing():
     source = annotating(Plain())
     source.notify_version(1)
-    source.notify_trained(1, 0)
-    source.notify_saved(1)
     source.load_state_dict(source.state_dict())
     assert len(await source.next_batch()) == 0
 

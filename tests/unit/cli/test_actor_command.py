@@ -87,6 +87,7 @@ def test_a_pipeline_corrects_its_loss_unless_told_not_to():
 
     assert isinstance(loss_of(), CorrectedLoss) and isinstance(loss_of(algo="cispo"), CorrectedLoss)
     assert not isinstance(loss_of(corrections=False), CorrectedLoss)
+    assert not isinstance(loss_of(algo="rft"), CorrectedLoss), "imitation has no ratio to correct"
 
 
 def test_an_actor_holds_no_adapter():

@@ -66,10 +66,14 @@ def test_a_run_can_be_the_teacher_and_the_checkpoint_of_the_moment_is_written_do
             ["--algo", "opd", "--teacher", "http://127.0.0.1:1", "--algo-set", "kl=forward"],
             "compares whole distributions",
         ),
+        (
+            ["--algo", "opd", "--teacher", "http://127.0.0.1:1", "--temperature", "0.7"],
+            "scores tokens at temperature 1",
+        ),
         (["--algo", "opd", "--teacher", "tiny", "--engine", "pipeline"], "not there for engine = 'pipeline'"),
         (["--algo", "opd", "--teacher", "tiny", "--teacher-tokenizer", "x"], "for a teacher behind a URL"),
     ],
-    ids=["none", "none for kl", "no use", "served kl", "pipeline", "tokenizer"],
+    ids=["none", "none for kl", "no use", "served kl", "served temperature", "pipeline", "tokenizer"],
 )
 def test_what_does_not_go_together_is_said_before_anything_is_loaded(ludic, flags, says):
     for how in ([], ["--dry-run"]):

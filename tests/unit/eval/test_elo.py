@@ -138,6 +138,8 @@ def test_players_who_never_met_are_not_compared():
         (lambda: Match("a", "a", 1.0), "against itself"),
         (lambda: Match("a", "b", 0.7), "won"),
         (lambda: fit_elo(games("a", "b", won=1, lost=1), anchor="c"), "has played no match"),
+        (lambda: fit_elo([], anchor="c"), "has played no match"),
+        (lambda: fit_elo(games("a", "b", won=1, lost=1), anchor="a", prior_draws=-1), "0 or more"),
     ],
 )
 def test_mistakes_are_named(make, message):
@@ -152,3 +154,7 @@ def test_a_table_has_the_best_first():
         "b        1147  [  815,  1479]      5  0.700",
         "a        1000  [ 1000,  1000]      5  0.300",
     ]
+
+
+def test_a_table_of_nobody_is_its_heading():
+    assert elo_table([]) == "player    elo   95 % interval   games  score"

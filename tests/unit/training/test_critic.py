@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.training import CheckpointConfig, TrainerConfig, make_grpo, make_ppo
-from ludic.training.crediting import explained_variance, make_critic, value_moments
+from ludic.training.crediting import explained_variance, make_critic, saved_critic, value_moments
 from ludic.training.stats import StatSum
 from ludic.types import ConfigError, SampleAttachments, SAWItem
 from tests.unit.training.bandit import bandit_trainer, tiny_llama
@@ -125,6 +125,17 @@ async def test_a_checkpoint_without_a_critic_is_refused(tmp_path):
     await hand_trainer(random_items([12, 20, 9]), algo=make_grpo(group_size=4), checkpoint_config=config).train()
     with pytest.raises(Exception, match="critic|does not fit"):
         hand_trainer(algo=algo("shared"), checkpoint_config=config, resume_from="latest")
+
+
+def test_a_head_that_was_saved_before_there_were_kinds_of_critics_is_found():
+    trainer = hand_trainer(algo=algo("shared"))
+    torch.nn.init.normal_(trainer.critic.head.linear.weight)
+    old = {"step": 3, "value_head": dict(trainer.critic.head.state_dict())}
+    other = hand_trainer(algo=algo("shared"))
+    other.critic.load_state_dict(saved_critic(old, "ppo"))
+    assert torch.equal(other.critic.head.linear.weight, trainer.critic.head.linear.weight)
+    with pytest.raises(ConfigError, match="checkpoint to resume from holds none"):
+        saved_critic({"step": 3}, "ppo")
 
 
 async def test_a_critic_of_other_sizes_is_refused():

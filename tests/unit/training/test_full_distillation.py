@@ -149,6 +149,20 @@ def test_a_batch_may_mix_rewards_and_a_teacher():
 # --- the trainer ---
 
 
+def test_a_model_is_not_its_own_frozen_teacher():
+    model = tiny_llama()
+    with pytest.raises(ConfigError, match="is the model that is trained"):
+        frozen_teacher(
+            loaded(model),
+            make_opd(kl="reverse"),
+            TrainedPolicy(model),
+            TrainerConfig(),
+            tokenizer=Vocabulary(),
+            is_spread=False,
+        )
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def loaded(model, **changes):
     vocabulary = Vocabulary()
     if changes:

@@ -5,8 +5,9 @@ import pytest
 
 from ludic.batch_gen import ReplayBatchSource
 from ludic.training import make_rft
+from ludic.training.preprocess import forget_temperature
 from ludic.training.rejection import keep_distinct, keep_few_per_group, keep_rewarded
-from ludic.types import ConfigError, SampleAttachments, SAWBatch, SAWItem
+from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem, TokenSupports
 from tests.unit.training.bandit import bandit_trainer
 
 
@@ -21,6 +22,25 @@ def test_only_what_earned_enough_is_kept_at_the_models_own_temperature():
     assert [item.input_ids[1] for item in kept.items] == [1, 3] and kept.meta["accepted_frac"] == 0.5
     assert all(item.attachments.temperature is None for item in kept.items)
     assert len(batch) == 4 and keep_rewarded(SAWBatch(items=[])).meta["accepted_frac"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("attached", "is_known"),
+    [
+        ({"temperature": 0.6}, False),
+        ({"unrepeatable": "top_p=0.9"}, False),
+        ({"supports": TokenSupports.of([[1, 2]])}, False),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 0.0}, True),
+    ],
+    ids=str,
+)
+def test_log_probs_of_another_distribution_are_forgotten_with_it(attached, is_known):
+    logps = ActorTokenLogps([-0.5])
+    others = SampleAttachments(actor_logps=logps, temperature=1.0)
+    own = SampleAttachments(actor_logps=logps, **attached)
+    kept = forget_temperature(SAWBatch(items=[SAWItem([9, 1], None, [0, 1], 1.0, {}, a) for a in (others, own)]))
+    assert [item.actor_logps is not None for item in kept.items] == [is_known, is_known]
 
 
 def test_a_sample_that_does_not_say_what_it_earned_is_refused():

@@ -13,7 +13,7 @@ pytest.importorskip("peft", reason="the lora extra is not installed")
 from ludic.models.adapters import adapters_on
 from ludic.training import JSONLLogger, TrainerConfig, common_step, train_policies
 from ludic.training.stopping import StopSignal
-from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic.types import ConfigError, RequestsExhausted, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.unit.training.bandit import tiny_llama
 from tests.unit.training.two_players import SWAPPED, players, trained_weights
 
@@ -187,6 +187,11 @@ def test_games_against_the_past_say_which_version_it_was():
         assert {item.meta["policy"] for item in batch.items} == {"ann"}
 
 
+def test_a_member_is_never_replaced():
+    with players() as table, pytest.raises(ConfigError, match="member of version 0 already"):
+        table.league.add(0)
+
+
 @pytest.mark.parametrize(("every", "max_size"), [(0, 1), (1, 0)])
 def test_a_league_has_room_for_somebody(every, max_size):
     from ludic.inference.local.league import League
@@ -260,6 +265,25 @@ def test_a_run_killed_between_two_saves_goes_on_where_both_were(tmp_path):
 
 def test_nothing_saved_is_nothing_to_resume(tmp_path):
     assert common_step([tmp_path / "ann", tmp_path / "bob"]) is None
+
+
+def test_requests_that_run_out_within_a_round_are_reported(caplog):
+    """Bob is at the table in every third game, and one game is a round: in its last one it is not, and there is no more."""
+    seatings = [{"left": "ann", "right": "bob"}, *[{"left": "ann", "right": "past"}] * 2]
+    with players(seatings=seatings, groups=1) as table:
+        played, rounds = table.shared.play_round, []
+
+        async def play_round() -> None:
+            rounds.append(1)
+            if len(rounds) > 9:
+                raise RequestsExhausted("no more games")
+            await played()
+
+        table.shared.play_round = play_round
+        asyncio.run(train_policies(table.trainers, 40))
+        steps = {name: trainer.step for name, trainer in table.trainers.items()}
+    assert steps["ann"] == steps["bob"] + 1
+    assert f"ended at different steps, {steps}" in caplog.text
 
 
 # --- mistakes ---

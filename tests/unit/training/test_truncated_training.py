@@ -1,7 +1,9 @@
 """Truncated sampling end to end: repeated by the trainer where it was recorded, refused where it was not."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +16,14 @@ from ludic.training import (
     TrainerConfig,
     collate_saw_items,
     make_grpo,
+    make_opd,
     make_rft,
     make_sft,
 )
 from ludic.training.losses import tokens_from_logits
 from ludic.training.policy import TrainedPolicy
 from ludic.training.preparing import prepare
+from ludic.training.repeatable import require_repeatable
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, SAWBatch, TokenSupports
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, rollout_engine, tiny_llama
 from tests.unit.training.samples import random_items
@@ -83,6 +87,17 @@ async def test_log_probs_of_a_distribution_that_nobody_recorded_are_refused_befo
         await trainer.train_step()
     engine.close()
     assert all((old == new).all() for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("candidates", "is_refused"), [([65, 66], True), ((), False)], ids=["a part", "all"])
+def test_a_teacher_of_the_whole_vocabulary_is_not_compared_with_a_part_of_it(candidates, is_refused):
+    (item,) = random_items([4])
+    ids = item.input_ids[item.action_mask]
+    supports = TokenSupports.of([sorted({int(token), *candidates}) if candidates else () for token in ids])
+    teacher = np.full(len(ids), -1.0, dtype=np.float32)
+    taught = replace(item, attachments=replace(item.attachments, supports=supports, teacher_logps=teacher))
+    with pytest.raises(ConfigError, match="over all of it") if is_refused else nullcontext():
+        require_repeatable([taught], make_opd().loss)
 
 
 @pytest.mark.parametrize("make", [make_sft, make_rft], ids=lambda make: make.__name__)

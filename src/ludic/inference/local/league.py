@@ -47,6 +47,8 @@ class League:
 
     def add(self, version: int) -> None:
         """The live weights as they are become a member."""
+        if version in self._members:
+            raise ConfigError(f"The league has a member of version {version} already; a member never changes.")
         member = self._new_member()
         member.take_snapshot(version)
         self._admit(version, member)

@@ -39,8 +39,7 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.envs.tic_tac_toe.board import CELLS, FREE, MARKS, OTHER, position
 from ludic.eval import Estimate, elo_table, fit_elo, matches_of, round_robin, share_estimate
 from ludic.inference import HFChatTemplate, ScriptedClient
-from ludic.inference.local import LocalEngine
-from ludic.inference.local.league import League
+from ludic.inference.local import League, LocalEngine
 from ludic.interaction import Policies
 from ludic.models.adapters import adapters_on
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar

@@ -31,6 +31,7 @@ _NAMES_BY_MODULE = {
     "make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft "
     "make_rft mix_objectives Objective make_spo "
     "make_opd make_grpo_opd make_mopd make_gigpo",
+    "ludic.training.advantages": "TokenGAE TurnGAE",
     "ludic.training.trainer": "Trainer",
     "ludic.training.several_policies": "train_policies common_step",
     "ludic.training.tinker_trainer": "TinkerTrainer",

@@ -1,5 +1,6 @@
 """The embedded engine: a policy server in your own process."""
 
 from ludic.inference.local.engine import EngineClosed, LocalEngine, QueueFull, RequestAborted
+from ludic.inference.local.league import League
 
-__all__ = ["LocalEngine", "EngineClosed", "QueueFull", "RequestAborted"]
+__all__ = ["LocalEngine", "League", "EngineClosed", "QueueFull", "RequestAborted"]

@@ -3,7 +3,6 @@
 import base64
 from typing import Any
 
-from ludic.batch_gen.pipeline.wire import decode_group, encode_group
 from ludic.types import AccountsForItems, BatchSource, ConfigError, FollowsVersions, SAWItem, Stateful
 
 
@@ -19,12 +18,16 @@ class StoredItem:
 
     @classmethod
     def read(cls, text: str) -> "StoredItem":
+        from ludic.batch_gen.pipeline.wire import decode_group  # only who saves samples needs the extra 'pipeline'
+
         (item,) = decode_group(base64.b64decode(text))
         return cls(item, text)
 
     @property
     def text(self) -> str:
         if self._text is None:
+            from ludic.batch_gen.pipeline.wire import encode_group
+
             self._text = base64.b64encode(encode_group([self.item])).decode("ascii")
         return self._text
 

@@ -56,7 +56,7 @@ class JSONLLogger:
             raise OSError(f"Only part of a line fitted into {self.path}; is the disk full?")
 
     def _drop_unfinished_line(self) -> None:
-        """A power cut can leave one."""
+        """A power cut can leave one, or a kill between two pages of a long line."""
         with self.path.open("rb") as file:
             content = file.read()
         self._file.truncate(content.rfind(b"\n") + 1)

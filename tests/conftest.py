@@ -17,8 +17,10 @@ SECONDS_EACH = (
     "pipeline/test_pipeline_machine.py", "scaling/test_measured.py", "scripts/test_push_to_hub.py",
     "scripts/test_calibrate_micro_batch.py", "models/test_threads.py", "inference/test_vllm_process.py", "eval/test_background.py",
     "tools/test_mcp_tools.py", "training/test_tinker_trainer.py", "minimal/test_minimal_tinker.py", "contract/test_tinker_page.py",
+    "training/test_several_policies.py", "training/test_critic.py", "training/test_spo.py", "training/test_rft.py",
+    "batch_gen/test_shared_rollouts.py", "inference/test_tinker_client.py",
 )  # fmt: skip
-"""Files that start processes, or try thousands of cases: `make test-fast`, which has a minute, leaves them to `make test`."""
+"""Files that start processes, train models, or try thousands of cases: `make test-fast`, which has a minute, leaves them to `make test`."""
 
 
 @pytest.hookimpl(tryfirst=True)

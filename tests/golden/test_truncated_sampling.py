@@ -21,15 +21,13 @@ from ludic.training.packing import fit_length
 from ludic.training.policy import TrainedPolicy
 from ludic.training.update import FrozenReference, accumulate_gradients
 from ludic.types import (
-    ActorTokenLogps,
     ReturnSpec,
-    SampleAttachments,
     SamplingParams,
-    SAWItem,
     TokenCompletionRequest,
     TokenSupports,
 )
 from tests.unit.inference.local.tiny_models import make_engine, new_model
+from tests.unit.training.samples import item_of
 
 PROMPTS = [[5, 9, 14], [3, 3, 8, 20, 41], [60]]
 TRUNCATIONS = [
@@ -58,15 +56,6 @@ async def answers(model, **sampling):
         return [response for response, _ in await asyncio.gather(*map(engine.complete_tokens, requests))]
     finally:
         engine.close()
-
-
-def item_of(response, temperature, weight=1.0):
-    prompt, written = response.prompt_token_ids, response.completion_token_ids
-    attached = SampleAttachments(
-        actor_logps=ActorTokenLogps(response.completion_logprobs), temperature=temperature, supports=response.supports
-    )
-    mask = [False] * len(prompt) + [True] * len(written)
-    return SAWItem(np.concatenate([prompt, written]), None, mask, weight, {}, attached)
 
 
 @pytest.fixture(scope="module")

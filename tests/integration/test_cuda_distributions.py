@@ -10,14 +10,12 @@ from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, Reinfor
 from ludic.training.policy import TrainedPolicy
 from ludic.training.update import accumulate_gradients
 from ludic.types import (
-    ActorTokenLogps,
     ReturnSpec,
-    SampleAttachments,
     SamplingParams,
-    SAWItem,
     TokenCompletionRequest,
 )
 from tests.unit.inference.local.tiny_models import new_model
+from tests.unit.training.samples import item_of, random_items
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,15 +46,6 @@ def sampled(model, **sampling):
         return asyncio.run(ask(engine))
     finally:
         engine.close()
-
-
-def item_of(response, temperature, weight=1.0):
-    prompt, written = response.prompt_token_ids, response.completion_token_ids
-    attached = SampleAttachments(
-        actor_logps=ActorTokenLogps(response.completion_logprobs), temperature=temperature, supports=response.supports
-    )
-    mask = [False] * len(prompt) + [True] * len(written)
-    return SAWItem(np.concatenate([prompt, written]), None, mask, weight, {}, attached)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -117,7 +106,6 @@ def test_scores_are_those_of_the_model():
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_the_kl_to_a_teacher_and_its_gradient_are_those_of_the_cpu(direction, top_k, autocast):
     from ludic.models.vocabulary_kl import KLDirection, VocabularyKL
-    from tests.unit.training.samples import random_items
 
     items, how = random_items([9, 17, 5, 12], vocab=60), VocabularyKL(KLDirection(direction), top_k=top_k)
 

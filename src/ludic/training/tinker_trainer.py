@@ -17,6 +17,7 @@ from ludic.distributed.tinker_policy import TinkerPolicy
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
+from ludic.training.data_position import data_states, load_data_states
 from ludic.training.dealing import Prepared
 from ludic.training.evaluating import Evaluating
 from ludic.training.guards import check_parity
@@ -37,7 +38,6 @@ from ludic.types import (
     FollowsVersions,
     Reducer,
     RequestsExhausted,
-    Stateful,
     TrainingLogger,
 )
 
@@ -109,7 +109,7 @@ class TinkerTrainer:
 
     async def _step(self) -> dict[str, float]:
         started = time.perf_counter()
-        self._untrained_from = self._data_states()
+        self._untrained_from = data_states(self.algo, self.batch_source)
         whole = await self.stop.unless(fetch(self.batch_source, self.algo, self.cfg, self.step))
         fetched = time.perf_counter()
         stats = await asyncio.to_thread(self._update, whole)
@@ -181,7 +181,7 @@ class TinkerTrainer:
 
     def _state(self) -> dict[str, Any]:
         """Data as it stood before the first batch that has not been trained on: that one is made again."""
-        data = self._untrained_from if self._untrained_from is not None else self._data_states()
+        data = self._untrained_from if self._untrained_from is not None else data_states(self.algo, self.batch_source)
         return {"step": self.step, "rng": rng_state(), **data}
 
     def _write(self, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
@@ -199,23 +199,13 @@ class TinkerTrainer:
         path, state = self.checkpoints.read_path(where)
         self.model.load_state(path)
         self.step = int(state["step"])
-        for name, part in self._data_parts().items():
-            if name in state:
-                part.load_state_dict(state[name])
+        load_data_states(self.algo, self.batch_source, state)
         self.model.publish(self.step)
         self._notify_source()
         if isinstance(self.logger, Resumable):
             self.logger.resume(self.step)
         restore_rng(state["rng"])
         logger.info("resumed at step %d from %s", self.step, path)
-
-    def _data_states(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._data_parts().items()}
-
-    def _data_parts(self) -> dict[str, Stateful]:
-        # The source last: one that works ahead knows the credit rule's state before the batches that are made again.
-        parts: dict[str, Any] = {"credit_assigner": self.algo.credit_assigner, "batch_source": self.batch_source}
-        return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
     # --- without asyncio ---
 

@@ -37,6 +37,7 @@ from ludic.training.crediting import (
     value_moments,
     with_advantages,
 )
+from ludic.training.data_position import data_states, load_data_states
 from ludic.training.dealing import Ending, EndKind, Prepared, Share, deal
 from ludic.training.drift import DriftProbe
 from ludic.training.evaluating import Evaluating
@@ -75,7 +76,6 @@ from ludic.types import (
     Reducer,
     RequestsExhausted,
     SAWItem,
-    Stateful,
     TrainingLogger,
 )
 
@@ -306,7 +306,7 @@ class Trainer:
 
     async def _step(self) -> dict[str, float]:
         started = time.perf_counter()
-        self._untrained_from = self._data_states()
+        self._untrained_from = data_states(self.algo, self.batch_source)
         await self._in_thread(self._publishing.restore_servers, self.step)
         share = await self._next_share()
         fetched = time.perf_counter()
@@ -495,14 +495,11 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """Data as it stood before the first batch that has not been trained on: that one is made again."""
-        data = self._untrained_from if self._untrained_from is not None else self._data_states()
+        data = self._untrained_from if self._untrained_from is not None else data_states(self.algo, self.batch_source)
         state: dict[str, Any] = {"step": self.step, "rng": rng_state(), **data}
         if self.critic is not None:
             state["critic"] = self.critic.state_dict()
         return state
-
-    def _data_states(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._data_parts().items()}
 
     def _write(self, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         if self.checkpointer is None:
@@ -534,20 +531,13 @@ class Trainer:
         self.step = int(state["step"])
         if self.critic is not None:
             self.critic.load_state_dict(saved_critic(state, self.algo.name))
-        for name, part in self._data_parts().items():
-            if name in state:
-                part.load_state_dict(state[name])
+        load_data_states(self.algo, self.batch_source, state)
         self._publishing.begin(self.step, is_resumed=True)
         self._notify_source()
         if isinstance(self.logger, Resumable) and self.ranks.is_first:
             self.logger.resume(self.step)
         restore_rng(state["rng"])
         logger.info("resumed at step %d", self.step)
-
-    def _data_parts(self) -> dict[str, Stateful]:
-        # The source last: one that works ahead knows the credit rule's state before the batches that are made again.
-        parts: dict[str, Any] = {"credit_assigner": self.algo.credit_assigner, "batch_source": self.batch_source}
-        return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
     # --- without asyncio ---
 

@@ -27,6 +27,8 @@ def unrepeatable_settings(
     sampling: SamplingParams, extensions: BackendExtensions | None = None, supports: TokenSupports | None = None
 ) -> str | None:
     """The settings that stand between these tokens and a ratio, such as "top_p=0.9, top_k=50"; None when nothing does."""
+    if extensions is None and _is_plain(sampling):  # nearly always, and every model call asks
+        return None
     found = {name: getattr(sampling, name) for name in _PENALTIES if getattr(sampling, name) != _PENALTIES[name]}
     if supports is None and sampling.temperature > 0:
         found |= {name: getattr(sampling, name) for name in _TRUNCATION if getattr(sampling, name) != _TRUNCATION[name]}
@@ -37,6 +39,16 @@ def unrepeatable_settings(
             found["repetition_penalty"] = extensions.repetition_penalty
         found |= {name: value for name, value in extensions.extra_body_overrides.items() if name in _OVERRIDES}
     return ", ".join(f"{name}={value}" for name, value in found.items()) or None
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Nothing but the temperature shapes the distribution."""
+    return (
+        sampling.top_p == 1.0
+        and not (sampling.top_k or sampling.min_p or sampling.min_tokens)
+        and not (sampling.frequency_penalty or sampling.presence_penalty)
+        and sampling.repetition_penalty == 1.0
+    )
 
 
 def require_repeatable_reply(request: TokenCompletionRequest, response: ChatResponse) -> str | None:

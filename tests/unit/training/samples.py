@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.types import ActorTokenLogps, ChatResponse, SampleAttachments, SAWItem
 
 
 def random_items(
@@ -34,3 +34,13 @@ def random_items(
             )
         )
     return items
+
+
+def item_of(response: ChatResponse, temperature: float, weight: float = 1.0) -> SAWItem:
+    """The sample that a reply is."""
+    prompt, written = response.prompt_token_ids, response.completion_token_ids
+    attached = SampleAttachments(
+        actor_logps=ActorTokenLogps(response.completion_logprobs), temperature=temperature, supports=response.supports
+    )
+    mask = [False] * len(prompt) + [True] * len(written)
+    return SAWItem(np.concatenate([prompt, written]), None, mask, weight, {}, attached)

@@ -21,6 +21,7 @@ from ludic.training import (
     make_grpo,
     make_spo,
 )
+from ludic.training.data_position import load_data_states
 from ludic.training.drift import DriftProbe
 from ludic.training.packing import FILLER
 from ludic.training.policy import TrainedPolicy
@@ -124,8 +125,7 @@ async def test_batches_made_ahead_are_not_counted_twice_after_a_resume():
         state, credit = source.state_dict(), trainer.algo.credit_assigner.state_dict()
     engine.close()
     resumed, engine, again = spo_trainer(num_tasks=32, batch_size=32, make_source=ahead)
-    for name, part in resumed._data_parts().items():
-        part.load_state_dict({"credit_assigner": credit, "batch_source": state}[name])
+    load_data_states(resumed.algo, resumed.batch_source, {"credit_assigner": credit, "batch_source": state})
     engine.close()
     # One visit each: 0.96 (1 + 1) + 1. Three visits would be 0.96² · 2.92 + 0.96 + 1.
     totals = {round(wins + losses, 6) for wins, losses, _ in again.state_dict()["beliefs"].values()}

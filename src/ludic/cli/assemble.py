@@ -64,7 +64,7 @@ from ludic.types import (
 PROTOCOL = "play"
 SHOWN = (
     "avg_total_reward", "avg_turns", "avg_completion_length", "parse_error_rate", "truncated_rate", "num_failed",
-    "loss", "entropy", "grad_norm", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
+    "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
     "step_s", "fetch_s", "update_s", "tokens_per_s",
 )  # fmt: skip
 """What progress displays show of the training stats; metrics.jsonl has them all."""
@@ -210,11 +210,13 @@ def fixed_requests(
 
 
 def make_algorithm(config: RunConfig) -> RLAlgorithm:
-    """The registered algorithm; it hears of the group size if it wants to."""
+    """The registered algorithm, with the group size if it takes one, and the reduction."""
     factory = registry.algorithms.spec(config.algo.algo).load()
     arguments = dict(config.algo.algo_set)
     if "group_size" in inspect.signature(factory).parameters:
         arguments.setdefault("group_size", config.group_size)
+    if config.algo.reduction is not None:
+        arguments["reduction"] = config.algo.reduction
     algorithm: RLAlgorithm = registry.algorithms.make(config.algo.algo, **arguments)
     return algorithm
 

@@ -27,6 +27,10 @@ MaybeCutOff: TypeAlias = Annotated[CutOff | None, tyro.conf.arg(metavar="{reject
 MaybeUnreadable: TypeAlias = Annotated[Unreadable | None, tyro.conf.arg(metavar="{go_on,stop}", help_behavior_hint="")]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
+Averaging: TypeAlias = Literal["token_mean", "sample_mean", "sample_sum"]
+MaybeAveraging: TypeAlias = Annotated[
+    Averaging | None, tyro.conf.arg(metavar="{token_mean,sample_mean,sample_sum}", help_behavior_hint="")
+]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
 TINY = "tiny"
 
@@ -140,6 +144,9 @@ class AlgoSettings:
     """Argument of the algorithm, such as clip_eps_high=0.28."""
     group_size: MaybeInt = None
     """Rollouts of the same task that are compared. Default: 8, or 1 where the algorithm compares none."""
+    reduction: MaybeAveraging = None
+    """What the loss of all action tokens is divided by: their number, each sample's number and then samples, or samples.
+    Default: token_mean, or what the algorithm itself does where it is a mean."""
     teacher: MaybeText = None
     """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
     teacher_tokenizer: MaybeText = None
@@ -368,7 +375,11 @@ def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
     """The config with every default filled in, and checked as a whole."""
     resolved = with_values(
         resolve_play(config, found.suggested),
-        {"group_size": _group_size(config.algo), "name": config.run.name or default_name(config)},
+        {
+            "group_size": _group_size(config.algo),
+            "reduction": _reduction(config.algo),
+            "name": config.run.name or default_name(config),
+        },
     )
     resolved = with_values(resolved, _pipeline_defaults(resolved))
     _check_temperature(resolved)
@@ -425,6 +436,27 @@ def _group_size(algo: AlgoSettings) -> int:
         return algo.group_size
     factory = registry.algorithms.spec(algo.algo).load()
     return 8 if "group_size" in inspect.signature(factory).parameters else 1
+
+
+def _reduction(algo: AlgoSettings) -> Averaging | None:
+    """A token mean where the algorithm leaves it open: a sum grows with replies, and max_grad_norm would cut every step.
+
+    Within a batch the two differ by one factor, so the direction stays that of the sum.
+    """
+    reduction = inspect.signature(registry.algorithms.spec(algo.algo).load()).parameters.get("reduction")
+    if algo.reduction is not None:
+        if reduction is None:
+            raise ConfigError(
+                f"reduction = {algo.reduction!r} is for algorithms that leave it open, such as grpo; {algo.algo} takes a mean "
+                "by its own rule (docs/algorithms)."
+            )
+        return algo.reduction
+    is_open = reduction is not None and reduction.default is None
+    return "token_mean" if is_open and not algo.algo_set.keys() & _SAYS_THE_REDUCTION else None
+
+
+_SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
+"""Arguments of an algorithm that decide it."""
 
 
 def default_name(config: RunConfig) -> str:

@@ -95,6 +95,8 @@ def how_to_resume(config: RunConfig) -> str:
 def _may_change(difference: Difference, config: RunConfig) -> bool:
     if difference.name == "steps":  # a schedule that ends elsewhere is another one from the first step on
         return config.train.schedule == "constant"
+    if difference.name == "reduction" and difference.before is None:  # the run began before there was this setting
+        return True
     return difference.name in MAY_CHANGE_ON_RESUME
 
 

@@ -187,6 +187,9 @@ def _closing(config: RunConfig, trainer: Trainer, seconds: float, status: Status
     rewards = [row["train/avg_total_reward"] for row in metrics_with(folder, "train/avg_total_reward")]
     if rewards:
         lines.append(f"Reward: {rewards[0]:.3f} in the first update, {rewards[-1]:.3f} in the last.")
+    clipped = [row["train/grad_clipped"] for row in metrics_with(folder, "train/grad_clipped")]
+    if any(clipped):
+        lines.append(f"Gradients above max_grad_norm: in {sum(clipped):.0f} of {len(clipped)} updates.")
     lines += _eval_lines(list(metrics_with(folder, "eval/mean_reward")))
     lines += [] if status is None else [f"Samples: {status()}."]
     saved = latest_checkpoint(folder)

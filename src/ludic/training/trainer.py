@@ -409,8 +409,9 @@ class Trainer:
         return with_advantages(self.critic, self.algo, self.policy, share, self.cfg, self.ranks)
 
     def _apply_gradients(self) -> dict[str, float]:
-        """One optimizer step; the norms that the gradients had."""
-        norms = self._clip_gradients(self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf"))
+        """One optimizer step; the norms that the gradients had, and whether one was above the limit."""
+        limit = self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else math.inf
+        norms = self._clip_gradients(limit)
         schedule = self.cfg.lr_schedule
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * (schedule(self.step) if schedule is not None else 1.0)
@@ -425,7 +426,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._untrained_from = None
-        return norms
+        return {**norms, "grad_clipped": float(max(norms.values()) > limit)}
 
     def _clip_gradients(self, limit: float) -> dict[str, float]:
         """Together; but a critic apart from the policy must not scale the policy's gradient either."""

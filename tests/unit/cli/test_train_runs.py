@@ -81,9 +81,12 @@ def test_resuming_goes_on_and_says_what_changed(ludic, tmp_path):
     ludic("train", *RUN, "--save-rollouts")
     complete = ludic("train", "runs/first", "--resume")
     assert complete.code == 2 and "is complete: 2 of 2" in complete.err
+    config = tmp_path / "runs" / "first" / "config.toml"
+    config.write_text(config.read_text().replace('reduction = "token_mean"\n', ""))  # as a run of an older version is
     ended = ludic("train", "runs/first", "--resume", "--steps", "4")
     assert ended.code == 0, ended.err
     assert "Going on after update 2." in ended.out and "Changed: steps: 2 there, 4 now." in ended.out
+    assert 'Changed: reduction: not set there, "token_mean" now.' in ended.out
     assert len(rewards(tmp_path / "runs" / "first")) == 4
     assert read_toml(RunConfig, tmp_path / "runs" / "first" / "config.toml").train.steps == 4
     refused = ludic("train", "runs/first", "--resume", "--steps", "6", "--lr", "0.5")

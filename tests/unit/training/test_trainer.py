@@ -290,6 +290,15 @@ async def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     assert torch.equal(model.model.embed_tokens.weight, before) and trainer.step == 0
 
 
+async def test_steps_whose_gradient_was_cut_are_counted():
+    items = random_items([12, 9])
+    cut, free = (hand_trainer(items, cfg={"max_grad_norm": limit}) for limit in (1e-6, 1e6))
+    assert (await cut.train_step())["train/grad_clipped"] == 1.0
+    stats = await free.train_step()
+    assert stats["train/grad_clipped"] == 0.0 and stats["train/grad_norm"] > 1e-6
+    assert (await hand_trainer(items, cfg={"max_grad_norm": None}).train_step())["train/grad_clipped"] == 0.0
+
+
 async def test_a_sampler_of_another_model_is_noticed(caplog):
     items = random_items([20, 30])  # log-probs around −5 where the model says −5.6
     await hand_trainer(items).train_step()

@@ -21,7 +21,7 @@ from ludic.training.losses.tokens import over_tokens
 from ludic.training.packing import FILLER, PackedBatch, split_items_by_token_budget, split_packed
 from ludic.training.policy import TrainedPolicy
 from ludic.training.stats import StatSum
-from ludic.types import SAWItem, objective_of
+from ludic.types import SAWItem, objective_of, spread_of
 
 
 class Reference(Protocol):
@@ -45,7 +45,7 @@ def _facts(items: Sequence[SAWItem]) -> BatchFacts:
         num_items=len(items),
         num_tokens=sum(item.num_action_tokens for item in items),
         weight_mean=float(weights.mean()),
-        weight_std=float(weights.std()),
+        weight_std=spread_of(weights),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ludic.models.vocabulary_kl import VocabularyKL
 from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
-from ludic.types import ConfigError
+from ludic.types import ConfigError, spread_of
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -104,12 +104,12 @@ def _at_actions(batch: Mapping[str, Tensor], key: str, rows: Tensor, columns: Te
 
 
 def _facts(weight_B: Tensor, num_tokens: int) -> BatchFacts:
-    weight_B = weight_B.double()  # in float32 the mean of equal weights can miss them, and a division by 1e-8 shows it
+    weight_B = weight_B.detach().double()  # in float32 the mean of equal weights can miss them
     return BatchFacts(
         num_items=weight_B.shape[0],
         num_tokens=num_tokens,
         weight_mean=float(weight_B.mean()),
-        weight_std=float(weight_B.std(unbiased=False)),
+        weight_std=spread_of(weight_B.cpu().numpy()),
     )
 
 

@@ -16,5 +16,4 @@ class BatchNormalized(Loss):
         self.distils = loss.distils
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        facts = tokens.facts
-        return self.loss.of(tokens.centred(facts.weight_mean, facts.weight_std + 1e-8))
+        return self.loss.of(tokens.centred())

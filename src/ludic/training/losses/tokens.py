@@ -40,7 +40,7 @@ class BatchFacts:
     weight_mean: float = 0.0
     """Over samples."""
     weight_std: float = 1.0
-    """Over samples, of the population."""
+    """Over samples, of the population; 0 where they differ by no more than rounding."""
     by_objective: Mapping[str, "BatchFacts"] = field(default_factory=dict)
     """The same of the samples of each objective, where samples name one."""
 
@@ -84,9 +84,14 @@ class ActionTokens:
         correction = factors if self.correction is None else self.correction * factors
         return replace(self, weights=self.weights * factors, correction=correction)
 
-    def centred(self, shift: float, scale: float = 1.0) -> "ActionTokens":
-        """(A − shift) / scale, corrected as before: what a correction has masked must not come back as −shift."""
+    def centred(self, *, scaled: bool = True) -> "ActionTokens":
+        """A minus the batch's mean, over its standard deviation where it has one if `scaled`.
+
+        What a correction has masked stays 0: it must not come back as minus the mean.
+        """
+        shift, spread = self.facts.weight_mean, self.facts.weight_std
         shift_A = shift if self.correction is None else shift * self.correction
+        scale = spread + 1e-8 if scaled and spread else 1.0
         return replace(self, weights=(self.weights - shift_A) / scale)
 
     def require_old_logps(self, who: str) -> Tensor:

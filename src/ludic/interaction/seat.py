@@ -287,8 +287,8 @@ class Seat:
         if not self._unseen:
             if not self._has_seen_anything:
                 raise EnvContractError(
-                    f"Agent {self.agent_id!r} must act, but the env has told it nothing: it is missing from what reset returned and "
-                    "from every outcome since. Give it an observation before it must act."
+                    f"Agent {self.agent_id!r} must act, but the env has told it nothing: it is missing from what reset "
+                    "returned and from every outcome since. Give it an observation before it must act."
                 )
             return
         obs, info = _joined(self._unseen), self._unseen_info

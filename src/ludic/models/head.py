@@ -5,7 +5,8 @@ tokens and 152k words that is ten gigabytes, and as much again for its gradient.
 keeps two numbers per token, backward computes the chunk's logits again.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -137,6 +138,46 @@ def hidden_states(model: Any, ids_T: Tensor, positions_T: Tensor, state: Attenti
         .last_hidden_state[0]
     )
     return out
+
+
+# --- any module that gives logits ---
+
+
+def is_decoder(model: Any) -> bool:
+    """Whether it is a transformers model, which can be asked for its hidden states and its output layer."""
+    inner = plain_model(model)
+    return hasattr(getattr(inner, "config", None), "get_text_config") and hasattr(inner, "get_decoder")
+
+
+# Letters: B samples, L tokens of the longest, V vocabulary.
+def whole_logits(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """[B, L, V]. The module returns them alone, first in a tuple, or as `.logits`; it gets the mask if it takes one."""
+    takes = inspect.signature(
+        getattr(model, "_orig_mod", model).forward
+    ).parameters  # torch.compile hides what it wraps
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    options = {"attention_mask": mask_BL} if takes_any or "attention_mask" in takes else {}
+    by_name = takes_any or "input_ids" in takes
+    out = model(input_ids=ids_BL, **options) if by_name else model(ids_BL, **options)
+    logits = _logits_in(out)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids_BL.shape:
+        what = f"a tensor of {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ConfigError(
+            f"{type(model).__name__} was given token ids of {tuple(ids_BL.shape)} and returned {what}; logits of "
+            f"({ids_BL.shape[0]}, {ids_BL.shape[1]}, vocabulary) are needed: as a tensor, first in a tuple, or as .logits."
+        )
+    return logits
+
+
+def _logits_in(out: Any) -> Any:
+    if hasattr(out, "logits"):
+        return out.logits
+    if isinstance(out, Mapping):
+        return out.get("logits")
+    return out[0] if isinstance(out, (tuple, list)) and out else out
+
+
+# --- log-probs in chunks ---
 
 
 # Letters: A chosen tokens, D hidden size, V vocabulary, C tokens of one chunk.

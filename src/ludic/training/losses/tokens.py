@@ -78,6 +78,8 @@ class ActionTokens:
     """[B] what each sample is trained for; empty where no sample says."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logps nobody knows, where those of others are known."""
+    padded: tuple[Tensor, Mapping[str, Tensor]] | None = None
+    """Logits [B, L, V] and the tensors of `collate_saw_items`, for losses that ask for them (`needs_logits`)."""
 
     def corrected(self, factors: Tensor) -> "ActionTokens":
         """The weights times these factors."""
@@ -122,6 +124,7 @@ class ActionTokens:
             facts=facts,
             objectives=tuple(self.objectives[index] for index in chosen) if self.objectives else (),
             without_old_logps=tuple(new for new, old in enumerate(chosen) if old in self.without_old_logps),
+            padded=self._rows_of(chosen),
         )
         knows_none = len(part.without_old_logps) == len(chosen)
         return replace(
@@ -130,6 +133,12 @@ class ActionTokens:
             old_logps=None if knows_none else part.old_logps,
             without_old_logps=() if knows_none else part.without_old_logps,
         )
+
+    def _rows_of(self, chosen: Sequence[int]) -> tuple[Tensor, Mapping[str, Tensor]] | None:
+        if self.padded is None:
+            return None
+        logits, batch = self.padded
+        return logits[list(chosen)], {name: rows[list(chosen)] for name, rows in batch.items()}
 
     def with_known_old_logps(self) -> "ActionTokens":
         """Only the samples whose old_logps are known; all, where no sample lacks them."""

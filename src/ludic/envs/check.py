@@ -137,9 +137,11 @@ async def _finish(
 
 async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
     first = await env.async_reset(seed=seed)
-    if not isinstance(first, dict) or set(first) != set(env.agent_ids):
+    if not isinstance(first, dict) or not set(env.active_agents) <= set(first) <= set(env.agent_ids):
         raise _fail(
-            env, f"reset must return observation and info for every one of {env.agent_ids}, got {first!r:.120}."
+            env,
+            f"reset must return observation and info for those who must act, {env.active_agents}, and for others of "
+            f"{env.agent_ids} at most; got {first!r:.120}.",
         )
     for agent_id, opening in first.items():
         if not (isinstance(opening, tuple) and len(opening) == 2):
@@ -156,8 +158,12 @@ async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
 async def _advance(env: LudicEnv[Any, Any, Any], choose: Chooser, rng: random.Random) -> Any:
     actions = {agent_id: choose(env, agent_id, rng) for agent_id in env.active_agents}
     outcomes = await env.async_step(actions)
-    if not isinstance(outcomes, dict) or set(outcomes) != set(env.agent_ids):
-        raise _fail(env, f"step must return an outcome for every one of {env.agent_ids}, got {outcomes!r:.120}.")
+    if not isinstance(outcomes, dict) or not set(actions) <= set(outcomes) <= set(env.agent_ids):
+        raise _fail(
+            env,
+            f"step must return an outcome for those who acted, {sorted(actions)}, and for others of {env.agent_ids} at most; got "
+            f"{outcomes!r:.120}.",
+        )
     for agent_id, outcome in outcomes.items():
         _check_outcome(env, agent_id, outcome)
     _check_active(env)
@@ -329,6 +335,6 @@ async def _check_reference(env: LudicEnv[Any, Any, Any], seed: int, max_steps: i
     if env.full_reward is None:
         return
     record = await _play(env, seed, _reference_action, max_steps)
-    totals = {a: sum(outcomes[a].reward for _, outcomes in record[1:]) for a in env.agent_ids}
+    totals = {a: sum(outcomes[a].reward for _, outcomes in record[1:] if a in outcomes) for a in env.agent_ids}
     if any(abs(total - env.full_reward) > 1e-6 for total in totals.values()):
         raise _fail(env, f"the reference solution earned {totals} on seed {seed}; full_reward is {env.full_reward}.")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, StopReason, is_parse_failure
+from ludic.types import EnvironmentStep, Rollout, Step, StopReason, is_parse_failure
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"([+-]?)0*(?=[\d.]*\d)(\d*)(?:\.(\d*?)0*)?", re.ASCII)
@@ -65,7 +65,7 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
         result=facts["result"] if isinstance(facts.get("result"), str) else None,
         illegal_move=any(illegal) if illegal else None,
         num_turns=len({step.turn_id or step.id for step in rollout.steps}),
-        num_completion_tokens=sum(map(_num_sampled, rollout.agent_steps)),
+        num_completion_tokens=sum(map(_num_sampled, [*rollout.agent_steps, *_own_samples(rollout)])),
     )
 
 
@@ -113,10 +113,15 @@ def _is_correct(rollout: Rollout, facts: dict[str, Any], reward: float, success_
     return rollout.failure is None and reward >= success_reward - 1e-9
 
 
-def _num_sampled(step: AgentStep) -> int:
+def _own_samples(rollout: Rollout) -> list[Step]:
+    """Env steps whose model calls are not in the rollout, and that hold their tokens."""
+    return [step for step in rollout.sampling_steps if isinstance(step, EnvironmentStep)]
+
+
+def _num_sampled(step: Step) -> int:
     """What the server counted, where its tokens are not the trace's (a text endpoint)."""
     counted = step.info.get("completion_tokens")
-    return counted if isinstance(counted, int) else len(step.trace.completion_token_ids)
+    return counted if isinstance(counted, int) else len(step.trace.completion_token_ids) if step.trace else 0
 
 
 def _answer(last: Step | None) -> str | None:

@@ -1,6 +1,6 @@
 """The floor: what crosses a package border. Standard library and numpy only."""
 
-from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, token_array
+from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, rounding_of, spread_of, token_array
 from ludic.types.errors import (
     ConfigError,
     ContextError,
@@ -94,6 +94,7 @@ __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
     "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "TokenSupports", "VersionRun", "token_array",
+    "rounding_of", "spread_of",
     "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions", "unrepeatable_settings", "require_repeatable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",

@@ -59,6 +59,19 @@ class Rollout:
         return [step for step in self.steps if isinstance(step, EnvironmentStep)]
 
     @property
+    def sampling_steps(self) -> list[Step]:
+        """Steps with sampled tokens: model calls, and env steps with a trace whose model call is not in the rollout (made by a
+        protocol that writes env steps only)."""
+        calls = self.agent_steps
+        turns, ids = {call.turn_id for call in calls} - {None}, {call.id for call in calls}
+
+        def is_of_a_call(step: EnvironmentStep) -> bool:
+            return step.turn_id in turns or not ids.isdisjoint({step.source_agent_step_id, *step.agent_step_ids})
+
+        with_tokens = [s for s in self.steps if s.trace is not None and len(s.trace.completion_token_ids)]
+        return [step for step in with_tokens if isinstance(step, AgentStep) or not is_of_a_call(step)]
+
+    @property
     def total_reward(self) -> float:
         """Environment rewards plus the penalties of replies that never reached the environment."""
         return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))

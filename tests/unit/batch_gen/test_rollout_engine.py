@@ -5,8 +5,20 @@ import pytest
 
 from ludic.batch_gen import Progress, RolloutEngine, TooManyFailures
 from ludic.batch_gen.bounded import as_finished
+from ludic.batch_gen.pipeline.wire import decode_group, encode_group
+from ludic.eval import Grading, evaluate
 from ludic.inference import ScriptedClient
-from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest, StopReason
+from ludic.interaction import InteractionProtocol
+from ludic.types import (
+    ConfigError,
+    EnvironmentStep,
+    EnvSpec,
+    ProtocolSpec,
+    Rollout,
+    RolloutRequest,
+    StopReason,
+    TokenTrace,
+)
 from tests.unit.batch_gen.parts import SeededEnv, TotalReward, make_engine, other_tasks, request, summary
 
 
@@ -357,3 +369,45 @@ async def test_a_batch_may_mix_envs():
     requests = [request(), request("counting", {"target": 2}), request()]
     batch = await make_engine(client).generate_batch(requests, max_steps=5, credit_assigner=TotalReward())
     assert [item.meta["env_name"] for item in batch.items] == ["SeededEnv", "CountingEnv", "SeededEnv"]
+
+
+class Writes(InteractionProtocol):
+    """Writes a rollout of one env step with its own tokens, and one of a player in whose name nothing was sampled."""
+
+    async def run(self, *, env, max_steps, env_seed=None, sampling_seed=None, inference=None, timeout_s=None):
+        def step(reward, trace=None):
+            return EnvironmentStep(
+                index=0, prev_obs="o", action="a", parsed_action="a", next_obs=None, source_agent_step_id=None,
+                agent_step_ids=[], reward=reward, terminated=True, trace=trace,
+            )  # fmt: skip
+
+        return [Rollout(steps=[step(1.0, TokenTrace([1], [2, 3], [-1.0, -1.0]))]), Rollout(steps=[step(-1.0)])]
+
+
+async def test_rollouts_of_env_steps_alone_are_trained_on_or_counted():
+    engine = RolloutEngine(env_registry={"seeded": SeededEnv}, protocol_registry={"single": Writes})
+    batch = await engine.generate_batch([request(env_seed=3, sampling_seed=4)], credit_assigner=TotalReward())
+    (item,) = batch.items
+    assert item.num_action_tokens == 2 and item.meta["total_reward"] == 1.0
+    assert batch.meta["num_rollouts"] == 2 and batch.meta["num_rollouts_without_samples"] == 1
+    assert batch.meta["rollout_metrics"]["num_rollouts_without_samples"] == 1.0
+    assert batch.meta["avg_total_reward"] == 0.0 and batch.meta["avg_turns"] == 0.5
+    report = await evaluate(engine, [request(env_seed=3, sampling_seed=4)], grading=Grading(success_reward=1.0))
+    assert report.metrics["num_samples"] == 2 and report.metrics["accuracy"] == 0.5
+    assert report.metrics["mean_completion_tokens"] == 1.0
+    assert [record["completion_length"] for record in report.records] == [2, 0]
+    assert [record["env_seed"] for record in report.records] == [3, 3]
+
+
+async def test_items_say_the_seeds_of_their_episode_also_after_the_wire():
+    requests = [request(env_seed=11, sampling_seed=12), request()]
+    batch = await make_engine(seed=5).generate_batch(requests, credit_assigner=TotalReward())
+    first, second = batch.items
+    assert (first.meta["env_seed"], first.meta["sampling_seed"]) == (11, 12)
+    (again,) = await make_engine(seed=5).generate_rollouts(
+        [request(env_seed=second.meta["env_seed"], sampling_seed=second.meta["sampling_seed"])]
+    )
+    assert again.agent_steps[0].trace.completion_token_ids.tolist() == second.input_ids[second.action_mask].tolist()
+    sent = decode_group(encode_group(batch.items))
+    assert [item.meta["env_seed"] for item in sent] == [item.meta["env_seed"] for item in batch.items]
+    assert [item.meta["sampling_seed"] for item in sent] == [item.meta["sampling_seed"] for item in batch.items]

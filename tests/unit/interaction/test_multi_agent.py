@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from ludic.agents import ReActAgent
-from ludic.envs import LudicEnv
+from ludic.envs import LudicEnv, check_env
 from ludic.inference import ScriptedClient
 from ludic.interaction import MultiAgentProtocol, MultiAgentSyncProtocol, TraceCollector
 from ludic.types import AgentStep, ConfigError, EnvContractError, StepOutcome, StopReason, TokenTrace
@@ -34,6 +34,7 @@ class Relay(LudicEnv):
         return {role: (f"you are {role}", {}) for role in self.roles}
 
     def step(self, actions):
+        self._require_running()
         (mover,) = self.active_agents
         self.moves.append(actions.get(mover, "?"))
         over = not self.active_agents
@@ -266,8 +267,48 @@ async def test_an_env_that_forgets_an_agent_is_named():
             del outcomes["b"]
             return outcomes
 
-    with pytest.raises(EnvContractError, match=r"Forgets.step.*'b' is missing"):
-        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=[])), Forgets(2))
+    with pytest.raises(EnvContractError, match=r"Forgets.step.*every agent that acted, \['b'\]; it returned \['a'\]"):
+        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Forgets(2))
+
+
+class TellsTheMover(Relay):
+    """As the seeds' contract allows: reset and step speak to who acts, and to the next one."""
+
+    def reset(self, *, seed=None):
+        return {role: told for role, told in super().reset(seed=seed).items() if role in self.active_agents}
+
+    def step(self, actions):
+        mover = self.active_agents
+        outcomes = super().step(actions)
+        return {role: told for role, told in outcomes.items() if role in mover or role in self.active_agents}
+
+
+class MoverOnly(Relay):
+    def step(self, actions):
+        mover = self.active_agents
+        return {role: told for role, told in super().step(actions).items() if role in mover}
+
+
+async def test_env_may_speak_to_the_acting_agent_only():
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"], b=["<a>2</a>"])), MoverOnly(3))
+    assert by_role["b"].agent_steps[0].prompt_messages[-1]["content"] == "you are b"
+    assert by_role["a"].agent_steps[1].prompt_messages[-1]["content"] == "a played 1"
+    assert by_role["a"].stop is StopReason.TERMINATED and by_role["a"].total_reward == pytest.approx(1.2)
+    assert by_role["b"].stop is StopReason.NOBODY_ACTIVE and by_role["b"].total_reward == pytest.approx(0.1)
+    await check_env(lambda: MoverOnly(3))
+
+
+async def test_an_agent_missing_from_reset_begins_with_its_first_outcome():
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), TellsTheMover(2))
+    assert by_role["b"].agent_steps[0].prompt_messages[-1]["content"] == "a played 1"
+    await check_env(lambda: TellsTheMover(3))
+
+    class Silent(TellsTheMover):
+        def step(self, actions):
+            return {role: told for role, told in super().step(actions).items() if role in actions}
+
+    with pytest.raises(EnvContractError, match="'b' must act, but the env has told it nothing"):
+        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Silent(2))
 
 
 def test_wrong_roles_and_shared_agents_are_refused():

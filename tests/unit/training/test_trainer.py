@@ -154,6 +154,34 @@ async def test_generation_overlaps_with_training_within_the_lag():
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
 
 
+class BagOfTokens(torch.nn.Module):
+    """The smallest language model that is no transformers model: each token predicts the next."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.out = torch.nn.Embedding(128, 8), torch.nn.Linear(8, 128)
+
+    def forward(self, input_ids, attention_mask):
+        return (self.out(self.embedding(input_ids)),)
+
+
+async def test_any_module_trains_and_resumes_bit_for_bit(tmp_path):
+    batches = [random_items([12, 9, 30], seed=seed) for seed in range(3)]
+
+    def trainer(*some, **settings):
+        saved = CheckpointConfig(tmp_path, every_n_steps=2)
+        return hand_trainer(*some, model=BagOfTokens(), checkpoint_config=saved, **settings)
+
+    whole = trainer(*batches)
+    await whole.train(3)
+    assert not torch.equal(whole.model.out.bias, BagOfTokens().out.bias)
+    resumed = trainer(batches[2], resume_from=2)
+    assert resumed.step == 2
+    await resumed.train_step()
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
 async def test_packed_and_padded_train_alike():
     batch = random_items([12, 20, 9, 15, 30])
     results = []

@@ -71,23 +71,23 @@ def race(weights_NV: Tensor, places_N2: Tensor) -> tuple[Tensor, Tensor]:
         total_N1 = sums_NC.sum(dim=-1, keepdim=True)
         # Chunk c draws the noise of token -1 - c: no two candidates of a position share a number.
         chunks_C = torch.arange(sums_NC.shape[1], device=weights_NV.device)
-        chunk_N1 = (_exponentials(keys_N1, -1 - chunks_C) / sums_NC).argmin(dim=-1, keepdim=True)
+        chunk_N1 = (exponentials(derive_bits(keys_N1, -1 - chunks_C)) / sums_NC).argmin(dim=-1, keepdim=True)
         tokens_NC = chunk_N1 * CHUNK + torch.arange(CHUNK, device=weights_NV.device)
         is_token_NC = tokens_NC < vocab
         tokens_NC = tokens_NC.clamp_(max=vocab - 1)
         weights_NC = weights_NV.gather(1, tokens_NC).double() * is_token_NC
-    first_N1 = (_exponentials(keys_N1, tokens_NC) / weights_NC).argmin(dim=-1, keepdim=True)
+    first_N1 = (exponentials(derive_bits(keys_N1, tokens_NC)) / weights_NC).argmin(dim=-1, keepdim=True)
     return tokens_NC.expand_as(weights_NC).gather(1, first_N1), total_N1
 
 
-def _exponentials(keys_N1: Tensor, candidates_NC: Tensor) -> Tensor:
-    """One exponential variable per candidate, from 2^-49 to 34, in double precision.
+def exponentials(bits: Tensor) -> Tensor:
+    """Exponential variables from random int64, between 2^-49 and 34, in double precision.
 
-    The uniform number is (k + 1/2) / 2^48, which a double holds exactly: its logarithm is neither 0 nor infinite, and is
-    as fine near 0 as anywhere, so that tokens are drawn rightly down to probabilities of about 2^-48.
+    The uniform number below is (k + 1/2) / 2^48, which a double holds exactly: its logarithm is neither 0 nor infinite, and
+    is as fine near 0 as anywhere, so tokens keep their probability down to about 2^-48.
     """
-    bits_NC = derive_bits(keys_N1, candidates_NC) >> (64 - SEED_BITS) & ((1 << SEED_BITS) - 1)
-    return (bits_NC.double().add_(0.5) * 2.0**-SEED_BITS).log_().neg_()
+    k = bits >> (64 - SEED_BITS) & ((1 << SEED_BITS) - 1)
+    return (k.double().add_(0.5) * 2.0**-SEED_BITS).log_().neg_()
 
 
 def derive_bits(states: Tensor, indices: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def _derive(state, index):
 
 @triton.jit
 def _log_exponentials(key, candidates):
-    """Logarithms of the race's exponential variables, from the same bits as `sampling._exponentials`."""
+    """Logarithms of the race's exponential variables, from the same bits as `sampling.exponentials`."""
     bits = _derive(key, candidates.to(tl.uint64)) >> (64 - _SEED_BITS)
     uniform = (bits.to(tl.float64) + 0.5) * _SEED_UNIT
     return tl.log(-tl.log(uniform))

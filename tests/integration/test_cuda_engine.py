@@ -178,7 +178,7 @@ def test_rows_that_are_not_finite_give_nan_and_leave_others_alone():
     logits[0], logits[1, 8500], logits[2], logits[3, 5] = float("nan"), float("nan"), float("-inf"), float("inf")
     tokens, logprobs = (x.cpu() for x in sample_rows(logits.cuda(), *(x.cuda() for x in rest)))
     assert logprobs.isnan().tolist() == [True] * 4 + [False] * 2
-    assert 0 <= int(tokens.min()) and int(tokens.max()) < 9000
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < 9000
     assert (tokens[4:].tolist(), logprobs[4:].tolist()) == (before[0][4:].tolist(), before[1][4:].tolist())
     logits[4, :5000] = float("-inf")  # ruled out by the model itself, a whole loop of the kernel
     tokens, logprobs = (x.cpu() for x in sample_rows(logits.cuda(), *(x.cuda() for x in rest)))

@@ -58,7 +58,7 @@ from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.fixtures import SEED, fake, new_policy, policy_at, service
 from tests.tinker_fake.lora_model import LoraSettings, with_lora
 from tests.unit.training.bandit import BanditRequests, rollout_engine, tiny_llama
-from tests.unit.training.samples import random_items
+from tests.unit.training.samples import assert_same_up_to_rounding, random_items
 
 __all__ = ["fake", "service"]  # fixtures
 
@@ -152,8 +152,7 @@ def test_a_batch_in_many_pieces_has_the_same_gradient(fake: FakeTinker):
         gradients.append(fake.run.last_gradient)
         policy.close()
     assert len(fake.asked("forward_backward")) == 1 + 6
-    for name, whole in gradients[0].items():
-        assert torch.allclose(whole, gradients[1][name], atol=1e-6)
+    assert_same_up_to_rounding(gradients[1], gradients[0])
 
 
 def test_a_request_that_was_sent_twice_counts_once(fake: FakeTinker):

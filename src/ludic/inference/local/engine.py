@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
@@ -64,6 +65,17 @@ class QueueFull(LudicError, RuntimeError):
 
 class RequestAborted(LudicError, RuntimeError):
     """The request was taken out of the batch by `abort`."""
+
+
+class LogitsNotFinite(LudicError, FloatingPointError):
+    """The model's logits for one request leave no token to draw: they hold NaN or +inf, or are all -inf."""
+
+    def __init__(self, version: int, num_tokens: int) -> None:
+        super().__init__(
+            f"The model's logits after {num_tokens} tokens are not finite (policy version {version}). The weights have "
+            "diverged (lower the learning rate and start from an earlier checkpoint), the loaded weights are damaged, or the "
+            "numbers are too large for the model's dtype (load it in bfloat16 or float32)."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -494,10 +506,14 @@ class LocalEngine:
         self._absorb(sampled)
 
     def _absorb(self, sampled: list[Sampled]) -> None:
-        """New tokens: append them, see who is done."""
+        """Append new tokens; deliver the sequences that are done."""
         version = self._scheduler.version
         for sequence, tokens, logprobs in sampled:
-            self._stop_rule.absorb(sequence, tokens, logprobs, version)
+            num_good = _num_finite(logprobs)
+            self._stop_rule.absorb(sequence, tokens[:num_good], logprobs[:num_good], version)
+            if num_good < len(tokens) and sequence.finish_reason is None:  # rounds behind its end do not count
+                self._finish(sequence, LogitsNotFinite(version, len(sequence.tokens)))
+                continue
             self._scheduler.decoded(sequence)
             if sequence.on_token is not None:
                 sequence.on_token(sequence)
@@ -522,7 +538,10 @@ class LocalEngine:
                 scoring.answer.set_exception(_died(error))
             raise
         for scoring, own in zip(batch, scores, strict=True):
-            scoring.answer.set_result(own)
+            if np.isnan(own).any():
+                scoring.answer.set_exception(LogitsNotFinite(self.version, len(scoring.tokens)))
+            else:
+                scoring.answer.set_result(own)
 
     def _drop_cancelled(self) -> None:
         for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
@@ -594,6 +613,13 @@ def _close(engine: "weakref.ref[LocalEngine]") -> None:
     open_engine = engine()
     if open_engine is not None:
         open_engine.close()
+
+
+def _num_finite(logprobs: list[float]) -> int:
+    """How many come before the first that is NaN, by which samplers report logits that are not finite."""
+    if math.isfinite(sum(logprobs)):
+        return len(logprobs)
+    return next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))
 
 
 def _died(error: BaseException) -> EngineClosed:

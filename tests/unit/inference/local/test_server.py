@@ -520,6 +520,17 @@ async def test_a_dead_engine_is_unavailable_and_says_why():
         assert "ludic_engine_up 0" in (await fetch(client, "/metrics"))[1]
 
 
+async def test_logits_that_are_not_finite_are_an_error_of_that_request():
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[PROMPT[-1]] = float("nan")
+    async with LocalEngine(model, TOKENIZER, kv_tokens=1000) as engine, client_of(engine) as client:
+        with pytest.raises(openai.InternalServerError, match="not finite.*learning rate") as caught:
+            await client.completions.create(model="tiny", prompt=PROMPT)
+        assert caught.value.status_code == 500 and caught.value.code == "logits_not_finite"
+        assert (await fetch(client, "/health"))[0] == 200
+
+
 async def test_an_engine_that_stops_in_the_middle_of_a_stream_ends_it_with_an_error(model):
     engine = LocalEngine(model, TOKENIZER, kv_tokens=5000)
     async with client_of(engine) as client:

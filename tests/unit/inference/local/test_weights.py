@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from ludic.inference.local import LogitsNotFinite
 from ludic.types import ConfigError, TokenTrace
 from tests.unit.inference.local.tiny_models import (
     Gate,
@@ -157,8 +158,11 @@ async def test_weights_that_were_broken_leave_nothing_behind():
     model = new_model()
     good = {name: parameter.clone() for name, parameter in model.named_parameters()}
     async with make_engine(model) as engine:
-        engine.sync_weights({name: torch.full_like(p, float("nan")) for name, p in good.items()})
-        await ask_all(engine, requests(max_tokens=20))
+        with engine.updating():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        with pytest.raises(LogitsNotFinite, match="policy version 1"):
+            await ask_all(engine, requests(max_tokens=20))
         engine.sync_weights(good)
         assert await answers(engine) == by_transformers(model)
 

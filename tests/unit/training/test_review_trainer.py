@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from ludic.batch_gen import AsyncRolloutBatchSource
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference.local import LocalEngine
 from ludic.models.forward import ModuleForward
-from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
+from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_grpo
+from ludic.training import stopping
 from ludic.training.durable import read_json
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.training.stopping import StopRequested, StopSignal
@@ -103,14 +105,43 @@ async def test_signal_handlers_that_were_there_are_given_back():
             signal.signal(number, handler)
 
 
-async def test_the_first_signal_is_a_wish_and_the_second_an_interrupt():
+async def test_a_repeated_signal_is_the_same_wish_and_a_later_one_interrupts(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
     stop = StopSignal()
     with stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.01)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            now += stopping.SAME_WISH_S / 3
         assert stop.is_set and stop.reason == "SIGTERM"
+        now += 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+async def test_a_signal_after_the_program_itself_asked_for_the_end_interrupts_nothing():
+    stop = StopSignal()
+    with stop.listening():
+        stop.set("enough")
+        signal.raise_signal(signal.SIGINT)
+    assert stop.is_set
+
+
+async def test_signals_during_a_save_let_it_finish_and_end_the_run(tmp_path, monkeypatch):
+    save = CheckpointManager.save
+
+    def interrupted(*args, **kwargs):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        time.sleep(0.05)  # until the main thread has handled them
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(CheckpointManager, "save", interrupted)
+    config = CheckpointConfig(output_dir=tmp_path, every_n_steps=1)
+    trainer = hand_trainer(*[random_items([12, 20])] * 3, checkpoint_config=config)
+    await trainer.train()
+    assert trainer.step == 1 and trainer.stop.is_set
+    assert CheckpointManager(config).steps() == [1]
 
 
 async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):

@@ -174,7 +174,9 @@ def test_who_does_not_stop_in_time_is_killed(watched):
 
 
 def test_a_signal_that_is_delivered_again_at_once_does_not_cut_the_end_short(watched):
-    late = f"{UNTIL_TERM}\nprint('up', flush=True)\ntime.sleep(600)".replace("(print('bye'", "(time.sleep(0.3), print('bye'")
+    late = f"{UNTIL_TERM}\nprint('up', flush=True)\ntime.sleep(600)".replace(
+        "(print('bye'", "(time.sleep(0.3), print('bye'"
+    )
 
     def twice() -> None:
         signal_after(watched, "actor")()

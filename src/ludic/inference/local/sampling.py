@@ -40,6 +40,7 @@ def _draw(logits_NV: Tensor, greedy_N: Tensor, sequences: Seq[Sequence]) -> tupl
     """Inverse transform sampling, then the log-probability of what was drawn."""
     highest_N1, best_N1 = logits_NV.max(dim=-1, keepdim=True)
     weights_NV = (logits_NV - highest_N1).exp_()
+    weights_NV[~highest_N1[:, 0].isfinite()] = 1.0  # any token: its log-prob is not finite, and the engine refuses it
     uniforms_N1 = torch.tensor(
         [[derive_seed(s.seed, len(s.tokens)) / _SEED_RANGE] for s in sequences], dtype=torch.float64
     )

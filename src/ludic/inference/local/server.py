@@ -42,6 +42,7 @@ from ludic.types import (
     ConfigError,
     Info,
     MissingExtra,
+    NotFinite,
     PromptTooLong,
     ReturnSpec,
     SamplingParams,
@@ -447,6 +448,8 @@ def _describe(error: BaseException) -> tuple[int, JSONObject]:
         status, kind, code = 429, "rate_limit_error", "queue_full"
     elif isinstance(error, EngineClosed):
         status, kind, code = 503, "server_error", "engine_closed"
+    elif isinstance(error, NotFinite):
+        status, kind, code = 500, "server_error", "not_finite"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         status, message = 413, f"The body is larger than {MAX_BODY_BYTES // 2**20} MB."
     elif isinstance(error, web.HTTPException):

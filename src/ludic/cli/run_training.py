@@ -153,8 +153,8 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
 def _how_to_learn_slower(config: RunConfig) -> str:
     """A run keeps its lr, so resuming would end in the same place."""
     saved = latest_checkpoint(config.folder)
-    fork = "" if saved is None else f" --fork-from {saved}"
-    return f"A run keeps its lr: give the command again with --name OTHER --lr (now {config.train.lr:g}) SMALLER{fork}."
+    fork = "" if saved is None else f" --fork-from {saved} (or one before it)"
+    return f"A run keeps its lr: give the command again with --name OTHER --lr SMALLER{fork}."
 
 
 async def _until_done(trainer: Trainer, num_steps: int) -> None:

@@ -427,7 +427,10 @@ def test_weights_that_are_loaded_must_be_finite(part, monkeypatch):
     spoilt.model.layers[0].self_attn.q_proj.weight.data[3, 4] = float("nan")
     settings = {}
     if part == "reference":
-        settings = {"algo": replace(make_grpo(group_size=4), loss=TokenKLLoss(to="reference", coeff=0.1)), "reference": reference}
+        settings = {
+            "algo": replace(make_grpo(group_size=4), loss=TokenKLLoss(to="reference", coeff=0.1)),
+            "reference": reference,
+        }
     if part == "frozen":
         peft = pytest.importorskip("peft", reason="the lora extra is not installed")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))

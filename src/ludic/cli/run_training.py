@@ -139,13 +139,22 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
             resume=start.first_step > 0,
         )
         asyncio.run(_until_done(trainer, config.train.steps))
-    except RedisGone:  # an OSError too, but nothing that has to be mended here
+    except RedisGone:  # an OSError too, but nothing has to be fixed here
         raise
-    except (CheckpointError, OSError, FloatingPointError, PolicyGone, WeightPushError) as error:
-        raise RunFailed(f"{error} When that is mended: To go on: {how_to_resume(config)}") from error
+    except FloatingPointError as error:
+        raise RunFailed(f"{error} {_how_to_learn_slower(config)}") from error
+    except (CheckpointError, OSError, PolicyGone, WeightPushError) as error:
+        raise RunFailed(f"{error} To go on: {how_to_resume(config)}") from error
     finally:
         logger.close()
     return trainer
+
+
+def _how_to_learn_slower(config: RunConfig) -> str:
+    """A run keeps its lr, so resuming would end in the same place."""
+    saved = latest_checkpoint(config.folder)
+    fork = "" if saved is None else f" --fork-from {saved} (or one before it)"
+    return f"A run keeps its lr: give the command again with --name OTHER --lr SMALLER{fork}."
 
 
 async def _until_done(trainer: Trainer, num_steps: int) -> None:

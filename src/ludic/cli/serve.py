@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from ludic.training.stopping import StopWishes
 from ludic.types import ConfigError
 
 
@@ -120,9 +121,15 @@ async def _serve_until_stopped(engine: Any, host: str, port: int, api_key: str |
     serving = asyncio.create_task(
         serve(engine, host, port, model_name=engine.name, api_key=api_key, insecure=insecure, on_ready=announce)
     )
+    wishes = StopWishes()
+
+    def on_signal() -> None:
+        if wishes.hear():  # the same wish once more would interrupt the replies that are being finished
+            serving.cancel()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            loop.add_signal_handler(number, serving.cancel)
+            loop.add_signal_handler(number, on_signal)
     with contextlib.suppress(asyncio.CancelledError):
         await serving

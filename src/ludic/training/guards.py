@@ -1,12 +1,15 @@
-"""Checks on the first batch: the mistakes that cost a day, because training goes on and merely learns worse.
+"""Checks of a run: the mistakes that cost a day, because training goes on and merely learns worse.
 
-They warn and do not stop: each message says what was seen and what usually causes it.
+Those of the model and of the first batch warn and do not stop: each message says what was seen and what usually causes it.
+Weights that are not finite end the run.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ludic.distributed.ranks import Ranks
+from ludic.models.finite import FiniteCheck, not_finite
 from ludic.models.lora import adapter_problem
 from ludic.types import SAWItem
 
@@ -22,6 +25,14 @@ def check_model(model: Any) -> list[str]:
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         found.append("No parameter of the model requires a gradient. Nothing would be learned.")
     return _warned(found)
+
+
+def require_finite(check: FiniteCheck, ranks: Ranks, what: str, advice: str) -> None:
+    """NotFinite on every rank if a tensor of any of them holds NaN or infinity."""
+    gathered = ranks.gather(check.names())
+    names = ranks.broadcast(None if gathered is None else list(dict.fromkeys(n for own in gathered for n in own)))
+    if names:
+        raise not_finite(what, names, advice)
 
 
 def check_masks(items: Sequence[SAWItem], tokenizer: Any = None) -> list[str]:

@@ -1,9 +1,14 @@
-"""Ctrl-C and SIGTERM as a wish: finish this step, save, and go."""
+"""Ctrl-C and SIGTERM as a wish: finish this step, save, and go.
+
+GNU `timeout`, torchrun, Slurm and `uv run` deliver one wish twice, to a process and to its group, within milliseconds;
+`StopWishes` tells that from a person who presses Ctrl-C again. Trainers, actors, `ludic launch` and `ludic serve` use it.
+"""
 
 import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Awaitable, Iterator
 from typing import Any, TypeVar
 
@@ -11,17 +16,37 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SAME_WISH_S = 5.0
+"""Signals that come within this time of the first, of whatever kind, are the same wish."""
+
 
 class StopRequested(Exception):
-    """Somebody asked for the end while we were waiting."""
+    """The wish to stop came while we were waiting."""
+
+
+class StopWishes:
+    """Counts wishes to stop: signals in quick succession are one."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._last_at = 0.0
+
+    def hear(self) -> bool:
+        """A signal has come. Whether it is a new wish, and not the last one delivered again."""
+        now = time.monotonic()
+        if self.num and now - self._last_at <= SAME_WISH_S:
+            return False
+        self.num, self._last_at = self.num + 1, now
+        return True
 
 
 class StopSignal:
-    """Set by the first SIGINT or SIGTERM, or by anybody; the second signal interrupts at once."""
+    """Set by the first SIGINT or SIGTERM, or by `set`; a signal more than SAME_WISH_S later interrupts at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.is_set = False
+        self._signals = StopWishes()
         self._wishes: set[asyncio.Future[None]] = set()
         """Of those who wait, each in its own event loop."""
 
@@ -69,13 +94,15 @@ class StopSignal:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _on_signal(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        if self.is_set:
+        if not self._signals.hear():
+            return
+        if self._signals.num > 1:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
         self.set(name)
         # Not from here: a signal may come in the middle of writing another line.
-        message = "%s: stopping after this step; once more to interrupt it."
-        loop.call_soon_threadsafe(logger.warning, message, name)
+        message = "%s: stopping after this step, then saving; once more, %g s from now or later, to interrupt it."
+        loop.call_soon_threadsafe(logger.warning, message, name, SAME_WISH_S)
 
 
 def _fulfil(wish: asyncio.Future[None]) -> None:

@@ -7,6 +7,7 @@ from ludic.types.errors import (
     EnvContractError,
     LudicError,
     MissingExtra,
+    NotFinite,
     OutOfRoom,
     ParserContractError,
     PolicyGone,
@@ -109,5 +110,6 @@ __all__ = [
     "derive_seed", "objective_of", "with_objective",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",
+    "NotFinite",
     "PromptTooLong", "TokenBudgetSpent",
 ]  # fmt: skip

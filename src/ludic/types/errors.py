@@ -35,6 +35,10 @@ class PolicyGone(LudicError, RuntimeError):
     """Whatever served the policy has gone for good: no further call, and so no further episode, can succeed."""
 
 
+class NotFinite(PolicyGone, FloatingPointError):
+    """Weights or logits hold NaN or infinity: nothing sampled from them, or trained with them, means anything."""
+
+
 class MissingExtra(LudicError, ImportError):
     """An optional part is not installed."""
 

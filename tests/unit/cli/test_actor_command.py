@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from ludic.cli.run_env import find_env
 from ludic.cli.run_model import load_tokenizer, make_tiny, without_adapter
 from ludic.cli.run_pipeline import pipeline_algorithm, readable_by
 from ludic.cli.settings import with_values
+from ludic.training import stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
 from ludic.types import SAWItem
@@ -94,6 +97,27 @@ def test_an_actor_holds_no_adapter():
     settings = without_adapter(ModelSettings(model="tiny", lora_rank=4, fork_from=Path("elsewhere")))
     assert settings.lora_rank == 0 and settings.fork_from is None
     assert load_tokenizer(ModelSettings(model="tiny")).encode("a")
+
+
+@pytest.mark.parametrize(("same_wish_s", "arrives"), [(5.0, True), (0.0, False)])
+async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_wish_s, arrives, monkeypatch):
+    report = ActorReport(actor="actor-0")
+
+    async def play(config, policy, index, stop):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        await stop.wait()
+        await asyncio.sleep(0.05)
+        return report
+
+    monkeypatch.setattr(run_actor, "_play", play)
+    monkeypatch.setattr(stopping, "SAME_WISH_S", same_wish_s)
+    try:
+        found = await run_actor._until_stopped(None, None, 0)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+    assert found[0] is (report if arrives else None) and found[1] in (130, 143)
 
 
 def test_progress_is_said_now_and_then(capsys):

@@ -181,6 +181,12 @@ def test_samples_of_a_file_are_asked_in_turn(ludic, tmp_path):
     assert no_eval.code == 2 and "--eval-data FILE.jsonl" in no_eval.err
 
 
+def test_a_learning_rate_that_is_far_too_high_says_so(ludic):
+    ended = ludic("train", *RUN, "--lr", "1e30", "--steps", "4", "--checkpoint-every", "1")
+    assert ended.code == 2 and "not finite" in ended.err and "Traceback" not in ended.err
+    assert "--lr SMALLER" in ended.err and "died" not in ended.err
+
+
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before_and_says_how_to_go_on(ludic, tmp_path):
     ludic("train", *RUN)

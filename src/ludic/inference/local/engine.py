@@ -32,6 +32,7 @@ from ludic.inference.local.sizing import check_rope, eos_ids, kv_shape, num_bloc
 from ludic.inference.local.stopping import StopRule
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
+from ludic.models.finite import FiniteCheck, not_finite
 from ludic.models.forward import make_forward
 from ludic.models.loading import load_model
 from ludic.models.packing import packed_bytes
@@ -41,6 +42,7 @@ from ludic.types import (
     ConfigError,
     Info,
     LudicError,
+    NotFinite,
     PolicyGone,
     PromptTooLong,
     TokenCompletionRequest,
@@ -67,7 +69,7 @@ class RequestAborted(LudicError, RuntimeError):
     """The request was taken out of the batch by `abort`."""
 
 
-class LogitsNotFinite(LudicError, FloatingPointError):
+class LogitsNotFinite(NotFinite):
     """The model's logits for one request leave no token to draw: they hold NaN or +inf, or are all -inf."""
 
     def __init__(self, version: int, num_tokens: int) -> None:
@@ -112,6 +114,8 @@ class LocalEngine:
     ) -> None:
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        if names := FiniteCheck(self.model.named_parameters()).names():
+            raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
         heads = route_attention(shared_view(self.model))
         self._watch = WeightsWatch(self.model)
         config = self.model.config.get_text_config()
@@ -138,6 +142,10 @@ class LocalEngine:
         )
         self._scheduler.version = version
         self._runner: Runner | None = None
+        self._unread: FiniteCheck | None = None
+        """Of the weights that this version began with; the worker reads it before it computes with them."""
+        self._spoilt: list[str] = []
+        """Weights of this version that are not finite."""
         self._stop_rule = StopRule(self._decode, self.max_model_len)
         self._max_queue = max_queue
         self._compile_layers = compile_layers
@@ -392,12 +400,16 @@ class LocalEngine:
             raise ConfigError(
                 f"These weights do not fit {self.name}: unknown names {unknown[:3]}, wrong shapes {wrong[:3]}. Nothing was changed."
             )
+        if names := FiniteCheck(values.items()).names():
+            raise not_finite(f"These weights for {self.name} are not finite", names, "Nothing was changed.")
         with self.updating(None if version is None else int(version)), torch.no_grad():
             for name, tensor in values.items():
                 own[name].copy_(tensor)
         return str(self.version)
 
     def _begin_version(self, version: int | None) -> None:
+        if version != self.version or self._watch.has_changed():
+            self._unread = FiniteCheck(self._watch.changed(self.model))
         restarted = self._scheduler.new_version(self.version + 1 if version is None else version)
         if self._runner is not None:
             for sequence in restarted:
@@ -489,6 +501,9 @@ class LocalEngine:
             )
             self._begin_version(None)
         self._drop_cancelled()
+        if not self._is_finite():
+            self._refuse_everything()
+            return
         self._score()
         plan = self._scheduler.plan()
         runner = self._ready_runner()
@@ -498,6 +513,29 @@ class LocalEngine:
             self._prefill(runner, plan)
         if plan.decode:
             self._absorb(runner.decode(plan.decode, plan.num_rounds))
+
+    def _is_finite(self) -> bool:
+        """Asked here and not where a version begins: on a GPU this waits for the update, as the next token does anyway."""
+        if self._unread is not None:
+            self._spoilt, self._unread = self._unread.names(), None
+        return not self._spoilt
+
+    def _refuse_everything(self) -> None:
+        """Nothing is sampled from weights that are not finite. The next version may be; the engine lives."""
+
+        def error() -> NotFinite:
+            what = f"The weights of version {self.version} are not finite"
+            return not_finite(
+                what, self._spoilt, "Publish other weights: those of an earlier checkpoint, at a lower lr."
+            )
+
+        with self._changed:
+            scoring, self._scoring = self._scoring, []
+        for waiting in scoring:
+            if waiting.answer.set_running_or_notify_cancel():
+                waiting.answer.set_exception(error())
+        for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
+            self._finish(sequence, error())
 
     def _prefill(self, runner: Runner, plan: Plan) -> None:
         sampled = runner.prefill(plan.prefill)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from ludic.inference.chat_template import ChatTemplate
 from ludic.inference.hf_template import HFChatTemplate
-from ludic.inference.local.engine import EngineClosed, LogitsNotFinite, QueueFull, TokenChunk
+from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
 from ludic.inference.local.openai_answer import Answer, ChatAnswer, CompletionAnswer
 from ludic.inference.local.openai_body import (
     ANYTHING,
@@ -42,6 +42,7 @@ from ludic.types import (
     ConfigError,
     Info,
     MissingExtra,
+    NotFinite,
     PromptTooLong,
     ReturnSpec,
     SamplingParams,
@@ -447,8 +448,8 @@ def _describe(error: BaseException) -> tuple[int, JSONObject]:
         status, kind, code = 429, "rate_limit_error", "queue_full"
     elif isinstance(error, EngineClosed):
         status, kind, code = 503, "server_error", "engine_closed"
-    elif isinstance(error, LogitsNotFinite):
-        status, kind, code = 500, "server_error", "logits_not_finite"
+    elif isinstance(error, NotFinite):
+        status, kind, code = 500, "server_error", "not_finite"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         status, message = 413, f"The body is larger than {MAX_BODY_BYTES // 2**20} MB."
     elif isinstance(error, web.HTTPException):

@@ -527,7 +527,7 @@ async def test_logits_that_are_not_finite_are_an_error_of_that_request():
     async with LocalEngine(model, TOKENIZER, kv_tokens=1000) as engine, client_of(engine) as client:
         with pytest.raises(openai.InternalServerError, match="not finite.*learning rate") as caught:
             await client.completions.create(model="tiny", prompt=PROMPT)
-        assert caught.value.status_code == 500 and caught.value.code == "logits_not_finite"
+        assert caught.value.status_code == 500 and caught.value.code == "not_finite"
         assert (await fetch(client, "/health"))[0] == 200
 
 

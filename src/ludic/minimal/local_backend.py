@@ -57,7 +57,7 @@ class LocalModel:
         return ClientPolicy(self.engine, self.sampling)
 
     def renderer(self) -> ChatRenderer:
-        template = HFChatTemplate(self.tokenizer, tool_parser=tool_parser_for(self.tokenizer.chat_template))
+        template = HFChatTemplate(self.tokenizer, tool_parser=tool_parser_for(self.tokenizer))
         decode, stop = self.tokenizer.decode, self.sampling.stop
         return ChatRenderer(template, lambda ids: up_to_stop(decode(ids, skip_special_tokens=True), stop))
 

@@ -130,7 +130,8 @@ def _ids_in_place(template: HFChatTemplate, messages: Any, answer: str) -> list[
     """The tokens a rendering uses for this answer at this place."""
     before = template.apply(messages).prompt_token_ids
     whole = template.apply([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)
-    return whole.prompt_token_ids[len(before) : -len(template._closing_ids)].tolist()
+    closing = template._encode_fragment(template._closing + template._at_the_end)
+    return whole.prompt_token_ids[len(before) : -len(closing)].tolist()
 
 
 def test_tool_calls_are_not_written_twice_by_a_qwen_style_template():
@@ -286,7 +287,7 @@ LOOKS_UP_CALLS = (
     "{% for c in m.tool_calls or [] %}{% set ns.ids = ns.ids + [c.id] %}{% endfor %}"
     "{% if m.role == 'tool' %}<|im_start|>tool {{ ns.ids.index(m.tool_call_id) if m.tool_call_id in ns.ids else '?' }}"
     "\\n{{ m.content }}<|im_end|>\\n"
-    "{% else %}<|im_start|>{{ m.role }}\\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    "{% else %}<|im_start|>{{ m.role }}\\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     "<|im_end|>\\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
 )
 

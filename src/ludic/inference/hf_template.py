@@ -26,7 +26,9 @@ _CALL_TOOLS = [{"type": "function", "function": {"name": "look_up", "description
 _GARBLED = (f"'city': '{_REPLY}'", f'\\"city\\": \\"{_REPLY}')
 """Arguments as Python prints a dict, or as a JSON text within a JSON text: the template was given the wrong form."""
 _END_OF_TURN = (
-    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "</s>", "<|end|>", "<|return|>", "<|call|>",
+    "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>",
+    "</s>", "<|end|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "[|endofturn|]",
+    "<|end_of_msg|>",
 )  # fmt: skip
 
 

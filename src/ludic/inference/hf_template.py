@@ -256,7 +256,7 @@ class HFChatTemplate(ChatTemplate):
 
     def _render(self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool) -> str:
         shaped = [
-            self._call_form(bool(message["content"]))(message) if message.get("tool_calls") else message
+            self._call_form(bool(message.get("content")))(message) if message.get("tool_calls") else message
             for message in messages
         ]
         return self._render_as_given(shaped, tools, add_generation_prompt)
@@ -324,10 +324,16 @@ _CallForm = Callable[[Message], Message]
 
 def _with_objects(message: Message) -> Message:
     """For templates that write arguments with `tojson`, which would encode our JSON text a second time."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError as error:
+            raise TemplateError(
+                f"{function['name']}: its arguments must be a JSON text, not {function['arguments']!r:.80}."
+            ) from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}
 
 
@@ -338,7 +344,7 @@ def _with_texts(message: Message) -> Message:
 
 def _without_content(message: Message) -> Message:
     """For templates that write calls only where the content is none (DeepSeek R1)."""
-    return {**message, "content": message["content"] or None}
+    return {**message, "content": message.get("content") or None}
 
 
 _CALL_FORMS: tuple[_CallForm, ...] = (
@@ -355,7 +361,7 @@ def _as_prose(message: Message) -> Message:
         return message
     functions = [call["function"] for call in _with_objects(message)["tool_calls"]]
     calls = "".join(f"\n<tool_call>{json.dumps(function)}</tool_call>" for function in functions)
-    return {"role": message["role"], "content": (message["content"] + calls).strip()}
+    return {"role": message["role"], "content": f"{message.get('content') or ''}{calls}".strip()}
 
 
 def _common_length(a: TokenArray, b: TokenArray) -> int:

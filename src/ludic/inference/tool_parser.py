@@ -132,7 +132,7 @@ class XMLToolParser:
         r'<parameter(?:=|\s+name=")([^">\s]+)"?\s*>((?:(?!<parameter[=\s]).)*?)</parameter>', re.DOTALL
     )
     _OPENING = re.compile(r"<(?:function|invoke)(?:=|\s+name=)|<parameter(?:=|\s+name=)")
-    _WRAPPER = re.compile(r"</?(?:tool_call|function_calls)>")
+    _WRAPPER = re.compile(r"</?(?:\w+:)?(?:tool_call|function_calls)>")  # MiniMax and Seed put their names before it
 
     def parse(self, text: str) -> ToolParseResult:
         if not self._OPENING.search(text):

@@ -31,6 +31,8 @@ $(VENV)/.ready-all: $(VENV)/.ready
 	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,pipeline,search,game-boy,datasets,tensorboard,tinker,others,dev]'
 	# It allows no transformers as new as ours; its renderers, which are all that is used, do not mind.
 	$(PIP) install -q --no-deps tinker-cookbook==0.5.8
+	# For the chat templates of real models, which are data files of these.
+	$(PIP) install -q --no-deps trl==1.16.0 axolotl==0.19.0
 	touch $@
 
 # vLLM pins its own torch, so it has an environment of its own. requirements/vllm.txt says what GPU machines do instead.

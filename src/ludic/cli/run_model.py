@@ -216,7 +216,7 @@ def use_threads(settings: ModelSettings) -> None:
 
 def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate:
     """The model's own chat template, and its own way of calling tools; a model without a template cannot play."""
-    parser = tool_parser_for(str(tokenizer.chat_template)) if with_tools else None
+    parser = tool_parser_for(tokenizer) if with_tools else None
     return HFChatTemplate(tokenizer, tool_parser=parser)
 
 

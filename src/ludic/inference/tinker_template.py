@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ludic.inference.chat_template import ChatTemplate, TemplateResult, ToolSchemas
-from ludic.inference.hf_template import HFChatTemplate
-from ludic.inference.tool_parser import ToolParseResult, make_tool_call, tool_parser_for
+from ludic.inference.hf_template import HFChatTemplate, tool_parser_for
+from ludic.inference.tool_parser import ToolParseResult, make_tool_call
 from ludic.types import ConfigError, Message, SamplingParams, TokenArray, TokenIds, token_array
 
 _REPLY = "LudicReplyGoesHere7f3a9c"
@@ -52,7 +52,7 @@ def _cookbook(part: str, renderer_name: str | None) -> Any:
 
 
 def _own_template(tokenizer: Any) -> HFChatTemplate:
-    return HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer.chat_template))
+    return HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer))
 
 
 class CookbookTemplate(ChatTemplate):

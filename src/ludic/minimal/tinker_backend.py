@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,5 +79,5 @@ class TinkerRenderer(ChatRenderer):
     """Messages ↔ tokens of a model's own chat format."""
 
     def __init__(self, model: TinkerModel) -> None:
-        decode, stop = model.remote.tokenizer.decode, model.policy().sampling.stop
-        super().__init__(model.template, lambda ids: up_to_stop(str(decode(list(ids), skip_special_tokens=True)), stop))
+        decode = partial(model.remote.tokenizer.decode, skip_special_tokens=True)
+        super().__init__(model.template, partial(up_to_stop, decode=decode, sampling=model.policy().sampling))

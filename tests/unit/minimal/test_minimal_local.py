@@ -332,16 +332,18 @@ def test_a_saved_base_model_is_still_stopped_where_it_would_speak_for_the_user(t
     assert again.policy().sampling.stop == first.policy().sampling.stop == ["\n\nUser:"]
 
 
-def test_a_stop_text_of_ones_own_is_kept_and_is_no_part_of_the_message():
+@pytest.mark.parametrize(("min_tokens", "kept"), [(0, "ab "), (5, "ab "), (6, "ab END.")])
+def test_a_stop_text_of_ones_own_is_kept_and_is_no_part_of_the_message(min_tokens, kept):
+    """Unless it came within the first `min_tokens` tokens, where it ends nothing."""
     from ludic.models.tiny import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
-    model = base_model(tokenizer, stop="END")
+    model = base_model(tokenizer, stop="END", min_tokens=min_tokens)
     model.close()
     assert model.policy().sampling.stop == ["END", "\n\nUser:"]
     said = tokenizer("ab END.", add_special_tokens=False)["input_ids"]  # the token that completed it may hold more
     dialogue = model.renderer().begin()
     prompt = dialogue.prompt([message("user", "abc")])
     trace = TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop")
-    assert dialogue.reply(trace) == message("assistant", "ab ")
+    assert dialogue.reply(trace) == message("assistant", kept)

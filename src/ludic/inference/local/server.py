@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from ludic.inference.chat_template import ChatTemplate
-from ludic.inference.hf_template import HFChatTemplate
+from ludic.inference.hf_template import HFChatTemplate, tool_parser_for
 from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
 from ludic.inference.local.openai_answer import Answer, ChatAnswer, CompletionAnswer
 from ludic.inference.local.openai_body import (
@@ -35,7 +35,6 @@ from ludic.inference.local.openai_body import (
     read_sampling,
     read_tools,
     refuse_constant,
-    tool_dialect,
 )
 from ludic.types import (
     ChatResponse,
@@ -178,9 +177,8 @@ class _Server:
         self._no_chat = "This server has no tokenizer, and so no chat template; send token ids to /v1/completions."
         self._template = chat_template
         if chat_template is None and engine.tokenizer is not None:
-            dialect = tool_dialect(str(engine.tokenizer.chat_template))
             try:
-                self._template = HFChatTemplate(engine.tokenizer, tool_parser=dialect)
+                self._template = HFChatTemplate(engine.tokenizer, tool_parser=tool_parser_for(engine.tokenizer))
             except TemplateError as error:  # a base model: /v1/completions works all the same
                 self._no_chat = str(error)
 

@@ -255,6 +255,19 @@ async def test_nothing_is_shown_of_a_stop_string_nor_of_what_follows_it(engine, 
     assert choices[-1].finish_reason == "stop"
 
 
+async def test_a_stop_string_within_min_tokens_does_not_end_a_completion(engine):
+    free = await sampled(engine, temperature=0.8, max_tokens=32, ignore_eos=True)
+    stop = TOKENIZER.decode(free.completion_token_ids[:4].tolist(), skip_special_tokens=True)
+    assert stop and free.text.count(stop) == 1
+    async with client_of(engine) as client:
+        for least, expected in [(0, ""), (4, free.text)]:
+            answer = await client.completions.create(
+                model="tiny", prompt=PROMPT, seed=5, temperature=0.8, max_tokens=32, stop=stop,
+                extra_body={**ENDLESS, "min_tokens": least},
+            )  # fmt: skip
+            assert answer.choices[0].text == expected
+
+
 # --- chat --------------------------------------------------------------------------------------------------------
 
 

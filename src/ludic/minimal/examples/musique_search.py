@@ -4,8 +4,8 @@ r"""MuSiQue in one file: multi-hop questions, each with a knowledge base of its 
         --max-turns 2 --learning-rate 8e-5 --max-tokens 256 --train-limit 32 --eval-limit 16 --run-dir runs/musique_search
     python -m ludic.minimal.examples.musique_search --model-name tiny --data musique.jsonl --max-tokens 16 --train-limit 4
 
-Needs a model with native tool calling, 'ludic[train,search,tensorboard]', for --lora-rank 'ludic[lora]', and for the default
-data, which is on the hub, 'ludic[datasets]'.
+Needs a model with native tool calling and the extras train, search and tensorboard; for --lora-rank also lora, and for the
+default data, which is on the hub, datasets.
 """
 # ruff: noqa: T201 - a program prints
 

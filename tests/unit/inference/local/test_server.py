@@ -668,4 +668,4 @@ def test_the_command_without_aiohttp_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "ludic.inference.local.server")
     result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere"])
-    assert isinstance(result.exception, MissingExtra) and "ludic[serve]" in str(result.exception)
+    assert isinstance(result.exception, MissingExtra) and "ludic-rl[serve]" in str(result.exception)

@@ -116,7 +116,9 @@ def test_every_extra_that_an_error_names_exists():
     named = {
         (file.name, extra)
         for file in written_files()
-        for given in re.findall(r"""(?:MissingExtra|how_to_install|need_extras)\(\s*["']([\w,-]+)["']""", file.read_text())
+        for given in re.findall(
+            r"""(?:(?:MissingExtra|how_to_install|need_extras)\(\s*|\bextra=)["']([\w,-]+)["']""", file.read_text()
+        )
         for extra in given.split(",")
     }
     assert {extra for _, extra in named} >= {"game-boy", "train", "endpoint", "pipeline"}
@@ -130,9 +132,13 @@ def test_no_text_installs_from_a_package_index_what_is_not_there():
     inside = [extra for one in project["optional-dependencies"].values() for extra in one if extra.startswith("ludic")]
     assert inside and all(extra.startswith(f"{DISTRIBUTION}[") for extra in inside)
     wrong = re.compile(rf"pip install[^\n`]*[\s'\"](?:ludic\b(?!-)|{DISTRIBUTION}\b(?!(?:\[.*?\])? @ ))|\bludic\[\w")
-    assert wrong.search("pip install ludic") and wrong.search("pip install -U 'ludic[hf]'") and wrong.search("ludic[hf]")
+    assert (
+        wrong.search("pip install ludic") and wrong.search("pip install -U 'ludic[hf]'") and wrong.search("ludic[hf]")
+    )
     assert wrong.search("pip install ludic-rl") and not wrong.search("pip install 'ludic-rl[hf] @ git+https://x'")
-    found = {file.relative_to(ROOT).as_posix(): hit[0] for file in written_files() if (hit := wrong.search(file.read_text()))}
+    found = {
+        file.relative_to(ROOT).as_posix(): hit[0] for file in written_files() if (hit := wrong.search(file.read_text()))
+    }
     assert not found
 
 
@@ -145,10 +151,15 @@ def test_system_packages_are_installed_without_questions_and_only_where_missing(
         (tmp_path / name).chmod(0o755)
     script = ROOT / "scripts" / "install_system.sh"
     done = subprocess.run(
-        ["/bin/sh", script, "bwrap=bubblewrap", "id=coreutils"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+        ["/bin/sh", script, "bwrap=bubblewrap", "id=coreutils"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     ran = (tmp_path / "ran").read_text().splitlines() if (tmp_path / "ran").exists() else []
     assert ran == (
-        ["noninteractive update -q", "noninteractive install -y -q --no-install-recommends bubblewrap"] if missing else []
+        ["noninteractive update -q", "noninteractive install -y -q --no-install-recommends bubblewrap"]
+        if missing
+        else []
     )

@@ -1,7 +1,10 @@
 """From settings to the parts of a run: agents, requests, the algorithm, the batch source, loggers, the trainer.
 
-The first half (playing) is free of training, and shared with `ludic eval`; the model itself is in run_model.py.
+The first half (playing) is free of training, and shared with `ludic eval`; the model itself is in run_model.py. Loads without
+torch: `ludic eval --base-url` needs none.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludic import registry
 from ludic.agents import Agent
@@ -26,21 +29,16 @@ from ludic.batch_gen.samples import read_samples
 from ludic.cli.run_config import AgentSettings, EnvSettings, RunConfig
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import CHECKPOINTS, METRICS, wandb_id
-from ludic.cli.run_model import ServedPolicy
 from ludic.cli.settings import values_of
 from ludic.eval import EngineEvaluator, Grading, SnapshotEvaluator
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
-from ludic.models.loading import LoadedModel
 from ludic.training import (
-    CheckpointConfig,
     JSONLLogger,
     PrintLogger,
     RichLiveLogger,
-    RLAlgorithm,
     TeeLogger,
     TensorBoardLogger,
-    Trainer,
     TrainerConfig,
     WandbLogger,
 )
@@ -60,6 +58,11 @@ from ludic.types import (
     TrainingLogger,
     derive_seed,
 )
+
+if TYPE_CHECKING:
+    from ludic.cli.run_model import ServedPolicy
+    from ludic.models.loading import LoadedModel
+    from ludic.training import CheckpointConfig, RLAlgorithm, Trainer
 
 PROTOCOL = "play"
 SHOWN = (
@@ -306,6 +309,8 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
 
 
 def checkpoint_config(config: RunConfig, folder: Path) -> CheckpointConfig:
+    from ludic.training import CheckpointConfig
+
     return CheckpointConfig(
         folder / CHECKPOINTS, every_n_steps=config.run.checkpoint_every, max_to_keep=config.run.checkpoint_keep
     )
@@ -334,6 +339,8 @@ def make_trainer(
     critic: LoadedModel | None = None,
     resume: bool = False,
 ) -> Trainer:
+    from ludic.training import Trainer
+
     return Trainer(
         model=loaded.model,
         critic=None if critic is None else critic.model,

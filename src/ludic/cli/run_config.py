@@ -18,6 +18,7 @@ from ludic.catalog import CutOff, Suggested, Unreadable
 from ludic.cli.pipeline_config import DEFAULT_MAX_LAG, PipelineSettings
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
+from ludic.models import TINY
 from ludic.types import ConfigError
 
 T = TypeVar("T")
@@ -28,7 +29,6 @@ MaybeUnreadable: TypeAlias = Annotated[Unreadable | None, tyro.conf.arg(metavar=
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
-TINY = "tiny"
 
 
 def _at_least(low: float, **values: float | None) -> None:

@@ -192,14 +192,13 @@ def with_adapter(settings: Settings) -> Any:
     import torch
 
     from ludic.models.loading import LoadedModel, load_model
-    from ludic.models.tiny import TINY, make_tiny
 
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
     name, rank = settings.model_name, settings.lora_rank
-    loaded = make_tiny(settings.seed) if name == TINY else load_model(name)
+    loaded = load_model(name, seed=settings.seed)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)  # the adapter's first weights
         adapter = get_peft_model(loaded.model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

@@ -147,7 +147,7 @@ def protocol_factory(
 def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> Callable[[ChatClient], Agent]:
     """Makes a new agent, with a memory of its own, each time."""
     parser = registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    arguments = dict(agent.agent_set)
+    arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
     for scope in ("tools", "external_tools"):
         if scope in arguments:
             arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
@@ -165,6 +165,10 @@ def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> C
             chat_template=template,
             **arguments,
         )
+        if not isinstance(made, Agent):
+            raise ConfigError(
+                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
+            )
         return made
 
     return make_agent
@@ -213,12 +217,18 @@ def fixed_requests(
 
 
 def make_algorithm(config: RunConfig) -> RLAlgorithm:
-    """The registered algorithm; it hears of the group size if it wants to."""
+    """The registered algorithm, or the user's own; it hears of the group size if it wants to."""
+    from ludic.training import RLAlgorithm
+
     factory = registry.algorithms.spec(config.algo.algo).load()
     arguments = dict(config.algo.algo_set)
     if "group_size" in inspect.signature(factory).parameters:
         arguments.setdefault("group_size", config.group_size)
-    algorithm: RLAlgorithm = registry.algorithms.make(config.algo.algo, **arguments)
+    algorithm = registry.algorithms.make(config.algo.algo, **arguments)
+    if not isinstance(algorithm, RLAlgorithm):
+        raise ConfigError(
+            f"algo = {config.algo.algo!r} gives a {type(algorithm).__name__}; it must return an RLAlgorithm, as make_grpo() does."
+        )
     return algorithm
 
 

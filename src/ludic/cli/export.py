@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ludic.cli.run_command import need_extras
+
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder for its newest.")],
@@ -14,6 +16,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint of several ranks in the format of Hugging Face."""
+    need_extras("train", "ludic export")
     # Here and not above: torch takes seconds to load, and `ludic --help` should not.
     from ludic.cli.run_model import checkpoint_in
     from ludic.training.export import export_checkpoint

@@ -18,6 +18,7 @@ from ludic.catalog import CutOff, Suggested, Unreadable
 from ludic.cli.pipeline_config import DEFAULT_MAX_LAG, PipelineSettings
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
+from ludic.models import TINY
 from ludic.types import ConfigError
 
 T = TypeVar("T")
@@ -32,7 +33,6 @@ MaybeAveraging: TypeAlias = Annotated[
     Averaging | None, tyro.conf.arg(metavar="{token_mean,sample_mean,sample_sum}", help_behavior_hint="")
 ]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
-TINY = "tiny"
 
 
 def _at_least(low: float, **values: float | None) -> None:
@@ -100,15 +100,19 @@ class AgentSettings:
     """How the model plays."""
 
     agent: MaybeText = None
-    """Registered agent (`ludic parts agent`). Default: what suits the env, else agent: one model call per turn."""
+    """Registered agent (`ludic parts agent`), or file.py:Class. Default: what suits the env, else agent: one model call per turn;
+    react where there are --tools."""
+    tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOOL…", help_behavior_hint="")] = ()
+    """Tools of the agent (`ludic parts tool`), or file.py:function."""
     agent_set: Arguments = field(default_factory=dict)
-    """Argument of the agent; tools are given by name: tools='["calculator"]'."""
+    """Argument of the agent."""
     context: str = "full_dialog"
-    """What the model is shown of the past (`ludic parts context`)."""
+    """What the model is shown of the past (`ludic parts context`, or file.py:Class)."""
     context_set: Arguments = field(default_factory=dict)
     """Argument of the context."""
     parser: MaybeText = None
-    """How a reply is read (`ludic parts parser`). Default: what suits the env, else raw: the reply is the action."""
+    """How a reply is read (`ludic parts parser`, or file.py:function). Default: what suits the env, else raw: the reply is the
+    action."""
     parser_set: Arguments = field(default_factory=dict)
     """Argument of the parser, such as tag=move for xml_tag."""
     system_prompt: MaybeText = None
@@ -124,6 +128,8 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         _at_least(1, max_tokens=self.max_tokens)
+        if self.tools and "tools" in self.agent_set:
+            raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
 
     @property
     def may_call_tools(self) -> bool:
@@ -139,7 +145,7 @@ class AlgoSettings:
     """What is learned from the rollouts."""
 
     algo: str = "grpo"
-    """Registered algorithm (`ludic parts algorithm`)."""
+    """Registered algorithm (`ludic parts algorithm`), or file.py:function that returns one."""
     algo_set: Arguments = field(default_factory=dict)
     """Argument of the algorithm, such as clip_eps_high=0.28."""
     group_size: MaybeInt = None
@@ -355,10 +361,11 @@ def resolve_play(config: T, suggested: Suggested) -> T:
     agent_set = suggested.agent_args if given["agent"] is None else {}
     parser_set = suggested.parser_args if given["parser"] is None else {}
     max_tokens = given["max_tokens"] or suggested.max_tokens
+    agent = "react" if given["tools"] and suggested.agent == "agent" else suggested.agent
     return with_values(
         config,
         {
-            "agent": given["agent"] or suggested.agent,
+            "agent": given["agent"] or agent,
             "agent_set": {**agent_set, **given["agent_set"]},
             "parser": given["parser"] or suggested.parser,
             "parser_set": {**parser_set, **given["parser_set"]},
@@ -463,7 +470,7 @@ def default_name(config: RunConfig) -> str:
     """Env, model and algorithm, as far as they can stand in the name of a folder."""
     env = config.env.id.rpartition(":")[2].rpartition("/")[2]
     model = Path(config.model.model).name.removesuffix(".gguf")
-    return slug(f"{env}-{model}-{config.algo.algo}")
+    return slug(f"{env}-{model}-{config.algo.algo.rpartition(':')[2]}")
 
 
 def slug(text: str) -> str:

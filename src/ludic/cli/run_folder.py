@@ -13,7 +13,6 @@ from typing import Any
 from ludic import __version__
 from ludic.cli.run_config import MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.cli.settings import Difference, differences, read_toml, to_toml
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.durable import read_manifest
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
@@ -135,6 +134,8 @@ def wandb_id(folder: Path) -> str:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
+    from ludic.training.checkpoint import CheckpointConfig, CheckpointManager  # loads torch
+
     return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS)).latest()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ludic.batch_gen.samples import read_samples
 from ludic.cli.assemble import env_arguments, make_algorithm, trainer_config
-from ludic.cli.run_config import TINY, ModelSettings, RunConfig
+from ludic.cli.run_config import ModelSettings, RunConfig
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import Start
 from ludic.cli.run_model import (
@@ -18,10 +18,10 @@ from ludic.cli.run_model import (
     find_device,
     forked_checkpoint,
     make_template,
-    make_tiny,
 )
 from ludic.cli.run_teacher import check_teacher
-from ludic.models.loading import SMOLLM2
+from ludic.models import SMOLLM2, TINY
+from ludic.models.tiny import make_tiny
 from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008

@@ -22,9 +22,10 @@ from ludic.cli import run_actor
 from ludic.cli.pipeline_config import PipelineSettings
 from ludic.cli.run_config import ModelSettings, RunConfig, resolve
 from ludic.cli.run_env import find_env
-from ludic.cli.run_model import load_tokenizer, make_tiny, without_adapter
+from ludic.cli.run_model import load_tokenizer, without_adapter
 from ludic.cli.run_pipeline import pipeline_algorithm, readable_by
 from ludic.cli.settings import with_values
+from ludic.models.tiny import make_tiny
 from ludic.training import stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss

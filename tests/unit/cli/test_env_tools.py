@@ -10,8 +10,8 @@ from ludic.cli.main import app
 from ludic.cli.play_tools import Toolbox
 from ludic.cli.run_config import AgentSettings, EnvSettings, resolve_play
 from ludic.cli.run_env import find_env
-from ludic.cli.run_model import make_tiny
 from ludic.inference import HermesToolParser, HFChatTemplate, tool_parser_for
+from ludic.models.tiny import make_tiny
 from ludic.types import load_rollouts
 
 pytest.importorskip("bm25s", reason="the search extra is not installed")

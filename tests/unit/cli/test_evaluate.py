@@ -371,7 +371,7 @@ def test_what_an_endpoint_refuses_is_said_before_anything_is_played(folder, endp
         (["tic_tac_to"], "Did you mean 'tic_tac_toe'"),
         (["gsm8k", "--model", "one"], "give --data FILE.jsonl"),
         (["quiz.py:Quiz", "--model", "one", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
-        (["quiz.py:Nothing", "--model", "one"], "Cannot load the env 'quiz.py:Nothing'"),
+        (["quiz.py:Nothing", "--model", "one"], "No env in quiz.py named 'Nothing'"),
         (["quiz.py:Yes", "--model", "nowhere/at/all"], "Cannot load the model 'nowhere/at/all'"),
         (["quiz.py:Yes", "--model", "bare"], "has no chat template"),
         (["quiz.py:Yes", "--model", "one", "--num-tasks", "0"], "takes all of --data"),

@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed"),
 ]
 RUN = [
-    "letter.py:Letter", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
+    "own/letter.py:Paid", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
+    "--algo", "own/algos.py:steady", "--parser", "own/algos.py:as_it_is",
     "--lr", "1e-2", "--logger", "print", "--checkpoint-every", "5", "--name", "run",
 ]  # fmt: skip
 IDENTITY = re.compile(
@@ -31,9 +32,19 @@ IDENTITY = re.compile(
 )
 
 
+OWN = {
+    "letter.py": f"{ENV}\nfrom wages import WAGE\n\nclass Paid(Letter):\n    def __init__(self):\n        super().__init__(WAGE)\n",
+    "wages.py": "WAGE = 0.5",
+    "algos.py": "from ludic.parsers import raw_parser as as_it_is\nfrom ludic.training import make_grpo as steady\n",
+}
+"""Every role finds an env, an algorithm and a parser in files, and the module beside the env's."""
+
+
 @pytest.fixture
 def folder(tmp_path) -> Iterator[Path]:
-    (tmp_path / "letter.py").write_text(ENV)
+    (tmp_path / "own").mkdir()
+    for name, text in OWN.items():
+        (tmp_path / "own" / name).write_text(text)
     yield tmp_path
     for name in ("redis", "learner", "actor-0", "actor-1"):
         pid = pid_of(tmp_path, name)

@@ -20,7 +20,7 @@ def ludic(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["tictactoe"], "Did you mean 'tic_tac_toe'"),
-        (["letter.py:Leter"], "Cannot load the env 'letter.py:Leter'"),
+        (["letter.py:Leter"], "No env in letter.py named 'Leter'. Did you mean 'Letter'"),
         (["nowhere.toml"], "Cannot read nowhere.toml: No such file"),
         (["gsm8k", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl: No such file"),
         (["gsm8k"], "asks about samples; give --data FILE.jsonl"),

@@ -203,3 +203,61 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_how_to_go_on(ludic, t
     assert "Traceback" not in ended.err
     assert ludic("train", "runs/first", "--resume", "--steps", "4").code == 0
     assert len(rewards(tmp_path / "runs" / "first")) == 4
+
+
+OWN = """
+from ludic.agents import ReActAgent
+from ludic.context import FullDialog
+from ludic.parsers import ParseResult
+from ludic.training import make_grpo
+
+from letters_of_own import ALPHABET  # beside this file
+
+def steady(*, group_size, shift=0.0):
+    return make_grpo(group_size=group_size, name=f"steady{shift}")
+
+def first_letter(text):
+    return ParseResult(text[:1] if text[:1] in ALPHABET else "a", 0.25, None)
+
+class Careful(ReActAgent):
+    name = "careful"
+
+def spell(word: str) -> str:
+    \"\"\"The letters of a word.\"\"\"
+    return " ".join(word)
+
+def nothing():
+    return None
+"""
+
+
+def test_algorithm_agent_parser_and_tools_of_ones_own_are_found_again_on_resume(ludic, tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "own.py").write_text(OWN)
+    (tmp_path / "parts" / "letters_of_own.py").write_text("import string\nALPHABET = string.ascii_letters\n")
+    own = [
+        "--algo",
+        "parts/own.py:steady",
+        "--algo-set",
+        "shift=2.0",
+        "--parser",
+        f"{tmp_path}/parts/own.py:first_letter",
+    ]
+    own += ["--agent", "parts/own.py:Careful", "--tools", "parts/own.py:spell", "calculator"]
+    ended = ludic("train", "letter.py:Letter", *SMALL, "--steps", "1", *own, "--max-seq-len", "2048")
+    folder = tmp_path / "runs" / "Letter-tiny-steady"
+    assert ended.code == 0, ended.err
+    resumed = ludic("train", str(folder.relative_to(tmp_path)), "--resume", "--steps", "2")
+    assert resumed.code == 0 and len(rewards(folder)) == 2, resumed.err
+    assert min(rewards(folder)) >= 0.25, "the parser's reward"
+    config = read_toml(RunConfig, folder / "config.toml")
+    assert config.agent.tools == ("parts/own.py:spell", "calculator") and config.algo.algo == "parts/own.py:steady"
+    prompt = next(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl")).agent_steps[0].trace.prompt_token_ids
+    assert "The letters of a word." in character_tokenizer().decode(prompt.tolist())
+    for wrong, message in (
+        (["--algo", "parts/own.py:nothing"], "gives a NoneType; it must return an RLAlgorithm"),
+        (["--agent", "parts/own.py:nothing"], "The agent 'parts/own.py:nothing' cannot be made like that"),
+        (["--tools", "calculator", "--agent-set", 'tools=["calculator"]'], "Tools were given twice"),
+    ):
+        refused = ludic("train", "letter.py:Letter", *SMALL, "--name", "wrong", *wrong)
+        assert refused.code == 2 and message in refused.err, refused.err

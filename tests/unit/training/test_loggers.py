@@ -236,7 +236,7 @@ def test_the_wandb_project_is_ludic_unless_somebody_says_otherwise(monkeypatch):
 )
 def test_a_missing_package_names_the_extra_to_install(monkeypatch, make, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"ludic\[{extra}\]"):
+    with pytest.raises(MissingExtra, match=rf"ludic-rl\[{extra}\]"):
         make()
 
 

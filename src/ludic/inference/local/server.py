@@ -6,7 +6,6 @@ engine's. A field that would change the answer and is not supported is refused b
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import logging
 import time
@@ -36,6 +35,7 @@ from ludic.inference.local.openai_body import (
     read_tools,
     refuse_constant,
 )
+from ludic.inference.vllm_command import check_host
 from ludic.types import (
     ChatResponse,
     ConfigError,
@@ -139,22 +139,6 @@ async def serve(
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
-
-
-def check_host(host: str, api_key: str | None, insecure: bool) -> None:
-    """Other machines get in with a key only, unless somebody has said that they may."""
-    if not (_is_loopback(host) or api_key or insecure):
-        raise ConfigError(
-            f"Listening on {host!r} would let everybody who reaches this machine use the model. Give an --api-key "
-            "(or LUDIC_API_KEY), keep to 127.0.0.1, or say --insecure if the network is your own."
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which could be anywhere
-        return False
 
 
 # --- the endpoints -----------------------------------------------------------------------------------------------

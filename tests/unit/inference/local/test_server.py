@@ -660,9 +660,7 @@ async def test_a_port_that_is_taken_is_named(engine):
             await serve(engine, port=port, model_name="tiny")
 
 
-def test_the_command_serves_until_it_is_interrupted(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
+def test_the_command_serves_until_it_is_interrupted():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     seen: list[str] = []
@@ -676,10 +674,10 @@ def test_the_command_serves_until_it_is_interrupted(model, tmp_path):
         signal.raise_signal(signal.SIGINT)
 
     threading.Thread(target=ask_and_interrupt, daemon=True).start()
-    result = CliRunner().invoke(cli, ["serve", "--model", str(tmp_path), "--port", str(port), "--dtype", "float32"])
+    result = CliRunner().invoke(cli, ["serve", "--model", "tiny", "--port", str(port)])
     assert result.exit_code == 0, result.output
-    assert seen == [str(tmp_path)]
-    assert f"Serving {tmp_path} at http://127.0.0.1:{port}/v1" in result.output
+    assert seen == ["tiny"]
+    assert f"Serving tiny at http://127.0.0.1:{port}/v1" in result.output
     assert result.output.rstrip().endswith("Stopped.")
 
 
@@ -688,8 +686,15 @@ def test_the_command_refuses_an_open_host_before_it_loads_anything():
     assert isinstance(result.exception, ConfigError) and "--insecure" in str(result.exception)
 
 
+def test_the_command_refuses_a_port_in_use_before_it_loads_anything():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere", "--port", str(port)])
+    assert isinstance(result.exception, ConfigError) and f"Cannot listen on 127.0.0.1:{port}" in str(result.exception)
+
+
 def test_the_command_without_aiohttp_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "ludic.inference.local.server")
     result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere"])
-    assert isinstance(result.exception, MissingExtra) and "ludic[serve]" in str(result.exception)
+    assert isinstance(result.exception, MissingExtra) and "ludic-rl[serve]" in str(result.exception)

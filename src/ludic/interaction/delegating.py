@@ -206,8 +206,6 @@ class DelegatingProtocol(SingleAgentProtocol):
         protocol = self._child_protocol(delegate)
         link = {"delegate": order.delegate, "parent_step_id": order.parent_step_id, "depth": self.depth + 1}
         family = await run_or_record(protocol, lambda: self._child_episode(protocol, delegate, order), meta={})
-        if not family:
-            return _Report(answer="Error: the sub-agent did not act. Do the task yourself.")
         family[0].meta.update(link)
         return _Report(answer=_answer_of(family[0]), family=family)
 

@@ -150,6 +150,7 @@ async def _play(config: RunConfig, policy: ActorPolicy, index: int, stop: asynci
         algorithm=pipeline_algorithm(config),
         strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
         max_waiting=config.max_waiting,
+        max_failed_share=config.rollouts.max_failed_share,
         name=f"actor-{index}",
         follow=policy.follow,
         stop=stop,

@@ -5,6 +5,8 @@ alike, so a file grows with the conversation and not with its square.
 """
 
 import json
+import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ludic.types.errors import EnvContractError
 from ludic.types.messages import MessageView
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
@@ -28,11 +31,48 @@ class Failure:
     """Name of the exception's type."""
     message: str
     traceback: str = ""
+    """All of it, Ludic's frames included."""
+    user_traceback: str = ""
+    """From the first frame of code that is neither Ludic's nor installed; empty where the error passed through none."""
+    place: str = ""
+    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all."""
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":
         text = "".join(traceback.format_exception(error))
-        return cls(error=type(error).__name__, message=str(error), traceback=text)
+        user_traceback, place = _user_part(error)
+        return cls(
+            error=type(error).__name__, message=str(error), traceback=text, user_traceback=user_traceback, place=place
+        )
+
+    @property
+    def summary(self) -> str:
+        return f"{self.error}: {self.message}"
+
+
+_INSTALLED = tuple(
+    f"{Path(path).resolve()}{os.sep}"
+    for path in {Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
+)
+"""Folders whose code is not the user's: Ludic, the standard library, installed packages."""
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(("<", *_INSTALLED)) and not str(Path(frame.filename).resolve()).startswith(
+        _INSTALLED
+    )
+
+
+def _user_part(error: BaseException) -> tuple[str, str]:
+    """(the traceback from the user's first frame on, where it was raised)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [number for number, frame in enumerate(frames) if _is_users(frame)]
+    raised = [frames[users[-1]]] if users else frames[-1:]
+    place = "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in raised)
+    if not users:
+        return "", place
+    shown = traceback.format_list(frames[users[0] :]) + traceback.format_exception_only(error)
+    return "".join(shown), place
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,6 +188,11 @@ def is_parse_failure(step: Step) -> bool:
     return isinstance(step, AgentStep) and step.action_target == "env" and bool(step.info.get("parse_error"))
 
 
+def was_rejected_as_cut_off(step: Step) -> bool:
+    """True for a reply that could not be read and had run out of tokens: what it lacks is an end, not a format."""
+    return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"
+
+
 # --- JSON -----------------------------------------------------------------------------------------------------
 
 
@@ -159,8 +204,8 @@ def json_number(value: Any) -> Any:
     """For json.dumps: numpy's numbers as plain ones; anything else is named."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(
-        f"{value!r} ({type(value).__name__}) is not JSON; step info and rollout meta hold plain values only. "
+    raise EnvContractError(
+        f"{value!r:.200} ({type(value).__name__}) is not JSON; step info and rollout meta hold plain values only. "
         "Convert it where it is put there."
     )
 

@@ -118,7 +118,9 @@ def test_a_batch_is_described_by_numbers_worked_by_hand():
         "num_samples": 3, "num_rollouts": 2, "num_tokens": 12, "num_action_tokens": 6,
         "avg_completion_length": 2.0, "avg_prompt_length": 2.0,
         "avg_total_reward": 0.5,  # rollout a has two items, and counts once
+        "total_reward_std": 0.5,
         "truncated_rate": 0.5, "parse_error_rate": 0.5, "zero_weight_rate": 1 / 3,
+        "over_limit_rate": 0.5, "unreadable_rate": 0.5,
         "completion_truncated_rate": 1 / 3, "seq_len_truncated_rate": 0.0,
     }  # fmt: skip
 

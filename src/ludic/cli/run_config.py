@@ -338,9 +338,9 @@ class RunConfig:
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "max_failed_share", "concurrency",
-     "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", 
-     "eval_in_background", "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis", "actors",
-     "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
+     "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start",
+     "eval_in_background", "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
+     "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
 )  # fmt: skip
 """What a run is not another run for."""
 

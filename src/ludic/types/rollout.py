@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.types.errors import EnvContractError
+from ludic.types.errors import EnvContractError, LudicError
 from ludic.types.messages import MessageView
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
@@ -35,12 +35,13 @@ class Failure:
     user_traceback: str = ""
     """From the first frame of code that is neither Ludic's nor installed; empty where the error passed through none."""
     place: str = ""
-    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all."""
+    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all; empty for Ludic's own errors."""
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":
         text = "".join(traceback.format_exception(error))
-        user_traceback, place = _user_part(error)
+        # What Ludic raises on purpose says itself what broke which rule; the frame that noticed it explains nothing.
+        user_traceback, place = ("", "") if isinstance(error, LudicError) else _user_part(error)
         return cls(
             error=type(error).__name__, message=str(error), traceback=text, user_traceback=user_traceback, place=place
         )

@@ -301,12 +301,12 @@ def test_the_collector_makes_one_rollout_per_seated_agent_with_or_without_steps(
 
 
 ENDINGS = {
-    "the game ends": dict(replies={"a": ["<a>1</a>"], "b": []}, env=lambda: Relay(1)),
-    "the game ends later": dict(replies={"a": ["<a>1</a>"], "b": ["<a>2</a>"]}, env=lambda: Relay(2)),
-    "one reply after the other cannot be read": dict(replies={"a": ["hm"] * 3, "b": []}, env=lambda: Relay(2)),
-    "turns run out after a move": dict(replies={"a": ["<a>1</a>"], "b": ["hm"] * 2}, env=lambda: Relay(9)),
-    "the game is over before it begins": dict(replies={"a": [], "b": []}, env=lambda: Relay(0)),
-    "the context is full": dict(replies={"a": ["x" * 300], "b": ["<a>2</a>"]}, env=lambda: Relay(3), room=250),
+    "the game ends": {"replies": {"a": ["<a>1</a>"], "b": []}, "env": lambda: Relay(1)},
+    "the game ends later": {"replies": {"a": ["<a>1</a>"], "b": ["<a>2</a>"]}, "env": lambda: Relay(2)},
+    "one reply after the other cannot be read": {"replies": {"a": ["hm"] * 3, "b": []}, "env": lambda: Relay(2)},
+    "turns run out after a move": {"replies": {"a": ["<a>1</a>"], "b": ["hm"] * 2}, "env": lambda: Relay(9)},
+    "the game is over before it begins": {"replies": {"a": [], "b": []}, "env": lambda: Relay(0)},
+    "the context is full": {"replies": {"a": ["x" * 300], "b": ["<a>2</a>"]}, "env": lambda: Relay(3), "room": 250},
 }
 
 

@@ -112,16 +112,17 @@ class FailureLog:
         if kind in self._num_told:
             return
         self._num_told[kind] = 1
-        where = "" if failure.user_traceback or not failure.place else f" (at {failure.place})"
+        if failure.user_traceback:
+            details = f"\n{failure.user_traceback.rstrip()}"
+        else:
+            details = f" (at {failure.place}; the rollout's failure.traceback has all of it)" if failure.place else ""
         logger.warning(
-            "%s of env %r failed%s: %s%s\n%s",
+            "%s of env %r failed%s: %s%s",
             plan.label.capitalize(),
             plan.request.env.kind,
             ", and is tried again" if is_tried_again else "",
             failure.summary,
-            where,
-            failure.user_traceback
-            or "None of your own code was running; the rollout's failure.traceback has all of it.",
+            details,
         )
 
     def tell_rest(self) -> None:

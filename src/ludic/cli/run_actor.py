@@ -174,7 +174,7 @@ async def _comes_before(stop: asyncio.Event, event: Coroutine[Any, Any, object])
 
 
 def _rollouts_file(folder: Path, index: int, life: int) -> Path:
-    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl"
+    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl.gz"
 
 
 # --- what is said ----------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class FoundEnv:
         except Exception as error:  # the env's own code may raise anything
             given = ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
             failure = Failure.from_exception(error)
-            hint = " Give arguments with --set NAME=VALUE." if isinstance(error, TypeError) and not arguments else ""
+            hint = ". Give arguments with --set NAME=VALUE." if isinstance(error, TypeError) and not arguments else ""
             raise ConfigError(
                 f"The env {self.id!r} cannot be made with {given or 'no arguments'}: {failure.summary}{hint}"
                 + (f"\n{failure.user_traceback}" if failure.user_traceback else "")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ludic.types.errors import EnvContractError, LudicError
+from ludic.types.line_files import LineWriter, read_lines
 from ludic.types.messages import MessageView
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
@@ -164,24 +165,23 @@ class Rollout:
         return json.dumps(self.to_dict(), default=json_number, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, line: str) -> "Rollout":
+    def from_json(cls, line: str | bytes) -> "Rollout":
         return cls.from_dict(json.loads(line))
 
 
 def save_rollouts(rollouts: Iterable[Rollout], path: str | Path) -> None:
-    """Append rollouts to a JSONL file, one line each."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(f"{rollout.to_json()}\n" for rollout in rollouts)
+    """Append rollouts to a JSONL file, one line each; a file called *.gz is compressed."""
+    writer = LineWriter(path)
+    writer.append(b"")  # no rollouts are a file, too
+    for rollout in rollouts:
+        writer.append(f"{rollout.to_json()}\n".encode())
 
 
 def load_rollouts(path: str | Path) -> Iterator[Rollout]:
-    """The rollouts of a JSONL file, read one by one."""
-    with Path(path).open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield Rollout.from_json(line)
+    """The rollouts of a JSONL file, plain or compressed (*.gz), read one by one; a last line that is not whole is left out."""
+    for _, line in read_lines(path):
+        if line.strip():
+            yield Rollout.from_json(line)
 
 
 def is_parse_failure(step: Step) -> bool:

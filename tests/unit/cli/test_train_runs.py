@@ -47,7 +47,7 @@ def test_a_run_leaves_settings_metrics_rollouts_and_checkpoints_and_says_so(ludi
     folder = tmp_path / "runs" / "first"
     assert ended.code == 0, ended.err
     assert len(rewards(folder)) == 2 and min(rewards(folder)) >= 0.5, "the argument reached the env"
-    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl"))) == 16
+    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl.gz"))) == 16
     assert (folder / "checkpoints" / "step_000002" / "manifest.json").exists()
     config = read_toml(RunConfig, folder / "config.toml")
     assert (config.env.id, config.algo.group_size, config.agent.parser) == ("letter.py:Letter", 4, "raw")
@@ -106,7 +106,7 @@ def test_a_run_without_a_checkpoint_starts_over_when_resumed(ludic, tmp_path):
     ended = ludic("train", "runs/first", "--resume")
     assert ended.code == 0 and "There is no checkpoint yet: it starts over." in ended.out
     assert rewards(folder) == expected
-    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl"))) == 16
+    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl.gz"))) == 16
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_samples_of_a_file_are_asked_in_turn(ludic, tmp_path):
     (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "{letter}"}}\n' for letter in "abcd"))
     ended = ludic("train", "letter.py:Question", "--data", "q.jsonl", *SMALL, "--steps", "2", "--name", "first")
     assert ended.code == 0, ended.err
-    rollouts = load_rollouts(tmp_path / "runs" / "first" / "rollouts" / "from_step_000000.jsonl")
+    rollouts = load_rollouts(tmp_path / "runs" / "first" / "rollouts" / "from_step_000000.jsonl.gz")
     asked = [rollout.env_steps[0].prev_obs for rollout in rollouts]
     assert sorted(asked) == sorted("abcd" * 4), "two updates of two groups of four: every question once"
     no_eval = ludic("train", "letter.py:Question", "--data", "q.jsonl", *SMALL, "--eval-every", "1")

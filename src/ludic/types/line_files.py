@@ -86,6 +86,8 @@ class _Member:
         self._crc = zlib.crc32(lines, self._crc)
         blocks = self._pending + self._deflate.compress(lines) + self._deflate.flush(zlib.Z_SYNC_FLUSH)
         end = _LAST_BLOCK + struct.pack("<II", self._crc, self.num_bytes & 0xFFFFFFFF)
+        # The old end goes first: of a write that is broken off, its bytes would be read as text.
+        os.ftruncate(file.fileno(), self._place)
         _write_at(file, self._place, blocks + end)
         self._pending = b""
         self._place += len(blocks)

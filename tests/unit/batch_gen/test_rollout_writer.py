@@ -267,8 +267,9 @@ def test_wherever_a_write_was_broken_off_readers_skip_the_rest_and_the_next_writ
     before = path.read_bytes()
     writer.append(written[2])
     after = path.read_bytes()
-    for cut in range(len(before) - 20, len(after) + 1):
-        path.write_bytes(after[:cut] + before[cut:])  # as a kill in the middle of the last write leaves it
+    start = len(os.path.commonprefix([before, after]))
+    for cut in range(start, len(after) + 1):
+        path.write_bytes(after[:cut])  # as a kill in the middle of the last write leaves it
         read = [text.rstrip() + b"\n" for text in texts(path)]
         assert read in (written[:2], written), f"what earlier writes have ended is not lost ({cut})"
         LineWriter(path).append(lines_of(4)[0])

@@ -168,10 +168,10 @@ async def _ended(showing: asyncio.Task[None]) -> None:
 
 
 async def _show(activity: Status, logger: TeeLogger) -> None:
-    """What is being played, every second: the first update can take minutes."""
+    """What is being played, every second: the first update can take minutes. What remains of a step is the trainer's."""
     while True:
         await asyncio.sleep(1.0)
-        logger.show_activity(activity())
+        logger.show_activity(activity() or "updating or saving the weights")
 
 
 # --- what is said ----------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_wherever_a_write_was_broken_off_readers_skip_the_rest_and_the_next_writ
     before = path.read_bytes()
     writer.append(written[2])
     after = path.read_bytes()
-    start = len(os.path.commonprefix([before, after]))
+    start = next((n for n in range(len(before)) if before[n] != after[n]), len(before))
     for cut in range(start, len(after) + 1):
         path.write_bytes(after[:cut])  # as a kill in the middle of the last write leaves it
         read = [text.rstrip() + b"\n" for text in texts(path)]

@@ -194,3 +194,42 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_how_to_go_on(ludic, t
     assert "Traceback" not in ended.err
     assert ludic("train", "runs/first", "--resume", "--steps", "4").code == 0
     assert len(rewards(tmp_path / "runs" / "first")) == 4
+
+
+# --- runs that go wrong -----------------------------------------------------------------------------------------
+
+
+def test_an_env_that_raises_shows_its_own_line_once_and_how_often(ludic, caplog):
+    ended = ludic("train", "letter.py:Breaks", *SMALL, "--steps", "1", "--name", "first")
+    assert ended.code == 2, ended.out
+    first, *rest = [record.getMessage() for record in caplog.records if record.name == "ludic.batch_gen.episodes"]
+    assert "return table[action]" in first and "return helper({}, action)" in first and "/src/ludic/" not in first
+    assert "of env 'letter.py:Breaks' failed, and is tried again: KeyError" in first and "env seed" in first
+    assert all("return table[action]" not in line for line in rest)
+    assert "5 of 8 episodes failed, more than max_failed_share=0.5 allows. 5 x at letter.py:" in ended.err
+    assert "to go on: ludic train runs/first --resume" in ended.err and "Traceback" not in ended.err
+
+
+def test_the_share_of_episodes_that_may_fail_is_a_setting(ludic):
+    ended = ludic("train", "letter.py:Breaks", *SMALL, "--steps", "1", "--max-failed-share", "1")
+    assert ended.code == 2 and "max_failed_share" not in ended.err and "nothing to train on" in ended.err
+
+
+def test_a_missing_call_of_super_does_no_harm(ludic):
+    assert ludic("train", "letter.py:WithoutSuper", *SMALL, "--steps", "1").code == 0
+
+
+def test_a_run_that_could_not_learn_says_so_in_its_last_line_and_why(ludic):
+    ended = ludic("train", "letter.py:Flat", *SMALL, "--steps", "2", "--name", "first")
+    assert ended.code == 0
+    assert ended.out.splitlines()[-1].startswith(
+        "Nothing was learned: the gradient was zero in every update (2). All episodes earned the same reward, 1,"
+    )
+    assert "Nothing was learned" not in ludic("train", *RUN).out
+
+
+@pytest.mark.slow
+def test_replies_that_are_cut_off_are_named_as_the_cause(ludic):
+    flags = ["--max-tokens", "2", "--cut-off", "reject", "--unreadable", "stop", "--steps", "1"]
+    ended = ludic("train", "letter.py:Letter", *SMALL, *flags)
+    assert "ran out of tokens before they ended" in ended.out.splitlines()[-1], ended.out

@@ -12,8 +12,8 @@ from ludic.eval import Estimate, EvalReport, paired_difference
 _PLAIN = {"mean_reward": "reward"}
 _COUNTED = (
     # A reply that was cut off is unreadable for that reason alone: it counts as truncated, and only there.
-    ("truncated", "over_limit_rate"),
     ("unreadable replies", "unreadable_rate"),
+    ("truncated", "over_limit_rate"),
     ("failed", "failed_rate"),
 )
 

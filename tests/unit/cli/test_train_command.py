@@ -32,7 +32,7 @@ def ludic(tmp_path, monkeypatch, capsys):
         (["gsm8k", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl: No such file"),
         (["gsm8k"], "asks about samples; give --data FILE.jsonl"),
         (["tic_tac_toe", "--data", "letter.py"], "has no argument `sample`"),
-        (["letter.py:Question", "--data", "letter.py"], "Line 1 of letter.py is not JSON"),
+        (["letter.py:Question", "--data", "letter.py"], "Line 2 of letter.py is not JSON"),
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "100"], "Take 96 or 104"),
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "4"], "Take 8, or another group size"),
         (["tic_tac_toe", "--algo", "grop"], "Did you mean 'grpo'"),

@@ -214,7 +214,7 @@ def _load_own(id: str, kind: str) -> Callable[..., Any]:
         inside = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise UnknownName.among(f"{kind} in {place}", name, inside)
     if not callable(found):
-        raise ConfigError(f"{id} is a {type(found).__name__}; for the {kind}, name a class or a function.")
+        raise ConfigError(f"{id} is {found!r:.60}; for the {kind}, name a class or a function.")
     return found
 
 

@@ -23,6 +23,7 @@ from ludic.types import (
     TokenTrace,
     VersionRun,
     is_parse_failure,
+    was_rejected_as_cut_off,
 )
 
 MAX_INFO_TEXT = 256
@@ -303,6 +304,7 @@ def _meta(rollout: Rollout, calls: list[_Call], number: int, *, num_tokens: int)
         "finish_reason": calls[-1].trace.finish_reason,
         "parse_error": num_parse_errors > 0,
         "num_parse_errors": num_parse_errors,
+        "num_cut_off": sum(was_rejected_as_cut_off(call.step) for call in calls),
         "request_meta": request_meta,
     }
     # Ludic's own facts go last: an env may add to them, not change them.

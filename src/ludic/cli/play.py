@@ -85,7 +85,8 @@ def _sample(place: Path, index: int) -> dict[str, Any]:
         return samples[index]
     lines = read_lines(place)  # a file that is broken elsewhere can still be played
     _check_index(index, place, len(lines))
-    return read_sample(lines[index], index + 1, place)
+    number, line = lines[index]
+    return read_sample(line, number, place)
 
 
 def _check_index(index: int, place: Path, num: int) -> None:

@@ -151,6 +151,7 @@ async def _play(config: RunConfig, policy: ActorPolicy, index: int, stop: asynci
         algorithm=pipeline_algorithm(config),
         strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
         max_waiting=config.max_waiting,
+        max_failed_share=config.rollouts.max_failed_share,
         name=f"actor-{index}",
         follow=policy.follow,
         stop=stop,
@@ -174,7 +175,7 @@ async def _comes_before(stop: asyncio.Event, event: Coroutine[Any, Any, object])
 
 
 def _rollouts_file(folder: Path, index: int, life: int) -> Path:
-    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl"
+    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl.gz"
 
 
 # --- what is said ----------------------------------------------------------------------------------------------

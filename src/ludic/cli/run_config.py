@@ -197,8 +197,14 @@ class RolloutSettings:
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     save_rollouts: bool = True
     """Write every episode to the run folder."""
+    max_failed_share: float = 0.5
+    """The run stops when a larger share of an update's episodes raised an error, each tried twice; 1 never stops it."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.max_failed_share <= 1:
+            raise ConfigError(
+                f"max_failed_share = {self.max_failed_share}; it is a share of the episodes, from 0 to 1."
+            )
         _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
         _at_least(0, max_lag=self.max_lag, temperature=self.temperature)
 
@@ -344,10 +350,10 @@ class RunConfig:
 
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "concurrency", "threads",
-     "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
-     "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis", "actors", "max_waiting",
-     "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "max_failed_share", "concurrency",
+     "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start",
+     "eval_in_background", "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
+     "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
 )  # fmt: skip
 """What a run is not another run for."""
 

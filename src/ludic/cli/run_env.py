@@ -4,12 +4,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ludic import registry
 from ludic.catalog import Suggested
+from ludic.envs.check import require_env
 from ludic.interaction.base import AnyEnv
-from ludic.types import ConfigError, LudicError
+from ludic.types import ConfigError, Failure, LudicError, UnknownName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,17 +27,23 @@ class FoundEnv:
 
     def make(self, arguments: Mapping[str, Any]) -> AnyEnv:
         try:
-            return self.factory(**arguments)
-        except (TypeError, ValueError, KeyError) as error:
-            if isinstance(error, LudicError):
-                raise
+            made = self.factory(**arguments)
+        except LudicError:
+            raise
+        except Exception as error:  # the env's own code may raise anything
             given = ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
-            raise ConfigError(f"The env {self.id!r} cannot be made with {given or 'no arguments'}: {error}") from error
+            failure = Failure.from_exception(error)
+            hint = ". Give arguments with --set NAME=VALUE." if isinstance(error, TypeError) and not arguments else ""
+            raise ConfigError(
+                f"The env {self.id!r} cannot be made with {given or 'no arguments'}: {failure.summary}{hint}"
+                + (f"\n{failure.user_traceback}" if failure.user_traceback else "")
+            ) from error
+        return require_env(made, self.id)
 
 
 def find_env(id: str) -> FoundEnv:
     """A registered env, or `module:Class` / `file.py:Class` of your own."""
-    spec = registry.envs.spec(id)
+    spec = registry.envs.spec(id) if ":" in id else _registered(id)
     found = spec.load()
     return FoundEnv(
         id=id,
@@ -44,3 +52,19 @@ def find_env(id: str) -> FoundEnv:
         example=dict(spec.example),
         suggested=spec.suggested,
     )
+
+
+def _registered(id: str) -> registry.EntrySpec:
+    """The entry of a registered env; what is plainly a file or a folder is answered as such."""
+    try:
+        return registry.envs.spec(id)
+    except UnknownName:
+        path = Path(id)
+        if path.suffix == ".py":
+            raise ConfigError(f"{id} is a file; which env in it? Write {id}:Class.") from None
+        if path.parent != Path() and path.parent.is_dir():
+            there = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml"))) or "none"
+            raise ConfigError(
+                f"There is no run in {id}, nor an env of that name. Runs in {path.parent}: {there}."
+            ) from None
+        raise

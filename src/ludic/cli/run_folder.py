@@ -1,7 +1,7 @@
 """The folder of a run: may it be used, where does the run stand, what does it hold.
 
-runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/  wandb_id  server/
-              of a pipeline also: rollouts/actor-0-….jsonl  weights/weights_20.safetensors  redis/  logs/learner.log
+runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  checkpoints/step_000020/  wandb_id  server/
+              of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
 """
 
 import secrets
@@ -107,9 +107,10 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
         if start.starts_over:
             (folder / METRICS).unlink(missing_ok=True)
             (folder / WANDB_ID).unlink(missing_ok=True)
-            for file in (folder / ROLLOUTS).glob("from_step_*.jsonl"):  # those of actors go on being written
+            for file in (folder / ROLLOUTS).glob("from_step_*.jsonl*"):  # those of actors go on being written
                 file.unlink()
-        rollouts_file(folder, start).unlink(missing_ok=True)
+        for file in (folder / ROLLOUTS).glob(f"from_step_{start.first_step:06d}.jsonl*"):  # older runs wrote plain ones
+            file.unlink()
         (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -119,7 +120,7 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
 
 def rollouts_file(folder: Path, start: Start) -> Path:
     """A file for each start: what an interrupted one played after its last checkpoint is played again in the next."""
-    return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl"
+    return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl.gz"
 
 
 def wandb_id(folder: Path) -> str:

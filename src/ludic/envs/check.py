@@ -7,6 +7,8 @@ that snapshots continue the same episode, and that the reference solution earns 
 """
 
 import asyncio
+import difflib
+import inspect
 import json
 import math
 import numbers
@@ -17,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ludic.envs.env import LudicEnv
+from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.types import (
     ConfigError,
     EnvContractError,
@@ -68,6 +71,38 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
             "checked. Offer legal_actions or reference_action, or raise max_steps.",
             stacklevel=2,
         )
+
+
+def require_env(made: object, what: str) -> LudicEnv[Any, Any, Any]:
+    """`made`, if it can be played at all: an env, with its methods in place. For commands, before anything is loaded."""
+    if not isinstance(made, LudicEnv):
+        raise ConfigError(
+            f"{what} is no env: it makes {'a class' if isinstance(made, type) else 'an object'} of type "
+            f"{type(made).__name__}. Derive it from ludic.envs.SingleAgentEnv and write env_reset(*, seed=None) and "
+            "env_step(action). Envs of Gymnasium and PettingZoo have adapters: `ludic envs`."
+        )
+    is_single = isinstance(made, SingleAgentEnv)
+    for plain, arguments in (("reset", {"seed": 0}), ("step", {})):
+        wanted = f"env_{plain}" if is_single else plain
+        spellings = [plain, f"async_{plain}"] + ([f"env_{plain}", f"async_env_{plain}"] if is_single else [])
+        base = SingleAgentEnv if is_single else LudicEnv
+        written = [name for name in spellings if getattr(type(made), name) is not getattr(base, name)]
+        if not written:
+            near = difflib.get_close_matches(wanted, vars(type(made)), n=1)
+            hint = f" Is {near[0]!r} meant to be it?" if near else ""
+            raise ConfigError(f"{what} has no {wanted}.{hint} Write {wanted}, or async_{wanted} if it does I/O.")
+        _check_signature(getattr(made, written[-1]), what, arguments)
+    return made
+
+
+def _check_signature(method: Callable[..., Any], what: str, arguments: dict[str, Any]) -> None:
+    try:
+        inspect.signature(method).bind(*([] if arguments else ["action"]), **arguments)
+    except TypeError as error:
+        expected = "(*, seed=None)" if arguments else "(action)"
+        raise ConfigError(
+            f"{what}: {method.__name__}{inspect.signature(method)} cannot be called as {method.__name__}{expected}: {error}."
+        ) from error
 
 
 def _last_outcomes(record: Record) -> list[StepOutcome]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.types import EnvironmentStep, Rollout, Step, StopReason, is_parse_failure
+from ludic.types import EnvironmentStep, Rollout, Step, StopReason, is_parse_failure, was_rejected_as_cut_off
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"([+-]?)0*(?=[\d.]*\d)(\d*)(?:\.(\d*?)0*)?", re.ASCII)
@@ -33,6 +33,10 @@ class Outcome:
     """What votes in majority@k; None when the last reply could not be read."""
     has_parse_error: bool
     """Some reply could not be read (one that was cut off is never read)."""
+    has_unreadable_reply: bool
+    """Some reply came to its own end and could not be read."""
+    has_cut_off_reply: bool
+    """Some reply ran out of tokens and was not read."""
     is_truncated: bool
     """A limit ended it: turns, context, tokens of the last reply. An unreadable last reply is no limit."""
     failure: str | None
@@ -51,6 +55,7 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
     reward = sum(step.reward_components.get("env", step.reward) for step in env_steps)
     last = rollout.steps[-1] if rollout.steps else None
     facts = env_steps[-1].info if env_steps else {}
+    unread = [step for step in rollout.steps if is_parse_failure(step)]
     illegal = [bool(step.info["illegal_move"]) for step in env_steps if "illegal_move" in step.info]
     return Outcome(
         rollout_id=rollout.id,
@@ -59,7 +64,9 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
         reward=reward,
         total_reward=rollout.total_reward,
         answer=_answer(last),
-        has_parse_error=any(map(is_parse_failure, rollout.steps)),
+        has_parse_error=bool(unread),
+        has_unreadable_reply=any(not was_rejected_as_cut_off(step) for step in unread),
+        has_cut_off_reply=any(map(was_rejected_as_cut_off, unread)),
         is_truncated=_is_truncated(rollout, last),
         failure=None if rollout.failure is None else f"{rollout.failure.error}: {rollout.failure.message}",
         result=facts["result"] if isinstance(facts.get("result"), str) else None,
@@ -133,5 +140,5 @@ def _answer(last: Step | None) -> str | None:
 
 def _is_truncated(rollout: Rollout, last: Step | None) -> bool:
     if rollout.stop in (StopReason.MAX_STEPS, StopReason.PARSE_ERROR) and last is not None and is_parse_failure(last):
-        return last.trace is not None and last.trace.finish_reason == "length"
+        return was_rejected_as_cut_off(last)
     return rollout.stop is not None and rollout.stop.is_truncation

@@ -1,4 +1,4 @@
-"""Checks of a run: the mistakes that cost a day, because training goes on and merely learns worse.
+"""Checks of a run, and a look back at its end: the mistakes that cost a day, because training goes on and merely learns worse.
 
 Those of the model and of the first batch warn and do not stop: each message says what was seen and what usually causes it.
 Weights that are not finite end the run.
@@ -73,6 +73,50 @@ def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
             "kl_actor_policy_q1 to _q4 say where in a sample they differ."
         ]
     )
+
+
+def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """For a finished run, from its logged updates: whether most of them had no gradient, and the likely cause; else None."""
+    updates = [row for row in rows if row.get("train/grad_norm") is not None]
+    idle = [row for row in updates if row["train/grad_norm"] == 0]
+    if 2 * len(idle) <= len(updates):
+        return None
+    if len(idle) == len(updates):
+        what = f"Nothing was learned: the gradient was zero in every update ({len(idle)})."
+    else:
+        what = f"Little was learned: the gradient was zero in {len(idle)} of {len(updates)} updates."
+    return f"{what} {_likely_cause(idle)}"
+
+
+def _likely_cause(idle: Sequence[Mapping[str, Any]]) -> str:
+    """The first cause, in the order in which they hide each other, that explains every update without a gradient."""
+
+    def always(name: str, value: float) -> bool:
+        return all(row.get(f"train/{name}") == value for row in idle)
+
+    if always("parse_error_rate", 1) and always("unreadable_rate", 0):
+        return (
+            "Every episode had replies that ran out of tokens before they ended, so they were not read. Give more with "
+            "--max-tokens, or read them as they are with --cut-off read."
+        )
+    if always("parse_error_rate", 1):
+        return (
+            "Every episode had replies that the parser could not read. Compare --parser, and the format that the prompt asks "
+            "for, with the replies in the run's rollouts."
+        )
+    if always("total_reward_std", 0):
+        rewards = {row.get("train/avg_total_reward") for row in idle}
+        how_much = f", {next(iter(rewards)):g}" if len(rewards) == 1 and None not in rewards else " within each update"
+        return (
+            f"All episodes earned the same reward{how_much}, so none was better than another. Look at the env's reward, or make "
+            "the task easier until some episodes succeed."
+        )
+    if always("zero_weight_rate", 1):
+        return (
+            "Rewards differed between tasks, but never between the rollouts of one task. Raise --group-size or --temperature, or "
+            "choose tasks that are neither too easy nor too hard."
+        )
+    return "Weights were not zero, so the loss dropped every sample: look at clipping, corrections and masks in metrics.jsonl."
 
 
 def _warned(messages: list[str]) -> list[str]:

@@ -62,10 +62,19 @@ from ludic.types.reducers import (
     apply_reducers_to_records,
     default_reducers,
     percent_keys,
+    result_names,
+    result_rates,
 )
 from ludic.types.repeating import require_repeatable_reply, unrepeatable_settings
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, prompt_key
-from ludic.types.rollout import Failure, Rollout, is_parse_failure, load_rollouts, save_rollouts
+from ludic.types.rollout import (
+    Failure,
+    Rollout,
+    is_parse_failure,
+    load_rollouts,
+    save_rollouts,
+    was_rejected_as_cut_off,
+)
 from ludic.types.samples import (
     ActorTokenLogps,
     HasActorLogps,
@@ -99,7 +108,7 @@ __all__ = [
     "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions", "unrepeatable_settings", "require_repeatable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
-    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "save_rollouts",
+    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "was_rejected_as_cut_off", "save_rollouts",
     "load_rollouts",
     "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest", "prompt_key",
     "SAWItem", "SAWBatch", "SampleAttachments", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
@@ -107,6 +116,7 @@ __all__ = [
     "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
     "TeacherScorer", "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
+    "result_names", "result_rates",
     "derive_seed", "objective_of", "with_objective",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",

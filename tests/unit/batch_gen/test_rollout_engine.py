@@ -294,10 +294,11 @@ async def test_too_many_failures_stop_the_run_early_and_name_the_first():
     requests = [request(env={"fail_on": i} if i < 6 else {}) for i in range(20)]
     engine = make_engine(client, max_retries=0, max_failed_share=0.2)
     with pytest.raises(
-        TooManyFailures, match=r"5 of 20 episodes failed.*episode 0: RuntimeError: broken env 0"
+        TooManyFailures,
+        match=r"5 of 20 .* 5 x at parts\.py:\d+ in env_step, first in episode 0 \(env seed \d+.*: RuntimeError: broken env 0",
     ) as info:
         await engine.generate_rollouts(requests, max_steps=1, concurrency=1)
-    assert "broken env 2" in str(info.value) and "broken env 3" not in str(info.value)
+    assert "broken env 1" not in str(info.value), "failures of one kind are one"
     assert client.num_begun <= 7, "the run does not go on once the limit is passed"
 
 
@@ -312,6 +313,51 @@ async def test_progress_counts_every_episode():
     requests = [request(), request(env={"fail_on": 1}), request()]
     await make_engine(max_retries=0, on_progress=seen.append).generate_rollouts(requests, max_steps=1, concurrency=1)
     assert [(p.num_done, p.num_failed, p.num_episodes) for p in seen] == [(1, 0, 3), (2, 1, 3), (3, 1, 3)]
+
+
+async def test_progress_tells_tokens_and_the_slowest_episode_while_a_batch_is_played():
+    seen: list[str] = []
+
+    class Looks(ScriptedClient):
+        async def complete_tokens(self, request):
+            seen.append(str(engine.progress))
+            return await super().complete_tokens(request)
+
+    engine = make_engine(Looks(["<a>inc</a>"] * 2))
+    assert engine.progress is None
+    await engine.generate_rollouts([request("counting", {"target": 2})], max_steps=3)
+    num_tokens = len("<a>inc</a>") + 1  # one per byte, and the end
+    assert seen[0].startswith("0 of 1 episodes, 0 tokens") and seen[0].endswith("slowest: episode 0, 0 s so far")
+    assert seen[1].startswith(f"0 of 1 episodes, {num_tokens} tokens ("), "of an episode that is going on"
+    assert engine.progress is None
+
+
+async def test_failures_of_one_kind_show_the_users_own_frames_once_and_then_their_number(caplog):
+    broken = [request(env={"fail_on": 1}) for _ in range(3)]
+    engine = make_engine(max_retries=1, max_failed_share=1)
+    await engine.generate_rollouts(broken, max_steps=1, concurrency=1)
+    first, count = [record.getMessage() for record in caplog.records]
+    assert (
+        first.startswith("Episode 0 (env seed ") and "failed, and is tried again: RuntimeError: broken env 1" in first
+    )
+    assert 'raise RuntimeError(f"broken env {self.fail_on}")' in first and "/src/ludic/" not in first
+    assert "request_meta" not in first
+    assert count.endswith("in env_step: 6 failed tries so far.")
+    caplog.clear()
+    await engine.generate_rollouts(broken[:1], max_steps=1)
+    assert not caplog.records, "a few more are in the metrics, not in the log"
+
+
+async def test_a_broken_contract_is_told_without_frames(caplog):
+    class Forgets(SeededEnv):
+        def env_step(self, action):
+            return "ok", 1.0, True
+
+    engine = make_engine(max_retries=0, max_failed_share=1, env_registry={"forgets": Forgets})
+    await engine.generate_rollouts([request("forgets")], max_steps=1)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "Forgets.env_step returned tuple ('ok', 1.0, True); it must return a StepOutcome" in told
+    assert ".py" not in told and "\n" not in told
 
 
 # --- batches ---

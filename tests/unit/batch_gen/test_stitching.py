@@ -216,7 +216,7 @@ def test_meta_holds_ludics_facts_and_small_ones_of_the_env_that_cannot_replace_t
         "env_seed": 5, "sampling_seed": 6,
         "step_index": 3, "step_kind": "env", "num_turns": 2, "reward": 1.5, "total_reward": 1.5,
         "completion_length": 3, "prompt_length": 3, "truncated": False, "terminated": True, "stop": None, "episode_truncated": False,
-        "finish_reason": "stop", "parse_error": False, "num_parse_errors": 0,
+        "finish_reason": "stop", "parse_error": False, "num_parse_errors": 0, "num_cut_off": 0,
         "request_meta": {"group_id": "g", "topic": "t"},
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -170,8 +171,8 @@ def pipeline_config(redis: RedisServer, name: str, arguments: list[str]) -> tupl
 
 
 def episodes(folder: Path) -> list[dict]:
-    files = sorted((folder / "rollouts").glob("actor-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    files = sorted((folder / "rollouts").glob("actor-*.jsonl.gz"))
+    return [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
 def test_actors_feed_a_learner_that_evaluates_and_accounts_for_every_sample(ludic, shared_redis):  # noqa: F811

@@ -46,7 +46,7 @@ def test_the_tiny_model_is_told_of_the_tools_and_may_search(tmp_path, monkeypatc
     (tmp_path / "q.jsonl").write_text(json.dumps(sample) + "\n")
     done = runner.invoke(app, ["eval", "musique_search", "--model", "tiny", "--data", "q.jsonl", "--max-tokens", "8"])
     assert done.exit_code == 0, done.output
-    (rollouts,) = (tmp_path / "runs" / "eval" / "musique_search-tiny").rglob("rollouts/*.jsonl")
+    (rollouts,) = (tmp_path / "runs" / "eval" / "musique_search-tiny").rglob("rollouts/*.jsonl.gz")
     (rollout,) = load_rollouts(rollouts)
     prompt = make_tiny(0).tokenizer.decode(rollout.agent_steps[0].trace.prompt_token_ids.tolist())
     assert '"name": "search"' in prompt and rollout.meta["agent_name"] == "react_agent"

@@ -171,10 +171,10 @@ def test_what_actors_wrote_survives_a_learner_that_starts_over(tmp_path):
     config = config_with(tmp_path)
     rollouts = config.folder / "rollouts"
     rollouts.mkdir(parents=True)
-    for name in ("actor-0-00000001.jsonl", "from_step_000000.jsonl"):
+    for name in ("actor-0-00000001.jsonl.gz", "from_step_000000.jsonl.gz"):
         (rollouts / name).write_text("{}\n")
     prepare_folder(config, Start(starts_over=True))
-    assert [path.name for path in rollouts.iterdir()] == ["actor-0-00000001.jsonl"]
+    assert [path.name for path in rollouts.iterdir()] == ["actor-0-00000001.jsonl.gz"]
 
 
 def test_a_pipeline_may_be_resumed_with_another_redis_and_more_actors(ludic, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.types.errors import DISTRIBUTION
+from ludic.types.errors import DISTRIBUTION, MissingExtra
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -117,12 +117,15 @@ def test_every_extra_that_an_error_names_exists():
         (file.name, extra)
         for file in written_files()
         for given in re.findall(
-            r"""(?:(?:MissingExtra|how_to_install|need_extras)\(\s*|\bextra=)["']([\w,-]+)["']""", file.read_text()
+            r"""(?:(?:MissingExtra|how_to_install|need_extras)\(\s*|\bextra=)["'](\w[\w,-]*)["']""", file.read_text()
         )
         for extra in given.split(",")
     }
     assert {extra for _, extra in named} >= {"game-boy", "train", "endpoint", "pipeline"}
     assert not {(file, extra) for file, extra in named if extra not in extras}
+    for extra in extras:
+        said = str(MissingExtra(extra, "That"))
+        assert f"pip install -e '.[{extra}]'" in said and f"pip install '{DISTRIBUTION}[{extra}] @ git+" in said
 
 
 def test_no_text_installs_from_a_package_index_what_is_not_there():

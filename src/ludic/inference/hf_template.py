@@ -25,11 +25,12 @@ _CITY = {"type": "object", "properties": {"city": {"type": "string", "descriptio
 _CALL_TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Look it up.", "parameters": _CITY}}]
 _GARBLED = (f"'city': '{_REPLY}'", f'\\"city\\": \\"{_REPLY}')
 """Arguments as Python prints a dict, or as a JSON text within a JSON text: the template was given the wrong form."""
-_END_OF_TURN = (
+END_OF_TURN = (
     "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>",
     "</s>", "<|end|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "[|endofturn|]",
     "<|end_of_msg|>",
 )  # fmt: skip
+"""Tokens that are known to end a turn."""
 
 
 class HFChatTemplate(ChatTemplate):
@@ -57,7 +58,7 @@ class HFChatTemplate(ChatTemplate):
         self._special_ids = {i for i, token in added.items() if token.special}
         longest_first = sorted((self._texts[i] for i in self._special_ids), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._end_ids = {i for i, text in self._texts.items() if text in {*_END_OF_TURN, *end_of_turn}}
+        self._end_ids = {i for i, text in self._texts.items() if text in {*END_OF_TURN, *end_of_turn}}
         if tokenizer.eos_token_id is not None:
             self._end_ids.add(tokenizer.eos_token_id)
         self._call_forms: dict[bool, _CallForm] = {}

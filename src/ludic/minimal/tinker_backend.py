@@ -79,5 +79,9 @@ class TinkerRenderer(ChatRenderer):
     """Messages ↔ tokens of a model's own chat format."""
 
     def __init__(self, model: TinkerModel) -> None:
-        decode = partial(model.remote.tokenizer.decode, skip_special_tokens=True)
-        super().__init__(model.template, partial(up_to_stop, decode=decode, sampling=model.policy().sampling))
+        tokenizer, sampling = model.remote.tokenizer, model.policy().sampling
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+        super().__init__(model.template, partial(up_to_stop, decode=decode, sampling=sampling))

@@ -45,8 +45,11 @@ def _rollout_facts(rollout: Rollout, outcome: Outcome) -> dict[str, Any]:
 
 
 def _step_facts(step: Step, calls: dict[str, Step]) -> dict[str, Any]:
-    holds_tokens = isinstance(step, AgentStep) or step.id in calls
-    made = [step] if holds_tokens else [calls[i] for i in step.agent_step_ids if i in calls]
+    made: list[Step]
+    if isinstance(step, AgentStep) or step.id in calls:
+        made = [step]
+    else:
+        made = [calls[i] for i in step.agent_step_ids if i in calls]
     trace = step.trace
     return {
         "step_index": step.index,

@@ -248,7 +248,7 @@ def train(settings: Settings, samples: list[Sample]) -> None:
     inference = InferenceSpec(sampling=sampling, return_=ReturnSpec.for_rl())
     asked = [request(sample, index, inference) for index, sample in enumerate(samples)]
     dice = random.Random(settings.seed)
-    algo = make_grpo(group_size=settings.group_size)
+    algo = make_grpo(group_size=settings.group_size, reduction="token_mean")
     algo = replace(algo, name="family_grpo", credit_assigner=FamilyCredit(algo.credit_assigner))
     try:
         trainer = Trainer(

@@ -175,7 +175,7 @@ def rollout_engine(settings: Settings, server: LocalEngine) -> RolloutEngine:
 def make_trainer(
     settings: Settings, model: Any, server: LocalEngine, train: list[Sample], held_out: list[Sample]
 ) -> Trainer:
-    algo = make_grpo(group_size=settings.samples_per_prompt)
+    algo = make_grpo(group_size=settings.samples_per_prompt, reduction="token_mean")
     answers = RolloutBatchSource(
         rollout_engine(settings, server),
         requests_fn=make_dataset_sequence_requests_fn(

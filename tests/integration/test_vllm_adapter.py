@@ -23,6 +23,7 @@ from ludic.distributed.adapter_folder import AdapterFolder
 from ludic.distributed.peft_adapter import base_parameters, read_adapter
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
+from tests.integration.conftest import running
 from tests.integration.test_vllm_weights import (
     PROMPTS,
     check_versions,
@@ -32,37 +33,17 @@ from tests.integration.test_vllm_weights import (
     logprobs,
     perturbed,
     running_requests,
-    shaped,
     weights_of,
 )
-from tests.integration.vllm_fixtures import RunningServer, save_tiny_model, skip_without_vllm, start_tiny_server
+from tests.integration.vllm_fixtures import LORA, LORA_RANK, VOCAB_SIZE, RunningServer, save_tiny_model
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
 pytestmark = pytest.mark.integration
 
-RANK = 8
-
-
-@pytest.fixture(scope="module")
-def lora_server(tmp_path_factory) -> Iterator[RunningServer]:
-    """One server with LoRA for this file; it holds one adapter at a time."""
-    yield from running(save_tiny_model(tmp_path_factory.mktemp("lora") / "tiny"), tmp_path_factory.mktemp("lora-run"))
-
-
-def running(model_dir: Path, run_folder: Path) -> Iterator[RunningServer]:
-    skip_without_vllm()
-    process = start_tiny_server(model_dir, run_folder, "--enable-lora", "--max-lora-rank", str(RANK))
-    try:
-        server = RunningServer(process=process, model_dir=model_dir, run_folder=run_folder)
-        server.wait()
-        yield server
-    finally:
-        process.stop()
-
 
 def adapted(server: RunningServer, **settings: Any) -> Any:
     """The served base with an adapter of random weights."""
-    config = {"r": RANK, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False, **settings}
+    config = {"r": LORA_RANK, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False, **settings}
     return peft.get_peft_model(load(server.model_dir), peft.LoraConfig(**config)).eval()
 
 
@@ -205,7 +186,9 @@ def test_a_server_that_threw_the_adapter_out_reads_the_newest_again(lora_server,
 def test_what_the_server_cannot_hold_is_refused_and_it_goes_on(lora_server, tmp_path):
     model = adapted(lora_server)
     publisher_of(lora_server, model).publish({}, version=1)
-    with pytest.raises(ConfigError, match=rf"rank 9.* at most {RANK}. Start it with --enable-lora --max-lora-rank 16"):
+    with pytest.raises(
+        ConfigError, match=rf"rank 9.* at most {LORA_RANK}. Start it with --enable-lora --max-lora-rank 16"
+    ):
         publisher_of(lora_server, adapted(lora_server, r=9)).publish({}, version=2)
     stranger = peft.get_peft_model(perturbed(load(lora_server.model_dir)), model.peft_config["default"])
     with pytest.raises(ConfigError, match="base is not the model .* has other values"):
@@ -291,18 +274,55 @@ def test_a_server_that_was_killed_comes_back_and_gets_the_adapter_again(lora_ser
     assert_serves(lora_server, merged(model), version=4)
 
 
+# --- other families ---
+
+
+def shaped(family: str) -> Any:
+    """Configurations with the traits that vLLM's loader treats specially: biases, tied heads, norms of heads."""
+    from transformers import Qwen2Config, Qwen3Config
+
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+        "pad_token_id": 256,
+    }
+    return {"qwen2": Qwen2Config(**sizes), "qwen3": Qwen3Config(**sizes, head_dim=32)}[family]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def family_server(request, tmp_path_factory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp(request.param)
+    yield from running(save_tiny_model(folder / "model", shaped(request.param)), folder / "run", *LORA)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_other_families_take_an_adapter_too(family, tmp_path):
-    servers = running(save_tiny_model(tmp_path / family, shaped(family)), tmp_path / "run")
-    server = next(servers)
-    try:
-        model = adapted(server)
-        publisher = publisher_of(server, model)
-        for version in (1, 2):
-            change(model, seed=version)
-            publisher.publish({}, version=version)
-            assert_serves(server, merged(model), version)
-        assert_serves(server, load(server.model_dir), 2, name="tiny")
-    finally:
-        servers.close()
+def test_other_families_are_fused_by_the_servers_loader(family_server, tmp_path):
+    model = load(family_server.model_dir)
+    assert "lm_head.weight" not in weights_of(model)
+    assert_serves(family_server, model, version=0, name="tiny")
+    other = perturbed(model)
+    publisher = create_vllm_publisher(client_of(family_server), timeout_s=60.0, transport="file", folder=tmp_path)
+    publisher.publish(weights_of(other), version=1)
+    assert_serves(family_server, other, version=1, name="tiny")
+    publisher.publish(weights_of(model), version=2)
+    assert_serves(family_server, model, version=2, name="tiny")
+
+
+@pytest.mark.slow
+def test_other_families_take_an_adapter_too(family_server):
+    model = adapted(family_server)
+    publisher = publisher_of(family_server, model)
+    for version in (3, 4):
+        change(model, seed=version)
+        publisher.publish({}, version=version)
+        assert_serves(family_server, merged(model), version)
+    assert_serves(family_server, load(family_server.model_dir), 4, name="tiny")

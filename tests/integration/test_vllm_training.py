@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from ludic.types import (
     SAWBatch,
     load_rollouts,
 )
+from tests import forked
 from tests.fakes import CountingEnv, RecordingClient, make_agent
 from tests.integration.test_vllm_weights import assert_serves
 from tests.integration.vllm_fixtures import RunningServer, skip_without_vllm
@@ -49,14 +48,17 @@ def player(tmp_path_factory) -> Path:
 
 def train_command(player: Path, runs: Path, *, steps: int) -> list[str]:
     return [
-        sys.executable, "-m", "ludic.cli.main", "train", "tic_tac_toe", "--set", "view=compact", "--model", str(player),
+        "-m", "ludic.cli.main", "train", "tic_tac_toe", "--set", "view=compact", "--model", str(player),
         "--engine", "vllm", "--steps", str(steps), "--rollouts-per-update", "32", "--group-size", "8", "--lr", "1e-2",
         "--max-tokens", "3", "--max-seq-len", "128", "--logger", "print", "--runs", str(runs), "--name", "run",
         "--dtype", "float32",
     ]  # fmt: skip
 
 
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+def train(command: list[str]) -> None:
+    run = forked.python(*command)
+    said = run.communicate(timeout=400)
+    assert run.returncode == 0, said
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,7 @@ def trained_adapter(player, tmp_path_factory) -> Path:
     skip_without_vllm()
     folder = tmp_path_factory.mktemp("adapter")
     command = [*train_command(player, folder, steps=3), "--lora-rank", "4", "--push", "adapter"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(command)
     return folder
 
 
@@ -75,13 +76,7 @@ def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
     """(folder, exit code, what it said) of a run with all weights whose server was killed after a few updates."""
     skip_without_vllm()
     folder = tmp_path_factory.mktemp("lost")
-    run = subprocess.Popen(
-        train_command(player, folder, steps=10_000),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ONE_THREAD,
-    )
+    run = forked.python(*train_command(player, folder, steps=10_000), output=folder / "output")
     try:
         metrics = folder / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 300
@@ -234,13 +229,12 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_episodes_and_gets_the_we
 def test_a_server_is_the_teacher_of_a_run(vllm_server, tmp_path):
     """It serves what the student begins as, so before the first update the two agree; the tokenizer is found by its folder."""
     command = [
-        sys.executable, "-m", "ludic.cli.main", "train", "tic_tac_toe", "--model", str(vllm_server.model_dir), "--algo", "opd",
+        "-m", "ludic.cli.main", "train", "tic_tac_toe", "--model", str(vllm_server.model_dir), "--algo", "opd",
         "--teacher", vllm_server.url, "--steps", "2", "--rollouts-per-update", "4", "--max-tokens", "8", "--max-steps", "1",
         "--max-seq-len", "1900", "--lr", "1e-2", "--logger", "none", "--runs", str(tmp_path), "--name", "run", "--dtype",
         "float32",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(command)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     kls = [row["train/teacher_kl"] for row in rows if "train/teacher_kl" in row]
     assert len(kls) == 2 and abs(kls[0]) < 1e-3 and rows[0]["perf/teacher_s"] > 0

@@ -23,8 +23,6 @@ from ludic.inference.vllm_buckets import describe, split_into_buckets
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.models.lora import dense_parameters
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
-from tests.integration.conftest import running
-from tests.integration.vllm_fixtures import VOCAB_SIZE, save_tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -293,52 +291,11 @@ def test_a_part_of_the_weights_is_never_taken_for_all_of_them(served):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_two_servers_get_the_same_version(served, second_vllm_server, transport):
+def test_two_servers_get_the_same_version(served, lora_server, transport):
     server, model = served
     other = perturbed(model)
-    publisher = publisher_of(server, second_vllm_server, transport=transport)
+    publisher = publisher_of(server, lora_server, transport=transport)
     publisher.publish(weights_of(other), version=11)
-    for one in (server, second_vllm_server):
+    for one in (server, lora_server):
         assert_serves(one, other, version=11)
     publisher.publish(weights_of(model), version=0)
-
-
-def shaped(family: str) -> Any:
-    """Configurations with the traits that vLLM's loader treats specially: biases, tied heads, norms of heads."""
-    from transformers import Qwen2Config, Qwen3Config
-
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.5,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": 256,
-    }
-    return {"qwen2": Qwen2Config(**sizes), "qwen3": Qwen3Config(**sizes, head_dim=32)}[family]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_other_families_are_fused_by_the_servers_loader(family, tmp_path):
-    folder = save_tiny_model(tmp_path / family, shaped(family))
-    servers = running(folder, tmp_path / "run")
-    server = next(servers)
-    try:
-        model = load(folder)
-        assert "lm_head.weight" not in weights_of(model)
-        assert_serves(server, model, version=0)
-        other = perturbed(model)
-        publisher = publisher_of(server, transport="file", folder=tmp_path)
-        publisher.publish(weights_of(other), version=1)
-        assert_serves(server, other, version=1)
-        publisher.publish(weights_of(model), version=2)
-        assert_serves(server, model, version=2)
-    finally:
-        servers.close()

@@ -18,6 +18,8 @@ from ludic.inference.vllm_server import VLLMServerProcess, start_vllm_server, wa
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 320
 MAX_MODEL_LEN = 2048
+LORA_RANK = 8
+LORA = ("--enable-lora", "--max-lora-rank", str(LORA_RANK))
 START_TIMEOUT_S = 400
 """Half a minute on a quiet machine; a busy one may take several times that."""
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

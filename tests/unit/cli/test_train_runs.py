@@ -252,7 +252,9 @@ def test_algorithm_agent_parser_and_tools_of_ones_own_are_found_again_on_resume(
     assert min(rewards(folder)) >= 0.25, "the parser's reward"
     config = read_toml(RunConfig, folder / "config.toml")
     assert config.agent.tools == ("parts/own.py:spell", "calculator") and config.algo.algo == "parts/own.py:steady"
-    prompt = next(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl.gz")).agent_steps[0].trace.prompt_token_ids
+    prompt = (
+        next(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl.gz")).agent_steps[0].trace.prompt_token_ids
+    )
     assert "The letters of a word." in character_tokenizer().decode(prompt.tolist())
     for wrong, message in (
         (["--algo", "parts/own.py:nothing"], "gives a NoneType; it must return an RLAlgorithm"),

@@ -203,6 +203,7 @@ def oracle(env: MuSiQueSearchEnv) -> ReActAgent:
     )
 
 
+@pytest.mark.slow
 async def test_the_oracle_earns_full_reward_on_every_shipped_question():
     support = []
     for row in read_jsonl("musique"):

@@ -53,8 +53,11 @@ class Failure:
 
 
 _INSTALLED = tuple(
-    f"{Path(path).resolve()}{os.sep}"
-    for path in {Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
+    f"{Path(folder).resolve()}{os.sep}"
+    for folder in (
+        str(Path(__file__).parents[1]),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
 )
 """Folders whose code is not the user's: Ludic, the standard library, installed packages."""
 

@@ -53,7 +53,7 @@ class HFChatTemplate(ChatTemplate):
         self.tool_parser = tool_parser
         # The members of a group begin with the same prompt; tokenising it is the dearest part of a call.
         self._encode = lru_cache(maxsize=512)(self._encode_afresh)
-        added = tokenizer.added_tokens_decoder
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
         self._texts: dict[int, str] = {i: token.content for i, token in added.items()}
         self._special_ids = {i for i, token in added.items() if token.special}
         longest_first = sorted((self._texts[i] for i in self._special_ids), key=len, reverse=True)

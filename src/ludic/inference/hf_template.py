@@ -96,8 +96,9 @@ class HFChatTemplate(ChatTemplate):
         whole = self._try_render([_HELLO, _CALL], _CALL_TOOLS, False)
         if prompt is None or whole is None:
             return None
-        if self._call_form(False) is _as_prose and "<tool_call>" not in prompt:
-            return None  # it neither writes calls nor teaches the form in which we write them
+        is_told = prompt != self._try_render([_HELLO], None, True)
+        if self._call_form(False) is _as_prose and is_told and "<tool_call>" not in prompt:
+            return None  # it teaches another form than the one in which we write calls that a template does not write
         reply = self._special.sub("", whole[len(self._common_start(prompt, whole)) :])  # as a reply is decoded
         return next((parser for parser in TOOL_PARSERS if parser.parse(reply).tool_calls == _CALL["tool_calls"]), None)
 

@@ -294,9 +294,7 @@ class ServedModel:
         self.settings = settings
         self.model = loaded.model
         self.server = LocalEngine(loaded.model, loaded.tokenizer, seed=settings.seed)
-        self.template = HFChatTemplate(
-            loaded.tokenizer, tool_parser=tool_parser_for(str(loaded.tokenizer.chat_template))
-        )
+        self.template = HFChatTemplate(loaded.tokenizer, tool_parser=tool_parser_for(loaded.tokenizer))
 
     def engine(self, jsonl: Path | None) -> RolloutEngine:
         def make(sample: Sample) -> DelegatingProtocol:

@@ -153,7 +153,7 @@ def player(settings: Settings) -> tuple[ChatClient, ChatTemplate, Callable[[], N
     from ludic.inference.local import LocalEngine
 
     server = LocalEngine(settings.model)
-    parser = tool_parser_for(str(server.tokenizer.chat_template))
+    parser = tool_parser_for(server.tokenizer)
     return server, HFChatTemplate(server.tokenizer, tool_parser=parser), server.close
 
 

@@ -146,7 +146,7 @@ def from_hub(split: str, limit: int) -> list[Sample]:
 def make_searcher(settings: Settings, server: LocalEngine) -> Callable[[], SingleAgentProtocol]:
     """A new agent for each episode. The search tool is not its own: the env brings it along."""
     tokenizer = server.tokenizer
-    template = HFChatTemplate(tokenizer, tool_parser=tool_parser_for(str(tokenizer.chat_template)))
+    template = HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer))
 
     def searcher() -> SingleAgentProtocol:
         agent = ReActAgent(

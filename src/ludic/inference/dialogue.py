@@ -4,6 +4,7 @@ An agent of `ludic.agents` does both, among other things; here they are alone.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ludic.inference.chat_template import ChatTemplate, ToolSchemas, shows_tools
 from ludic.inference.conversation import Conversation, Prompt
@@ -60,14 +61,14 @@ def find_stop(text: str, sampling: SamplingParams, num_exempt: int = 0) -> int |
     return min((at for at in found if at >= 0), default=None)
 
 
-def up_to_stop(ids: TokenIds, decode: Callable[[list[int]], str], sampling: SamplingParams) -> str:
+def up_to_stop(ids: TokenIds, tokenizer: Any, sampling: SamplingParams) -> str:
     """The text before the first stop text: that belongs to the tokens, and not to the message.
 
     A stop text that the first `min_tokens` tokens hold has ended nothing, and stays.
     """
-    tokens = list(ids)
-    text = decode(tokens)
-    return text[: find_stop(text, sampling, len(decode(tokens[: sampling.min_tokens])))]
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
+    exempt = tokenizer.decode(list(ids)[: sampling.min_tokens], skip_special_tokens=True)
+    return text[: find_stop(text, sampling, len(exempt))]
 
 
 class ClientPolicy:

@@ -53,7 +53,7 @@ class HFChatTemplate(ChatTemplate):
         self.tool_parser = tool_parser
         # The members of a group begin with the same prompt; tokenising it is the dearest part of a call.
         self._encode = lru_cache(maxsize=512)(self._encode_afresh)
-        added = tokenizer.added_tokens_decoder
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
         self._texts: dict[int, str] = {i: token.content for i, token in added.items()}
         self._special_ids = {i for i, token in added.items() if token.special}
         longest_first = sorted((self._texts[i] for i in self._special_ids), key=len, reverse=True)
@@ -96,8 +96,9 @@ class HFChatTemplate(ChatTemplate):
         whole = self._try_render([_HELLO, _CALL], _CALL_TOOLS, False)
         if prompt is None or whole is None:
             return None
-        if self._call_form(False) is _as_prose and "<tool_call>" not in prompt:
-            return None  # it neither writes calls nor teaches the form in which we write them
+        is_told = prompt != self._try_render([_HELLO], None, True)
+        if self._call_form(False) is _as_prose and is_told and "<tool_call>" not in prompt:
+            return None  # it teaches another form than the one in which we write calls that a template does not write
         reply = self._special.sub("", whole[len(self._common_start(prompt, whole)) :])  # as a reply is decoded
         return next((parser for parser in TOOL_PARSERS if parser.parse(reply).tool_calls == _CALL["tool_calls"]), None)
 

@@ -1,7 +1,6 @@
 """`LocalModel`: sampled by the embedded engine, trained by the library's trainer, on one set of weights in this process."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ludic.batch_gen.bare_calls import GivenBatch
@@ -58,8 +57,7 @@ class LocalModel:
 
     def renderer(self) -> ChatRenderer:
         template = HFChatTemplate(self.tokenizer, tool_parser=tool_parser_for(self.tokenizer))
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return ChatRenderer(template, partial(up_to_stop, decode=decode, sampling=self.sampling))
+        return ChatRenderer(template, lambda ids: up_to_stop(ids, self.tokenizer, self.sampling))
 
     async def update(self, batch: TrainingBatch) -> UpdateResult:
         self._given.give(batch)

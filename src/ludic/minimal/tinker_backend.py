@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,4 @@ class TinkerRenderer(ChatRenderer):
 
     def __init__(self, model: TinkerModel) -> None:
         tokenizer, sampling = model.remote.tokenizer, model.policy().sampling
-
-        def decode(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-        super().__init__(model.template, partial(up_to_stop, decode=decode, sampling=sampling))
+        super().__init__(model.template, lambda ids: up_to_stop(ids, tokenizer, sampling))

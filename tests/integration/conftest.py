@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.vllm_fixtures import LORA, RunningServer, save_tiny_model, skip_without_vllm, start_tiny_server
+from ludic.inference.vllm_server import VLLMServerProcess
+from tests.integration.vllm_fixtures import (
+    LORA,
+    RunningServer,
+    save_tiny_model,
+    skip_without_vllm,
+    start_warm_server,
+)
 
 
 @pytest.fixture(scope="session")
@@ -27,22 +34,21 @@ def vllm_model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_server(vllm_model_dir, tmp_path_factory) -> Iterator[RunningServer]:
-    """One real vLLM server for all tests (it takes half a minute to start). Whoever pushes weights pushes the first
-    ones back; whoever pauses or kills it leaves it running."""
-    yield from running(vllm_model_dir, tmp_path_factory.mktemp("vllm-run"))
+    """One real vLLM server for all tests. A test that pushes weights pushes the first
+    ones back; one that pauses or kills it leaves it running."""
+    skip_without_vllm()
+    yield from running(start_warm_server(vllm_model_dir, tmp_path_factory.mktemp("vllm-run")), vllm_model_dir)
 
 
 @pytest.fixture(scope="session")
 def lora_server(vllm_server) -> Iterator[RunningServer]:
     """Another server with the same model and the same control token, which takes adapters; one at a time."""
-    yield from running(vllm_server.model_dir, vllm_server.run_folder, *LORA)
+    yield from running(start_warm_server(vllm_server.model_dir, vllm_server.run_folder, *LORA), vllm_server.model_dir)
 
 
-def running(model_dir: Path, run_folder: Path, *flags: str) -> Iterator[RunningServer]:
-    skip_without_vllm()
-    process = start_tiny_server(model_dir, run_folder, *flags)
+def running(process: VLLMServerProcess, model_dir: Path) -> Iterator[RunningServer]:
     try:
-        server = RunningServer(process=process, model_dir=model_dir, run_folder=run_folder)
+        server = RunningServer(process=process, model_dir=model_dir, run_folder=process.log.parent)
         server.wait()
         yield server
     finally:

@@ -282,10 +282,8 @@ def metric(url: str, pattern: str) -> float:
 # --- several servers, and a server that dies ---
 
 
-async def test_two_servers_behind_one_client_share_the_work_and_keep_their_conversations(
-    vllm_server, second_vllm_server
-):
-    both = VLLMChatClient(servers=[vllm_server.url, second_vllm_server.url], control_token=vllm_server.control_token)
+async def test_two_servers_behind_one_client_share_the_work_and_keep_their_conversations(vllm_server, lora_server):
+    both = VLLMChatClient(servers=[vllm_server.url, lora_server.url], control_token=vllm_server.control_token)
     prompts = [some_prompt(70, seed) for seed in range(16)]
     first = await asyncio.gather(*(both.complete_tokens(a_request(prompt, **GREEDY)) for prompt in prompts))
     homes = [info["server"] for _, info in first]
@@ -294,17 +292,15 @@ async def test_two_servers_behind_one_client_share_the_work_and_keep_their_conve
         following = np.concatenate([prompt, response.completion_token_ids, some_prompt(3)])
         _, info = await both.complete_tokens(a_request(following, temperature=0.0, max_tokens=4))
         assert info["server"] == home
-    alone = VLLMChatClient(servers=[second_vllm_server.url])
+    alone = VLLMChatClient(servers=[lora_server.url])
     for prompt, (response, _) in zip(prompts[:4], first[:4], strict=True):
         there = await answer_of(alone, a_request(prompt, **GREEDY))
         assert there.completion_token_ids.tolist() == response.completion_token_ids.tolist()
     assert await both.get_policy_version() <= await alone.get_policy_version()
 
 
-async def test_a_server_that_is_killed_fails_episodes_as_data_and_is_used_again_when_it_returns(
-    second_vllm_server, tokenizer
-):
-    server = second_vllm_server
+async def test_a_server_that_is_killed_fails_episodes_as_data_and_is_used_again_when_it_returns(lora_server, tokenizer):
+    server = lora_server
     client = VLLMChatClient(server.host, server.port, max_retries=1, wait_s=0.01)
     recorder = RecordingClient(client)
 

@@ -35,7 +35,15 @@ from tests.integration.test_vllm_weights import (
     running_requests,
     weights_of,
 )
-from tests.integration.vllm_fixtures import LORA, LORA_RANK, VOCAB_SIZE, RunningServer, save_tiny_model
+from tests.integration.vllm_fixtures import (
+    LORA,
+    LORA_RANK,
+    VOCAB_SIZE,
+    RunningServer,
+    save_tiny_model,
+    skip_without_vllm,
+    start_warm_server,
+)
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
 pytestmark = pytest.mark.integration
@@ -300,8 +308,10 @@ def shaped(family: str) -> Any:
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3"])
 def family_server(request, tmp_path_factory) -> Iterator[RunningServer]:
+    skip_without_vllm()
     folder = tmp_path_factory.mktemp(request.param)
-    yield from running(save_tiny_model(folder / "model", shaped(request.param)), folder / "run", *LORA)
+    model_dir = save_tiny_model(folder / "model", shaped(request.param))
+    yield from running(start_warm_server(model_dir, folder / "run", *LORA), model_dir)
 
 
 @pytest.mark.slow

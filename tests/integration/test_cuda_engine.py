@@ -190,11 +190,11 @@ def test_logits_that_are_not_finite_fail_their_request_alone(temperature):
     from ludic.inference.local import LocalEngine, LogitsNotFinite
 
     model = tiny()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[499] = float("nan")
-        model.lm_head.weight[499] = 0.0
     texts = [[t for t in p if t != 499] for p in prompts(6)]
     engine = LocalEngine(model, kv_tokens=20_000, compile_layers=False)
+    with torch.no_grad():  # after the engine has looked at its weights
+        model.get_input_embeddings().weight[499] = float("nan")
+        model.lm_head.weight[499] = 0.0
     expected = [r.completion_token_ids.tolist() for r in complete(engine, texts)]
 
     async def run() -> list[Any]:

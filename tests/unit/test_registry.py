@@ -213,7 +213,7 @@ def test_two_helpers_of_one_name_are_refused_by_name(here, envs):
         ("def broken(:\n", "", r"bad\.py, line 1, `def broken\(:`, raised SyntaxError: invalid syntax"),
         ("import bad_helper\n", "x ==\n", r"bad_helper\.py, line 1, `x ==`, raised SyntaxError"),
         ("import sys\nsys.exit('done')\n", "", r"bad\.py, line 2, `sys.exit\('done'\)`, raised SystemExit: done"),
-        ("from ludic.types import ConfigError\nMine = 3\n", "", r"bad.py:Mine is a int; for the env, name a class"),
+        ("from ludic.types import ConfigError\nMine = 3\n", "", r"bad.py:Mine is 3; for the env, name a class"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_one_sentence_with_the_users_line(here, envs, file, helper, message):

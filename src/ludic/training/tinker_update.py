@@ -36,6 +36,8 @@ def train_remotely(
     trained = policy.train(rows, built_in if built_in is not None else value_of, adam)
     stats = _stats(loss, items, trained, facts)
     _check(stats, trained)
+    if (norm := trained.metrics.get("unclipped_grad_l2:mean")) is not None:
+        stats["grad_clipped"] = float(0.0 < adam["grad_clip_norm"] < norm)
     return {**stats, **{_plain(name): value for name, value in trained.metrics.items()}}
 
 

@@ -299,6 +299,6 @@ def test_a_run_that_could_not_learn_says_so_in_its_last_line_and_why(ludic):
 
 @pytest.mark.slow
 def test_replies_that_are_cut_off_are_named_as_the_cause(ludic):
-    flags = ["--max-tokens", "2", "--cut-off", "reject", "--unreadable", "stop", "--steps", "1"]
+    flags = ["--max-tokens", "2", "--cut-off", "reject", "--unreadable", "stop", "--steps", "1", "--seed", "1"]
     ended = ludic("train", "letter.py:Letter", *SMALL, *flags)
     assert "ran out of tokens before they ended" in ended.out.splitlines()[-1], ended.out

@@ -1,7 +1,8 @@
 """`RolloutEngine`: requests in, episodes played concurrently, rollouts or a training batch out.
 
-The same requests give the same episodes whatever the concurrency, in the order of the requests. A failed episode is
-tried again and then kept as data; a run in which too many fail stops and says why.
+The same requests get the same seeds whatever the concurrency, and so the same episodes from a client that answers a seed alike
+(docs/engine.md says how far the embedded engine does). Results come in the order of the requests. A failed episode is tried
+again and then kept as data; a run in which too many fail stops and says why.
 """
 
 import asyncio

@@ -150,8 +150,7 @@ def _rebuilt(folder: Path) -> Any:
 
 
 def _write_rest(folder: Path, target: Path, with_optimizer: bool) -> None:
-    # A run that goes on needs its own position in the data; for weights alone it does not matter.
-    state = state_for(folder) if with_optimizer else read_state(folder)
+    state = state_for(folder) if with_optimizer else {"step": read_state(folder)["step"]}  # weights alone do not go on
     step = state.pop("step")
     metrics = read_json(folder / STATE_FILE)["metrics"]
     write_state(target, step, state, {name: value for name, value in metrics.items() if value is not None})

@@ -56,7 +56,7 @@ from ludic.training.publishing import Publishing
 from ludic.training.rng import restore_rng, rng_state
 from ludic.training.sharded_checkpoint import ShardedCheckpointManager
 from ludic.training.stats import StatSum, added_up, prefixed
-from ludic.training.stopping import StopRequested, StopSignal
+from ludic.training.stopping import StopRequested, StopSignal, run_sync
 from ludic.training.trainer_checks import GivenParts, check_parts
 from ludic.training.update import (
     AdapterOff,
@@ -575,10 +575,11 @@ class Trainer:
     # --- without asyncio ---
 
     def train_sync(self, num_steps: int | None = None) -> dict[str, float]:
-        return asyncio.run(self.train(num_steps))
+        """`train`, also where an event loop runs already: a notebook."""
+        return run_sync(self.train(num_steps), lambda: self.stop)
 
     def train_step_sync(self) -> dict[str, float]:
-        return asyncio.run(self.train_step())
+        return run_sync(self.train_step())
 
     def eval_sync(self) -> dict[str, float]:
-        return asyncio.run(self.eval())
+        return run_sync(self.eval())

@@ -193,7 +193,7 @@ def test_actors_feed_a_learner_that_evaluates_and_accounts_for_every_sample(ludi
         ended = ludic(*command("--eval-every", "3", "--eval-at-start", "--eval-episodes", "8"))
     assert ended.code == 0, ended.err
     assert "Done after update 6 of 6" in ended.out and "Samples: produced " in ended.out
-    assert "= 48 trained + " in ended.out.rpartition("Samples: ")[2] and "UNACCOUNTED" not in ended.out
+    assert "= 48 acknowledged + " in ended.out.rpartition("Samples: ")[2] and "UNACCOUNTED" not in ended.out
     rows = list(read_metrics(config.folder / "metrics.jsonl"))
     assert [row["step"] for row in rows if "eval/mean_reward" in row] == [0, 3, 6]
     assert all(report is not None and report.num_items for report in reports)
@@ -211,7 +211,7 @@ def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_red
     (tmp_path / "runs" / "again").rename(tmp_path / "runs" / "old")
     with actors_beside(config, 0):
         ended = ludic(*command())
-    assert ended.code == 0 and "= 8 trained + " in ended.out.rpartition("Samples: ")[2], ended.out
+    assert ended.code == 0 and "= 8 acknowledged + " in ended.out.rpartition("Samples: ")[2], ended.out
 
 
 @pytest.mark.parametrize("error", [LeaseLost("The lease is somebody else's."), RedisGone("Redis is away.")])

@@ -61,6 +61,36 @@ def test_steps_without_asyncio_can_be_taken_one_after_the_other():
     assert [trainer.train_step_sync()["train/step"] for _ in range(3)] == [1, 2, 3]
 
 
+async def test_training_without_asyncio_works_where_an_event_loop_runs():
+    """As in a notebook."""
+    trainer = hand_trainer(*[random_items([12, 20])] * 4)
+    assert trainer.train_sync(2)["train/step"] == 2
+    assert trainer.train_step_sync()["train/step"] == 3
+    with pytest.raises(ConfigError, match="no evaluator"):
+        trainer.eval_sync()
+
+
+@pytest.mark.parametrize(("same_wish_s", "interrupts"), [(5.0, False), (0.0, True)])
+async def test_a_signal_stops_training_in_a_notebook(same_wish_s, interrupts, monkeypatch, tmp_path):
+    class Interrupting(Given):
+        async def next_batch(self):
+            if len(self.batches) == 2:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    os.kill(os.getpid(), number)
+                await asyncio.sleep(60)
+            return await super().next_batch()
+
+    monkeypatch.setattr(stopping, "SAME_WISH_S", same_wish_s)
+    before = signal.getsignal(signal.SIGINT)
+    config = CheckpointConfig(output_dir=tmp_path)
+    source = Interrupting(*[random_items([12, 20])] * 4)
+    trainer = hand_trainer(batch_source=source, checkpoint_config=config)
+    with pytest.raises(KeyboardInterrupt) if interrupts else contextlib.nullcontext():
+        trainer.train_sync()
+    assert trainer.step == 2 and trainer.stop.is_set and signal.getsignal(signal.SIGINT) is before
+    assert CheckpointManager(config).steps() == ([] if interrupts else [2])
+
+
 def test_training_ahead_goes_on_in_another_event_loop():
     trainer, engine = small_bandit(make_source=lambda source: AsyncRolloutBatchSource(source, max_lag=1))
     positions = []

@@ -19,7 +19,8 @@ __all__ = ["shared_redis"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_rl"
 PATIENCE_S = 120  # a shared machine can be several times slower than its clock
 ACCOUNT = re.compile(
-    r"^produced (\d+) = (\d+) acknowledged \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) fetched \+ (\d+) waiting$", re.M
+    r"^produced (\d+) = (\d+) acknowledged \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) fetched \+ (\d+) waiting$",
+    re.M,
 )
 
 

@@ -125,7 +125,9 @@ def test_a_pipeline_that_is_interrupted_and_killed_in_parts_goes_on_where_it_was
         assert f"{name} was ended by SIGKILL; restart 1 of at most 5" in said, said
     assert "redis was ended by SIGKILL; restart 2 of at most 5" in said, said
     assert steps(folder) == list(range(1, last + 1)) and f"Done after update {last} of {last}" in said
-    assert account(said)["acknowledged"] == 16 * last, "what the killed learner had not saved was trained on again, once"
+    assert account(said)["acknowledged"] == 16 * last, (
+        "what the killed learner had not saved was trained on again, once"
+    )
     counts, in_queue = counted_by_hand(folder / "runs" / "run")
     assert counts["trained"] == 16 * last
     assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue

@@ -11,7 +11,7 @@ ENVS = sorted(BUILTINS["env"])
 ALL = [(kind, id) for kind, entries in BUILTINS.items() for id in sorted(entries)]
 
 
-@pytest.mark.parametrize("id", [pytest.param(id, marks=pytest.mark.slow) if id == "game_boy" else id for id in ENVS])
+@pytest.mark.parametrize("id", ENVS)
 async def test_env_keeps_the_contract(id: str):
     example = registry.envs.spec(id).example
     await check_env(lambda: registry.envs.make(id, **example))

@@ -223,7 +223,6 @@ async def random_episode(seed: int) -> tuple[Rollout, TaggingClient]:
     return rollout, client
 
 
-@pytest.mark.slow
 async def test_every_sampled_token_is_trained_exactly_once_wherever_it_folds():
     num_folds = num_folds_within_turns = num_unread = 0
     stops = set()

@@ -74,7 +74,6 @@ async def test_a_fresh_batch_is_taken_early_when_everything_has_expired():
     assert [numbers(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5]]
 
 
-@pytest.mark.slow
 async def test_a_sample_one_half_life_older_is_drawn_half_as_often():
     counts = {"recent": Counter(), "uniform": Counter()}
     for seed in range(600):

@@ -20,7 +20,6 @@ def test_a_file_is_read_line_by_line(tmp_path):
     assert read_samples(str(tmp_path / "a.jsonl")) == ROWS
 
 
-@pytest.mark.slow
 def test_a_dataset_is_read_by_name_and_split(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -121,7 +121,6 @@ def test_only_rank_0_makes_a_publisher_and_only_one(monkeypatch, rank, enabled, 
     assert server.version == (2 if num_made else 0)
 
 
-@pytest.mark.slow
 def test_200_publishes_of_an_adapter_leave_the_frozen_weights_as_they_were():
     peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     model = peft.get_peft_model(

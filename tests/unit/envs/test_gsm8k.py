@@ -70,6 +70,5 @@ def test_the_system_prompt_asks_for_a_box_and_can_be_replaced():
     assert GSM8KEnv(sample(), system_prompt="Be brief.").suggested_sysprompt == "Be brief."
 
 
-@pytest.mark.slow
 async def test_gsm8k_keeps_the_env_contract():
     await check_env(lambda: GSM8KEnv(sample()))

@@ -203,7 +203,6 @@ def oracle(env: MuSiQueSearchEnv) -> ReActAgent:
     )
 
 
-@pytest.mark.slow
 async def test_the_oracle_earns_full_reward_on_every_shipped_question():
     support = []
     for row in read_jsonl("musique"):

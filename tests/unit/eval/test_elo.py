@@ -70,7 +70,6 @@ def zermelo(matches: list[Match], anchor: str) -> dict[str, float]:
     return {name: SCALE * math.log(strength[name] / strength[anchor]) for name in players}
 
 
-@pytest.mark.slow
 def test_the_ratings_are_those_of_zermelos_iteration():
     matches = random_results(3)
     found = by_name(fit_elo(matches, anchor="p0", anchor_elo=0))

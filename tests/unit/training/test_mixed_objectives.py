@@ -206,7 +206,6 @@ async def test_rl_imitation_and_replay_together_learn_the_bandit():
     assert {"train/rl/loss", "train/rl/clip_frac", "train/sft/loss", "train/sft/nll_mean"} <= last.keys()
 
 
-@pytest.mark.slow
 async def test_a_resumed_mixture_goes_on_bit_for_bit(tmp_path):
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=3)
     small = {"group_size": 4, "num_prompts": 3}

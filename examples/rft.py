@@ -37,7 +37,7 @@ from ludic.types import InferenceSpec, LudicError, ReturnSpec, SamplingParams, S
 class Settings:
     """How much is sampled, what of it is kept, and how often it is imitated."""
 
-    rounds: int = 14
+    rounds: int = 20
     """Samplings, each from the policy as it is then."""
     questions: int = 8
     """Of one sampling."""

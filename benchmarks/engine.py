@@ -7,6 +7,7 @@ prompt 128, 256 new tokens). The limit is what one decoding step must at least t
 
     .venv/bin/python benchmarks/engine.py            # what this machine has
     .venv/bin/python benchmarks/engine.py --threads 1
+    .venv/bin/python benchmarks/engine.py --sampler   # drawing alone, per step, against torch.softmax and torch.multinomial
 """
 
 import argparse
@@ -17,9 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ludic.inference.local import LocalEngine
+from ludic.inference.local.sampling import sample
+from ludic.inference.local.sequence import Sequence
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 
@@ -190,14 +194,71 @@ def on_gpu() -> None:
         torch.cuda.empty_cache()
 
 
+def time_ms(draw: Callable[[Tensor], Any], logits_NV: Tensor) -> float:
+    """The best of some calls, each on logits of its own: sampling changes them in place."""
+    seconds = []
+    for _ in range(3 + 20_000_000 // logits_NV.numel() % 20):
+        own = logits_NV.clone()
+        sync_device(own)
+        started = time.perf_counter()
+        draw(own)
+        sync_device(own)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:]) * 1e3
+
+
+def sync_device(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def engine_draw(batch: int, device: str) -> Callable[[Tensor], Any]:
+    """What the engine does with logits at temperature 0.8."""
+    if device == "cuda":
+        from ludic.inference.local.triton_kernels import sample_rows
+
+        seeds, temperatures = torch.arange(batch, device=device), torch.full((batch,), 0.8, device=device)
+        return lambda logits_NV: sample_rows(logits_NV, seeds, seeds, temperatures)
+    sampling = SamplingParams(temperature=0.8, max_tokens=1)
+    request = TokenCompletionRequest(model="", prompt_token_ids=[1] * 20, sampling=sampling)
+    sequences = [Sequence(number=n, request=request, deliver=lambda *_: None, seed=n) for n in range(batch)]
+    return lambda logits_NV: sample(logits_NV, sequences)
+
+
+@torch.inference_mode()
+def sampler(device: str) -> None:
+    """Milliseconds to draw one token per row, with its log-prob."""
+
+    def softmax(logits_NV: Tensor) -> Tensor:
+        return torch.softmax(logits_NV / 0.8, dim=-1)
+
+    def multinomial(logits_NV: Tensor) -> Tensor:
+        probs_NV = softmax(logits_NV)
+        return probs_NV.gather(1, torch.multinomial(probs_NV, 1)).log()
+
+    print(
+        f"{'vocabulary':>10} {'batch':>6} {'softmax':>9} {'multinomial':>12} {'ours':>9} {'ours/multinomial':>17}   (ms)"
+    )
+    for vocab, batches in ((64, (64,)), (1024, (64,)), (49_152, (1, 16, 128)), (151_936, (1, 16, 128))):
+        for batch in batches:
+            logits_NV = torch.randn(batch, vocab, generator=torch.Generator().manual_seed(0)).to(device) * 3
+            alone, theirs = time_ms(softmax, logits_NV), time_ms(multinomial, logits_NV)
+            ours = time_ms(engine_draw(batch, device), logits_NV)
+            print(f"{vocab:10d} {batch:6d} {alone:9.3f} {theirs:12.3f} {ours:9.3f} {ours / theirs:16.2f}x")
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--threads", type=int, default=None)
+    arguments.add_argument("--sampler", action="store_true", help="time drawing alone")
     options = arguments.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"torch {torch.__version__}, {device}")
+    if options.sampler:
+        sampler("cuda" if torch.cuda.is_available() else "cpu")
+        return
     header()
     if torch.cuda.is_available():
         on_gpu()

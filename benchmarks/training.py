@@ -2,6 +2,7 @@
 
 - packed against padded, on a skewed length distribution (tokens per second, and how much of the padded batch is padding);
 - log-probs in chunks against full logits (peak memory, and that the gradients are the same);
+- a step that looks whether the weights are finite against one that does not;
 - on a GPU: trained tokens per second of two model shapes, with and without compiled layers;
 - on a GPU: a whole GRPO step, phase by phase (generation with the embedded engine on the same weights, update).
 
@@ -22,6 +23,7 @@ import torch
 from engine import make, qwen, smollm2, tiny
 
 from ludic.models.compiling import compile_layers
+from ludic.models.finite import FiniteCheck
 from ludic.models.head import Head, chosen_logps
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic.training.policy import TrainedPolicy
@@ -56,7 +58,14 @@ def skewed_lengths(count: int, shortest: int, longest: int) -> list[int]:
 
 
 def step_seconds(
-    model: Any, items: list[SAWItem], *, packed: bool, budget: int, repeat: int = 3, compiled: bool = False
+    model: Any,
+    items: list[SAWItem],
+    *,
+    packed: bool,
+    budget: int,
+    repeat: int = 3,
+    compiled: bool = False,
+    checked: bool = False,
 ) -> float:
     policy = TrainedPolicy(model, packed=packed)
     if compiled:
@@ -66,9 +75,12 @@ def step_seconds(
     for _ in range(repeat + 2):
         sync()
         started = time.perf_counter()
-        accumulate_gradients(policy, TokenClippedSurrogateLoss(), items, micro_token_budget=budget).means()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        sums = accumulate_gradients(policy, TokenClippedSurrogateLoss(), items, micro_token_budget=budget)
+        float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
+        if checked:
+            sums.add_max({"suspects": FiniteCheck(model.named_parameters()).num_suspects})
+        sums.means()
         optimizer.zero_grad()
         sync()
         seconds.append(time.perf_counter() - started)
@@ -89,6 +101,26 @@ def packed_against_padded() -> None:
         f"  padded (sorted by length)  {total / padded:12,.0f} tok/s\n"
         f"  packed                     {total / packed:12,.0f} tok/s   {padded / packed:.2f}x, no padding\n"
         f"  (batches of 8 in arrival order would be {1 - total / naive:.0%} padding)"
+    )
+
+
+def finite_check() -> None:
+    """As the trainer does it: after the step, read together with the step's other numbers."""
+    name, build, lengths = ("Qwen2.5-1.5B", qwen, [1024] * 16) if ON_GPU else ("SmolLM2-135M", smollm2, [128] * 2)
+    model = make(build, "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32).train()
+    items = samples(lengths, model.config.vocab_size)
+    without, ours = (
+        step_seconds(model, items, packed=True, budget=16_384, checked=checked) for checked in (False, True)
+    )
+    started = time.perf_counter()
+    for _ in range(5):
+        float(FiniteCheck(model.named_parameters()).num_suspects)
+    alone = (time.perf_counter() - started) / 5
+    print(
+        f"are the weights finite, {name} shape, {sum(lengths):,} tokens, all weights trained:\n"
+        f"  step without the check  {without * 1e3:9.1f} ms\n"
+        f"  step with it            {ours * 1e3:9.1f} ms   {ours / without:.3f}x; the check alone {alone * 1e3:.1f} ms, "
+        f"{alone / without:.2%} of a step"
     )
 
 
@@ -166,7 +198,7 @@ def trained_tokens_per_second() -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--only", choices=["packing", "memory", "speed", "grpo"], default=None)
+    arguments.add_argument("--only", choices=["packing", "memory", "finite", "speed", "grpo"], default=None)
     arguments.add_argument("--head", choices=["full", "chunks"], default=None, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.head:
@@ -178,6 +210,8 @@ def main() -> None:
         chunks_against_full_logits()
     if options.only in (None, "packing"):
         packed_against_padded()
+    if options.only in (None, "finite"):
+        finite_check()
     if ON_GPU and options.only in (None, "speed"):
         trained_tokens_per_second()
     if ON_GPU and options.only in (None, "grpo"):

@@ -2,7 +2,7 @@
 
     python scripts/plot_run.py runs/my_run runs/another --out curve.png
 
-A run is its folder, or a metrics.jsonl. Needs matplotlib (pip install 'ludic[plot]').
+A run is its folder, or a metrics.jsonl. Needs matplotlib (the extra plot).
 """
 # ruff: noqa: T201 - a script prints
 

@@ -2,7 +2,7 @@
 
 Shows: DelegatingProtocol, children with an env and tools of their own, rollouts of a whole family, and a credit rule by
 which children share the fate of their parent; played by an oracle without a model, by a model, or trained.
-Needs: `pip install 'ludic[search]'` and a JSONL file of questions; a model with native tool calling for --player model.
+Needs: the extra search and a JSONL file of questions; a model with native tool calling for --player model.
 Takes: seconds for the oracle; with a model, a parent and its two to four children per episode.
 
     python examples/delegation/delegate_musique.py --data musique.jsonl
@@ -248,7 +248,7 @@ def train(settings: Settings, samples: list[Sample]) -> None:
     inference = InferenceSpec(sampling=sampling, return_=ReturnSpec.for_rl())
     asked = [request(sample, index, inference) for index, sample in enumerate(samples)]
     dice = random.Random(settings.seed)
-    algo = make_grpo(group_size=settings.group_size)
+    algo = make_grpo(group_size=settings.group_size, reduction="token_mean")
     algo = replace(algo, name="family_grpo", credit_assigner=FamilyCredit(algo.credit_assigner))
     try:
         trainer = Trainer(
@@ -294,9 +294,7 @@ class ServedModel:
         self.settings = settings
         self.model = loaded.model
         self.server = LocalEngine(loaded.model, loaded.tokenizer, seed=settings.seed)
-        self.template = HFChatTemplate(
-            loaded.tokenizer, tool_parser=tool_parser_for(str(loaded.tokenizer.chat_template))
-        )
+        self.template = HFChatTemplate(loaded.tokenizer, tool_parser=tool_parser_for(loaded.tokenizer))
 
     def engine(self, jsonl: Path | None) -> RolloutEngine:
         def make(sample: Sample) -> DelegatingProtocol:

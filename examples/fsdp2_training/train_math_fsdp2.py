@@ -303,7 +303,7 @@ def make_evaluator(settings: Settings, client: ChatClient, tokenizer: Any) -> En
 
 def make_trainer(settings: Settings, ranks: Ranks, model: Any, tokenizer: Any, served: Served | None) -> Trainer:
     """`served` is on the first rank only, and with it everything that knows of rollouts."""
-    algo = make_grpo(group_size=settings.group_size)
+    algo = make_grpo(group_size=settings.group_size, reduction="token_mean")
     checkpoints = CheckpointConfig(
         settings.out / "checkpoints", every_n_steps=settings.checkpoint_every, max_to_keep=settings.max_to_keep
     )

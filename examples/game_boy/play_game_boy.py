@@ -1,7 +1,7 @@
 """A Game Boy game, played with the harness for long games: notes, a map of where it has been, summaries of the past.
 
 Shows: GameBoyEnv and GameBoyAgent together, a scripted policy on the same interface as a model, milestones and rollouts.
-Needs: `pip install 'ludic[game-boy]'`; a cartridge file of your own, or the small game that is built in; for --player
+Needs: the extra game-boy; a cartridge file of your own, or the small game that is built in; for --player
 model a model with native tool calling.
 Takes: two seconds for the script on the built-in game.
 
@@ -153,7 +153,7 @@ def player(settings: Settings) -> tuple[ChatClient, ChatTemplate, Callable[[], N
     from ludic.inference.local import LocalEngine
 
     server = LocalEngine(settings.model)
-    parser = tool_parser_for(str(server.tokenizer.chat_template))
+    parser = tool_parser_for(server.tokenizer)
     return server, HFChatTemplate(server.tokenizer, tool_parser=parser), server.close
 
 

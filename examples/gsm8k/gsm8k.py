@@ -1,7 +1,7 @@
 r"""GSM8K in one file: a one-shot prompt, boxed answers, math-verify, GRPO; accuracy and pass@8 on held-out questions.
 
 Shows: the whole loop on the library's parts, without a shared module; pass@k while training, the best checkpoint kept.
-Needs: a model; the questions from --data and --eval-data, or from the hub through `datasets` (pip install 'ludic[datasets]').
+Needs: a model; the questions from --data and --eval-data, or from the hub through `datasets` (the extra datasets).
 Takes: an estimated hour or more per step of 512 answers with smollm2-135m on two CPU cores; take fewer there, or use a GPU.
 
     python examples/gsm8k/gsm8k.py --model-name meta-llama/Llama-3.2-1B-Instruct --batch-size 64 --samples-per-prompt 8 \
@@ -175,7 +175,7 @@ def rollout_engine(settings: Settings, server: LocalEngine) -> RolloutEngine:
 def make_trainer(
     settings: Settings, model: Any, server: LocalEngine, train: list[Sample], held_out: list[Sample]
 ) -> Trainer:
-    algo = make_grpo(group_size=settings.samples_per_prompt)
+    algo = make_grpo(group_size=settings.samples_per_prompt, reduction="token_mean")
     answers = RolloutBatchSource(
         rollout_engine(settings, server),
         requests_fn=make_dataset_sequence_requests_fn(

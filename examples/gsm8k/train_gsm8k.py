@@ -122,7 +122,7 @@ def with_adapter(model: Any, rank: int) -> Any:
 def make_trainer(
     settings: Settings, model: Any, server: LocalEngine, train: list[Sample], held_out: list[Sample]
 ) -> Trainer:
-    algo = make_grpo(group_size=settings.group_size)
+    algo = make_grpo(group_size=settings.group_size, reduction="token_mean")
     engine = rollout_engine(server, server.tokenizer, seed=settings.seed)
     answers = RolloutBatchSource(
         engine,

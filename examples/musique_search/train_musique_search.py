@@ -2,7 +2,7 @@
 
 Shows: tools that belong to the task (a search over the question's paragraphs), several model calls per episode, a
 reward for the answer less a penalty for searching in circles, held-out accuracy before and after.
-Needs: a model with native tool calling, `pip install 'ludic[search]'`; questions from --data, or the hub through `datasets`.
+Needs: a model with native tool calling, the extra search; questions from --data, or the hub through `datasets`.
 Takes: eight steps of eight episodes by default; meant for one GPU.
 
     python examples/musique_search/train_musique_search.py --model-name Qwen/Qwen3.5-4B --lora-rank 16
@@ -146,7 +146,7 @@ def from_hub(split: str, limit: int) -> list[Sample]:
 def make_searcher(settings: Settings, server: LocalEngine) -> Callable[[], SingleAgentProtocol]:
     """A new agent for each episode. The search tool is not its own: the env brings it along."""
     tokenizer = server.tokenizer
-    template = HFChatTemplate(tokenizer, tool_parser=tool_parser_for(str(tokenizer.chat_template)))
+    template = HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer))
 
     def searcher() -> SingleAgentProtocol:
         agent = ReActAgent(
@@ -205,7 +205,7 @@ def with_adapter(model: Any, rank: int) -> Any:
 def make_trainer(
     settings: Settings, model: Any, server: LocalEngine, train: Sequence[Sample], held_out: Sequence[Sample]
 ) -> Trainer:
-    algo = make_grpo(group_size=settings.samples_per_prompt)
+    algo = make_grpo(group_size=settings.samples_per_prompt, reduction="token_mean")
     sampling = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
     episodes = RolloutBatchSource(
         rollout_engine(settings, server, settings.run_dir / "rollouts.jsonl"),

@@ -129,7 +129,7 @@ def with_adapter(model: Any, settings: Settings) -> Any:
 
 
 def make_trainer(settings: Settings, model: Any, server: LocalEngine) -> Trainer:
-    algo = make_grpo(group_size=settings.group_size, positive_only=settings.positive_only)
+    algo = make_grpo(group_size=settings.group_size, positive_only=settings.positive_only, reduction="token_mean")
     engine = settings.rollout_engine(server, server.tokenizer, jsonl_path=settings.rollout_log, seed=settings.seed)
     games = RolloutBatchSource(
         engine,

@@ -3,7 +3,8 @@
 One registry per kind of part. Ids are `name` for what Ludic ships and `namespace/name` for everybody else's;
 `ludic/name` is the long form of a built-in id. An installed package adds its parts through entry points of
 the groups `ludic.envs`, `ludic.agents`, `ludic.contexts`, `ludic.protocols`, `ludic.parsers`, `ludic.tools`
-and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`.
+and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`. A part of your own needs no registration: wherever an id
+is taken, so is `path/to/file.py:name` or `module:name`.
 
     from ludic import registry
     env = registry.envs.make("tic_tac_toe", agent_starts=False)
@@ -12,18 +13,27 @@ and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`.
     class Sum(SingleAgentEnv): ...
 """
 
+import ast
 import builtins
 import importlib
+import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping
+import sys
+import sysconfig
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ludic.catalog import BUILTINS, Suggested
-from ludic.types.errors import ConfigError, UnknownName
+from ludic.types.errors import ConfigError, LudicError, MissingExtra, UnknownName
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
@@ -52,7 +62,8 @@ class EntrySpec:
         module, _, attribute = self.target.partition(":")
         try:
             found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # somebody else's module may raise anything when it is imported
+        except Exception as error:  # a plugin's module may raise anything when it is imported
+            _name_extra(error, f"The {self.kind} {self.id!r}")
             raise ConfigError(
                 f"The {self.kind} {self.id!r} is registered as {self.target!r}, which cannot be imported: "
                 f"{type(error).__name__}: {error}"
@@ -129,6 +140,10 @@ class Registry:
         return sorted(self._entries)
 
     def spec(self, id: str) -> EntrySpec:
+        """Of a registered part, or of your own: then its file is loaded."""
+        if ":" in id:
+            found = _load_own(id, self.kind)
+            return EntrySpec(id=id, kind=self.kind, target=found, bind=self._is_part(found))
         key = id.removeprefix(_HOME)
         if key not in self._entries:
             self._load_plugins()
@@ -144,7 +159,12 @@ class Registry:
         _check_arguments(spec, factory, merged)
         if spec.bind:
             return partial(factory, **merged) if merged else factory
-        return factory(**merged)
+        try:
+            return factory(**merged)
+        except Exception as error:
+            if ":" not in id or isinstance(error, LudicError):
+                raise
+            raise ConfigError(f"Cannot make the {self.kind} {id!r}: {_where_raised(error)}.") from error
 
     def __contains__(self, id: object) -> bool:
         return isinstance(id, str) and id.removeprefix(_HOME) in self.list()
@@ -157,9 +177,12 @@ class Registry:
             owner = point.dist.name if point.dist is not None else "plugin"
             key = f"{owner}/{point.name}"
             if key not in self._entries:
-                # A plugin's parser or tool is the callable itself; everything else is a class or factory.
                 bind = self.kind in ("parser", "tool")
                 self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.value, bind=bind)
+
+    def _is_part(self, found: Callable[..., Any]) -> bool:
+        """A function that is a parser or a tool is the part itself; a class makes one, and so does a factory of other kinds."""
+        return self.kind in ("parser", "tool") and not inspect.isclass(found)
 
 
 def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -179,6 +202,125 @@ def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mappi
             f"The {spec.kind} {spec.id!r} cannot be made like that: {error}. It takes: {takes}."
         ) from error
 
+
+# --- parts of your own: file.py:name and module:name -------------------------------------------------------------
+
+
+def _load_own(id: str, kind: str) -> Callable[..., Any]:
+    place, _, name = id.rpartition(":")
+    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    found: Any = getattr(module, name, None)
+    if found is None:
+        inside = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise UnknownName.among(f"{kind} in {place}", name, inside)
+    if not callable(found):
+        raise ConfigError(f"{id} is {found!r:.60}; for the {kind}, name a class or a function.")
+    return found
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        with _importing_from(Path.cwd()):
+            return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        _name_extra(error, f"The module {name}")
+        raise ConfigError(f"Cannot load the module {name}: {_where_raised(error)}.") from error
+
+
+def _load_file(place: str) -> ModuleType:
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise ConfigError(f"There is no file {place} in {Path.cwd()}. Write path/to/file.py:name.")
+    # A name of its own: a file called math.py is not the standard library's, nor that of another folder.
+    name = f"ludic_own_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "it ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pickling looks classes up there
+    try:
+        with _importing_from(path.parent):
+            _check_neighbours(path)
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, ConfigError):
+            raise
+        _name_extra(error, place)
+        raise ConfigError(f"Cannot load {place}: {_where_raised(error)}.") from error
+    return module
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """`import helper` finds the helper.py of this folder, as it does under `python file.py`; but the standard library comes first,
+    and once the file is loaded so do installed packages: a datasets.py there is not what transformers imports."""
+    entry = str(folder)
+    place = next((i for i, p in enumerate(sys.path) if Path(p).name in _INSTALLED), len(sys.path))
+    sys.path.insert(place, entry)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the file may have changed the path itself
+            sys.path.remove(entry)
+        if entry not in sys.path:
+            sys.path.append(entry)  # for imports inside functions
+
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def _check_neighbours(path: Path) -> None:
+    """Python has one module of a name: the file must not be given another folder's helper instead of the one beside it."""
+    for name in _imported_names(path) - sys.stdlib_module_names:
+        beside = next(
+            (p for p in (path.with_name(f"{name}.py"), path.parent / name / "__init__.py") if p.is_file()), None
+        )
+        found = None if beside is None else importlib.util.find_spec(name)
+        if beside and found and found.origin and Path(found.origin).resolve() != beside.resolve():
+            raise ConfigError(
+                f"{path} imports {name!r}, which is {beside}, but {found.origin} has that name already. Rename one of the two."
+            )
+
+
+def _imported_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    with suppress(SyntaxError, ValueError):  # running the file says so
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(str(node.module).partition(".")[0])
+    return names
+
+
+def _name_extra(error: BaseException, needed_for: str) -> None:
+    """An import of PyTorch that fails, in a file of Ludic's or of the user's, means a missing extra."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "safetensors"):
+        raise MissingExtra("train", needed_for) from error
+
+
+def _where_raised(error: BaseException) -> str:
+    """The innermost line of the user's own files, and what it raised."""
+    if isinstance(error, SyntaxError) and error.filename:
+        place, number, line, what = error.filename, error.lineno, error.text or "", error.msg
+    else:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        place, number, line = (own[-1].filename, own[-1].lineno, own[-1].line or "") if own else ("", None, "")
+        what = str(error)
+    raised = f"{type(error).__name__}: {what}".rstrip(".")
+    return f"{place}, line {number}, `{line.strip()}`, raised {raised}" if place else raised
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    others = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
+    return path.is_file() and not set(_INSTALLED) & set(path.parts) and not any(map(path.is_relative_to, others))
+
+
+# --- one registry per kind ---------------------------------------------------------------------------------------
 
 envs = Registry("env")
 agents = Registry("agent")

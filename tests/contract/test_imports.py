@@ -86,7 +86,9 @@ def test_nobody_imports_the_cli():
     assert not importers
 
 
-LIGHT = ["", *sorted((MAY_IMPORT.keys() | {"cli.main"}) - MAY_BE_HEAVY)]
+ALONE = {"cli.main", "inference.client", "inference.sampling", "training.batching.rollout_engine"}
+"""Modules that load without torch, too."""
+LIGHT = ["", *sorted((MAY_IMPORT.keys() | ALONE) - MAY_BE_HEAVY)]
 IMPORT_EACH_ALONE = f"""
 import json, multiprocessing, sys, traceback
 import msgspec, numpy  # the slow part of each import, and no part's own
@@ -115,7 +117,7 @@ def module_of(package: str) -> str:
 @pytest.fixture(scope="module")
 def loaded_alone() -> dict[str, list[str] | str]:
     """The heavy packages that each module loads in a process in which it is the first of ludic, or its traceback."""
-    built = [package for package in LIGHT if package in ("", "cli.main") or files_of(package)]
+    built = [package for package in LIGHT if package in ("", *ALONE) or files_of(package)]
     command = [sys.executable, "-c", IMPORT_EACH_ALONE, *map(module_of, built)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

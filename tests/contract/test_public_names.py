@@ -58,6 +58,37 @@ NAMES = {
     "ludic.eval": "EngineEvaluator SnapshotEvaluator evaluate run_eval run_eval_sync EvalReport Grading make_report "
     "paired_difference Outcome outcome_of outcomes_of step_records Estimate mean_estimate share_estimate pass_at_k "
     "majority_at_k",
+    # The paths that the seeds name; what is there lives elsewhere.
+    "ludic.inference.client": "ChatClient VersionedClient ChatResponse TokenCompletionRequest",
+    "ludic.inference.sampling": "SamplingConfig SamplingParams ReturnSpec InferenceSpec",
+    "ludic.training.algorithm": "RLAlgorithm make_reinforce make_reinforce_baseline make_grpo make_dr_grpo make_gspo make_cispo "
+    "make_sapo make_gmpo make_scalerl make_sft PreprocessFn compose_preprocess validate_actor_logps drop_zero_weight_samples "
+    "filter_zero_variance_groups",
+    "ludic.training.loss": "Loss ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss CISPOLoss "
+    "SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss selective_log_softmax",
+    "ludic.training.batching": "RolloutEngine RolloutBatchSource OfflineBatchSource PipelineBatchSource run_pipeline_actor "
+    "GRPORequestStrategy IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
+    "make_dataset_sequence_requests_fn make_chat_template_step_to_item",
+    "ludic.training.batching.rollout_engine": "RolloutEngine",
+    "ludic.training.trainer": "Trainer",
+    "ludic.training.config": "TrainerConfig",
+    "ludic.training.checkpoint": "CheckpointConfig CheckpointManager",
+    "ludic.distributed.interfaces": "PolicyPublisher ControlPlane TensorCommunicator",
+    "ludic.distributed.publisher": "BroadcastPolicyPublisher Rank0OnlyPublisher PolicyPublisher",
+    "ludic.envs.env": "LudicEnv",
+    "ludic.envs.single_agent_env": "SingleAgentEnv",
+    "ludic.envs.dataset_qa_env": "DatasetQAEnv",
+    "ludic.agents.base_agent": "Agent",
+    "ludic.agents.tool_agent": "ToolAgent",
+    "ludic.agents.react_agent": "ReActAgent",
+    "ludic.context.base": "ContextStrategy",
+    "ludic.context.full_dialog": "FullDialog",
+    "ludic.context.truncated_thinking": "TruncatedThinkingContext",
+    "ludic.interaction.base": "InteractionProtocol",
+    "ludic.interaction.single_agent": "SingleAgentProtocol SingleAgentSyncProtocol",
+    "ludic.interaction.multi_agent": "MultiAgentProtocol",
+    "ludic.inference.vllm_client": "VLLMChatClient",
+    "ludic.inference.vllm_server": "start_vllm_server",
     "ludic.registry": "register make list spec envs agents contexts protocols parsers tools algorithms",
 }
 
@@ -176,6 +207,24 @@ def test_public_names_are_there(module: str):
     loaded = importlib.import_module(module)
     missing = [name for name in NAMES[module].split() if not hasattr(loaded, name)]
     assert not missing
+
+
+def test_a_name_at_the_path_of_the_seeds_is_the_one_that_is_used():
+    from ludic.batch_gen import RolloutEngine
+    from ludic.training import CISPOLoss, make_grpo
+    from ludic.training.algorithm import make_grpo as seeds_grpo
+    from ludic.training.batching import RolloutEngine as seeds_engine
+    from ludic.training.batching.rollout_engine import RolloutEngine as engine_of_module
+    from ludic.training.loss import CISPOLoss as seeds_loss
+
+    assert (seeds_grpo, seeds_loss, seeds_engine, engine_of_module) == (
+        make_grpo,
+        CISPOLoss,
+        RolloutEngine,
+        RolloutEngine,
+    )
+    with pytest.raises(ImportError, match="NotThere"):
+        from ludic.training.batching import NotThere  # noqa: F401
 
 
 @pytest.mark.parametrize("target", PARAMETERS)

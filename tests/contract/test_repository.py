@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ludic.types.errors import DISTRIBUTION, MissingExtra
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -101,8 +103,66 @@ def test_the_project_file_says_what_the_issue_asks():
     assert {"hf", "math", "dev"} <= project["optional-dependencies"].keys()
 
 
+def written_files() -> list[Path]:
+    """What users read: code, pages, scripts and manifests."""
+    folders = ("src", "docs", "examples", "scripts", "deploy", "requirements")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*")]
+    read = {".py", ".md", ".sh", ".yaml", ".toml", ".txt", ".sbatch"}
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(file for file in files if file.suffix in read)]
+
+
 def test_every_extra_that_an_error_names_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for file in (ROOT / "src").rglob("*.py"):
-        for extra in re.findall(r'MissingExtra\(\s*"(\w+)"', file.read_text()):
-            assert extra in extras, f"{file.name} tells people to install ludic[{extra}]"
+    named = {
+        (file.name, extra)
+        for file in written_files()
+        for given in re.findall(
+            r"""(?:(?:MissingExtra|how_to_install|need_extras)\(\s*|\bextra=)["'](\w[\w,-]*)["']""", file.read_text()
+        )
+        for extra in given.split(",")
+    }
+    assert {extra for _, extra in named} >= {"game-boy", "train", "endpoint", "pipeline"}
+    assert not {(file, extra) for file, extra in named if extra not in extras}
+    for extra in extras:
+        said = str(MissingExtra(extra, "That"))
+        assert f"pip install -e '.[{extra}]'" in said and f"pip install '{DISTRIBUTION}[{extra}] @ git+" in said
+
+
+def test_no_text_installs_from_a_package_index_what_is_not_there():
+    """`ludic` on PyPI is another project, and ludic-rl is on no index: a clone and git work."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION != "ludic"
+    inside = [extra for one in project["optional-dependencies"].values() for extra in one if extra.startswith("ludic")]
+    assert inside and all(extra.startswith(f"{DISTRIBUTION}[") for extra in inside)
+    wrong = re.compile(rf"pip install[^\n`]*[\s'\"](?:ludic\b(?!-)|{DISTRIBUTION}\b(?!(?:\[.*?\])? @ ))|\bludic\[\w")
+    assert (
+        wrong.search("pip install ludic") and wrong.search("pip install -U 'ludic[hf]'") and wrong.search("ludic[hf]")
+    )
+    assert wrong.search("pip install ludic-rl") and not wrong.search("pip install 'ludic-rl[hf] @ git+https://x'")
+    found = {
+        file.relative_to(ROOT).as_posix(): hit[0] for file in written_files() if (hit := wrong.search(file.read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_system_packages_are_installed_without_questions_and_only_where_missing(tmp_path, missing):
+    commands = {"id": "echo 0", "apt-get": 'echo "$DEBIAN_FRONTEND $@" >> ' + str(tmp_path / "ran")}
+    commands |= {} if missing else {"bwrap": "true"}
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    script = ROOT / "scripts" / "install_system.sh"
+    done = subprocess.run(
+        ["/bin/sh", script, "bwrap=bubblewrap", "id=coreutils"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    ran = (tmp_path / "ran").read_text().splitlines() if (tmp_path / "ran").exists() else []
+    assert ran == (
+        ["noninteractive update -q", "noninteractive install -y -q --no-install-recommends bubblewrap"]
+        if missing
+        else []
+    )

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from math import log
 
 import pytest
 
@@ -26,10 +27,12 @@ def test_the_program_learns_as_the_page_says_and_the_pieces_run_after_it(tmp_pat
     lines = promised.splitlines()
     found = printed.splitlines()[: len(lines)]
     assert [NUMBER.sub("#", line) for line in found] == [NUMBER.sub("#", line) for line in lines]
-    for here, there in zip(found, lines, strict=True):
-        # Another processor rounds differently, and after a few steps it samples other tokens.
-        assert numbers(here) == pytest.approx(numbers(there), abs=0.35), here
-    assert numbers(found[-1])[1] > 0.9, "the reward at the end"
+    # What holds for every seed, and so on every machine: rounding changes the run as another seed does.
+    steps, rewards, entropies, esses, lags = zip(*map(numbers, found), strict=True)
+    assert steps == (10, 20, 30, 40) and set(lags) == {0} and min(esses) > 0.99
+    assert rewards[-1] > 0.8, "chance is one half; 0.88 was the lowest of eight seeds"
+    assert 5.3 < entropies[0] < log(264), "that of 264 tokens, all but equally likely"
+    assert sorted(entropies, reverse=True) == list(entropies) and entropies[-1] < 5
     assert (tmp_path / "runs" / "letters" / "metrics.jsonl").read_text().count("\n") == 5
 
 

@@ -435,7 +435,7 @@ def test_questions_without_a_file_need_datasets_and_say_so(tmp_path):
     (tmp_path / "datasets.py").write_text("raise ImportError('no datasets here')\n")
     process = forked.python(EXAMPLES / "gsm8k" / "eval_gsm8k.py", environment={"PYTHONPATH": str(tmp_path)})
     _, errors = process.communicate(PATIENCE_S)
-    assert process.returncode == 1 and "pip install 'ludic[datasets]'" in errors and "--data" in errors
+    assert process.returncode == 1 and "pip install 'ludic-rl[datasets] @ git" in errors and "--data" in errors
 
 
 def test_every_example_is_in_the_table_and_says_what_it_shows_needs_and_takes():

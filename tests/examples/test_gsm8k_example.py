@@ -124,5 +124,5 @@ def test_without_files_the_questions_come_from_the_hub_through_datasets(program,
     ]
     assert asked == [("openai/gsm8k", "main", "test")]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(LudicError, match=r"ludic\[datasets\]"):
+    with pytest.raises(LudicError, match=r"ludic-rl\[datasets\]"):
         program.load_questions(None, "train")

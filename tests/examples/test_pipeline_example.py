@@ -19,7 +19,8 @@ __all__ = ["shared_redis"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_rl"
 PATIENCE_S = 120  # a shared machine can be several times slower than its clock
 ACCOUNT = re.compile(
-    r"^produced (\d+) = (\d+) trained \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) in queue$", re.M
+    r"^produced (\d+) = (\d+) acknowledged \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) fetched \+ (\d+) waiting$",
+    re.M,
 )
 
 
@@ -51,9 +52,9 @@ def test_actor_and_trainer_meet_train_resume_and_account_for_every_item(meeting,
     finally:
         actor.kill()
     for printed, num_updates in ((first, 3), (again, 5)):
-        produced, trained, *others = map(int, ACCOUNT.search(printed).groups())
-        assert produced == trained + sum(others)
-        assert trained == 16 * num_updates, "all that was trained on is saved, and acknowledged"
+        produced, acknowledged, *others = map(int, ACCOUNT.search(printed).groups())
+        assert produced == acknowledged + sum(others)
+        assert acknowledged == 16 * num_updates, "all that was trained on is saved, and acknowledged"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["train/num_samples"] == 16 and row["train/lag_max"] <= 2 for row in rows)

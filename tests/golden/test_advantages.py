@@ -40,6 +40,15 @@ def test_advantages_worked_by_hand():
     assert done.weight == pytest.approx((-0.05 + 0.5 + 0.6) / 3)
 
 
+def test_rounding_errors_of_a_perfect_critic_are_not_scaled_up():
+    # The critic is off by one float32 step in two of four episodes: 6e-8 over 3e-8 + 1e-8 would be weights of ±0.75.
+    right = np.float32(0.7)
+    said = [right, np.nextafter(right, np.float32(1)), right, np.nextafter(right, np.float32(1))]
+    items = [item([right], rollout=str(n)) for n in range(4)]
+    done = TokenGAE().credit(items, [np.array([value]) for value in said])
+    assert all(not one.token_weights.any() and one.weight == 0.0 for one in done)
+
+
 @pytest.mark.parametrize("rule", [TokenGAE, TurnGAE])
 def test_an_episode_in_two_samples_is_one_chain_whatever_their_order(rule):
     """The second turn lies in both: a summary at the end of one segment, the action at the beginning of the next."""

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 from ludic.training.credit_assignment import (
@@ -13,6 +14,7 @@ from ludic.training.credit_assignment import (
     LeaveOneOutReturn,
     MonteCarloReturn,
     PerStepReward,
+    StateGroupReturn,
     TurnGroupReturn,
     gae,
 )
@@ -82,6 +84,31 @@ def test_positive_only_clamps_after_the_division():
     members = [rollout([0.0, 0.0]), rollout([0.0]), rollout([1.0, -1.0]), rollout([1.0, 3.0])]
     *low, high = per_turn(GroupNormalizedReturn(4, normalize_adv=True, positive_only=True), *members)
     assert low == [[0.0, 0.0], [0.0], [0.0, 0.0]] and high == near([3**0.5] * 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        GroupNormalizedReturn(4, normalize_adv=True),
+        GroupNormalizedReturn(4),
+        HybridNormalizedReturn(4),
+        TurnGroupReturn(4, normalize=True),
+        StateGroupReturn(4),
+    ],
+)
+def test_equal_rewards_with_rounding_errors_get_no_weight(rule, scale):
+    # 0.7 as float32 and its neighbour: a spread of 3e-8 over 3e-8 + 1e-8 would be weights of ±0.75.
+    low = np.float32(0.7 * scale)
+    high = np.nextafter(low, np.float32(np.inf))
+    members = [rollout([float(reward)]) for reward in (low, high, low, high)]
+    assert per_turn(rule, *members) == [[0.0]] * 4
+
+
+def test_a_small_spread_of_rewards_still_counts():
+    # totals 100 and 100.01: deviation 0.005, a ten-thousandth of the rewards but far above rounding
+    low, high = per_turn(GroupNormalizedReturn(2, normalize_adv=True), rollout([100.0]), rollout([100.01]))
+    assert low == near([-1.0], rel=1e-5) and high == near([1.0], rel=1e-5)
 
 
 def two_groups():

@@ -43,6 +43,8 @@ from ludic.training.losses import (
     mismatch_stats,
 )
 from ludic.training.losses.mismatch import effective_share
+from ludic.training.update import batch_facts
+from ludic.types import SAWItem
 
 LN_1_5, LN_2 = 0.4054651081081644, 0.6931471805599453
 
@@ -122,13 +124,13 @@ def test_reinforce_baseline(reduction):
     # A − 0.5 = 1.5, 1.5, −1.5: t0 1.5·1.5·1 = 2.25; t1 4.5; t2 −0.5·(−1.5)·(−0.5) = −0.375.
     check_reduced(
         ReinforceBaselineLoss(**settings(reduction)), batch(), [2.25, 4.5, -0.375], [-2.25, -2.25, 0.75], reduction,
-        baseline=0.5,
+        baseline=0.5, adv_mean=0.0, adv_abs_mean=1.5,
     )  # fmt: skip
 
 
 def test_reinforce_baseline_normalised():
     # (A − 0.5) / 1.5 = 1, 1, −1: t0 1.5, t1 3, t2 −0.25; sum 4.25.
-    check(ReinforceBaselineLoss(normalize=True), batch(), 2.125, [-0.75, -0.75, 0.25])
+    check(ReinforceBaselineLoss(normalize=True), batch(), 2.125, [-0.75, -0.75, 0.25], adv_mean=0.0, adv_abs_mean=1.0)
 
 
 # --- the clipped surrogate ------------------------------------------------------------------------------------
@@ -359,6 +361,25 @@ def test_batch_normalised_weights(reduction):
     # (A − 0.5) / 1.5 = 1, 1, −1. t0 held at 1.2, t1 1 free, t2 held at −0.8.
     loss = BatchNormalized(TokenClippedSurrogateLoss(**settings(reduction)))
     check_reduced(loss, batch(), [-1.2, -1, 0.8], [0, -1, 0], reduction, adv_mean=0.0, adv_abs_mean=1.0)
+
+
+@pytest.mark.parametrize("loss", [BatchNormalized(ReinforceLoss()), ReinforceBaselineLoss(normalize=True)])
+def test_equal_weights_with_rounding_errors_are_not_scaled_up(loss):
+    low = torch.tensor(0.7)
+    weights = torch.stack([low, torch.nextafter(low, torch.tensor(1.0))])
+    items = [SAWItem([1, 2], None, [0, 1], float(weight)) for weight in weights]
+    facts = batch_facts(items)
+    tokens = ActionTokens(
+        logps=torch.zeros(2, requires_grad=True), weights=weights, item_index=torch.arange(2), num_items=2, facts=facts,
+        old_logps=torch.zeros(2),
+    )  # fmt: skip
+    loss.of(tokens)[0].backward()
+    assert tokens.logps.grad.abs().max() < 1e-6
+    padded = {"input_ids": torch.tensor([[1, 2]] * 2), "action_mask": torch.tensor([[0, 1]] * 2), "weight": weights,
+              "actor_logps": torch.zeros(2, 2)}  # fmt: skip
+    logits = torch.zeros(2, 2, 4, requires_grad=True)
+    loss.compute(logits, padded)[0].backward()
+    assert logits.grad.abs().max() < 1e-6
 
 
 def test_a_composite_is_the_weighted_sum_of_its_terms():

@@ -59,6 +59,26 @@ def test_the_likeliest_token_against_all_others_by_hand():
 A, D, E, V = 11, 6, 4, 37
 
 
+def layer_of(weight):
+    """An output layer with a bias, as Phi has one."""
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
+    layer.weight.data = weight
+    return layer
+
+
+def test_output_biases_are_part_of_both_distributions():
+    hidden, head, teacher_hidden, teacher_head, scale = drawn()
+    torch.manual_seed(0)
+    student, teacher = layer_of(head.source.detach()), layer_of(teacher_head.source)
+    kl = vocabulary_kl(hidden, Head(student), teacher_hidden, Head(teacher), scale, VocabularyKL(REVERSE))
+    p, q = (torch.log_softmax(logits * scale[:, None], -1) for logits in (student(hidden), teacher(teacher_hidden)))
+    plain = (p.exp() * (p - q)).sum(-1)
+    changed = hidden, student.weight, student.bias
+    torch.testing.assert_close(kl, plain, rtol=1e-4, atol=1e-5)
+    found, expected = (torch.autograd.grad(value.square().sum(), changed) for value in (kl, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def drawn(softcap=None):
     """Hidden states and heads of a student and a smaller teacher, and a temperature for each position."""
     draw = torch.Generator().manual_seed(3)

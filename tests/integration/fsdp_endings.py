@@ -95,6 +95,8 @@ def made(ending: str, ranks: Ranks, folder: Path) -> Trainer:
             return trainer_of(replace(run, cfg=cfg), ranks, evaluator=SlowEvaluator() if ranks.is_first else None)
         case "broken_update":
             return trainer_of(run, ranks, algo=replace(Run().make_algo(), loss=Breaking(breaks=mine)))
+        case "not_finite":
+            return _spoilt_on_one(trainer_of(run, ranks), is_here=mine)
         case "killed":
             return _killed(run, ranks, folder)
     raise ValueError(ending)
@@ -102,6 +104,18 @@ def made(ending: str, ranks: Ranks, folder: Path) -> Trainer:
 
 def _empty(ranks: Ranks) -> Given | None:
     return Given([[], [], []]) if ranks.is_first else None
+
+
+def _spoilt_on_one(trainer: Trainer, *, is_here: bool) -> Trainer:
+    """The second step makes NaN of this rank's part of a weight."""
+
+    def spoil(*_: object) -> None:
+        if is_here and trainer.step == 1:
+            weight = trainer.model.get_parameter("model.norm.weight")
+            weight.to_local().detach().fill_(float("nan"))
+
+    trainer.optimizer.register_step_post_hook(spoil)
+    return trainer
 
 
 def _killed(run: Run, ranks: Ranks, folder: Path) -> Trainer:

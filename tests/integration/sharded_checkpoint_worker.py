@@ -25,7 +25,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import fully_shard
 
-from ludic.cli.export import export
+from ludic.cli.run_export import Asked, export_run
 from ludic.distributed.fsdp import FSDPSettings, shard_model
 from ludic.models.tiny import word_tokenizer
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
@@ -529,14 +529,34 @@ def loading_runs_no_code(folder: Path) -> None:
 
 
 def an_export_says_what_it_cannot_do(folder: Path) -> None:
-    one, four = (folder / name / "lora-tied" / "step_000003" for name in ("one", "four"))
-    assert "needs no export" in error_of(lambda: export_checkpoint(one, folder / "new"), CheckpointError)
+    four = folder / "four" / "lora-tied" / "step_000003"
     assert "exists already" in error_of(lambda: export_checkpoint(four, folder / "exported"), ConfigError)
     assert "does not exist" in error_of(lambda: export_checkpoint(folder / "nothing", folder / "new"), CheckpointError)
 
 
+def a_large_frozen_tensor_is_saved_and_exported(folder: Path) -> None:
+    """More than 2^24 elements, where a float32 cannot count any more."""
+
+    def made() -> Any:
+        with torch.device("meta"):
+            config = llama(tied=True, layers=1).config
+            config.vocab_size = 2**24 // config.hidden_size + 1
+            model = transformers.LlamaForCausalLM(config).bfloat16()
+        for number, parameter in enumerate(model.to_empty(device="cpu").parameters()):
+            torch.nn.init.constant_(parameter, number)
+        return with_lora(model)
+
+    checkpoints = manager(folder / "large")
+    model = sharded(made())
+    path = checkpoints.save(1, model=model)
+    checkpoints.finish()
+    checkpoints.load(model=sharded(made()))
+    exported = export_checkpoint(path, folder / "exported-large")
+    CheckpointManager(CheckpointConfig(folder / "unused")).load(model=made(), path=exported)
+
+
 def the_command_takes_the_newest_of_a_run(folder: Path) -> None:
-    export(folder / "two" / "full-tied", folder / "commanded")
+    export_run(Asked(run=folder / "two" / "full-tied", target=folder / "commanded"))
     assert transformers.AutoModelForCausalLM.from_pretrained(folder / "commanded").config.num_hidden_layers == 2
     assert not (folder / "commanded" / "optimizer.pt").exists()
 
@@ -615,7 +635,14 @@ PHASES: list[Phase] = [
             "each rank gets its own state": each_rank_gets_its_own_state,
         },
     ),
-    ("alone", (0,), all_variants("one rank goes on from two", "two", "alone")),
+    (
+        "alone",
+        (0,),
+        {
+            **all_variants("one rank goes on from two", "two", "alone"),
+            "a large frozen tensor is saved and exported": a_large_frozen_tensor_is_saved_and_exported,
+        },
+    ),
     (
         "four",
         (0, 1, 2, 3),

@@ -141,3 +141,112 @@ def test_a_seeded_request_draws_the_same_beside_one_with_filters():
     filtered = SamplingParams(temperature=1.0, top_k=3, max_tokens=20, ignore_eos=True)
     assert asyncio.run(run()) == asyncio.run(run(filtered, filtered))
     engine.close()
+
+
+def test_noise_and_draws_are_those_of_the_cpu():
+    from ludic.inference.local.sampling import derive_bits, race
+    from ludic.inference.local.triton_kernels import sample_rows
+
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (40, 128, 1000, 49_152, 50_257):
+        logits = torch.randn(64, vocab, generator=generator) * 3
+        seeds = torch.randint(2**62, (64,), generator=generator)
+        seeds[0] = 2**63 - 1
+        lengths = torch.arange(64) * 7 + 1
+        temperatures = torch.tensor([1.0, 0.0, 0.7, 1.5]).repeat(16)
+        keys = derive_bits(seeds[:, None], lengths[:, None])
+        bits = derive_bits(keys, torch.arange(-400, vocab))
+        on_gpu = derive_bits(keys.cuda(), torch.arange(-400, vocab).cuda())
+        assert torch.equal(on_gpu.cpu(), bits)
+        scaled = logits / torch.where(temperatures == 0, 1.0, temperatures)[:, None]
+        weights = (scaled - scaled.max(dim=-1, keepdim=True).values).exp()
+        drawn = race(weights, torch.stack([seeds, lengths], dim=1))[0][:, 0]
+        expected = torch.where(temperatures == 0, logits.argmax(dim=-1), drawn)
+        found, logprobs = sample_rows(logits.cuda(), seeds.cuda(), lengths.cuda(), temperatures.cuda())
+        assert found.cpu().tolist() == expected.tolist()
+        # fp32 sums of exponentials of 50,000 numbers, in another order than the CPU's.
+        expected_logprobs = scaled.double().log_softmax(dim=-1).gather(1, expected[:, None])[:, 0]
+        np.testing.assert_allclose(logprobs.cpu().numpy(), expected_logprobs.numpy(), atol=2e-5)
+
+
+def test_rows_that_are_not_finite_give_nan_and_leave_others_alone():
+    from ludic.inference.local.triton_kernels import sample_rows
+
+    logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(0))
+    rest = torch.arange(6), torch.full((6,), 3), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    before = sample_rows(logits.cuda(), *(x.cuda() for x in rest))
+    logits[0], logits[1, 8500], logits[2], logits[3, 5] = float("nan"), float("nan"), float("-inf"), float("inf")
+    tokens, logprobs = (x.cpu() for x in sample_rows(logits.cuda(), *(x.cuda() for x in rest)))
+    assert logprobs.isnan().tolist() == [True] * 4 + [False] * 2
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < 9000
+    assert (tokens[4:].tolist(), logprobs[4:].tolist()) == (before[0][4:].tolist(), before[1][4:].tolist())
+    logits[4, :5000] = float("-inf")  # ruled out by the model itself, a whole loop of the kernel
+    tokens, logprobs = (x.cpu() for x in sample_rows(logits.cuda(), *(x.cuda() for x in rest)))
+    assert tokens[4] >= 5000 and torch.isfinite(logprobs[4])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_fail_their_request_alone(temperature):
+    from ludic.inference.local import LocalEngine, LogitsNotFinite
+
+    model = tiny()
+    texts = [[t for t in p if t != 499] for p in prompts(6)]
+    with torch.no_grad():
+        model.lm_head.weight[499] = 0.0
+    # The weights stay finite, or the engine would refuse them.
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, ids, rows: rows.masked_fill((ids[0] == 499)[..., None], float("nan"))
+    )
+    engine = LocalEngine(model, kv_tokens=20_000, compile_layers=False)
+    expected = [r.completion_token_ids.tolist() for r in complete(engine, texts)]
+
+    async def run() -> list[Any]:
+        good = [
+            TokenCompletionRequest(
+                model="", prompt_token_ids=p, sampling=SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            )
+            for p in texts
+        ]
+        sampling = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True)
+        bad = TokenCompletionRequest(model="", prompt_token_ids=[7, 8, 499], sampling=sampling, seed=1)
+        return await asyncio.gather(*map(engine.complete_tokens, [*good, bad]), return_exceptions=True)
+
+    *answers, failure = asyncio.run(run())
+    assert isinstance(failure, LogitsNotFinite)
+    assert [answer.completion_token_ids.tolist() for answer, _ in answers] == expected
+    assert engine.failure is None
+    engine.close()
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_together(compile_layers):
+    from ludic.inference.local import LocalEngine
+
+    texts = prompts(16)
+    engine = LocalEngine(tiny(vocab_size=32_000), kv_tokens=40_000, compile_layers=compile_layers)
+    together = [r.completion_token_ids.tolist() for r in complete(engine, texts, temperature=1.5)]
+
+    async def alone(number: int) -> list[int]:
+        request = TokenCompletionRequest(
+            model="",
+            prompt_token_ids=texts[number],
+            sampling=SamplingParams(temperature=1.5, max_tokens=24, ignore_eos=True),
+            seed=number,
+        )
+        return (await engine.complete_tokens(request))[0].completion_token_ids.tolist()
+
+    # Logits move by about 1e-5 with the batch size: 384 draws change with a probability of less than one in a hundred.
+    assert [asyncio.run(alone(number)) for number in range(16)] == together
+    engine.close()
+
+
+def test_a_filter_that_keeps_every_token_draws_the_same_on_the_host_as_the_device():
+    from ludic.inference.local import LocalEngine
+
+    texts = prompts(8)
+    engine = LocalEngine(tiny(), kv_tokens=20_000, compile_layers=False)
+    on_device = complete(engine, texts, temperature=1.2)
+    on_host = complete(engine, texts, temperature=1.2, min_p=1e-30)
+    for one, other in zip(on_device, on_host, strict=True):
+        assert one.completion_token_ids.tolist() == other.completion_token_ids.tolist()
+    engine.close()

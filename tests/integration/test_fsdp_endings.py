@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORKER = "tests.integration.fsdp_endings"
 ENDINGS = [
     "exhausted", "one_exhausted", "error", "signal", "empty", "one_empty", "other_lr", "other_model", "other_sources",
-    "not_sharded", "no_evaluator", "evaluation", "publisher",
+    "not_sharded", "no_evaluator", "evaluation", "publisher", "not_finite",
 ]  # fmt: skip
 
 
@@ -48,6 +48,14 @@ def test_an_error_on_one_rank_is_raised_there_and_named_on_the_others(folder):
     assert second["error"] == "ValueError: the file of the third batch is gone"
     assert first["error"] == "RankFailed: Rank 1 failed: ValueError: the file of the third batch is gone"
     assert first["step"] == second["step"] == 2
+
+
+def test_weights_that_are_not_finite_on_one_rank_end_all_of_them(folder):
+    for report in reports(folder, "not_finite"):
+        assert (
+            report["error"].startswith("NotFinite: Step 2 has made weights that are not finite") and report["step"] == 2
+        )
+        assert "in model.norm.weight." in report["error"]
 
 
 def test_batches_with_nothing_in_them_end_all_ranks(folder):

@@ -44,7 +44,7 @@ def engine(num_readings):
     from ludic.inference.local import LocalEngine
 
     with mock.patch.object(GGUFReader, "_build_fields", autospec=True, side_effect=GGUFReader._build_fields) as parse:
-        engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=8, kv_tokens=16_384)
+        engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=16, kv_tokens=16_384)
     num_readings.append(parse.call_count)
     yield engine
     engine.close()
@@ -69,10 +69,13 @@ def expected(engine, prompts):
     return texts
 
 
-def request(prompt) -> TokenCompletionRequest:
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
+def request(prompt, seed=None, **sampling) -> TokenCompletionRequest:
     return TokenCompletionRequest(
-        model="smollm2", prompt_token_ids=prompt, sampling=sampling, return_=ReturnSpec.for_rl()
+        model="smollm2",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_NEW, **sampling}),
+        return_=ReturnSpec.for_rl(),
+        seed=seed,
     )
 
 
@@ -97,6 +100,18 @@ async def test_greedy_together_equals_generate_and_is_scored_alike(engine, promp
     for prompt, (response, _) in zip(prompts, together[:3], strict=True):
         scores = await engine.score_tokens(prompt, response.completion_token_ids)
         np.testing.assert_allclose(response.completion_logprobs, scores, atol=1e-3)
+
+
+async def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_together(engine, prompts):
+    story = prompts[2].tolist()
+    requests = [request(story[: 3 + 2 * n], seed=n, temperature=1.5, ignore_eos=True) for n in range(16)]
+    await asyncio.to_thread(engine.release_cache)
+    alone = [(await engine.complete_tokens(r))[0] for r in requests]
+    await asyncio.to_thread(engine.release_cache)
+    together = await asyncio.gather(*(engine.complete_tokens(r) for r in requests))
+    for one, (other, _) in zip(alone, together, strict=True):
+        assert one.completion_token_ids.tolist() == other.completion_token_ids.tolist()
+        np.testing.assert_allclose(one.completion_logprobs, other.completion_logprobs, atol=1e-3)
 
 
 async def test_an_agent_plays_tic_tac_toe_on_the_engine_token_exactly(engine):

@@ -103,7 +103,7 @@ def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
     assert any(row["train/grad_norm"] > 0 for row in rows)
     # The ratio between trainer and sampler is 1: what the server sampled with is what the trainer holds, after each push.
     assert all(abs(row["train/kl_actor_policy"]) < 1e-3 and row["train/ess"] > 0.999 for row in rows)
-    (file,) = (folder / "run" / "rollouts").glob("*.jsonl")
+    (file,) = (folder / "run" / "rollouts").glob("*.jsonl.gz")
     versions = [run.version for r in load_rollouts(file) for step in r.agent_steps for run in step.trace.version_runs]
     assert set(range(len(steps))) <= set(versions) <= set(range(len(steps) + 1)), (
         "one for each update, and one under way"

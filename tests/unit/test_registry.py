@@ -1,3 +1,5 @@
+import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +114,141 @@ def test_an_installed_package_adds_its_parts(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert "'acme-robots/robot'" in done.stdout and done.stdout.strip().endswith("4")
+
+
+# --- parts of one's own ---
+
+ENV = """
+from ludic.envs import SingleAgentEnv
+from ludic.types import StepOutcome
+from %s import WORTH
+
+class Mine(SingleAgentEnv):
+    def env_reset(self, *, seed=None):
+        return "?", {}
+
+    def env_step(self, action):
+        import later_%s
+        return StepOutcome("", reward=WORTH + later_%s.BONUS, terminated=True)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder; what files in it import is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
+    loaded = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - loaded:
+        del sys.modules[name]
+
+
+def write_env(folder: Path, helper: str, worth: float) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "env.py").write_text(ENV % (helper, helper, helper))
+    (folder / f"{helper}.py").write_text(f"WORTH = {worth}")
+    (folder / f"later_{helper}.py").write_text("BONUS = 0.5")
+
+
+def reward(env: object) -> float:
+    env.env_reset()
+    return env.env_step("x").reward
+
+
+def test_a_file_is_loaded_with_the_modules_beside_it_wherever_it_is(here, envs):
+    write_env(here / "one", "rules_one", 1.0)
+    write_env(here / "two", "rules_two", 2.0)
+    one, two = envs.make("one/env.py:Mine"), envs.make(f"{here}/two/env.py:Mine")
+    assert (reward(one), reward(two)) == (1.5, 2.5), "also what is imported inside a function"
+    assert type(one) is type(envs.make("one/../one/env.py:Mine")) and type(one) is not type(two)
+    assert type(pickle.loads(pickle.dumps(one))) is type(one)
+
+
+def test_a_module_of_the_current_folder_needs_no_path(here, envs):
+    write_env(here / "package", "rules_three", 3.0)
+    (here / "package" / "__init__.py").touch()
+    (here / "rules_three.py").write_text("WORTH = 7")
+    (here / "later_rules_three.py").write_text("BONUS = 0")
+    assert reward(envs.make("package.env:Mine")) == 7.0
+
+
+def test_files_beside_it_do_not_become_other_modules_imports(here, envs):
+    """Not the standard library's at any time, nor an installed package's once the file is loaded."""
+    write_env(here / "one", "rules_four", 1.0)
+    assert "tabnanny" not in sys.modules and "this_is_installed" not in sys.modules
+    for name in ("tabnanny", "this_is_installed"):
+        (here / "one" / f"{name}.py").write_text("raise RuntimeError('mine')")
+    with (here / "one" / "env.py").open("a") as file:
+        file.write("import tabnanny")
+    installed = here / "site-packages"
+    installed.mkdir()
+    (installed / "this_is_installed.py").touch()
+    sys.path.append(str(installed))
+    envs.make("one/env.py:Mine")
+    import this_is_installed
+
+    assert this_is_installed.__file__.startswith(str(installed))
+
+
+def test_two_helpers_of_one_name_are_refused_by_name(here, envs):
+    write_env(here / "one", "rules_five", 1.0)
+    write_env(here / "two", "rules_five", 2.0)
+    envs.make("one/env.py:Mine")
+    with pytest.raises(ConfigError, match=r"two/rules_five.py, but .*one/rules_five.py has that name already. Rename"):
+        envs.make("two/env.py:Mine")
+
+
+@pytest.mark.parametrize(
+    ("file", "helper", "message"),
+    [
+        ("x = 1\ny = x / 0\n", "", r"bad\.py, line 2, `y = x / 0`, raised ZeroDivisionError: division by zero\.$"),
+        ("import not_there_at_all\n", "", r"bad\.py, line 1, `import not_there_at_all`, raised ModuleNotFoundError"),
+        (
+            "import bad_helper\n",
+            "\nopen('/nowhere')\n",
+            r"bad_helper\.py, line 2, `open\('/nowhere'\)`, raised FileNotFound",
+        ),
+        ("import json\n\njson.loads('{')\n", "", r"bad\.py, line 3, `json.loads\('\{'\)`, raised JSONDecodeError"),
+        ("def broken(:\n", "", r"bad\.py, line 1, `def broken\(:`, raised SyntaxError: invalid syntax"),
+        ("import bad_helper\n", "x ==\n", r"bad_helper\.py, line 1, `x ==`, raised SyntaxError"),
+        ("import sys\nsys.exit('done')\n", "", r"bad\.py, line 2, `sys.exit\('done'\)`, raised SystemExit: done"),
+        ("from ludic.types import ConfigError\nMine = 3\n", "", r"bad.py:Mine is 3; for the env, name a class"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_one_sentence_with_the_users_line(here, envs, file, helper, message):
+    (here / "bad.py").write_text(file)
+    (here / "bad_helper.py").write_text(helper)
+    for _ in range(2):  # a failed attempt leaves nothing half loaded
+        with pytest.raises(ConfigError, match=message) as raised:
+            envs.make("bad.py:Mine")
+        assert "\n" not in str(raised.value)
+
+
+def test_what_a_file_does_not_hold_is_answered_with_what_it_holds(here, envs):
+    (here / "some.py").write_text("from pathlib import Path\nclass Maze: ...\n")
+    with pytest.raises(UnknownName, match=r"No env in some.py named 'Mase'. Did you mean 'Maze'\? Known: Maze\."):
+        envs.make("some.py:Mase")
+    with pytest.raises(ConfigError, match=r"There is no file other.py in "):
+        envs.make("other.py:Maze")
+
+
+def test_own_parsers_and_tools_are_functions_or_classes_and_the_rest_is_made(here):
+    (here / "own.py").write_text(
+        "from ludic.parsers import ParseResult\n"
+        "def shout(text, mark='!'):\n    return ParseResult(text.upper() + mark, 0.0, None)\n"
+        "class Shout:\n"
+        "    def __init__(self, mark): self.mark = mark\n"
+        "    def __call__(self, text): return shout(text, self.mark)\n"
+        "def fails(): return {}['key']\n"
+    )
+    assert registry.parsers.make("own.py:shout")("a").action == "A!"
+    assert registry.parsers.make("own.py:shout", mark="?")("a").action == "A?"
+    assert registry.parsers.make("own.py:Shout", mark="#")("a").action == "A#"
+    assert registry.tools.make("own.py:shout") is registry.parsers.make("own.py:shout")
+    with pytest.raises(ConfigError, match=r"The parser 'own.py:shout' cannot be made like that: .*'loud'"):
+        registry.parsers.make("own.py:shout", loud=True)
+    with pytest.raises(
+        ConfigError, match=r"Cannot make the algorithm 'own.py:fails': .*own.py, line 7, .*KeyError: 'key'"
+    ):
+        registry.algorithms.make("own.py:fails")

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent, ModelCall
 from ludic.inference.chat_template import shows_tools
-from ludic.inference.tool_parser import ToolParseResult
+from ludic.inference.tool_parser import READABLE_CALLS, ToolParseResult
 from ludic.parsers import ParseResult
 from ludic.tools import Tool, ToolResult, as_tool
 from ludic.types import ActionTarget, ConfigError, InferenceSpec, Info, Observation, OutOfRoom, ToolCall, derive_seed
@@ -79,8 +79,8 @@ class ToolAgent(Agent):
             raise TypeError(f"{type(self.ctx).__name__} does not support tools (supports_tools is False).")
         if not self.chat_template.supports_tools():
             raise ConfigError(
-                "This agent has tools, but its chat_template cannot read tool calls. Give the template a parser, "
-                "for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
+                f"This agent has tools, but its chat_template cannot read tool calls. {READABLE_CALLS}: use such a model, or give "
+                "the template a parser, for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
             )
         if self._advertised and not shows_tools(self.chat_template, self._advertised):
             raise ConfigError(

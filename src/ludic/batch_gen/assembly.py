@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ludic.batch_gen.episodes import Episode
 from ludic.batch_gen.groups import Settled, settle
 from ludic.batch_gen.stitching import stitch_rollout
-from ludic.types import ConfigError, CreditAssigner, SampleFilter, SAWBatch, SAWItem
+from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWBatch, SAWItem
 
 
 class HasCreditAssigner(Protocol):
@@ -72,6 +72,7 @@ def _meta(
         "num_samples": len(kept),
         "num_samples_filtered": len(items) - len(kept),
         "num_rollouts": len(settled.rollouts),
+        "num_rollouts_without_samples": len({r.id for r in settled.rollouts} - {i.meta["rollout_id"] for i in items}),
         "num_failed": settled.num_failed,
         "num_retried": settled.num_retried,
         "num_groups_dropped": settled.num_groups_dropped,
@@ -80,10 +81,14 @@ def _meta(
         "avg_total_reward": _mean([rollout.total_reward for rollout in settled.rollouts]),
         "avg_completion_length": _mean([item.meta["completion_length"] for item in kept]),
         "avg_prompt_length": _mean([item.meta["prompt_length"] for item in kept]),
-        "avg_turns": _mean([len({s.turn_id for s in r.agent_steps}) for r in settled.rollouts]),
+        "avg_turns": _mean([_num_turns(rollout) for rollout in settled.rollouts]),
     }
     metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
     return {**counts, **averages, "rollout_metrics": metrics}
+
+
+def _num_turns(rollout: Rollout) -> int:
+    return len({step.turn_id or step.id for step in [*rollout.agent_steps, *rollout.sampling_steps]})
 
 
 def _mean(values: Sequence[float]) -> float:

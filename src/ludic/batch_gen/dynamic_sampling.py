@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ludic.batch_gen.episodes import Episode
 from ludic.batch_gen.groups import by_group
 from ludic.batch_gen.request_stream import RequestGroup
-from ludic.types import ConfigError, RequestsExhausted
+from ludic.types import ConfigError, RequestsExhausted, rounding_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class DynamicSampling:
     max_rounds: int = 4
     """Rounds of generation for one batch, the first included."""
     eps: float = 1e-6
-    """Rewards of a group that differ by no more than this are the same."""
+    """Rewards of a group that differ by no more than this, or than rounding, are the same."""
 
     def __post_init__(self) -> None:
         if self.max_rounds < 1:
@@ -87,4 +87,4 @@ def _teaches(episodes: Sequence[Episode], eps: float) -> bool:
     for rollout in (rollout for episode in episodes for rollout in episode.rollouts if rollout.failure is None):
         role = (rollout.meta.get("agent_id"), rollout.meta.get("delegate"))
         rewards.setdefault(role, []).append(rollout.total_reward)
-    return any(max(own) - min(own) > eps for own in rewards.values())
+    return any(max(own) - min(own) > max(eps, rounding_of(own)) for own in rewards.values())

@@ -1,19 +1,30 @@
 """`RolloutEngine`: requests in, episodes played concurrently, rollouts or a training batch out.
 
-The same requests give the same episodes whatever the concurrency, in the order of the requests. A failed episode is
-tried again and then kept as data; a run in which too many fail stops and says why.
+The same requests get the same seeds whatever the concurrency, and so the same episodes from a client that answers a seed alike
+(docs/engine.md says how far the embedded engine does). Results come in the order of the requests. A failed episode is tried
+again and then kept as data; a run in which too many fail stops and says why.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ludic.batch_gen.assembly import Assembly, HasCreditAssigner, credit_of
 from ludic.batch_gen.bounded import Job, as_finished
-from ludic.batch_gen.episodes import Episode, EpisodeLimits, EpisodePlan, plan_episodes, play_episode
+from ludic.batch_gen.episodes import (
+    Episode,
+    EpisodeLimits,
+    EpisodePlan,
+    FailureLog,
+    GoingOn,
+    num_sampled_tokens,
+    plan_episodes,
+    play_episode,
+)
 from ludic.batch_gen.factories import Factories, Factory
 from ludic.batch_gen.groups import FailureLimit
 from ludic.batch_gen.request_key import request_key
@@ -26,13 +37,57 @@ DEFAULT_MAX_STEPS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is, told after every episode."""
+    """How far a run is, told after every episode and whenever it is asked for."""
 
     num_done: int
     num_episodes: int
     num_failed: int
     num_resumed: int
     """Of those done, how many were found in the file of an earlier run."""
+    num_tokens: int = 0
+    """Sampled so far by the model calls that have returned, also those of episodes that are going on."""
+    seconds: float = 0.0
+    slowest: tuple[int, float] | None = None
+    """Of the episodes that are going on: number and seconds of the one that has taken longest."""
+
+    def __str__(self) -> str:
+        rate = f" ({self.num_tokens / self.seconds:,.0f}/s)" if self.seconds else ""
+        parts = [f"{self.num_done} of {self.num_episodes} episodes", f"{self.num_tokens:,} tokens{rate}"]
+        parts += [f"{self.num_failed} failed"] if self.num_failed else []
+        parts += [f"slowest: episode {self.slowest[0]}, {self.slowest[1]:.0f} s so far"] if self.slowest else []
+        return ", ".join(parts)
+
+
+class _Playing:
+    """One call of `stream_episodes`: counts what is done, and looks into what is going on."""
+
+    def __init__(self, num_episodes: int, failures: FailureLimit) -> None:
+        self._num_episodes = num_episodes
+        self._failures = failures
+        self._began = time.monotonic()
+        self._num_done = self._num_resumed = self._num_tokens = 0
+        self.going_on: dict[int, GoingOn] = {}
+
+    def count(self, episode: Episode) -> None:
+        self._failures.count(episode)
+        self._num_done += 1
+        self._num_resumed += episode.num_attempts == 0
+        if episode.num_attempts:
+            self._num_tokens += sum(map(num_sampled_tokens, episode.rollouts))
+
+    def progress(self) -> Progress:
+        now = time.monotonic()
+        going_on = list(self.going_on.values())
+        slowest = min(going_on, key=lambda one: one.began, default=None)
+        return Progress(
+            num_done=self._num_done,
+            num_episodes=self._num_episodes,
+            num_failed=self._failures.num_failed,
+            num_resumed=self._num_resumed,
+            num_tokens=self._num_tokens + sum(one.num_tokens for one in going_on),
+            seconds=now - self._began,
+            slowest=None if slowest is None else (slowest.plan.index, now - slowest.began),
+        )
 
 
 OnProgress = Callable[[Progress], None]
@@ -70,6 +125,8 @@ class RolloutEngine:
         self._max_retries = max_retries
         self._max_failed_share = max_failed_share
         self._on_progress = on_progress
+        self._failures = FailureLog()
+        self._playing: list[_Playing] = []
         self._num_planned = 0
 
     # --- what people call ---
@@ -160,25 +217,30 @@ class RolloutEngine:
         for request in requests:
             self._factories.check(request)
         num_episodes = sum(request.num_episodes for request in requests)
-        jobs = self._jobs(self._plans(requests, first_index, num_episodes), limits)
-        failures = FailureLimit(self._max_failed_share, num_episodes=num_episodes)
-        num_done = num_resumed = 0
-        playing = as_finished(jobs, limit=min(concurrency, max(num_episodes, 1)))
-        async with aclosing(playing):
-            async for episode in playing:
-                failures.count(episode)
-                num_done += 1
-                num_resumed += episode.num_attempts == 0
-                if self._on_progress is not None:
-                    self._on_progress(
-                        Progress(
-                            num_done=num_done,
-                            num_episodes=num_episodes,
-                            num_failed=failures.num_failed,
-                            num_resumed=num_resumed,
-                        )
-                    )
-                yield episode
+        plans = self._plans(requests, first_index, num_episodes)
+        with self._watching(num_episodes) as playing:
+            finished = as_finished(self._jobs(plans, limits, playing), limit=min(concurrency, max(num_episodes, 1)))
+            async with aclosing(finished):
+                async for episode in finished:
+                    playing.count(episode)
+                    if self._on_progress is not None:
+                        self._on_progress(playing.progress())
+                    yield episode
+
+    @property
+    def progress(self) -> Progress | None:
+        """Of the batch that is being played now (the one begun first, where there are several); None when none is."""
+        return self._playing[0].progress() if self._playing else None
+
+    @contextmanager
+    def _watching(self, num_episodes: int) -> Iterator[_Playing]:
+        playing = _Playing(num_episodes, FailureLimit(self._max_failed_share, num_episodes=num_episodes))
+        self._playing.append(playing)
+        try:
+            yield playing
+        finally:
+            self._playing.remove(playing)
+            self._failures.tell_rest()
 
     # --- one episode ---
 
@@ -190,19 +252,23 @@ class RolloutEngine:
             self._num_planned += num_episodes
         return plan_episodes(requests, first_index=first_index, seed=self._seed)
 
-    def _jobs(self, plans: Iterator[EpisodePlan], limits: EpisodeLimits) -> Iterator[Job[Episode]]:
+    def _jobs(self, plans: Iterator[EpisodePlan], limits: EpisodeLimits, playing: _Playing) -> Iterator[Job[Episode]]:
         if self._finished is None:
-            return (partial(self._play, plan, limits) for plan in plans)
+            return (partial(self._play, plan, limits, playing) for plan in plans)
         resumed = resume_plans(plans, self._finished, max_steps=limits.max_steps)
         return (
             partial(asyncio.to_thread, read_episode, plan, resumed.stored[plan.index])
             if plan.index in resumed.stored
-            else partial(self._play, plan, limits)
+            else partial(self._play, plan, limits, playing)
             for plan in resumed.plans
         )
 
-    async def _play(self, plan: EpisodePlan, limits: EpisodeLimits) -> Episode:
-        episode = await play_episode(plan, self._factories, limits)
+    async def _play(self, plan: EpisodePlan, limits: EpisodeLimits, playing: _Playing) -> Episode:
+        playing.going_on[plan.index] = going_on = GoingOn(plan)
+        try:
+            episode = await play_episode(plan, self._factories, limits, self._failures, going_on)
+        finally:
+            del playing.going_on[plan.index]
         if self._writer is not None:
             await self._writer.write(episode, key=request_key(plan, max_steps=limits.max_steps))
         return episode

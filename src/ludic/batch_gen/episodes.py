@@ -6,8 +6,10 @@ episode is tried and what is noted on its rollouts.
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.batch_gen.factories import Factories
@@ -56,6 +58,11 @@ class EpisodePlan:
     def group_id(self) -> str | None:
         return self.request.meta.get("group_id")
 
+    @property
+    def label(self) -> str:
+        """Which episode this is, and what it takes to play it again."""
+        return f"episode {self.index} (env seed {self.env_seed}, sampling seed {self.sampling_seed})"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
@@ -89,20 +96,86 @@ def plan_episodes(requests: Iterable[RolloutRequest], *, first_index: int, seed:
             index += 1
 
 
-async def play_episode(plan: EpisodePlan, factories: Factories, limits: EpisodeLimits) -> Episode:
-    """The episode of a plan, tried again if it fails; what the last try came to."""
+class FailureLog:
+    """Logs failed tries of an engine's life: each kind once, with the user's own traceback; then only how many more there were.
+
+    A kind is a type of exception and the place that raised it.
+    """
+
+    def __init__(self) -> None:
+        self._num_seen: Counter[tuple[str, str]] = Counter()
+        self._num_told: Counter[tuple[str, str]] = Counter()
+
+    def add(self, plan: EpisodePlan, failure: Failure, *, is_tried_again: bool) -> None:
+        kind = (failure.error, failure.place)
+        self._num_seen[kind] += 1
+        if kind in self._num_told:
+            return
+        self._num_told[kind] = 1
+        if failure.user_traceback:
+            details = f"\n{failure.user_traceback.rstrip()}"
+        else:
+            details = f" (at {failure.place}; the rollout's failure.traceback has all of it)" if failure.place else ""
+        logger.warning(
+            "%s of env %r failed%s: %s%s",
+            plan.label.capitalize(),
+            plan.request.env.kind,
+            ", and is tried again" if is_tried_again else "",
+            failure.summary,
+            details,
+        )
+
+    def tell_rest(self) -> None:
+        """A line for each kind that was seen twice as often as was told; the engine calls it when a batch is done."""
+        for (error, place), num_seen in self._num_seen.items():
+            if num_seen >= 2 * self._num_told[error, place]:
+                self._num_told[error, place] = num_seen
+                logger.warning("%s%s: %d failed tries so far.", error, f" at {place}" if place else "", num_seen)
+
+
+@dataclass(slots=True)
+class GoingOn:
+    """An episode that is being played."""
+
+    plan: EpisodePlan
+    began: float = field(default_factory=time.monotonic)
+    protocol: InteractionProtocol | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled so far."""
+        return 0 if self.protocol is None else sum(map(num_sampled_tokens, self.protocol.unfinished))
+
+
+def num_sampled_tokens(rollout: Rollout) -> int:
+    return sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
+
+
+async def play_episode(
+    plan: EpisodePlan,
+    factories: Factories,
+    limits: EpisodeLimits,
+    failures: FailureLog | None = None,
+    going_on: GoingOn | None = None,
+) -> Episode:
+    """The episode of a plan, tried again if it fails; what the last try came to. `going_on` can be looked into meanwhile."""
+    failures, going_on = failures or FailureLog(), going_on or GoingOn(plan)
     num_attempts = 0
     while True:
         num_attempts += 1
-        rollouts = await _play_once(plan, factories, limits)
+        rollouts = await _play_once(going_on, factories, limits)
         episode = Episode(plan=plan, rollouts=rollouts, num_attempts=num_attempts)
-        if episode.failure is None or num_attempts > limits.max_retries:
+        if episode.failure is None:
             return episode
-        logger.warning("Episode %d failed (%s); trying again.", plan.index, episode.failure.error)
+        is_tried_again = num_attempts <= limits.max_retries
+        failures.add(plan, episode.failure, is_tried_again=is_tried_again)
+        if not is_tried_again:
+            return episode
 
 
-async def _play_once(plan: EpisodePlan, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
-    protocol = factories.make_protocol(plan.request)
+async def _play_once(going_on: GoingOn, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
+    plan = going_on.plan
+    going_on.protocol = protocol = factories.make_protocol(plan.request)
 
     async def run() -> list[Rollout]:
         return await _within_deadline(plan, protocol, factories, limits)

@@ -1,5 +1,6 @@
-"""What becomes of failed episodes: siblings live, incomplete groups go, and a run that mostly fails stops."""
+"""How failed episodes are counted: siblings live, incomplete groups go, and a run that mostly fails stops."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,20 +23,34 @@ class FailureLimit:
         self._share = max_failed_share
         self._num_episodes = num_episodes
         self.num_failed = 0
-        self._first: list[str] = []
+        self._kinds: Counter[tuple[str, str]] = Counter()
+        self._first: dict[tuple[str, str], Episode] = {}
 
     def count(self, episode: Episode) -> None:
         failure = episode.failure
         if failure is None:
             return
         self.num_failed += 1
-        if len(self._first) < _NUM_SHOWN:
-            self._first.append(f"episode {episode.plan.index}: {failure.error}: {failure.message}")
+        kind = (failure.error, failure.place)
+        self._kinds[kind] += 1
+        self._first.setdefault(kind, episode)
         if self.num_failed > self._share * self._num_episodes:
             raise TooManyFailures(
                 f"{self.num_failed} of {self._num_episodes} episodes failed, more than max_failed_share={self._share:g} "
-                f"allows. The first: {'; '.join(self._first)}. Fix what they name, or raise max_failed_share."
+                f"allows. {self._shown()} Fix that, or raise max_failed_share."
             )
+
+    def _shown(self) -> str:
+        """The most frequent kinds of failure, each with the first episode that it ended."""
+        texts = []
+        for kind, count in self._kinds.most_common(_NUM_SHOWN):
+            first = self._first[kind]
+            assert first.failure is not None, "only failed episodes are counted"
+            text = first.failure.summary
+            end = "" if text.endswith((".", "!", "?")) else "."
+            where = f" at {first.failure.place}" if first.failure.place else ""
+            texts.append(f"{count} x{where}, first in {first.plan.label}: {text}{end}")
+        return " ".join(texts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from ludic.batch_gen.assembly import HasCreditAssigner, credit_of
 from ludic.batch_gen.chat_items import StepToItem
 from ludic.batch_gen.stitching import stitch_rollouts
-from ludic.batch_gen.writer import Line, index_lines
+from ludic.batch_gen.writer import index_lines
 from ludic.types import (
     ConfigError,
     CreditAssigner,
@@ -27,6 +27,7 @@ from ludic.types import (
     derive_seed,
     is_parse_failure,
 )
+from ludic.types.line_files import Line
 
 _ORDER, _WITHIN_CHUNK = 0, 1
 
@@ -158,7 +159,7 @@ class OfflineBatchSource:
         while position < len(order) and len(lines) < self._chunk_rollouts:
             lines += self._groups[order[position]]
             position += 1
-        items = self._items([line.read() for line in lines])
+        items = self._items([Rollout.from_json(line.read()) for line in lines])
         if self._shuffle:
             random.Random(derive_seed(self._seed, _WITHIN_CHUNK, epoch, start)).shuffle(items)
         return items, position

@@ -5,6 +5,7 @@ be resumed where it has a position: see `DatasetRequests`.
 """
 
 import asyncio
+import inspect
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,22 @@ def _no_meta(index: int, sample: Sample) -> Mapping[str, Any]:
     return {}
 
 
-def _index(index: int) -> int:
+def _index(index: int, sample: Sample = None) -> int:
     return index
+
+
+SeedFn: TypeAlias = Callable[[int, Sample], int] | Callable[[int], int]
+"""(index, sample) -> seed; one that takes the index alone is given that."""
+
+
+def _seed(seed_fn: Callable[..., int], index: int, sample: Sample) -> int:
+    try:
+        parameters = inspect.signature(seed_fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin, such as hash
+        return seed_fn(index)
+    needed = [p for p in parameters if p.kind is not p.KEYWORD_ONLY and (p.default is p.empty)]
+    takes_both = len(needed) > 1 or any(p.kind is p.VAR_POSITIONAL for p in needed)
+    return seed_fn(index, sample) if takes_both else seed_fn(index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,16 +113,17 @@ class RequestBuilder:
     protocol_kwargs: Mapping[str, Any] = field(default_factory=dict)
     request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta
     """(index, sample) -> facts for the rollout's meta; `sample_index` is always among them."""
-    env_seed_fn: Callable[[int], int] = _index
-    sampling_seed_fn: Callable[[int], int] | None = None
-    """None: a new seed each time the sample is drawn, so that a second pass does not repeat the first."""
+    env_seed_fn: SeedFn = _index
+    """(index, sample) -> the env's seed, or (index) alone."""
+    sampling_seed_fn: SeedFn | None = None
+    """The same for sampling. None: a new seed each time the sample is drawn, so that a second pass does not repeat the first."""
 
     def build(self, index: int, sample: Sample, *, fresh_seed: int) -> RolloutRequest:
         return RolloutRequest(
             env=EnvSpec(self.env_kind, self.env_kwargs_fn(sample)),
             protocol=ProtocolSpec(self.protocol_kind, self.protocol_kwargs),
-            env_seed=self.env_seed_fn(index),
-            sampling_seed=fresh_seed if self.sampling_seed_fn is None else self.sampling_seed_fn(index),
+            env_seed=_seed(self.env_seed_fn, index, sample),
+            sampling_seed=fresh_seed if self.sampling_seed_fn is None else _seed(self.sampling_seed_fn, index, sample),
             inference=self.inference,
             meta={"sample_index": index, **self.request_meta_fn(index, sample)},
         )
@@ -123,8 +139,8 @@ def make_dataset_queue_requests_fn(
     env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample,
     protocol_kwargs: Mapping[str, Any] | None = None,
     request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta,
-    env_seed_fn: Callable[[int], int] = _index,
-    sampling_seed_fn: Callable[[int], int] = _index,
+    env_seed_fn: SeedFn = _index,
+    sampling_seed_fn: SeedFn = _index,
     group_size: int = 1,
     on_empty: OnEmpty = "raise",
 ) -> RequestsFn:
@@ -158,8 +174,8 @@ def make_dataset_sequence_requests_fn(
     env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample,
     protocol_kwargs: Mapping[str, Any] | None = None,
     request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta,
-    env_seed_fn: Callable[[int], int] = _index,
-    sampling_seed_fn: Callable[[int], int] | None = None,
+    env_seed_fn: SeedFn = _index,
+    sampling_seed_fn: SeedFn | None = None,
     group_size: int = 1,
     shuffle: bool = False,
     rng_seed: int = 0,

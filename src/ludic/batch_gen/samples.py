@@ -23,19 +23,28 @@ def read_samples(place: str | Path, flag: str = "--data") -> list[Sample]:
         return _from_parquet(path, flag)
     if path.suffix == ".json" and (listed := _from_json_list(path, flag)) is not None:
         return listed
-    return [read_sample(line, number, path) for number, line in enumerate(read_lines(path, flag), start=1)]
+    return [read_sample(line, number, path) for number, line in read_lines(path, flag)]
 
 
 def is_on_hub(place: str | Path) -> bool:
     return str(place).startswith(HUB)
 
 
-def read_lines(path: Path, flag: str = "--data") -> list[str]:
-    """The lines of a JSONL file, not yet decoded."""
+def read_lines(path: Path, flag: str = "--data") -> list[tuple[int, str]]:
+    """The lines of a JSONL file that are not empty, each with its number, not yet decoded."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [
+            (number, line)
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+            if line.strip()
+        ]
     except OSError as error:
         raise ConfigError(f"Cannot read {flag} {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{flag} {path} is not text (byte {error.start} is not UTF-8); it should hold one JSON object per line. A Parquet file "
+            "is recognised by its name, *.parquet."
+        ) from error
     if not lines:
         raise ConfigError(f"{flag} {path} is empty; it should hold one JSON object per line.")
     return lines
@@ -53,7 +62,7 @@ def read_sample(line: str, number: int, path: Path) -> Sample:
 
 def _from_json_list(path: Path, flag: str) -> list[Sample] | None:
     """None where the file holds one object per line after all."""
-    text = "\n".join(read_lines(path, flag))
+    text = "\n".join(line for _, line in read_lines(path, flag))
     if not text.lstrip().startswith("["):
         return None
     try:

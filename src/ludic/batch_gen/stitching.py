@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from ludic.types import (
     ActorTokenLogps,
-    AgentStep,
     Rollout,
     RolloutStepKey,
     SampleAttachments,
@@ -24,6 +23,7 @@ from ludic.types import (
     TokenTrace,
     VersionRun,
     is_parse_failure,
+    was_rejected_as_cut_off,
 )
 
 MAX_INFO_TEXT = 256
@@ -50,15 +50,16 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One model call that sampled something, and the turn that it belongs to."""
+    """One step that holds sampled tokens, and the turn that it belongs to."""
 
-    step: AgentStep
+    step: Step
     turn: _Turn
     ends_turn: bool
     """The last of its turn."""
 
     @property
     def trace(self) -> TokenTrace:
+        assert self.step.trace is not None, "only steps with one are calls"
         return self.step.trace
 
     @property
@@ -110,7 +111,7 @@ def stitch_rollout(
 def _calls(rollout: Rollout) -> list[_Call]:
     turns: dict[str, _Turn] = {}
     last_calls: dict[str, str] = {}
-    sampling = [step for step in rollout.agent_steps if len(step.trace.completion_token_ids)]
+    sampling = rollout.sampling_steps
     for step in rollout.steps:
         turns.setdefault(_turn_of(step), _Turn(len(turns), [])).steps.append(step)
     for call in sampling:
@@ -287,6 +288,7 @@ def _meta(rollout: Rollout, calls: list[_Call], number: int, *, num_tokens: int)
         "policy": rollout.meta.get("model"),
         "delegate": rollout.meta.get("delegate"),
         "env_name": rollout.meta.get("env_name"),
+        **seeds_of(rollout),
         "segment": number,
         "step_index": last.index,
         "step_kind": last.kind,
@@ -302,10 +304,17 @@ def _meta(rollout: Rollout, calls: list[_Call], number: int, *, num_tokens: int)
         "finish_reason": calls[-1].trace.finish_reason,
         "parse_error": num_parse_errors > 0,
         "num_parse_errors": num_parse_errors,
+        "num_cut_off": sum(was_rejected_as_cut_off(call.step) for call in calls),
         "request_meta": request_meta,
     }
     # Ludic's own facts go last: an env may add to them, not change them.
     return {**small_facts(last), **core}
+
+
+def seeds_of(rollout: Rollout) -> dict[str, Any]:
+    """What the episode was played with; the engine has said so, or the protocol."""
+    said = {**rollout.meta, **rollout.meta.get("engine", {})}
+    return {name: said.get(name) for name in ("env_seed", "sampling_seed")}
 
 
 def small_facts(step: Step) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """From settings to the parts of a run: agents, requests, the algorithm, the batch source, loggers, the trainer.
 
-The first half (playing) is free of training, and shared with `ludic eval`; the model itself is in run_model.py.
+The first half (playing) is free of training, and shared with `ludic eval`; the model itself is in run_model.py. Loads without
+torch: `ludic eval --base-url` needs none.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludic import registry
 from ludic.agents import Agent
@@ -26,21 +29,17 @@ from ludic.batch_gen.samples import read_samples
 from ludic.cli.run_config import AgentSettings, EnvSettings, RunConfig
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import CHECKPOINTS, METRICS, wandb_id
-from ludic.cli.run_model import ServedPolicy
 from ludic.cli.settings import values_of
 from ludic.eval import EngineEvaluator, Grading, SnapshotEvaluator
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
-from ludic.models.loading import LoadedModel
+from ludic.interaction.base import AnyEnv
 from ludic.training import (
-    CheckpointConfig,
     JSONLLogger,
     PrintLogger,
     RichLiveLogger,
-    RLAlgorithm,
     TeeLogger,
     TensorBoardLogger,
-    Trainer,
     TrainerConfig,
     WandbLogger,
 )
@@ -61,11 +60,19 @@ from ludic.types import (
     derive_seed,
 )
 
+if TYPE_CHECKING:
+    from ludic.cli.run_model import ServedPolicy
+    from ludic.models.loading import LoadedModel
+    from ludic.training import CheckpointConfig, RLAlgorithm, Trainer
+
 PROTOCOL = "play"
 SHOWN = (
-    "avg_total_reward", "avg_turns", "avg_completion_length", "parse_error_rate", "truncated_rate", "num_failed",
-    "loss", "entropy", "grad_norm", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
+    "avg_total_reward", "accuracy", "mean_reward", "*_rate", "avg_turns", "avg_completion_length", "num_failed",
+    "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
     "step_s", "fetch_s", "update_s", "tokens_per_s",
+    # Of the rates: how games ended, unreadable_rate and over_limit_rate, which count a reply that was cut off once.
+    "!parse_error_rate", "!truncated_rate", "!truncation_rate", "!completion_truncated_rate", "!seq_len_truncated_rate",
+    "!zero_weight_rate", "!failed_rate",
 )  # fmt: skip
 """What progress displays show of the training stats; metrics.jsonl has them all."""
 
@@ -85,15 +92,36 @@ class Play:
     """A new one, with new agents, for each episode."""
     max_tokens: int
     player: str | None = None
-    """Who answers, as a part of every request: a file of episodes is then never taken for somebody else's."""
+    """Who answers, as a part of every request: a file of episodes is then never taken for another player's."""
+    engines: dict[str, RolloutEngine] = field(default_factory=dict)
+    """Every engine that was made, by what it is for; `activity` asks them what they are playing."""
 
-    def engine(self, *, jsonl_path: Path | None = None, resume: bool = False, seed: int = 0) -> RolloutEngine:
-        return RolloutEngine(
+    def engine(
+        self,
+        *,
+        jsonl_path: Path | None = None,
+        resume: bool = False,
+        seed: int = 0,
+        max_failed_share: float = 0.5,
+        purpose: str = "playing",
+    ) -> RolloutEngine:
+        """`purpose` is what `activity` calls it."""
+        self.engines[purpose] = RolloutEngine(
             env_registry={self.env.id: self.found.factory},
             protocol_registry={PROTOCOL: lambda model=None: self.make_protocol(self.client)},
             jsonl_path=jsonl_path,
             resume=resume,
             seed=seed,
+            max_failed_share=max_failed_share,
+        )
+        return self.engines[purpose]
+
+    def activity(self) -> str:
+        """What is being played now, for displays; empty when nothing is."""
+        return "; ".join(
+            f"{purpose} {progress}"
+            for purpose, engine in self.engines.items()
+            if (progress := engine.progress) is not None
         )
 
     @property
@@ -118,12 +146,16 @@ def env_arguments(env: EnvSettings, sample: Any = None) -> dict[str, Any]:
     return dict(env.set) if sample is None else {"sample": sample, **env.set}
 
 
+def first_env(env: EnvSettings, found: FoundEnv) -> AnyEnv:
+    """One env as it will be played, about the first sample: mistakes in it, or in the data, are named here."""
+    return found.make(env_arguments(env, None if env.data is None else read_samples(env.data)[0]))
+
+
 def make_play(
     env: EnvSettings, agent: AgentSettings, found: FoundEnv, client: ChatClient, template: ChatTemplate, model: str
 ) -> Play:
     """`env` and `agent` are resolved: nothing in them is left open. An env with several roles is played by copies."""
-    sample = None if env.data is None else read_samples(env.data)[0]
-    agent_ids = found.make(env_arguments(env, sample)).agent_ids
+    agent_ids = first_env(env, found).agent_ids
     make_protocol = protocol_factory(agent, agent_ids, template, model)
     make_protocol(client)  # a wrong name or argument is found now, not in the first episode
     assert agent.max_tokens is not None, "resolve_play gives it one"
@@ -144,7 +176,7 @@ def protocol_factory(
 def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> Callable[[ChatClient], Agent]:
     """Makes a new agent, with a memory of its own, each time."""
     parser = registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    arguments = dict(agent.agent_set)
+    arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
     for scope in ("tools", "external_tools"):
         if scope in arguments:
             arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
@@ -162,6 +194,10 @@ def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> C
             chat_template=template,
             **arguments,
         )
+        if not isinstance(made, Agent):
+            raise ConfigError(
+                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
+            )
         return made
 
     return make_agent
@@ -210,12 +246,20 @@ def fixed_requests(
 
 
 def make_algorithm(config: RunConfig) -> RLAlgorithm:
-    """The registered algorithm; it hears of the group size if it wants to."""
+    """The registered algorithm, or the user's own, with the group size if it takes one, and the reduction."""
+    from ludic.training import RLAlgorithm
+
     factory = registry.algorithms.spec(config.algo.algo).load()
     arguments = dict(config.algo.algo_set)
     if "group_size" in inspect.signature(factory).parameters:
         arguments.setdefault("group_size", config.group_size)
-    algorithm: RLAlgorithm = registry.algorithms.make(config.algo.algo, **arguments)
+    if config.algo.reduction is not None:
+        arguments["reduction"] = config.algo.reduction
+    algorithm = registry.algorithms.make(config.algo.algo, **arguments)
+    if not isinstance(algorithm, RLAlgorithm):
+        raise ConfigError(
+            f"algo = {config.algo.algo!r} gives a {type(algorithm).__name__}; it must return an RLAlgorithm, as make_grpo() does."
+        )
     return algorithm
 
 
@@ -230,7 +274,7 @@ def make_source(
     """`annotate` sees every batch before it is trained on, in the background where batches are made there."""
     seed, size = config.train.seed, config.group_size
     rollouts = RolloutBatchSource(
-        play.engine(jsonl_path=jsonl_path, seed=seed),
+        play.engine(jsonl_path=jsonl_path, seed=seed, max_failed_share=config.rollouts.max_failed_share),
         requests_fn=train_requests(config, play),
         strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
         algorithm=algorithm,
@@ -249,7 +293,7 @@ def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
     requests = fixed_requests(play, settings.eval_episodes, inference, samples=samples, seed=config.train.seed)
     env = play.found.make(env_arguments(play.env, None if samples is None else samples[0]))
     return EngineEvaluator(
-        play.engine(seed=config.train.seed),
+        play.engine(seed=config.train.seed, max_failed_share=config.rollouts.max_failed_share, purpose="evaluating"),
         requests_fn=lambda: requests,
         max_steps=play.max_steps,
         timeout_s=settings.eval_timeout_s,
@@ -306,6 +350,8 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
 
 
 def checkpoint_config(config: RunConfig, folder: Path) -> CheckpointConfig:
+    from ludic.training import CheckpointConfig
+
     return CheckpointConfig(
         folder / CHECKPOINTS, every_n_steps=config.run.checkpoint_every, max_to_keep=config.run.checkpoint_keep
     )
@@ -320,6 +366,9 @@ class TrainingParts:
     publisher: PolicyPublisher
     evaluator: Evaluator | None = None
     status: Status | None = None
+    """How the samples of a pipeline stand; shown with every update and at the end."""
+    activity: Status | None = None
+    """What is being played now; displays ask for it between updates."""
     teacher: LoadedModel | None = None
     """For losses that compare whole distributions."""
 
@@ -334,6 +383,8 @@ def make_trainer(
     critic: LoadedModel | None = None,
     resume: bool = False,
 ) -> Trainer:
+    from ludic.training import Trainer
+
     return Trainer(
         model=loaded.model,
         critic=None if critic is None else critic.model,

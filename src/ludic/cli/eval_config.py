@@ -11,9 +11,10 @@ from ludic.cli.run_config import AgentSettings, Dtype, EnvSettings, RunConfig, c
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.settings import MaybeFloat, MaybeInt, MaybeText, read_toml
 from ludic.eval import Grading
+from ludic.models import SMOLLM2
 from ludic.types import ConfigError
 
-DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL = SMOLLM2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The folder of an evaluation.
 
-    runs/eval/<name>/  config.toml  metrics.json  rollouts/<model>-<hash of its path>.jsonl  samples/<model>.jsonl
+    runs/eval/<name>/  config.toml  metrics.json  rollouts/<model>-<hash of its path>.jsonl.gz  samples/<model>.jsonl
 
 Rollouts are written as episodes finish, and are what `--resume` goes on from; the rest can be made again from them.
 """
@@ -73,7 +73,8 @@ def _require_same(folder: Path, config: EvalConfig) -> None:
 
 
 def rollouts_file(folder: Path, stem: str) -> Path:
-    return folder / "rollouts" / f"{stem}.jsonl"
+    plain = folder / "rollouts" / f"{stem}.jsonl"  # what older versions wrote is resumed as it is
+    return plain if plain.exists() else plain.with_name(f"{stem}.jsonl.gz")
 
 
 def write_results(folder: Path, columns: Sequence[Column]) -> None:

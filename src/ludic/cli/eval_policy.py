@@ -1,7 +1,10 @@
 """Who is evaluated: a model of this machine on the embedded engine, or somebody else's endpoint.
 
-Both come out as a client, a chat template for it, and a way to let go of it.
+Both come out as a client, a chat template for it, and a way to let go of it. What loads torch is imported where a model of this
+machine is meant: an endpoint is evaluated without it.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -10,22 +13,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ludic.cli.eval_config import DEFAULT_MODEL, PolicySettings
+from ludic.cli.run_command import need_extras
 from ludic.cli.run_config import ModelSettings, slug
 from ludic.cli.run_folder import CHECKPOINTS, CONFIG
-from ludic.cli.run_model import (
-    checkpoint_in,
-    load_policy,
-    make_template,
-    serve_locally,
-    use_threads,
-)
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser
 from ludic.inference.openai_client import EndpointError, OpenAIChatClient
-from ludic.models.loading import LoadedModel
-from ludic.training.model_files import ADAPTER_CONFIG
 from ludic.types import ChatClient, ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from ludic.models.loading import LoadedModel
 
 _NO_LIMIT = 1 << 30
 
@@ -63,6 +62,7 @@ def contenders(settings: PolicySettings) -> list[Contender]:
     """In the order in which they were given; no two are called the same, nor are their files."""
     sources = list(settings.model or (DEFAULT_MODEL,))
     if settings.base_url is None:
+        need_extras("local", "ludic eval without --base-url")
         sources = [_resolved(source) for source in sources]
     found: dict[str, Contender] = {}
     for source in sources:
@@ -76,6 +76,8 @@ def contenders(settings: PolicySettings) -> list[Contender]:
 
 def _resolved(source: str) -> str:
     """A run folder means its newest checkpoint now, and not what is the newest when the evaluation is resumed."""
+    from ludic.cli.run_model import checkpoint_in
+
     checkpoint = checkpoint_in(Path(source))
     return source if checkpoint is None else str(checkpoint)
 
@@ -130,6 +132,8 @@ async def opened(
         finally:
             await client.close()
         return
+    from ludic.cli.run_model import make_template, serve_locally, use_threads
+
     model = ModelSettings(
         model=contender.source, dtype=settings.dtype, device=settings.device, threads=settings.threads
     )
@@ -154,6 +158,10 @@ def _endpoint(settings: PolicySettings, base_url: str) -> OpenAIChatClient:
 
 def load(settings: ModelSettings, *, seed: int) -> LoadedModel:
     """What `ludic train` can load, and an adapter that somebody else has trained, on the base that it names."""
+    from ludic.cli.run_model import load_policy
+    from ludic.models.loading import LoadedModel
+    from ludic.training.model_files import ADAPTER_CONFIG
+
     folder = Path(settings.model)
     is_own = (folder.resolve().parents[1] / CONFIG).is_file() if len(folder.resolve().parents) > 1 else False
     if not (folder / ADAPTER_CONFIG).is_file() or is_own:

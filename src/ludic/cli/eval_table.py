@@ -11,8 +11,9 @@ from ludic.eval import Estimate, EvalReport, paired_difference
 
 _PLAIN = {"mean_reward": "reward"}
 _COUNTED = (
-    ("unreadable replies", "parse_error_rate"),
-    ("truncated", "truncation_rate"),
+    # A reply that was cut off is unreadable for that reason alone: it counts as truncated, and only there.
+    ("unreadable replies", "unreadable_rate"),
+    ("truncated", "over_limit_rate"),
     ("failed", "failed_rate"),
 )
 

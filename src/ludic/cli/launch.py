@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import typer
 
-from ludic.cli.run_command import Target, as_pipeline, read_run_command
+from ludic.cli.run_command import Target, as_pipeline, need_extras, read_run_command
 from ludic.cli.run_env import find_env
 from ludic.cli.settings import MaybeText, Switch
 
@@ -41,6 +41,7 @@ def launch(context: typer.Context) -> None:
     """Train with actors and a learner in processes of their own."""
     words, config = read_run_command(Words, context.args, prog="ludic launch", description=DESCRIPTION)
     found = find_env(config.env.id)
+    need_extras("train,pipeline", "ludic launch")
     from ludic.cli import run_launch
 
     code = run_launch.launch(words, as_pipeline(config), found)

@@ -20,7 +20,8 @@ _MISTAKE = frozenset({2})
 """Exit code of our own commands for what the user has to mend."""
 _LONGEST_SOCKET = 100
 """Characters of a socket's path; systems allow a little more."""
-LUDIC = (sys.executable, "-m", "ludic.cli.main")
+LUDIC = (sys.executable, "-P", "-m", "ludic.cli.main")
+"""-P, as for the command itself: modules of the current folder do not come before those beside a user's file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ludic import registry
-from ludic.types import ConfigError
+from ludic.types import ConfigError, MissingExtra
+from ludic.types.errors import how_to_install
 
 
 def envs() -> None:
@@ -25,9 +26,15 @@ def parts(
 
 def _show(kind: str) -> None:
     table = Table("id", "what it is", box=None, pad_edge=False)
+    advice = ""
     for id in registry.list(kind):
         try:
             table.add_row(id, registry.spec(kind, id).summary)
+        except MissingExtra as error:
+            table.add_row(id, f"[dim]needs the {error.extras!r} extra[/dim]")
+            advice = how_to_install(error.extras)
         except ConfigError as error:  # one broken plugin must not hide everybody else's parts
             table.add_row(id, f"[red]{escape(str(error))}[/red]")
     Console().print(table if table.row_count else f"No {kind} is registered.")
+    if advice:
+        Console(soft_wrap=True).print(escape(f"\n{advice}"))

@@ -19,7 +19,7 @@ from ludic.cli.play_tools import Toolbox
 from ludic.cli.run_env import find_env
 from ludic.cli.scripted import reference_or_random, scripted_protocol
 from ludic.cli.settings import read_pair
-from ludic.interaction.base import AnyEnv, outcome_for
+from ludic.interaction.base import AnyEnv, outcome_for, told_outcomes
 from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
 
 _UNCUT = InferenceSpec(sampling=SamplingParams(max_tokens=1_000_000))
@@ -85,7 +85,8 @@ def _sample(place: Path, index: int) -> dict[str, Any]:
         return samples[index]
     lines = read_lines(place)  # a file that is broken elsewhere can still be played
     _check_index(index, place, len(lines))
-    return read_sample(lines[index], index + 1, place)
+    number, line = lines[index]
+    return read_sample(line, number, place)
 
 
 def _check_index(index: int, place: Path, num: int) -> None:
@@ -118,15 +119,15 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
     for _ in range(max_steps):
         if not env.active_agents:
             break
-        actions = {agent_id: _ask(env, agent_id, shown[agent_id], runner) for agent_id in env.active_agents}
-        outcomes = runner.run(env.async_step(actions))
-        for agent_id in env.agent_ids:
+        actions = {agent_id: _ask(env, agent_id, shown.get(agent_id, ""), runner) for agent_id in env.active_agents}
+        outcomes = told_outcomes(env, runner.run(env.async_step(actions)), actions)
+        for agent_id in outcomes:
             outcome = outcome_for(env, agent_id, outcomes)
             shown[agent_id] = outcome.obs
             totals[agent_id] += outcome.reward
             _report_reward(env, agent_id, outcome)
-    for agent_id in env.agent_ids:
-        console.print(escape(f"\n{_address(env, agent_id)}{shown[agent_id]}"))
+    for agent_id, obs in shown.items():
+        console.print(escape(f"\n{_address(env, agent_id)}{obs}"))
     _say_goodbye(env, totals, outcomes)
 
 

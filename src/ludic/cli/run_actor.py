@@ -32,6 +32,7 @@ from ludic.cli.run_model import (
 from ludic.cli.run_pipeline import pipeline_algorithm
 from ludic.cli.run_vllm import client_of, served_name, wait_for_servers
 from ludic.distributed.folder_weights import FolderFollower
+from ludic.training.stopping import StopWishes
 from ludic.types import ChatClient, PolicyGone, derive_seed
 
 _ACTOR_SEEDS = 201
@@ -111,14 +112,14 @@ def actor_seed(seed: int, index: int, life: int) -> int:
 
 
 async def _until_stopped(config: RunConfig, policy: ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
-    """What it has done, and the exit code. The first signal lets what is being pushed arrive, the second does not wait."""
-    stop, signals = asyncio.Event(), list[int]()
+    """What it has done, and the exit code. The first wish to stop lets what is being pushed arrive, the second does not wait."""
+    stop, signals, wishes = asyncio.Event(), list[int](), StopWishes()
     playing = asyncio.create_task(_play(config, policy, index, stop))
 
     def on_signal(number: int) -> None:
         signals.append(number)
         stop.set()
-        if len(signals) > 1:
+        if wishes.hear() and wishes.num > 1:
             playing.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -150,6 +151,7 @@ async def _play(config: RunConfig, policy: ActorPolicy, index: int, stop: asynci
         algorithm=pipeline_algorithm(config),
         strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
         max_waiting=config.max_waiting,
+        max_failed_share=config.rollouts.max_failed_share,
         name=f"actor-{index}",
         follow=policy.follow,
         stop=stop,
@@ -173,7 +175,7 @@ async def _comes_before(stop: asyncio.Event, event: Coroutine[Any, Any, object])
 
 
 def _rollouts_file(folder: Path, index: int, life: int) -> Path:
-    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl"
+    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl.gz"
 
 
 # --- what is said ----------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
-"""What `ludic train`, `ludic actor` and `ludic launch` have in common: a TARGET, and the settings of a run."""
+"""What commands have in common: the extras they need; and for `ludic train`, `ludic actor` and `ludic launch` a TARGET, and the
+settings of a run."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Protocol, TypeAlias, TypeVar
@@ -8,9 +10,31 @@ import tyro
 
 from ludic.cli.run_config import RunConfig
 from ludic.cli.settings import parse_flags, read_toml
-from ludic.types import ConfigError
+from ludic.types import ConfigError, MissingExtra
 
 Target: TypeAlias = Annotated[str, tyro.conf.arg(metavar="TARGET", help_behavior_hint=""), tyro.conf.Positional]
+
+MODULES_OF = {
+    "train": ("torch", "transformers", "jinja2", "safetensors"),
+    "local": ("torch", "transformers", "jinja2"),
+    "serve": ("torch", "transformers", "jinja2", "aiohttp"),
+    "pipeline": ("redis",),
+}
+"""Extra -> what a command that needs it cannot be imported without."""
+
+
+def need_extras(extras: str, needed_for: str) -> None:
+    """Name those of the extras (with commas) that are missing, before a command imports what would fail without them."""
+    missing = [extra for extra in extras.split(",") if not all(map(_is_installed, MODULES_OF[extra]))]
+    if missing:
+        raise MissingExtra(",".join(missing), needed_for)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # it is loaded, by other means than a file
+        return True
 
 
 class HasTarget(Protocol):

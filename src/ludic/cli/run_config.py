@@ -18,6 +18,7 @@ from ludic.catalog import CutOff, Suggested, Unreadable
 from ludic.cli.pipeline_config import DEFAULT_MAX_LAG, PipelineSettings
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
+from ludic.models import TINY
 from ludic.types import ConfigError
 
 T = TypeVar("T")
@@ -27,8 +28,11 @@ MaybeCutOff: TypeAlias = Annotated[CutOff | None, tyro.conf.arg(metavar="{reject
 MaybeUnreadable: TypeAlias = Annotated[Unreadable | None, tyro.conf.arg(metavar="{go_on,stop}", help_behavior_hint="")]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
+Averaging: TypeAlias = Literal["token_mean", "sample_mean", "sample_sum"]
+MaybeAveraging: TypeAlias = Annotated[
+    Averaging | None, tyro.conf.arg(metavar="{token_mean,sample_mean,sample_sum}", help_behavior_hint="")
+]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
-TINY = "tiny"
 
 
 def _at_least(low: float, **values: float | None) -> None:
@@ -96,15 +100,19 @@ class AgentSettings:
     """How the model plays."""
 
     agent: MaybeText = None
-    """Registered agent (`ludic parts agent`). Default: what suits the env, else agent: one model call per turn."""
+    """Registered agent (`ludic parts agent`), or file.py:Class. Default: what suits the env, else agent: one model call per turn;
+    react where there are --tools."""
+    tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOOL…", help_behavior_hint="")] = ()
+    """Tools of the agent (`ludic parts tool`), or file.py:function."""
     agent_set: Arguments = field(default_factory=dict)
-    """Argument of the agent; tools are given by name: tools='["calculator"]'."""
+    """Argument of the agent."""
     context: str = "full_dialog"
-    """What the model is shown of the past (`ludic parts context`)."""
+    """What the model is shown of the past (`ludic parts context`, or file.py:Class)."""
     context_set: Arguments = field(default_factory=dict)
     """Argument of the context."""
     parser: MaybeText = None
-    """How a reply is read (`ludic parts parser`). Default: what suits the env, else raw: the reply is the action."""
+    """How a reply is read (`ludic parts parser`, or file.py:function). Default: what suits the env, else raw: the reply is the
+    action."""
     parser_set: Arguments = field(default_factory=dict)
     """Argument of the parser, such as tag=move for xml_tag."""
     system_prompt: MaybeText = None
@@ -120,6 +128,8 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         _at_least(1, max_tokens=self.max_tokens)
+        if self.tools and "tools" in self.agent_set:
+            raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
 
     @property
     def may_call_tools(self) -> bool:
@@ -135,11 +145,14 @@ class AlgoSettings:
     """What is learned from the rollouts."""
 
     algo: str = "grpo"
-    """Registered algorithm (`ludic parts algorithm`)."""
+    """Registered algorithm (`ludic parts algorithm`), or file.py:function that returns one."""
     algo_set: Arguments = field(default_factory=dict)
     """Argument of the algorithm, such as clip_eps_high=0.28."""
     group_size: MaybeInt = None
     """Rollouts of the same task that are compared. Default: 8, or 1 where the algorithm compares none."""
+    reduction: MaybeAveraging = None
+    """What the loss of all action tokens is divided by: their number, each sample's number and then samples, or samples.
+    Default: token_mean, or what the algorithm itself does where it is a mean."""
     teacher: MaybeText = None
     """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
     teacher_tokenizer: MaybeText = None
@@ -184,8 +197,14 @@ class RolloutSettings:
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     save_rollouts: bool = True
     """Write every episode to the run folder."""
+    max_failed_share: float = 0.5
+    """The run stops when a larger share of an update's episodes raised an error, each tried twice; 1 never stops it."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.max_failed_share <= 1:
+            raise ConfigError(
+                f"max_failed_share = {self.max_failed_share}; it is a share of the episodes, from 0 to 1."
+            )
         _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
         _at_least(0, max_lag=self.max_lag, temperature=self.temperature)
 
@@ -331,10 +350,10 @@ class RunConfig:
 
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "concurrency", "threads",
-     "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
-     "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis", "actors", "max_waiting",
-     "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "max_failed_share", "concurrency",
+     "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start",
+     "eval_in_background", "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
+     "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
 )  # fmt: skip
 """What a run is not another run for."""
 
@@ -348,10 +367,11 @@ def resolve_play(config: T, suggested: Suggested) -> T:
     agent_set = suggested.agent_args if given["agent"] is None else {}
     parser_set = suggested.parser_args if given["parser"] is None else {}
     max_tokens = given["max_tokens"] or suggested.max_tokens
+    agent = "react" if given["tools"] and suggested.agent == "agent" else suggested.agent
     return with_values(
         config,
         {
-            "agent": given["agent"] or suggested.agent,
+            "agent": given["agent"] or agent,
             "agent_set": {**agent_set, **given["agent_set"]},
             "parser": given["parser"] or suggested.parser,
             "parser_set": {**parser_set, **given["parser_set"]},
@@ -368,7 +388,11 @@ def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
     """The config with every default filled in, and checked as a whole."""
     resolved = with_values(
         resolve_play(config, found.suggested),
-        {"group_size": _group_size(config.algo), "name": config.run.name or default_name(config)},
+        {
+            "group_size": _group_size(config.algo),
+            "reduction": _reduction(config.algo),
+            "name": config.run.name or default_name(config),
+        },
     )
     resolved = with_values(resolved, _pipeline_defaults(resolved))
     _check_temperature(resolved)
@@ -427,11 +451,32 @@ def _group_size(algo: AlgoSettings) -> int:
     return 8 if "group_size" in inspect.signature(factory).parameters else 1
 
 
+def _reduction(algo: AlgoSettings) -> Averaging | None:
+    """A token mean where the algorithm leaves it open: a sum grows with replies, and max_grad_norm would cut every step.
+
+    Within a batch the two differ by one factor, so the direction stays that of the sum.
+    """
+    reduction = inspect.signature(registry.algorithms.spec(algo.algo).load()).parameters.get("reduction")
+    if algo.reduction is not None:
+        if reduction is None:
+            raise ConfigError(
+                f"reduction = {algo.reduction!r} is for algorithms that leave it open, such as grpo; {algo.algo} takes a mean "
+                "by its own rule (docs/algorithms)."
+            )
+        return algo.reduction
+    is_open = reduction is not None and reduction.default is None
+    return "token_mean" if is_open and not algo.algo_set.keys() & _SAYS_THE_REDUCTION else None
+
+
+_SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
+"""Arguments of an algorithm that decide it."""
+
+
 def default_name(config: RunConfig) -> str:
     """Env, model and algorithm, as far as they can stand in the name of a folder."""
     env = config.env.id.rpartition(":")[2].rpartition("/")[2]
     model = Path(config.model.model).name.removesuffix(".gguf")
-    return slug(f"{env}-{model}-{config.algo.algo}")
+    return slug(f"{env}-{model}-{config.algo.algo.rpartition(':')[2]}")
 
 
 def slug(text: str) -> str:

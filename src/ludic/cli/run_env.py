@@ -1,20 +1,17 @@
 """Which env a command plays: a registered one, or a class of your own in a file; and the samples it asks about."""
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ludic import registry
 from ludic.catalog import Suggested
+from ludic.envs.check import require_env
 from ludic.interaction.base import AnyEnv
-from ludic.types import ConfigError, LudicError
+from ludic.types import ConfigError, Failure, LudicError, UnknownName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,48 +27,44 @@ class FoundEnv:
 
     def make(self, arguments: Mapping[str, Any]) -> AnyEnv:
         try:
-            return self.factory(**arguments)
-        except (TypeError, ValueError, KeyError) as error:
-            if isinstance(error, LudicError):
-                raise
+            made = self.factory(**arguments)
+        except LudicError:
+            raise
+        except Exception as error:  # the env's own code may raise anything
             given = ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
-            raise ConfigError(f"The env {self.id!r} cannot be made with {given or 'no arguments'}: {error}") from error
+            failure = Failure.from_exception(error)
+            hint = ". Give arguments with --set NAME=VALUE." if isinstance(error, TypeError) and not arguments else ""
+            raise ConfigError(
+                f"The env {self.id!r} cannot be made with {given or 'no arguments'}: {failure.summary}{hint}"
+                + (f"\n{failure.user_traceback}" if failure.user_traceback else "")
+            ) from error
+        return require_env(made, self.id)
 
 
 def find_env(id: str) -> FoundEnv:
     """A registered env, or `module:Class` / `file.py:Class` of your own."""
-    if ":" not in id:
-        spec = registry.envs.spec(id)
-        return FoundEnv(
-            id=id,
-            factory=partial(registry.envs.make, id),
-            takes_sample=_takes_sample(spec.load()),
-            example=dict(spec.example),
-            suggested=spec.suggested,
-        )
-    place, _, name = id.rpartition(":")
+    spec = registry.envs.spec(id) if ":" in id else _registered(id)
+    found = spec.load()
+    return FoundEnv(
+        id=id,
+        factory=found if ":" in id else partial(registry.envs.make, id),
+        takes_sample="sample" in inspect.signature(found).parameters,
+        example=dict(spec.example),
+        suggested=spec.suggested,
+    )
+
+
+def _registered(id: str) -> registry.EntrySpec:
+    """The entry of a registered env; what is plainly a file or a folder is answered as such."""
     try:
-        found: Callable[..., AnyEnv] = getattr(_module(place), name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ConfigError(
-            f"Cannot load the env {id!r}: {error}. Write module:Class or path/to/file.py:Class."
-        ) from error
-    return FoundEnv(id=id, factory=found, takes_sample=_takes_sample(found))
-
-
-def _takes_sample(factory: Callable[..., Any]) -> bool:
-    return "sample" in inspect.signature(factory).parameters
-
-
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(place)
-    # By path and under a name of its own: a file called math.py must not turn into the standard library's.
-    spec = importlib.util.spec_from_file_location(f"ludic_user_{Path(place).stem}", place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pickling looks classes up there
-    spec.loader.exec_module(module)
-    return module
+        return registry.envs.spec(id)
+    except UnknownName:
+        path = Path(id)
+        if path.suffix == ".py":
+            raise ConfigError(f"{id} is a file; which env in it? Write {id}:Class.") from None
+        if path.parent != Path() and path.parent.is_dir():
+            there = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml"))) or "none"
+            raise ConfigError(
+                f"There is no run in {id}, nor an env of that name. Runs in {path.parent}: {there}."
+            ) from None
+        raise

@@ -1,7 +1,7 @@
 """The folder of a run: may it be used, where does the run stand, what does it hold.
 
-runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl  checkpoints/step_000020/  wandb_id  server/
-              of a pipeline also: rollouts/actor-0-….jsonl  weights/weights_20.safetensors  redis/  logs/learner.log
+runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  checkpoints/step_000020/  wandb_id  server/
+              of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
 """
 
 import secrets
@@ -13,7 +13,6 @@ from typing import Any
 from ludic import __version__
 from ludic.cli.run_config import MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.cli.settings import Difference, differences, read_toml, to_toml
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.durable import read_manifest
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
@@ -95,6 +94,8 @@ def how_to_resume(config: RunConfig) -> str:
 def _may_change(difference: Difference, config: RunConfig) -> bool:
     if difference.name == "steps":  # a schedule that ends elsewhere is another one from the first step on
         return config.train.schedule == "constant"
+    if difference.name == "reduction" and difference.before is None:  # the run began before there was this setting
+        return True
     return difference.name in MAY_CHANGE_ON_RESUME
 
 
@@ -106,9 +107,10 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
         if start.starts_over:
             (folder / METRICS).unlink(missing_ok=True)
             (folder / WANDB_ID).unlink(missing_ok=True)
-            for file in (folder / ROLLOUTS).glob("from_step_*.jsonl"):  # those of actors go on being written
+            for file in (folder / ROLLOUTS).glob("from_step_*.jsonl*"):  # those of actors go on being written
                 file.unlink()
-        rollouts_file(folder, start).unlink(missing_ok=True)
+        for file in (folder / ROLLOUTS).glob(f"from_step_{start.first_step:06d}.jsonl*"):  # older runs wrote plain ones
+            file.unlink()
         (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -118,7 +120,7 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
 
 def rollouts_file(folder: Path, start: Start) -> Path:
     """A file for each start: what an interrupted one played after its last checkpoint is played again in the next."""
-    return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl"
+    return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl.gz"
 
 
 def wandb_id(folder: Path) -> str:
@@ -133,6 +135,8 @@ def wandb_id(folder: Path) -> str:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
+    from ludic.training.checkpoint import CheckpointConfig, CheckpointManager  # loads torch
+
     return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS)).latest()
 
 

@@ -11,15 +11,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ludic.cli.run_config import TINY, ModelSettings, RolloutSettings, RunConfig
+from ludic.cli.run_config import ModelSettings, RolloutSettings, RunConfig
 from ludic.cli.run_folder import CHECKPOINTS, CONFIG
 from ludic.cli.settings import read_toml, with_values
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
-from ludic.models.loading import SMOLLM2, LoadedModel, best_dtype, load_model
-from ludic.models.tiny import character_tokenizer, make_tiny
+from ludic.models import SMOLLM2, TINY
+from ludic.models.loading import LoadedModel, best_dtype, load_model
+from ludic.models.tiny import character_tokenizer
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.durable import problem_with
 from ludic.training.model_files import ADAPTER_WEIGHTS, read_weights
@@ -47,12 +48,8 @@ def load_policy(settings: ModelSettings, *, seed: int = 0) -> LoadedModel:
 
 
 def _load_base(settings: ModelSettings, seed: int) -> LoadedModel:
-    device = find_device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if settings.model != TINY:
-        return load_model(settings.model, dtype=dtype, device=device, seed=seed)
-    tiny = make_tiny(seed)
-    return replace(tiny, model=tiny.model.to(device or default_device(), dtype or torch.float32).eval())
+    return load_model(settings.model, dtype=dtype, device=find_device(settings.device), seed=seed)
 
 
 def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
@@ -216,7 +213,7 @@ def use_threads(settings: ModelSettings) -> None:
 
 def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate:
     """The model's own chat template, and its own way of calling tools; a model without a template cannot play."""
-    parser = tool_parser_for(str(tokenizer.chat_template)) if with_tools else None
+    parser = tool_parser_for(tokenizer) if with_tools else None
     return HFChatTemplate(tokenizer, tool_parser=parser)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ludic.batch_gen.samples import read_samples
-from ludic.cli.assemble import env_arguments, make_algorithm, trainer_config
-from ludic.cli.run_config import TINY, ModelSettings, RunConfig
+from ludic.cli.assemble import first_env, make_algorithm, trainer_config
+from ludic.cli.run_config import ModelSettings, RunConfig
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.run_folder import Start
 from ludic.cli.run_model import (
@@ -18,10 +18,10 @@ from ludic.cli.run_model import (
     find_device,
     forked_checkpoint,
     make_template,
-    make_tiny,
 )
 from ludic.cli.run_teacher import check_teacher
-from ludic.models.loading import SMOLLM2
+from ludic.models import SMOLLM2, TINY
+from ludic.models.tiny import make_tiny
 from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008
@@ -32,7 +32,7 @@ def plan_lines(config: RunConfig, found: FoundEnv, start: Start) -> list[str]:
     samples = None if config.env.data is None else read_samples(config.env.data)
     if config.eval.eval_data is not None:
         read_samples(config.eval.eval_data, "--eval-data")
-    found.make(env_arguments(config.env, None if samples is None else samples[0]))
+    first_env(config.env, found)
     check_teacher(config, make_algorithm(config))
     trainer_config(config)
     return [

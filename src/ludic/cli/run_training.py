@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ludic.batch_gen import AsyncRolloutBatchSource
+from ludic.batch_gen import AsyncRolloutBatchSource, TooManyFailures
 from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.batch_gen.pipeline.lease import LeaseLost
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
@@ -19,6 +19,7 @@ from ludic.cli.assemble import (
     Status,
     TrainingParts,
     evaluator_of,
+    first_env,
     make_algorithm,
     make_loggers,
     make_play,
@@ -43,9 +44,10 @@ from ludic.cli.run_teacher import check_teacher, make_teaching
 from ludic.cli.settings import to_toml
 from ludic.distributed import WeightPushError
 from ludic.models.loading import LoadedModel
-from ludic.training import Trainer
+from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint import CheckpointError
 from ludic.training.critic import CriticKind
+from ludic.training.guards import why_nothing_was_learned
 from ludic.types import LudicError, PolicyGone
 
 console = Console(highlight=False, soft_wrap=True)
@@ -76,6 +78,8 @@ def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
     check_teacher(config, make_algorithm(config))  # what is wrong is named before a large model is loaded for nothing
     if config.is_pipeline:
         run_pipeline.check(config)
+    else:
+        first_env(config.env, found)
     for line in _opening(config, start):
         say(line)
     use_threads(config.model)
@@ -122,6 +126,7 @@ def _own_parts(
         teacher=teaching.frozen,
         publisher=served.publisher,
         evaluator=evaluator_of(config, served, play, stack),
+        activity=play.activity,
     )
 
 
@@ -138,21 +143,44 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
             critic=_load(config, start) if parts.algorithm.critic is CriticKind.SEPARATE else None,
             resume=start.first_step > 0,
         )
-        asyncio.run(_until_done(trainer, config.train.steps))
-    except RedisGone:  # an OSError too, but nothing that has to be mended here
+        asyncio.run(_until_done(trainer, config.train.steps, logger, parts.activity))
+    except RedisGone:  # an OSError too, but nothing has to be fixed here
         raise
-    except (CheckpointError, OSError, FloatingPointError, PolicyGone, WeightPushError) as error:
-        raise RunFailed(f"{error} When that is mended: To go on: {how_to_resume(config)}") from error
+    except FloatingPointError as error:
+        raise RunFailed(f"{error} {_how_to_learn_slower(config)}") from error
+    except (CheckpointError, OSError, PolicyGone, TooManyFailures, WeightPushError) as error:
+        raise RunFailed(f"{error} When that is fixed, to go on: {how_to_resume(config)}") from error
     finally:
         logger.close()
     return trainer
 
 
-async def _until_done(trainer: Trainer, num_steps: int) -> None:
+def _how_to_learn_slower(config: RunConfig) -> str:
+    """A run keeps its lr, so resuming would end in the same place."""
+    saved = latest_checkpoint(config.folder)
+    fork = "" if saved is None else f" --fork-from {saved} (or one before it)"
+    return f"A run keeps its lr: give the command again with --name OTHER --lr SMALLER{fork}."
+
+
+async def _until_done(trainer: Trainer, num_steps: int, logger: TeeLogger, activity: Status | None) -> None:
     async with contextlib.AsyncExitStack() as stack:
+        if activity is not None:
+            stack.push_async_callback(_ended, asyncio.create_task(_show(activity, logger)))
         if isinstance(trainer.batch_source, (AsyncRolloutBatchSource, PipelineBatchSource)):
             await stack.enter_async_context(trainer.batch_source)
         await trainer.train(num_steps - trainer.step)
+
+
+async def _ended(showing: asyncio.Task[None]) -> None:
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+
+
+async def _show(activity: Status, logger: TeeLogger) -> None:
+    """What is being played, every second: the first update can take minutes. What remains of a step is the trainer's."""
+    while True:
+        await asyncio.sleep(1.0)
+        logger.show_activity(activity() or "updating or saving the weights")
 
 
 # --- what is said ----------------------------------------------------------------------------------------------
@@ -187,6 +215,9 @@ def _closing(config: RunConfig, trainer: Trainer, seconds: float, status: Status
     rewards = [row["train/avg_total_reward"] for row in metrics_with(folder, "train/avg_total_reward")]
     if rewards:
         lines.append(f"Reward: {rewards[0]:.3f} in the first update, {rewards[-1]:.3f} in the last.")
+    clipped = [row["train/grad_clipped"] for row in metrics_with(folder, "train/grad_clipped")]
+    if any(clipped):
+        lines.append(f"Gradients above max_grad_norm: in {sum(clipped):.0f} of {len(clipped)} updates.")
     lines += _eval_lines(list(metrics_with(folder, "eval/mean_reward")))
     lines += [] if status is None else [f"Samples: {status()}."]
     saved = latest_checkpoint(folder)
@@ -197,7 +228,8 @@ def _closing(config: RunConfig, trainer: Trainer, seconds: float, status: Status
     elif saved is not None:
         lines.append(f"Next: ludic eval {folder}")
         lines.append(f"      {how_to_resume(config)} --steps {2 * config.train.steps}")
-    return lines
+    verdict = why_nothing_was_learned(list(metrics_with(folder, "train/grad_norm")))
+    return lines if verdict is None else [*lines, "", verdict]
 
 
 def _eval_lines(rows: list[dict[str, Any]]) -> list[str]:

@@ -9,6 +9,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from ludic.cli.run_command import need_extras
+from ludic.inference.vllm_command import check_host, check_port
+from ludic.models import SMOLLM2, TINY
+from ludic.training.stopping import StopWishes
 from ludic.types import ConfigError
 
 
@@ -29,7 +33,7 @@ class Engine(StrEnum):
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="A folder, a hub id, a .gguf file, or smollm2-135m.")],
+    model: Annotated[str, typer.Option(help="A folder, a hub id, a .gguf file, smollm2-135m or tiny.")],
     host: Annotated[str, typer.Option(help="Address to listen on; other than loopback it wants a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -52,10 +56,9 @@ def serve(
         _become_vllm(model, host, port, api_key, max_sequences, max_model_len, dtype, insecure, vllm_flags or [])
     if vllm_flags:
         raise ConfigError(f"{' '.join(vllm_flags)!r} would be for vLLM; give --engine vllm, or leave it out.")
-    # Here and not above: torch takes seconds to load, and `ludic --help` should not.
-    from ludic.inference.local.server import check_host
-
-    check_host(host, api_key, insecure)  # before a large model is loaded for nothing
+    need_extras("serve", "ludic serve")
+    check_host(host, api_key, insecure)
+    check_port(host, port)  # before a large model is loaded for nothing
     loaded = _load(model, max_sequences, max_model_len, dtype, device)
     try:
         asyncio.run(_serve_until_stopped(loaded, host, port, api_key, insecure))
@@ -78,10 +81,9 @@ def _become_vllm(
     """Our options in vLLM's words; this process becomes the server."""
     from ludic.inference.vllm_server import serve
 
-    if host not in ("127.0.0.1", "localhost"):
-        from ludic.inference.local.server import check_host
-
-        check_host(host, api_key, insecure)
+    check_host(host, api_key, insecure)
+    if model in (TINY, SMOLLM2):
+        raise ConfigError(f"--engine vllm reads a folder or a hub id; only --engine local knows the name {model!r}.")
     if api_key is not None:
         os.environ["VLLM_API_KEY"] = api_key  # not a flag, which every process list would show
     if max_sequences is not None:
@@ -92,7 +94,7 @@ def _become_vllm(
 
 
 def _load(model: str, max_sequences: int | None, max_model_len: int | None, dtype: Dtype, device: str | None) -> Any:
-    import torch
+    import torch  # here and not above: it takes seconds, and `ludic --help` should not
 
     from ludic.inference.local import LocalEngine
 
@@ -120,9 +122,15 @@ async def _serve_until_stopped(engine: Any, host: str, port: int, api_key: str |
     serving = asyncio.create_task(
         serve(engine, host, port, model_name=engine.name, api_key=api_key, insecure=insecure, on_ready=announce)
     )
+    wishes = StopWishes()
+
+    def on_signal() -> None:
+        if wishes.hear():  # the same wish once more would interrupt the replies that are being finished
+            serving.cancel()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            loop.add_signal_handler(number, serving.cancel)
+            loop.add_signal_handler(number, on_signal)
     with contextlib.suppress(asyncio.CancelledError):
         await serving

@@ -14,6 +14,8 @@ from enum import StrEnum
 from types import FrameType
 from typing import Protocol
 
+from ludic.training.stopping import StopWishes
+
 _LOOK_EVERY_S = 0.1
 _LAST_LINES = 3
 
@@ -121,7 +123,7 @@ class Supervisor:
         self._show = show
         self._limit = limit or RestartLimit()
         self._outcome: Outcome | None = None
-        self._num_signals = 0
+        self._wishes = StopWishes()
 
     def run(self) -> Outcome:
         with self._listening():
@@ -183,7 +185,7 @@ class Supervisor:
 
     def _stop_in_order(self) -> None:
         """Each is asked when nobody who needs it is left; who takes too long is killed."""
-        while any(post.running is not None for post in self._posts) and self._num_signals < 2:
+        while any(post.running is not None for post in self._posts) and self._wishes.num < 2:
             needed = {name for post in self._posts if post.running is not None for name in post.role.needs}
             for post in self._posts:
                 self._look_at(post)
@@ -208,7 +210,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end everything; once more, at once."""
+        """Ctrl-C and SIGTERM end everything in order; once more, some seconds later, at once."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -217,7 +219,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._num_signals += 1
+        self._wishes.hear()
         if self._outcome is None:
             self._outcome = Outcome(128 + number, f"{signal.Signals(number).name}.")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import typer
 
-from ludic.cli.run_command import Target, read_run_command
+from ludic.cli.run_command import Target, need_extras, read_run_command
 from ludic.cli.run_env import find_env
 from ludic.cli.settings import Switch
 
@@ -33,6 +33,7 @@ def train(context: typer.Context) -> None:
     """Train a model on an environment."""
     words, config = read_run_command(Words, context.args, prog="ludic train", description=DESCRIPTION)
     found = find_env(config.env.id)
+    need_extras("train", "ludic train")
     from ludic.cli import run_training
 
     if words.dry_run:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ludic.inference.vllm_buckets import Bucket, WeightMetadata
 from ludic.types import LudicError
+from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it here
 
 
 class WeightPushError(LudicError, RuntimeError):

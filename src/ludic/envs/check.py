@@ -7,6 +7,8 @@ that snapshots continue the same episode, and that the reference solution earns 
 """
 
 import asyncio
+import difflib
+import inspect
 import json
 import math
 import numbers
@@ -17,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ludic.envs.env import LudicEnv
+from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.types import (
     ConfigError,
     EnvContractError,
@@ -68,6 +71,38 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
             "checked. Offer legal_actions or reference_action, or raise max_steps.",
             stacklevel=2,
         )
+
+
+def require_env(made: object, what: str) -> LudicEnv[Any, Any, Any]:
+    """`made`, if it can be played at all: an env, with its methods in place. For commands, before anything is loaded."""
+    if not isinstance(made, LudicEnv):
+        raise ConfigError(
+            f"{what} is no env: it makes {'a class' if isinstance(made, type) else 'an object'} of type "
+            f"{type(made).__name__}. Derive it from ludic.envs.SingleAgentEnv and write env_reset(*, seed=None) and "
+            "env_step(action). Envs of Gymnasium and PettingZoo have adapters: `ludic envs`."
+        )
+    is_single = isinstance(made, SingleAgentEnv)
+    for plain, arguments in (("reset", {"seed": 0}), ("step", {})):
+        wanted = f"env_{plain}" if is_single else plain
+        spellings = [plain, f"async_{plain}"] + ([f"env_{plain}", f"async_env_{plain}"] if is_single else [])
+        base = SingleAgentEnv if is_single else LudicEnv
+        written = [name for name in spellings if getattr(type(made), name) is not getattr(base, name)]
+        if not written:
+            near = difflib.get_close_matches(wanted, vars(type(made)), n=1)
+            hint = f" Is {near[0]!r} meant to be it?" if near else ""
+            raise ConfigError(f"{what} has no {wanted}.{hint} Write {wanted}, or async_{wanted} if it does I/O.")
+        _check_signature(getattr(made, written[-1]), what, arguments)
+    return made
+
+
+def _check_signature(method: Callable[..., Any], what: str, arguments: dict[str, Any]) -> None:
+    try:
+        inspect.signature(method).bind(*([] if arguments else ["action"]), **arguments)
+    except TypeError as error:
+        expected = "(*, seed=None)" if arguments else "(action)"
+        raise ConfigError(
+            f"{what}: {method.__name__}{inspect.signature(method)} cannot be called as {method.__name__}{expected}: {error}."
+        ) from error
 
 
 def _last_outcomes(record: Record) -> list[StepOutcome]:
@@ -137,9 +172,11 @@ async def _finish(
 
 async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
     first = await env.async_reset(seed=seed)
-    if not isinstance(first, dict) or set(first) != set(env.agent_ids):
+    if not isinstance(first, dict) or not set(env.active_agents) <= set(first) <= set(env.agent_ids):
         raise _fail(
-            env, f"reset must return observation and info for every one of {env.agent_ids}, got {first!r:.120}."
+            env,
+            f"reset must return observation and info for those who must act, {env.active_agents}, and for others of "
+            f"{env.agent_ids} at most; got {first!r:.120}.",
         )
     for agent_id, opening in first.items():
         if not (isinstance(opening, tuple) and len(opening) == 2):
@@ -156,8 +193,12 @@ async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
 async def _advance(env: LudicEnv[Any, Any, Any], choose: Chooser, rng: random.Random) -> Any:
     actions = {agent_id: choose(env, agent_id, rng) for agent_id in env.active_agents}
     outcomes = await env.async_step(actions)
-    if not isinstance(outcomes, dict) or set(outcomes) != set(env.agent_ids):
-        raise _fail(env, f"step must return an outcome for every one of {env.agent_ids}, got {outcomes!r:.120}.")
+    if not isinstance(outcomes, dict) or not set(actions) <= set(outcomes) <= set(env.agent_ids):
+        raise _fail(
+            env,
+            f"step must return an outcome for those who acted, {sorted(actions)}, and for others of {env.agent_ids} at most; got "
+            f"{outcomes!r:.120}.",
+        )
     for agent_id, outcome in outcomes.items():
         _check_outcome(env, agent_id, outcome)
     _check_active(env)
@@ -329,6 +370,6 @@ async def _check_reference(env: LudicEnv[Any, Any, Any], seed: int, max_steps: i
     if env.full_reward is None:
         return
     record = await _play(env, seed, _reference_action, max_steps)
-    totals = {a: sum(outcomes[a].reward for _, outcomes in record[1:]) for a in env.agent_ids}
+    totals = {a: sum(outcomes[a].reward for _, outcomes in record[1:] if a in outcomes) for a in env.agent_ids}
     if any(abs(total - env.full_reward) > 1e-6 for total in totals.values()):
         raise _fail(env, f"the reference solution earned {totals} on seed {seed}; full_reward is {env.full_reward}.")

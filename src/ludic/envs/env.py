@@ -1,7 +1,7 @@
 """The environment kernel: a state-transition function for any number of agents.
 
 An env knows nothing of models, prompts or tokens. It says who must act (`active_agents`), takes their
-actions, and tells every agent what came of it. It owns its random numbers: all of them come from
+actions, and tells those who acted, and any others it wants to, what came of it. It owns its random numbers: all of them come from
 `reset(seed=…)`, so the same seed and the same actions give the same episode, whatever runs beside it.
 
 Protocols only ever await `async_reset` and `async_step`. An env that computes implements `reset` and `step`;
@@ -39,11 +39,17 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         """Who must act now: one = turn-based, several = simultaneous, none = over."""
 
     def reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
-        """Start an episode; first observation and info for every agent."""
+        """Start an episode; first observation and info, for those who must act at least.
+
+        An agent that is left out needs an outcome before its first turn."""
         raise NotImplementedError(f"{type(self).__name__} must implement reset (or async_reset, if it does I/O).")
 
     def step(self, actions: Mapping[AgentID, Action]) -> dict[AgentID, StepOutcome]:
-        """One transition. An active agent may be missing from `actions`: its reply could not be read."""
+        """One transition; an outcome for every agent in `actions` at least. An active agent may be missing there: its reply
+        could not be read.
+
+        An agent that is left out hears nothing: no observation, no reward, no end. In a game that one side loses by the
+        other's move, tell both."""
         raise NotImplementedError(f"{type(self).__name__} must implement step (or async_step, if it does I/O).")
 
     async def async_reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:

@@ -12,6 +12,8 @@ from ludic.types import ConfigError, EnvContractError, Info, Observation, StepOu
 class SingleAgentEnv(LudicEnv[str, Observation, str]):
     """Gym-like: one agent, text in, text out."""
 
+    agent_id: str = "agent_0"  # on the class too, for subclasses that do not call super().__init__()
+
     def __init__(self, agent_id: str = "agent_0") -> None:
         self.agent_id = agent_id
 

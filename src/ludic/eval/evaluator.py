@@ -6,6 +6,7 @@ a policy are compared on the same tasks.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -69,8 +70,14 @@ async def run_eval(
 
 
 def run_eval_sync(engine: RolloutEngine, requests: Sequence[RolloutRequest], **settings: Any) -> EvalResult:
-    """The same without asyncio."""
-    return asyncio.run(run_eval(engine, requests, **settings))
+    """The same without asyncio. Where an event loop runs already, as in a notebook, it gets a thread with its own."""
+    work = run_eval(engine, requests, **settings)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 class EngineEvaluator:

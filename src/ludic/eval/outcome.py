@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, StopReason, is_parse_failure
+from ludic.types import EnvironmentStep, Rollout, Step, StopReason, is_parse_failure, was_rejected_as_cut_off
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"([+-]?)0*(?=[\d.]*\d)(\d*)(?:\.(\d*?)0*)?", re.ASCII)
@@ -33,6 +33,10 @@ class Outcome:
     """What votes in majority@k; None when the last reply could not be read."""
     has_parse_error: bool
     """Some reply could not be read (one that was cut off is never read)."""
+    has_unreadable_reply: bool
+    """Some reply came to its own end and could not be read."""
+    has_cut_off_reply: bool
+    """Some reply ran out of tokens and was not read."""
     is_truncated: bool
     """A limit ended it: turns, context, tokens of the last reply. An unreadable last reply is no limit."""
     failure: str | None
@@ -51,6 +55,7 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
     reward = sum(step.reward_components.get("env", step.reward) for step in env_steps)
     last = rollout.steps[-1] if rollout.steps else None
     facts = env_steps[-1].info if env_steps else {}
+    unread = [step for step in rollout.steps if is_parse_failure(step)]
     illegal = [bool(step.info["illegal_move"]) for step in env_steps if "illegal_move" in step.info]
     return Outcome(
         rollout_id=rollout.id,
@@ -59,13 +64,15 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
         reward=reward,
         total_reward=rollout.total_reward,
         answer=_answer(last),
-        has_parse_error=any(map(is_parse_failure, rollout.steps)),
+        has_parse_error=bool(unread),
+        has_unreadable_reply=any(not was_rejected_as_cut_off(step) for step in unread),
+        has_cut_off_reply=any(map(was_rejected_as_cut_off, unread)),
         is_truncated=_is_truncated(rollout, last),
         failure=None if rollout.failure is None else f"{rollout.failure.error}: {rollout.failure.message}",
         result=facts["result"] if isinstance(facts.get("result"), str) else None,
         illegal_move=any(illegal) if illegal else None,
         num_turns=len({step.turn_id or step.id for step in rollout.steps}),
-        num_completion_tokens=sum(map(_num_sampled, rollout.agent_steps)),
+        num_completion_tokens=sum(map(_num_sampled, [*rollout.agent_steps, *_own_samples(rollout)])),
     )
 
 
@@ -113,10 +120,15 @@ def _is_correct(rollout: Rollout, facts: dict[str, Any], reward: float, success_
     return rollout.failure is None and reward >= success_reward - 1e-9
 
 
-def _num_sampled(step: AgentStep) -> int:
+def _own_samples(rollout: Rollout) -> list[Step]:
+    """Env steps whose model calls are not in the rollout, and that hold their tokens."""
+    return [step for step in rollout.sampling_steps if isinstance(step, EnvironmentStep)]
+
+
+def _num_sampled(step: Step) -> int:
     """What the server counted, where its tokens are not the trace's (a text endpoint)."""
     counted = step.info.get("completion_tokens")
-    return counted if isinstance(counted, int) else len(step.trace.completion_token_ids)
+    return counted if isinstance(counted, int) else len(step.trace.completion_token_ids) if step.trace else 0
 
 
 def _answer(last: Step | None) -> str | None:
@@ -128,5 +140,5 @@ def _answer(last: Step | None) -> str | None:
 
 def _is_truncated(rollout: Rollout, last: Step | None) -> bool:
     if rollout.stop in (StopReason.MAX_STEPS, StopReason.PARSE_ERROR) and last is not None and is_parse_failure(last):
-        return last.trace is not None and last.trace.finish_reason == "length"
+        return was_rejected_as_cut_off(last)
     return rollout.stop is not None and rollout.stop.is_truncation

@@ -8,7 +8,7 @@ averaged over all of them.
 from collections.abc import Sequence
 from typing import Any
 
-from ludic.batch_gen.stitching import small_facts
+from ludic.batch_gen.stitching import seeds_of, small_facts
 from ludic.eval.outcome import Outcome
 from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, is_parse_failure
 
@@ -16,7 +16,7 @@ from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, is_parse_fail
 def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:
     """The records of one rollout, in order; at least one."""
     of_rollout = _rollout_facts(rollout, outcome)
-    calls = {step.id: step for step in rollout.agent_steps}
+    calls = {step.id: step for step in [*rollout.agent_steps, *rollout.sampling_steps]}
     shown: list[Step] = [step for step in rollout.steps if step.kind == "env" or is_parse_failure(step)]
     records = [{**small_facts(step), **of_rollout, **_step_facts(step, calls)} for step in shown]
     return records or [{**of_rollout, "step_index": None, "step_kind": None, "reward": 0.0, "parse_error": False}]
@@ -30,6 +30,7 @@ def _rollout_facts(rollout: Rollout, outcome: Outcome) -> dict[str, Any]:
         "group_id": meta.get("request_meta", {}).get("group_id"),
         "agent_id": meta.get("agent_id"),
         "env_name": meta.get("env_name"),
+        **seeds_of(rollout),
         "episode_idx": meta.get("episode_idx"),
         "num_turns": outcome.num_turns,
         "total_reward": outcome.total_reward,
@@ -43,8 +44,9 @@ def _rollout_facts(rollout: Rollout, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _step_facts(step: Step, calls: dict[str, AgentStep]) -> dict[str, Any]:
-    made = [step] if isinstance(step, AgentStep) else [calls[i] for i in step.agent_step_ids if i in calls]
+def _step_facts(step: Step, calls: dict[str, Step]) -> dict[str, Any]:
+    of_turn = [] if isinstance(step, AgentStep) else [calls[i] for i in step.agent_step_ids if i in calls]
+    made = [step] if step.id in calls else of_turn
     trace = step.trace
     return {
         "step_index": step.index,
@@ -57,7 +59,7 @@ def _step_facts(step: Step, calls: dict[str, AgentStep]) -> dict[str, Any]:
         "parse_error": isinstance(step, AgentStep),
         "finish_reason": None if trace is None else trace.finish_reason,
         "prompt_length": 0 if trace is None else len(trace.prompt_token_ids),
-        "completion_length": sum(len(call.trace.completion_token_ids) for call in made),
+        "completion_length": sum(len(call.trace.completion_token_ids) for call in made if call.trace is not None),
     }
 
 

@@ -10,9 +10,7 @@ from typing import Any
 from ludic.eval.outcome import Outcome, outcomes_of
 from ludic.eval.records import all_records
 from ludic.eval.statistics import Estimate, check_k, majority_at_k, mean_estimate, pass_at_k, share_estimate
-from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers
-
-GAME_RESULTS = ("win", "draw", "loss")
+from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers, result_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +74,9 @@ def _counts(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "num_samples": float(len(outcomes)),
         "num_failed": float(sum(o.failure is not None for o in outcomes)),
         "parse_error_rate": fmean(o.has_parse_error for o in outcomes),
+        "unreadable_rate": fmean(o.has_unreadable_reply for o in outcomes),
         "truncation_rate": fmean(o.is_truncated for o in outcomes),
+        "over_limit_rate": fmean(o.is_truncated or o.has_cut_off_reply for o in outcomes),
         "failed_rate": fmean(o.failure is not None for o in outcomes),
         "mean_total_reward": fmean(o.total_reward for o in outcomes),
         "mean_turns": fmean(o.num_turns for o in outcomes),
@@ -117,8 +117,7 @@ def _ks(asked: Sequence[int] | None, tasks: Mapping[str, Sequence[Outcome]]) -> 
 
 def _result_rates(outcomes: Sequence[Outcome]) -> dict[str, Callable[[Outcome], bool]]:
     """How games ended, where the env says so; a share of all samples, also of those that never ended."""
-    seen = {o.result for o in outcomes if o.result is not None}
-    names = [*GAME_RESULTS, *sorted(seen - set(GAME_RESULTS))] if seen & set(GAME_RESULTS) else sorted(seen)
+    names = result_names([o.result for o in outcomes])
     rates: dict[str, Callable[[Outcome], bool]] = {f"{name}_rate": _has_result(name) for name in names}
     if any(o.illegal_move is not None for o in outcomes):
         rates["illegal_move_rate"] = lambda o: bool(o.illegal_move)

@@ -6,7 +6,7 @@ Loads without torch, transformers or vllm: HFChatTemplate is handed a tokenizer,
 from ludic.inference.byte_template import ByteTemplate
 from ludic.inference.chat_template import ChatTemplate, TemplateResult
 from ludic.inference.conversation import Conversation, Prompt
-from ludic.inference.hf_template import HFChatTemplate
+from ludic.inference.hf_template import HFChatTemplate, tool_parser_for
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
 from ludic.inference.teachers import LocalTeacher, VLLMTeacher
@@ -20,7 +20,6 @@ from ludic.inference.tool_parser import (
     ToolParseResult,
     XMLToolParser,
     make_tool_call,
-    tool_parser_for,
 )
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.types import (

@@ -4,9 +4,11 @@ An agent of `ludic.agents` does both, among other things; here they are alone.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ludic.inference.chat_template import ChatTemplate, ToolSchemas, shows_tools
 from ludic.inference.conversation import Conversation, Prompt
+from ludic.inference.tool_parser import READABLE_CALLS
 from ludic.types import (
     ChatClient,
     ConfigError,
@@ -52,10 +54,21 @@ class ChatDialogue:
         return message
 
 
-def up_to_stop(text: str, stop: str | Sequence[str] | None) -> str:
-    """What stands before the first stop text: that belongs to the tokens, and not to the message."""
-    stops = [stop] if isinstance(stop, str) else stop or ()
-    return text[: min((at for one in stops if (at := text.find(one)) >= 0), default=len(text))]
+def find_stop(text: str, sampling: SamplingParams, num_exempt: int = 0) -> int | None:
+    """Where the first stop text begins that ends behind the first `num_exempt` characters; None if there is none."""
+    stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or ()
+    found = (text.find(stop, max(num_exempt - len(stop) + 1, 0)) for stop in stops)
+    return min((at for at in found if at >= 0), default=None)
+
+
+def up_to_stop(ids: TokenIds, tokenizer: Any, sampling: SamplingParams) -> str:
+    """The text before the first stop text: that belongs to the tokens, and not to the message.
+
+    A stop text that the first `min_tokens` tokens hold has ended nothing, and stays.
+    """
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
+    exempt = tokenizer.decode(list(ids)[: sampling.min_tokens], skip_special_tokens=True)
+    return text[: find_stop(text, sampling, len(exempt))]
 
 
 class ClientPolicy:
@@ -82,8 +95,8 @@ def _require_tools(template: ChatTemplate, tools: ToolSchemas) -> None:
     names = ", ".join(tool["function"]["name"] for tool in tools)
     if not template.supports_tools():
         raise ConfigError(
-            f"Tools are offered ({names}), but the chat template cannot read tool calls. Give the template a parser, for "
-            "example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
+            f"Tools are offered ({names}), but the chat template cannot read tool calls. {READABLE_CALLS}: use such a model, or "
+            "give the template a parser, for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
         )
     if not shows_tools(template, tools):
         raise ConfigError(

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ludic.inference.chat_template import ChatTemplate, TemplateResult, ToolSchemas
-from ludic.inference.hf_template import HFChatTemplate
-from ludic.inference.tool_parser import ToolParseResult, make_tool_call, tool_parser_for
+from ludic.inference.hf_template import END_OF_TURN, HFChatTemplate, tool_parser_for
+from ludic.inference.tool_parser import ToolParseResult, make_tool_call
 from ludic.types import ConfigError, Message, SamplingParams, TokenArray, TokenIds, token_array
 
 _REPLY = "LudicReplyGoesHere7f3a9c"
@@ -52,7 +52,7 @@ def _cookbook(part: str, renderer_name: str | None) -> Any:
 
 
 def _own_template(tokenizer: Any) -> HFChatTemplate:
-    return HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer.chat_template))
+    return HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer))
 
 
 class CookbookTemplate(ChatTemplate):
@@ -117,6 +117,10 @@ class CookbookTemplate(ChatTemplate):
 
     def _num_already_sampled(self, completion: TokenArray, following: TokenArray) -> int:
         """How much of what follows the model has written itself, to end its reply: a token, or a text such as "User:"."""
+        if len(completion) and len(following) and int(completion[-1]) in self._stop_ids:
+            first = int(following[0])
+            if first not in self._stop_ids and self.tokenizer.decode([first]) in END_OF_TURN:
+                return 1  # gpt-oss stops with <|return|>, and has <|end|> in its place in a history
         for count in range(1, min(len(completion), len(following), _LONGEST_STOP) + 1):
             is_stop = count == 1 and int(following[0]) in self._stop_ids
             if is_stop or self.tokenizer.decode(following[:count].tolist()) in self._stop_texts:

@@ -132,7 +132,7 @@ class XMLToolParser:
         r'<parameter(?:=|\s+name=")([^">\s]+)"?\s*>((?:(?!<parameter[=\s]).)*?)</parameter>', re.DOTALL
     )
     _OPENING = re.compile(r"<(?:function|invoke)(?:=|\s+name=)|<parameter(?:=|\s+name=)")
-    _WRAPPER = re.compile(r"</?(?:tool_call|function_calls)>")
+    _WRAPPER = re.compile(r"</?(?:\w+:)?(?:tool_call|function_calls)>")  # MiniMax and Seed put their names before it
 
     def parse(self, text: str) -> ToolParseResult:
         if not self._OPENING.search(text):
@@ -150,8 +150,6 @@ class XMLToolParser:
         return found.result(self._WRAPPER.sub("", outside).strip())
 
 
-def tool_parser_for(chat_template: str) -> ToolParser:
-    """The parser of the dialect that a chat template teaches; Hermes where it shows none of the others' marks."""
-    if "<function=" in chat_template or "<invoke name=" in chat_template:
-        return XMLToolParser()
-    return Llama3ToolParser() if "<|python_tag|>" in chat_template else HermesToolParser()
+TOOL_PARSERS: tuple[ToolParser, ...] = (HermesToolParser(), XMLToolParser(), Llama3ToolParser())
+READABLE_CALLS = "Calls are read as Hermes and Qwen, Qwen3-Coder (XML) and Llama 3 write them"
+"""For messages about a chat template that writes them otherwise."""

@@ -3,6 +3,7 @@
 Every flag is vLLM's own; a flag that the user gives is never overridden.
 """
 
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,25 @@ def _ludic_alone(run_folder: Path) -> Path:
     if not link.exists():
         link.symlink_to(package, target_is_directory=True)
     return alone
+
+
+# --- where a server listens, vLLM's or our own -------------------------------------------------------------------
+
+
+def check_host(host: str, api_key: str | None, insecure: bool) -> None:
+    """Refuse to let other machines in without a key, unless `insecure` allows it."""
+    if not (_is_loopback(host) or api_key or insecure):
+        raise ConfigError(
+            f"Listening on {host!r} would let everybody who reaches this machine use the model. Give an --api-key "
+            "(or LUDIC_API_KEY), keep to 127.0.0.1, or say --insecure if the network is your own."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which could be anywhere
+        return False
 
 
 def free_port() -> int:

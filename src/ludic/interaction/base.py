@@ -4,7 +4,7 @@ import logging
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ludic.envs import LudicEnv
@@ -86,13 +86,20 @@ def split_parser_reward(parse_result: ParseResult | None) -> tuple[float, float]
     return (parse_result.reward, 0.0) if parse_result.action is None else (0.0, parse_result.reward)
 
 
-def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
-    """This agent's part of what `env.step` returned, checked."""
-    if not isinstance(outcomes, Mapping) or agent_id not in outcomes:
+def told_outcomes(
+    env: AnyEnv, outcomes: Mapping[str, StepOutcome], actions: Collection[str]
+) -> Mapping[str, StepOutcome]:
+    """What `env.step` returned, with an outcome for everyone who acted; an env may leave the others out."""
+    if not isinstance(outcomes, Mapping) or not outcomes.keys() >= set(actions):
         got = sorted(outcomes) if isinstance(outcomes, Mapping) else type(outcomes).__name__
         raise EnvContractError(
-            f"{type(env).__name__}.step must return an outcome for every agent; {agent_id!r} is missing from {got}."
+            f"{type(env).__name__}.step must return an outcome for every agent that acted, {sorted(actions)}; it returned {got}."
         )
+    return outcomes
+
+
+def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
+    """This agent's part of what `env.step` returned, checked."""
     outcome = outcomes[agent_id]
     if not isinstance(outcome, StepOutcome):
         raise EnvContractError(
@@ -120,13 +127,15 @@ def check_run(env: AnyEnv, max_steps: int) -> None:
         raise ConfigError(f"max_steps={max_steps}; an episode needs at least one.")
 
 
-def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info]:
-    """This agent's part of what `env.reset` returned, checked."""
-    if not isinstance(opening, Mapping) or agent_id not in opening:
+def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info] | None:
+    """This agent's part of what `env.reset` returned, checked; None where the env says nothing to it yet."""
+    if not isinstance(opening, Mapping) or (agent_id not in opening and agent_id in env.active_agents):
         got = sorted(opening) if isinstance(opening, Mapping) else type(opening).__name__
         raise EnvContractError(
-            f"{type(env).__name__}.reset must return (obs, info) for every agent; {agent_id!r} is missing from {got}."
+            f"{type(env).__name__}.reset must return (obs, info) for every agent that must act; {agent_id!r} is missing from {got}."
         )
+    if agent_id not in opening:
+        return None
     first = opening[agent_id]
     if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], str)):
         raise EnvContractError(

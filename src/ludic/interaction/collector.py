@@ -6,7 +6,11 @@ from ludic.types import Rollout, Step, StopReason, new_id
 
 
 class TraceCollector:
-    """Steps go in as they happen; rollouts come out at the end. Agents without steps are left out."""
+    """Steps go in as they happen; one rollout per agent comes out at the end.
+
+    An agent that was seated has a rollout however the episode ended, even one without steps: siblings of a group are compared
+    role by role, so a role must not come and go with the ending.
+    """
 
     def __init__(self, **global_meta: Any) -> None:
         self._global_meta = global_meta
@@ -43,4 +47,4 @@ class TraceCollector:
 
     def extract_rollouts_with_per_agent_status(self) -> list[Rollout]:
         """All rollouts, each with its own agent's ending (see `set_stop`)."""
-        return [rollout for rollout in self._rollouts.values() if rollout.steps]
+        return list(self._rollouts.values())

@@ -6,6 +6,7 @@ linked by id, so that both can be trained.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from ludic.types import (
     ToolCall,
     derive_seed,
 )
+
+logger = logging.getLogger(__name__)
 
 _CHILD_SEEDS = 0x0C41D  # keeps the seeds of children apart from those of the parent's own calls
 
@@ -206,9 +209,9 @@ class DelegatingProtocol(SingleAgentProtocol):
         protocol = self._child_protocol(delegate)
         link = {"delegate": order.delegate, "parent_step_id": order.parent_step_id, "depth": self.depth + 1}
         family = await run_or_record(protocol, lambda: self._child_episode(protocol, delegate, order), meta={})
-        if not family:
-            return _Report(answer="Error: the sub-agent did not act. Do the task yourself.")
         family[0].meta.update(link)
+        if (failure := family[0].failure) is not None:
+            logger.warning("The sub-agent %r failed: %s", order.delegate, failure.summary)
         return _Report(answer=_answer_of(family[0]), family=family)
 
     # --- the child ---

@@ -1,13 +1,10 @@
 """The one place where a failed episode becomes data."""
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ludic.interaction.base import InteractionProtocol
 from ludic.types import ConfigError, Failure, PolicyGone, Rollout, StopReason
-
-logger = logging.getLogger(__name__)
 
 
 async def run_or_record(
@@ -15,15 +12,15 @@ async def run_or_record(
 ) -> list[Rollout]:
     """The rollouts of an episode; if it raises, what was collected until then, marked as failed.
 
-    A ConfigError is no failed episode: the set-up is wrong, every other episode would fail the same way, so it travels on. So
-    does PolicyGone, when nobody is left to play with.
+    Nothing is logged here: the caller knows which episode it was, and how many failed before it. A ConfigError is no failed
+    episode: the set-up is wrong, every other episode would fail the same way, so it travels on. So does PolicyGone, when no
+    server is left to play with.
     """
     try:
         rollouts = await run()
     except (ConfigError, PolicyGone):
         raise
     except Exception as error:  # noqa: BLE001 - one bad episode must not cancel its siblings
-        logger.warning("An episode failed: %s: %s (%s)", type(error).__name__, error, meta)
         rollouts = protocol.unfinished
         for rollout in rollouts:
             if rollout.stop is None:

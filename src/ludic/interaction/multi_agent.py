@@ -11,6 +11,7 @@ from ludic.interaction.base import (
     check_run,
     opening_for,
     outcome_for,
+    told_outcomes,
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.concurrently import all_or_none
@@ -76,8 +77,8 @@ class MultiAgentProtocol(InteractionProtocol):
         openings = [opening_for(env, seat.agent_id, opening) for seat in seats]
         seated: list[Seat] = []
         try:
-            for seat, (obs, info) in zip(seats, openings, strict=True):
-                seat.sit_down(obs, info, env)
+            for seat, first in zip(seats, openings, strict=True):
+                seat.sit_down(first, env)
                 seated.append(seat)
             stop = await self._play(env, seats, max_steps)
             for seat in seats:
@@ -105,9 +106,9 @@ class MultiAgentProtocol(InteractionProtocol):
             actions = {agent_id: turn.action for agent_id, turn in turns.items() if turn.action is not None}
             if turns and not actions and not any(seat.retired for seat in acting):
                 continue  # nothing readable was said, so the env does not move
-            outcomes = await env.async_step(actions)
+            outcomes = told_outcomes(env, await env.async_step(actions), actions)
             for seat in seats:
-                if not seat.finished:
+                if not seat.finished and seat.agent_id in outcomes:
                     turn = turns.get(seat.agent_id) if seat.retired is None else None
                     seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
         return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE

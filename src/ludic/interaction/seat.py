@@ -21,6 +21,7 @@ from ludic.interaction.collector import TraceCollector
 from ludic.types import (
     AgentStep,
     ConfigError,
+    EnvContractError,
     EnvironmentStep,
     InferenceSpec,
     Info,
@@ -113,8 +114,9 @@ class Seat:
 
     # --- the episode begins ---
 
-    def sit_down(self, obs: Observation, info: Info, env: AnyEnv) -> None:
-        """The env has been reset. A context's own system prompt goes before the env's suggestion."""
+    def sit_down(self, opening: tuple[Observation, Info] | None, env: AnyEnv) -> None:
+        """The env has been reset; `opening` is what it told this agent. A context's own system prompt goes before the env's
+        suggestion."""
         self.agent.sit_down()  # first: whoever plays elsewhere is refused, and keeps its tools
         try:
             self.agent.take_tools(env.episode_tools(self.agent_id))
@@ -124,8 +126,8 @@ class Seat:
         self.agent.allow_tokens(self._max_tokens)
         own = self.agent.ctx.default_system_prompt
         self.agent.reset(env.suggested_sysprompt if own is None else own)
-        self._unseen = [obs]
-        self._unseen_info = info
+        if opening is not None:
+            self._tell(*opening)
 
     # --- the agent acts ---
 
@@ -283,6 +285,11 @@ class Seat:
     def _show_unseen(self) -> None:
         """Everything heard since the last turn, as one message."""
         if not self._unseen:
+            if not self._has_seen_anything:
+                raise EnvContractError(
+                    f"Agent {self.agent_id!r} must act, but the env has told it nothing: it is missing from what reset "
+                    "returned and from every outcome since. Give it an observation before it must act."
+                )
             return
         obs, info = _joined(self._unseen), self._unseen_info
         self._unseen, self._unseen_info = [], {}

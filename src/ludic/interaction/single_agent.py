@@ -9,6 +9,7 @@ from ludic.interaction.base import (
     check_run,
     opening_for,
     outcome_for,
+    told_outcomes,
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.seat import Seat, call_handler
@@ -66,7 +67,7 @@ class SingleAgentProtocol(InteractionProtocol):
             max_tokens=self.max_tokens,
         )
         opening = await env.async_reset(seed=env_seed)
-        seat.sit_down(*opening_for(env, seat.agent_id, opening), env)
+        seat.sit_down(opening_for(env, seat.agent_id, opening), env)
         try:
             seat.leave(await self._play(env, seat, max_steps))
         finally:
@@ -86,7 +87,7 @@ class SingleAgentProtocol(InteractionProtocol):
                 if self.stop_on_parse_error:
                     return StopReason.PARSE_ERROR
                 continue
-            outcomes = await env.async_step({seat.agent_id: turn.action})
+            outcomes = told_outcomes(env, await env.async_step({seat.agent_id: turn.action}), [seat.agent_id])
             seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
             if seat.stop is not None:
                 return seat.stop

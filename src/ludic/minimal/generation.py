@@ -14,7 +14,7 @@ CompletionOutput: TypeAlias = TokenTrace
 
 class Policy(Protocol):
     async def sample(self, prompt: RenderedPrompt, *, seed: int | None = None) -> CompletionOutput:
-        """One reply; the same seed and the same weights give the same one. `ClientPolicy` asks any client of the library."""
+        """One reply; the same seed and weights give the same one as far as the client promises. `ClientPolicy` asks any client."""
         ...
 
 

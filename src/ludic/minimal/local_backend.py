@@ -12,7 +12,6 @@ from ludic.inference.plain_chat import give_plain_chat, with_plain_stop
 from ludic.minimal.model import TrainingBatch, UpdateResult
 from ludic.minimal.rendering import ChatRenderer
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
-from ludic.models.tiny import TINY, make_tiny
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_dr_grpo
 from ludic.types import SamplingParams
 
@@ -36,7 +35,7 @@ class LocalModel:
     def __init__(self, config: LocalModelConfig, loaded: LoadedModel | None = None) -> None:
         """`loaded`: a model at hand, instead of the one that `config` names."""
         if loaded is None:
-            loaded = make_tiny(config.seed) if config.model_name == TINY else load_model(config.model_name)
+            loaded = load_model(config.model_name, seed=config.seed)
         self.config, self.tokenizer, self._given = config, loaded.tokenizer, GivenBatch()
         is_base = give_plain_chat(loaded.tokenizer)  # and does not stop by itself
         self.sampling = with_plain_stop(config.sampling) if is_base else config.sampling
@@ -57,9 +56,8 @@ class LocalModel:
         return ClientPolicy(self.engine, self.sampling)
 
     def renderer(self) -> ChatRenderer:
-        template = HFChatTemplate(self.tokenizer, tool_parser=tool_parser_for(self.tokenizer.chat_template))
-        decode, stop = self.tokenizer.decode, self.sampling.stop
-        return ChatRenderer(template, lambda ids: up_to_stop(decode(ids, skip_special_tokens=True), stop))
+        template = HFChatTemplate(self.tokenizer, tool_parser=tool_parser_for(self.tokenizer))
+        return ChatRenderer(template, lambda ids: up_to_stop(ids, self.tokenizer, self.sampling))
 
     async def update(self, batch: TrainingBatch) -> UpdateResult:
         self._given.give(batch)

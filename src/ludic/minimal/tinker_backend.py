@@ -78,5 +78,5 @@ class TinkerRenderer(ChatRenderer):
     """Messages ↔ tokens of a model's own chat format."""
 
     def __init__(self, model: TinkerModel) -> None:
-        decode, stop = model.remote.tokenizer.decode, model.policy().sampling.stop
-        super().__init__(model.template, lambda ids: up_to_stop(str(decode(list(ids), skip_special_tokens=True)), stop))
+        tokenizer, sampling = model.remote.tokenizer, model.policy().sampling
+        super().__init__(model.template, lambda ids: up_to_stop(ids, tokenizer, sampling))

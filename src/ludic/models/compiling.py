@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ludic.models.head import plain_model
+from ludic.models.head import is_decoder, plain_model
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -29,7 +29,11 @@ def allow_cases(num_layers: int) -> None:
 
 
 def compile_layers(model: Any) -> None:
-    """From now on the layers run compiled; for one number of tokens at first, for any as soon as it changes."""
+    """From now on the layers run compiled; for one number of tokens at first, for any as soon as it changes. A module that is no
+    transformers decoder is compiled as a whole."""
+    if not is_decoder(model):
+        model.compile()
+        return
     layers = decoder_layers(model)
     allow_cases(len(layers))
     for layer in layers:

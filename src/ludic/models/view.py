@@ -30,6 +30,7 @@ class WeightsWatch:
     def __init__(self, model: Any) -> None:
         self._parameters: list[Tensor] = list(model.parameters())
         self._counted = [p for p in self._parameters if not p.is_inference()]
+        self._versions = {id(p): p._version for p in self._counted}
         self._stamp = self._now()
 
     def is_replaced(self, model: Any) -> bool:
@@ -40,6 +41,11 @@ class WeightsWatch:
     def has_changed(self) -> bool:
         """Changed in place, as by an optimizer step. (Changes through `.data` leave no trace.)"""
         return self._now() != self._stamp
+
+    def changed(self, model: Any) -> list[tuple[str, Tensor]]:
+        """The parameters, by name, that are not known to be what they were; all of them where none has left a trace."""
+        named = list(model.named_parameters())
+        return [(name, p) for name, p in named if p.is_inference() or self._versions.get(id(p)) != p._version] or named
 
     def _now(self) -> int:
         return sum([p._version for p in self._counted])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.models.head import Head
+from ludic.models.head import Head, narrow, raw_logits
 from ludic.types import ConfigError
 
 _CHUNK_ELEMENTS = 1 << 25
@@ -64,8 +64,16 @@ def vocabulary_kl(
     if torch.is_autocast_enabled(hidden_AD.device.type):
         dtype = torch.get_autocast_dtype(hidden_AD.device.type)
         hidden_AD, teacher_hidden_AE = hidden_AD.to(dtype), teacher_hidden_AE.to(dtype)
-    teacher = _Frozen(teacher_hidden_AE.detach(), teacher_head.weight_VD.detach(), teacher_head.softcap)
-    kl_A: Tensor = _ChunkedKL.apply(hidden_AD, head.weight_VD, teacher, inverse_temperature_A, head.softcap, how)
+    bias_V = teacher_head.bias_V
+    teacher = _Frozen(
+        teacher_hidden_AE.detach(),
+        teacher_head.weight_VD.detach(),
+        None if bias_V is None else bias_V.detach(),
+        teacher_head.softcap,
+    )
+    kl_A: Tensor = _ChunkedKL.apply(
+        hidden_AD, head.weight_VD, head.bias_V, teacher, inverse_temperature_A, head.softcap, how
+    )
     return kl_A
 
 
@@ -75,10 +83,11 @@ class _Frozen:
 
     hidden_AE: Tensor
     weight_VE: Tensor
+    bias_V: Tensor | None
     softcap: float | None
 
     def scaled_logits(self, here: slice, scale_C: Tensor) -> Tensor:
-        return _scaled(self.hidden_AE[here] @ self.weight_VE.to(self.hidden_AE.dtype).t(), scale_C, self.softcap)
+        return _scaled(raw_logits(self.hidden_AE[here], self.weight_VE, self.bias_V), scale_C, self.softcap)
 
 
 class _ChunkedKL(torch.autograd.Function):
@@ -87,6 +96,7 @@ class _ChunkedKL(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         teacher: _Frozen,
         scale: Tensor,
         softcap: float | None,
@@ -95,30 +105,33 @@ class _ChunkedKL(torch.autograd.Function):
         narrow_weight = weight.to(hidden.dtype)
         kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for here in _chunks(hidden.shape[0], weight.shape[0]):
-            x_CV = _scaled(hidden[here] @ narrow_weight.t(), scale[here], softcap)
+            x_CV = _scaled(raw_logits(hidden[here], narrow_weight, bias), scale[here], softcap)
             kl[here] = _kl(x_CV, teacher.scaled_logits(here, scale[here]), how)
-        ctx.save_for_backward(hidden, weight, scale)
+        ctx.save_for_backward(hidden, weight, bias, scale)
         ctx.teacher, ctx.softcap, ctx.how = teacher, softcap, how
         return kl
 
     @staticmethod
     def backward(ctx: Any, grad_kl: Tensor) -> Any:
-        hidden, weight, scale = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        hidden, weight, bias, scale = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         narrow_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         for here in _chunks(hidden.shape[0], weight.shape[0]):
             teacher_CV = ctx.teacher.scaled_logits(here, scale[here])
             with torch.enable_grad():
-                logits_CV = (hidden[here] @ narrow_weight.t()).detach().requires_grad_()
+                logits_CV = raw_logits(hidden[here], narrow_weight, bias).detach().requires_grad_()
                 kl_C = _kl(_scaled(logits_CV, scale[here], ctx.softcap), teacher_CV, ctx.how)
                 (grad_CV,) = torch.autograd.grad(kl_C, logits_CV, grad_kl[here])
             if grad_hidden is not None:
                 grad_hidden[here] = grad_CV @ narrow_weight
             if grad_weight is not None:
                 grad_weight += grad_CV.t() @ hidden[here]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(0, dtype=torch.float32)
+        return grad_hidden, narrow(grad_weight, weight), narrow(grad_bias, bias), None, None, None, None
 
 
 def _chunks(num_positions: int, vocab: int) -> list[slice]:

@@ -1,9 +1,13 @@
-"""From a sharded checkpoint to one that everybody reads: `from_pretrained`, vLLM, peft, and CheckpointManager.
+"""From a checkpoint to a folder that other programs read: `from_pretrained`, vLLM, peft, and CheckpointManager.
 
-The model has to fit into the memory of this machine, not onto a GPU; no torch.distributed is needed.
+`export_checkpoint` puts the parts of several ranks together and leaves an adapter an adapter; `export_model` writes a model
+that is in memory, such as a base with its adapter merged. `ludic export` calls both. The model has to fit into the memory of
+this machine, not onto a GPU; no torch.distributed is needed.
 """
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ludic.models.loading import no_progress_bar
-from ludic.training.durable import finish_folder, problem_with, read_json, read_manifest, sync
+from ludic.training.durable import finish_folder, problem_with, read_json, read_manifest, sync, write_json
 from ludic.training.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ludic.training.rank_state import state_for
 from ludic.training.sharded_files import SHARDS, is_sharded, read_tensors, read_whole_optimizer
@@ -20,6 +24,7 @@ from ludic.training.state_files import (
     STATE_FILE,
     TENSOR_STATE_FILE,
     CheckpointError,
+    read_optimizer,
     read_state,
     write_optimizer,
     write_state,
@@ -28,46 +33,84 @@ from ludic.types import ConfigError
 
 
 def export_checkpoint(
-    folder: str | Path, target: str | Path, *, with_optimizer: bool = False, max_shard_size: str = "5GB"
+    folder: str | Path,
+    target: str | Path,
+    *,
+    with_optimizer: bool = False,
+    max_shard_size: str = "5GB",
+    finish: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the checkpoint in `folder` as one process would have written it; `target` must not exist.
 
-    With the optimizer, a run of one process can go on from it: `Trainer(resume_from=target)`.
+    With the optimizer, a run of one process can go on from it: `Trainer(resume_from=target)`. `finish` may change what was
+    written before it counts.
     """
     folder, target = Path(folder), Path(target)
+    with _complete_or_absent(folder, target) as unfinished:
+        _copy_files(folder, unfinished)
+        if is_sharded(folder):
+            _write_weights(folder, unfinished, max_shard_size)
+        _write_rest(folder, unfinished, with_optimizer)
+        if finish is not None:
+            finish(unfinished)
+    return target
+
+
+def export_model(
+    model: Any, tokenizer: Any, folder: str | Path, target: str | Path, *, max_shard_size: str = "5GB"
+) -> Path:
+    """Write a transformers model, which was made of the checkpoint in `folder`, with its tokenizer."""
+    folder, target = Path(folder), Path(target)
+    with _complete_or_absent(folder, target) as unfinished:
+        write_pretrained(model, tokenizer, unfinished, max_shard_size=max_shard_size)
+        saved = read_json(folder / STATE_FILE)
+        write_json(unfinished / STATE_FILE, {**saved, "state": {}})
+    return target
+
+
+def write_pretrained(model: Any, tokenizer: Any, folder: Path, *, max_shard_size: str = "5GB") -> None:
+    """As `save_pretrained` writes it: weights, configuration, generation settings, tokenizer, chat template."""
+    with no_progress_bar():
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _complete_or_absent(folder: Path, target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into; it becomes `target` when all of it is written and synced."""
     _check(folder, target)
     unfinished = target.with_name(f".unfinished-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        _copy_descriptions(folder, unfinished)
-        _write_weights(folder, unfinished, max_shard_size)
-        _write_rest(folder, unfinished, with_optimizer)
+        yield unfinished
         manifest = read_manifest(folder) or {}
         finish_folder(unfinished, {"step": manifest["step"], "serial": manifest["serial"]})
         unfinished.rename(target)
         sync(target.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return target
+
+
+def check_target(target: Path) -> None:
+    if target.exists():
+        raise ConfigError(f"{target} exists already; give the name of a folder to be made.")
 
 
 def _check(folder: Path, target: Path) -> None:
-    if target.exists():
-        raise ConfigError(f"{target} exists already; give the name of a folder to be made.")
+    check_target(target)
     problem = problem_with(folder, checksums=True) if folder.is_dir() else "it does not exist"
     if problem is not None:
         raise CheckpointError(f"Cannot export {folder}: {problem}.")
-    if not is_sharded(folder):
-        raise CheckpointError(f"{folder} was written by one process and needs no export: it is in that format.")
 
 
-def _copy_descriptions(folder: Path, target: Path) -> None:
-    """Configuration and tokenizer; not what is written anew."""
+def _copy_files(folder: Path, target: Path) -> None:
+    """Configuration, tokenizer and weights that are whole; not what is written below."""
     manifest = read_manifest(folder) or {}
     for name in manifest["files"]:
-        is_written_anew = name in (OPTIMIZER_FILE, STATE_FILE, TENSOR_STATE_FILE) or name.startswith("rank_")
-        if name.startswith(f"{SHARDS}/") or is_written_anew:
+        is_state = name in (OPTIMIZER_FILE, STATE_FILE, TENSOR_STATE_FILE) or name.startswith("rank_")
+        if name.startswith(f"{SHARDS}/") or is_state:
             continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, target / name)
@@ -107,10 +150,9 @@ def _rebuilt(folder: Path) -> Any:
 
 
 def _write_rest(folder: Path, target: Path, with_optimizer: bool) -> None:
-    # A run that goes on needs its own position in the data; for weights alone it does not matter.
-    state = state_for(folder) if with_optimizer else read_state(folder)
+    state = state_for(folder) if with_optimizer else {"step": read_state(folder)["step"]}  # weights alone do not go on
     step = state.pop("step")
     metrics = read_json(folder / STATE_FILE)["metrics"]
     write_state(target, step, state, {name: value for name, value in metrics.items() if value is not None})
     if with_optimizer:
-        write_optimizer(read_whole_optimizer(folder), target)
+        write_optimizer(read_whole_optimizer(folder) if is_sharded(folder) else read_optimizer(folder), target)

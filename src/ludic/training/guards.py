@@ -1,12 +1,15 @@
-"""Checks on the first batch: the mistakes that cost a day, because training goes on and merely learns worse.
+"""Checks of a run, and a look back at its end: the mistakes that cost a day, because training goes on and merely learns worse.
 
-They warn and do not stop: each message says what was seen and what usually causes it.
+Those of the model and of the first batch warn and do not stop: each message says what was seen and what usually causes it.
+Weights that are not finite end the run.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ludic.distributed.ranks import Ranks
+from ludic.models.finite import FiniteCheck, not_finite
 from ludic.models.lora import adapter_problem
 from ludic.types import SAWItem
 
@@ -22,6 +25,14 @@ def check_model(model: Any) -> list[str]:
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         found.append("No parameter of the model requires a gradient. Nothing would be learned.")
     return _warned(found)
+
+
+def require_finite(check: FiniteCheck, ranks: Ranks, what: str, advice: str) -> None:
+    """NotFinite on every rank if a tensor of any of them holds NaN or infinity."""
+    gathered = ranks.gather(check.names())
+    names = ranks.broadcast(None if gathered is None else list(dict.fromkeys(n for own in gathered for n in own)))
+    if names:
+        raise not_finite(what, names, advice)
 
 
 def check_masks(items: Sequence[SAWItem], tokenizer: Any = None) -> list[str]:
@@ -62,6 +73,50 @@ def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
             "kl_actor_policy_q1 to _q4 say where in a sample they differ."
         ]
     )
+
+
+def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """For a finished run, from its logged updates: whether most of them had no gradient, and the likely cause; else None."""
+    updates = [row for row in rows if row.get("train/grad_norm") is not None]
+    idle = [row for row in updates if row["train/grad_norm"] == 0]
+    if 2 * len(idle) <= len(updates):
+        return None
+    if len(idle) == len(updates):
+        what = f"Nothing was learned: the gradient was zero in every update ({len(idle)})."
+    else:
+        what = f"Little was learned: the gradient was zero in {len(idle)} of {len(updates)} updates."
+    return f"{what} {_likely_cause(idle)}"
+
+
+def _likely_cause(idle: Sequence[Mapping[str, Any]]) -> str:
+    """The first cause, in the order in which they hide each other, that explains every update without a gradient."""
+
+    def always(name: str, value: float) -> bool:
+        return all(row.get(f"train/{name}") == value for row in idle)
+
+    if always("parse_error_rate", 1) and always("unreadable_rate", 0):
+        return (
+            "Every episode had replies that ran out of tokens before they ended, so they were not read. Give more with "
+            "--max-tokens, or read them as they are with --cut-off read."
+        )
+    if always("parse_error_rate", 1):
+        return (
+            "Every episode had replies that the parser could not read. Compare --parser, and the format that the prompt asks "
+            "for, with the replies in the run's rollouts."
+        )
+    if always("total_reward_std", 0):
+        rewards = {row.get("train/avg_total_reward") for row in idle}
+        how_much = f", {next(iter(rewards)):g}" if len(rewards) == 1 and None not in rewards else " within each update"
+        return (
+            f"All episodes earned the same reward{how_much}, so none was better than another. Look at the env's reward, or make "
+            "the task easier until some episodes succeed."
+        )
+    if always("zero_weight_rate", 1):
+        return (
+            "Rewards differed between tasks, but never between the rollouts of one task. Raise --group-size or --temperature, or "
+            "choose tasks that are neither too easy nor too hard."
+        )
+    return "Weights were not zero, so the loss dropped every sample: look at clipping, corrections and masks in metrics.jsonl."
 
 
 def _warned(messages: list[str]) -> list[str]:

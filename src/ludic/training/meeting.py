@@ -6,10 +6,11 @@ from typing import Any
 from ludic.distributed.fsdp import is_sharded, settings_of
 from ludic.distributed.ranks import Ranks, require_same
 from ludic.distributed.tensor_parallel import is_tensor_parallel
-from ludic.models.head import plain_model
+from ludic.models.head import is_decoder, plain_model
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
+from ludic.training.losses import ForeignLoss, Loss
 from ludic.types import BatchSource, ChecksServers, ConfigError, InPlacePublisher, PolicyPublisher
 
 
@@ -72,9 +73,13 @@ def _facts(told: Told) -> dict[str, str]:
     settings += [] if checkpoints is None else [checkpoints]
     facts = {f"{type(s).__name__}.{f.name}": repr(getattr(s, f.name)) for s in settings for f in fields(s)}
     del facts["TrainerConfig.extra"]  # free for anything, such as a note on where the rank runs
-    config = plain_model(model).config.to_dict()
+    config = plain_model(model).config.to_dict() if is_decoder(model) else {}
     facts |= {f"the model's {name}": repr(value) for name, value in config.items() if name != "_name_or_path"}
     facts["checkpoints"] = "off" if checkpoints is None else "on"
-    facts["the algorithm"] = f"{told.algo.name} with {type(told.algo.loss).__name__}"
+    facts["the algorithm"] = f"{told.algo.name} with {_name(told.algo.loss)}"
     facts["the trainable parameters"] = str(sum(p.numel() for p in model.parameters() if p.requires_grad))
     return facts
+
+
+def _name(loss: Loss) -> str:
+    return type(loss.loss if isinstance(loss, ForeignLoss) else loss).__name__

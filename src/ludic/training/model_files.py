@@ -315,4 +315,6 @@ def _fingerprint(model: torch.nn.Module, include: Callable[[torch.nn.Parameter],
 
 def _some_values(parameter: torch.Tensor) -> torch.Tensor:
     flat = _whole(parameter.detach()).reshape(-1)
-    return flat[torch.linspace(0, len(flat) - 1, _SAMPLES, device=flat.device).long()].float()
+    # In whole numbers: a float32 cannot tell places beyond 2^24 apart, and rounds differently on another device.
+    places_K = torch.arange(_SAMPLES, device=flat.device) * (len(flat) - 1) // (_SAMPLES - 1)
+    return flat[places_K].float()

@@ -187,13 +187,14 @@ class ActionFields:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Samples end to end."""
+    """Samples end to end; padded, each as long as the longest."""
 
     ids_T: Tensor
     positions_T: Tensor
     lengths: list[int]
     actions: ActionFields
     items: list[SAWItem]
+    is_padded: bool = False
 
 
 def pack(items: Sequence[SAWItem], device: torch.device | str) -> PackedBatch:

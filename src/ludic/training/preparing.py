@@ -13,6 +13,8 @@ from ludic.training.repeatable import require_repeatable
 from ludic.training.stats import batch_stats
 from ludic.types import BatchSource, Reducer, SAWBatch, SAWItem
 
+_NO_SAMPLES = "num_rollouts_without_samples"
+
 
 async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> Prepared:
     """The next batch that has anything to train on."""
@@ -21,11 +23,13 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
         prepared = prepare(await source.next_batch(), algo, cfg, step)
         if prepared.items:
             return prepared
-        left_out = {name: left_out.get(name, 0) + count for name, count in prepared.counts.items()}
+        counts = {**prepared.counts, _NO_SAMPLES: float(prepared.meta.get(_NO_SAMPLES, 0))}
+        left_out = {name: left_out.get(name, 0) + count for name, count in counts.items()}
         await asyncio.sleep(0)  # an empty source must not keep everybody else from running
     raise NothingToTrainOn(
         f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {left_out}. "
-        "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered?"
+        "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered? Were any "
+        "tokens sampled?"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers
+from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers, result_rates
 
 PREFIXES = ("train/", "eval/", "perf/")
 Cell: TypeAlias = float | torch.Tensor
@@ -144,6 +144,7 @@ def batch_stats(
     one of the items: a source knows all that it generated, the items are what its filters left.
     """
     rollouts = _by_rollout(items)
+    rewards = [float(metas[0]["total_reward"]) for metas in rollouts if "total_reward" in metas[0]]
     stats = {
         "num_samples": float(len(items)),
         "num_rollouts": float(len(rollouts)),
@@ -155,8 +156,12 @@ def batch_stats(
         "avg_prompt_length": _mean(len(item.input_ids) - item.num_action_tokens for item in items),
         "zero_weight_rate": _mean(not item.token_weights.any() for item in items),
         "parse_error_rate": _mean(bool(item.meta["parse_error"]) for item in items if "parse_error" in item.meta),
-        "avg_total_reward": _mean(metas[0]["total_reward"] for metas in rollouts if "total_reward" in metas[0]),
+        "unreadable_rate": _mean(_is_unreadable(item.meta) for item in items if "parse_error" in item.meta),
+        "avg_total_reward": _mean(rewards),
+        "total_reward_std": float(np.std(rewards)) if rewards else None,
         "truncated_rate": _mean(any(map(_is_truncated, metas)) for metas in rollouts),
+        "over_limit_rate": _mean(any(_is_truncated(meta) or meta.get("num_cut_off") for meta in m) for m in rollouts),
+        **result_rates([_result(metas) for metas in rollouts]),
     }
     reduced = apply_reducers_to_records(
         [item.meta for item in items],
@@ -178,6 +183,17 @@ def _by_rollout(items: Sequence[SAWItem]) -> list[list[Mapping[str, Any]]]:
 
 def _is_truncated(meta: Mapping[str, Any]) -> bool:
     return bool(meta.get("episode_truncated") or meta.get("truncated"))
+
+
+def _is_unreadable(meta: Mapping[str, Any]) -> bool:
+    """Some reply came to its own end and could still not be read; one that was cut off counts as over a limit."""
+    return bool(meta["parse_error"]) and meta.get("num_parse_errors", 1) > meta.get("num_cut_off", 0)
+
+
+def _result(metas: Sequence[Mapping[str, Any]]) -> str | None:
+    """How the rollout ended, if its env says so in info["result"]."""
+    said = [meta["result"] for meta in metas if isinstance(meta.get("result"), str)]
+    return said[-1] if said else None
 
 
 def _numbers(meta: Mapping[str, Any]) -> dict[str, float]:

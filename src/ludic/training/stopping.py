@@ -1,27 +1,55 @@
-"""Ctrl-C and SIGTERM as a wish: finish this step, save, and go."""
+"""Ctrl-C and SIGTERM as a wish: finish this step, save, and go.
+
+GNU `timeout`, torchrun, Slurm and `uv run` deliver one wish twice, to a process and to its group, within milliseconds;
+`StopWishes` tells that from a person who presses Ctrl-C again. Trainers, actors, `ludic launch` and `ludic serve` use it.
+"""
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import signal
-from collections.abc import Awaitable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LOOK_EVERY_S = 0.2
+SAME_WISH_S = 5.0
+"""Signals that come within this time of the first, of whatever kind, are the same wish."""
+
 
 class StopRequested(Exception):
-    """Somebody asked for the end while we were waiting."""
+    """The wish to stop came while we were waiting."""
+
+
+class StopWishes:
+    """Counts wishes to stop: signals in quick succession are one."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._last_at = 0.0
+
+    def hear(self) -> bool:
+        """A signal has come. Whether it is a new wish, and not the last one delivered again."""
+        now = time.monotonic()
+        if self.num and now - self._last_at <= SAME_WISH_S:
+            return False
+        self.num, self._last_at = self.num + 1, now
+        return True
 
 
 class StopSignal:
-    """Set by the first SIGINT or SIGTERM, or by anybody; the second signal interrupts at once."""
+    """Set by the first SIGINT or SIGTERM, or by `set`; a signal more than SAME_WISH_S later interrupts at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.is_set = False
+        self._signals = StopWishes()
         self._wishes: set[asyncio.Future[None]] = set()
         """Of those who wait, each in its own event loop."""
 
@@ -53,29 +81,71 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals come here meanwhile; whoever got them before gets them again afterwards.
+        """Signals come here meanwhile; the handlers that were there are put back afterwards.
 
         Where handlers cannot be installed (another thread), nothing changes.
         """
         loop = asyncio.get_running_loop()
-        before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):
-                before[number] = signal.signal(number, lambda number, _: self._on_signal(number, loop))
-        try:
+        with _handling(lambda number: self.on_signal(number, loop)):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def _on_signal(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        if self.is_set:
+    def on_signal(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        """KeyboardInterrupt if this is the second wish."""
+        if not self._signals.hear():
+            return
+        if self._signals.num > 1:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
         self.set(name)
         # Not from here: a signal may come in the middle of writing another line.
-        message = "%s: stopping after this step; once more to interrupt it."
-        loop.call_soon_threadsafe(logger.warning, message, name)
+        message = "%s: stopping after this step, then saving; once more, %g s from now or later, to interrupt it."
+        loop.call_soon_threadsafe(logger.warning, message, name, SAME_WISH_S)
+
+
+def run_sync(work: Coroutine[Any, Any, T], stop: Callable[[], StopSignal] | None = None) -> T:
+    """The result of `work`, for callers without asyncio: `asyncio.run`.
+
+    Where an event loop runs already, as in a notebook, the work gets a thread and a loop of its own. Signals, which only reach
+    the main thread, are passed on to `stop`.
+    """
+    try:
+        loop_here = asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    tasks: list[asyncio.Task[T]] = []
+
+    async def noted() -> T:
+        tasks.append(asyncio.ensure_future(work))
+        return await tasks[0]
+
+    def on_signal(number: int) -> None:
+        assert stop is not None, "else nothing is handled"
+        stop().on_signal(number, loop_here)
+
+    with ThreadPoolExecutor(1, "ludic-run-sync") as pool, _handling(on_signal) if stop else contextlib.nullcontext():
+        done = pool.submit(contextvars.copy_context().run, asyncio.run, noted())
+        try:
+            while not done.done():  # a signal that reaches another thread does not end a wait without a timeout
+                wait([done], timeout=_LOOK_EVERY_S)
+            return done.result()
+        except KeyboardInterrupt:
+            for task in tasks:
+                with contextlib.suppress(RuntimeError):  # it has just ended
+                    task.get_loop().call_soon_threadsafe(task.cancel)
+            raise
+
+
+@contextlib.contextmanager
+def _handling(on_signal: Callable[[int], None]) -> Iterator[None]:
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not the main thread
+            before[number] = signal.signal(number, lambda number, _: on_signal(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _fulfil(wish: asyncio.Future[None]) -> None:

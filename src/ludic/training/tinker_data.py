@@ -52,6 +52,7 @@ def check_loss(loss: Loss, name: str) -> None:
         "the policy's entropy": loss.needs_entropy,
         "a reference": loss.needs_reference,
         "a teacher's whole vocabulary": loss.distils is not None,
+        "whole logits": loss.needs_logits,
     }
     missing = [what for what, is_needed in needs.items() if is_needed]
     if missing:

@@ -25,7 +25,7 @@ from ludic.training.loggers import Resumable
 from ludic.training.preparing import describe, fetch
 from ludic.training.rng import restore_rng, rng_state
 from ludic.training.stats import prefixed
-from ludic.training.stopping import StopRequested, StopSignal
+from ludic.training.stopping import StopRequested, StopSignal, run_sync
 from ludic.training.tinker_checkpoint import RemoteCheckpoints
 from ludic.training.tinker_data import check_loss
 from ludic.training.tinker_update import adam_settings, train_remotely
@@ -210,10 +210,11 @@ class TinkerTrainer:
     # --- without asyncio ---
 
     def train_sync(self, num_steps: int | None = None) -> dict[str, float]:
-        return asyncio.run(self.train(num_steps))
+        """`train`, also where an event loop runs already: a notebook."""
+        return run_sync(self.train(num_steps), lambda: self.stop)
 
     def train_step_sync(self) -> dict[str, float]:
-        return asyncio.run(self.train_step())
+        return run_sync(self.train_step())
 
 
 def _check_settings(cfg: TrainerConfig, algo: RLAlgorithm, *, has_evaluator: bool) -> None:

@@ -1,6 +1,7 @@
 """One optimizer step at Tinker, and the same statistics of it that a local step reports."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from ludic.training.losses.mismatch import effective_share
 from ludic.training.stats import StatSum
 from ludic.training.tinker_data import built_in_of, check_items, rows_of, tokens_of
 from ludic.training.update import batch_facts
-from ludic.types import SAWItem
+from ludic.types import NotFinite, SAWItem
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ def train_remotely(
     trained = policy.train(rows, built_in if built_in is not None else value_of, adam)
     stats = _stats(loss, items, trained, facts)
     _check(stats, trained)
+    if (norm := trained.metrics.get("unclipped_grad_l2:mean")) is not None:
+        stats["grad_clipped"] = float(0.0 < adam["grad_clip_norm"] < norm)
     return {**stats, **{_plain(name): value for name, value in trained.metrics.items()}}
 
 
@@ -61,12 +64,15 @@ def _stats(loss: Loss, items: Sequence[SAWItem], trained: Trained, facts: BatchF
 
 
 def _check(stats: Mapping[str, float], trained: Trained) -> None:
-    """Nothing here sees the gradient; what can be seen is whether both sides mean the same loss."""
+    """Nothing here sees weights or gradients; what can be seen is every number that the service reports, and whether both
+    sides mean the same loss."""
     ours, theirs = stats["loss"], trained.metrics.get("loss:sum", stats["loss"])
-    if not (abs(ours) < float("inf") and abs(theirs) < float("inf")):
-        raise FloatingPointError(
-            f"The loss is {ours} (Tinker says {theirs}), and the step was taken: the weights there are spoilt. Go on from the "
-            "last checkpoint, with a lower lr; look at the batch's log-probs and weights."
+    reported = {"the loss": ours, **{f"Tinker's {name}": value for name, value in trained.metrics.items()}}
+    bad = [f"{name} is {value}" for name, value in reported.items() if not math.isfinite(value)]
+    if bad:
+        raise NotFinite(
+            f"{', '.join(bad)}, and the step was taken: the weights there are spoilt. Go on from the last checkpoint, with a "
+            "lower lr; look at the batch's log-probs and weights."
         )
     if abs(ours - theirs) > _LOSS_TOLERANCE * max(abs(ours), abs(theirs), 1e-2):
         logger.warning(

@@ -23,6 +23,7 @@ from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.ranks import OneProcess, RankFailed, Ranks, check_together
 from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.compiling import compile_layers
+from ludic.models.finite import FiniteCheck
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel
 from ludic.models.recomputing import recompute_activations
@@ -43,7 +44,7 @@ from ludic.training.drift import DriftProbe
 from ludic.training.evaluating import Evaluating
 from ludic.training.frozen_teacher import frozen_teacher
 from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
-from ludic.training.guards import check_model, check_parity
+from ludic.training.guards import check_model, check_parity, require_finite
 from ludic.training.local_adamw import LocalAdamW
 from ludic.training.loggers import Resumable
 from ludic.training.losses import BatchFacts
@@ -55,7 +56,7 @@ from ludic.training.publishing import Publishing
 from ludic.training.rng import restore_rng, rng_state
 from ludic.training.sharded_checkpoint import ShardedCheckpointManager
 from ludic.training.stats import StatSum, added_up, prefixed
-from ludic.training.stopping import StopRequested, StopSignal
+from ludic.training.stopping import StopRequested, StopSignal, run_sync
 from ludic.training.trainer_checks import GivenParts, check_parts
 from ludic.training.update import (
     AdapterOff,
@@ -83,6 +84,8 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
+
+_SUSPECTS = "num_weights_not_finite"
 
 
 class Trainer:
@@ -168,9 +171,11 @@ class Trainer:
         self.stop = StopSignal()
         torch.manual_seed(self.cfg.seed + self.ranks.rank % self.roles.num_shares)
         check_model(model)
+        self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
         if resume_from is not None:
             self._resume(resume_from)
         else:
+            self._check_loaded()
             self._publishing.begin(self.step, is_resumed=False)
             self._notify_source()
 
@@ -249,6 +254,10 @@ class Trainer:
 
     def _policy_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
+        own = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return own + [(f"critic[{number}]", weight) for number, weight in enumerate(self._critic_parameters())]
 
     def _critic_parameters(self) -> list[torch.nn.Parameter]:
         return [] if self.critic is None else self.critic.parameters()
@@ -380,16 +389,38 @@ class Trainer:
         if self.critic is not None:
             sums.add(value_moments(items))
         norms = self._apply_gradients()
+        after = FiniteCheck(self._named_trained())
+        sums.add_max({_SUSPECTS: after.num_suspects})  # read below, with everything else
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_trained(self.step, self._num_brought)
         if probe is not None:
             sums.add(probe.measure())
         stats = explained_variance(effective_share(self._over_ranks(sums)))
+        if stats.pop(_SUSPECTS):
+            self._check_updated(after)
         if isinstance(self.algo.credit_assigner, FollowsDrift):
             self.algo.credit_assigner.notify_drift(stats["policy_drift"])
         if is_first and self.ranks.is_first:
             check_parity(stats, self.cfg.parity_tolerance)
         return {**share.stats, **stats, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def _check_loaded(self) -> None:
+        """Before the first step: all weights, frozen ones too."""
+        others = [(what, model) for what, model in self._frozen.items() if model is not None]
+        frozen = [(f"{what}.{name}", p) for what, model in others for name, p in model.named_parameters()]
+        check = FiniteCheck([*self.model.named_parameters(), *self._named_trained(), *frozen])
+        require_finite(check, self.ranks, "The weights to begin with are not finite", "Load other weights.")
+
+    def _check_updated(self, check: FiniteCheck) -> None:
+        saved = None if self.checkpointer is None else self.checkpointer.latest()
+        where = "There is no checkpoint: start again" if saved is None else f"Go on from {saved.name}"
+        rate = self.optimizer.param_groups[0]["lr"]
+        require_finite(
+            check,
+            self.ranks,
+            f"Step {self.step} has made weights that are not finite; they were not saved",
+            f"{where}, with a lower lr (now {rate:g}) or in fp32.",
+        )
 
     def _drift_probe(self, items: list[SAWItem]) -> DriftProbe | None:
         """For credit rules that want to know how far an update moves the policy."""
@@ -409,8 +440,9 @@ class Trainer:
         return with_advantages(self.critic, self.algo, self.policy, share, self.cfg, self.ranks)
 
     def _apply_gradients(self) -> dict[str, float]:
-        """One optimizer step; the norms that the gradients had."""
-        norms = self._clip_gradients(self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else float("inf"))
+        """One optimizer step; the norms that the gradients had, and whether one was above the limit."""
+        limit = self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else math.inf
+        norms = self._clip_gradients(limit)
         schedule = self.cfg.lr_schedule
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * (schedule(self.step) if schedule is not None else 1.0)
@@ -425,7 +457,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._untrained_from = None
-        return norms
+        return {**norms, "grad_clipped": float(max(norms.values()) > limit)}
 
     def _clip_gradients(self, limit: float) -> dict[str, float]:
         """Together; but a critic apart from the policy must not scale the policy's gradient either."""
@@ -532,6 +564,7 @@ class Trainer:
         if self.critic is not None:
             self.critic.load_state_dict(saved_critic(state, self.algo.name))
         load_data_states(self.algo, self.batch_source, state)
+        self._check_loaded()
         self._publishing.begin(self.step, is_resumed=True)
         self._notify_source()
         if isinstance(self.logger, Resumable) and self.ranks.is_first:
@@ -542,10 +575,11 @@ class Trainer:
     # --- without asyncio ---
 
     def train_sync(self, num_steps: int | None = None) -> dict[str, float]:
-        return asyncio.run(self.train(num_steps))
+        """`train`, also where an event loop runs already: a notebook."""
+        return run_sync(self.train(num_steps), lambda: self.stop)
 
     def train_step_sync(self) -> dict[str, float]:
-        return asyncio.run(self.train_step())
+        return run_sync(self.train_step())
 
     def eval_sync(self) -> dict[str, float]:
-        return asyncio.run(self.eval())
+        return run_sync(self.eval())

@@ -18,10 +18,16 @@ from ludic.models.head import EntropyMode
 from ludic.training.critic import Critic
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.tokens import over_tokens
-from ludic.training.packing import FILLER, PackedBatch, split_items_by_token_budget, split_packed
+from ludic.training.packing import (
+    FILLER,
+    PackedBatch,
+    collate_saw_items,
+    split_items_by_token_budget,
+    split_packed,
+)
 from ludic.training.policy import TrainedPolicy
 from ludic.training.stats import StatSum
-from ludic.types import SAWItem, objective_of
+from ludic.types import SAWItem, objective_of, spread_of
 
 
 class Reference(Protocol):
@@ -45,21 +51,23 @@ def _facts(items: Sequence[SAWItem]) -> BatchFacts:
         num_items=len(items),
         num_tokens=sum(item.num_action_tokens for item in items),
         weight_mean=float(weights.mean()),
-        weight_std=float(weights.std()),
+        weight_std=spread_of(weights),
     )
 
 
-def micro_batches(policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int) -> list[list[SAWItem]]:
-    if policy.packed:
+def micro_batches(
+    policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int, *, padded: bool = False
+) -> list[list[SAWItem]]:
+    if policy.packed and not padded:
         return split_packed(items, micro_token_budget)
     return split_items_by_token_budget(items, micro_token_budget=micro_token_budget, max_seq_len=micro_token_budget)
 
 
 def equal_micro_batches(
-    policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int, ranks: Ranks
+    policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int, ranks: Ranks, *, padded: bool = False
 ) -> list[list[SAWItem]]:
     """As many on every rank, or ranks would wait for each other for ever: who has fewer gets some that count for nothing."""
-    bins = micro_batches(policy, items, micro_token_budget)
+    bins = micro_batches(policy, items, micro_token_budget, padded=padded)
     return bins + [[FILLER]] * (int(ranks.max(len(bins))) - len(bins))
 
 
@@ -83,11 +91,11 @@ def accumulate_gradients(
     """
     facts = batch_facts(items) if facts is None else facts
     sums = StatSum()
-    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or OneProcess())
+    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or OneProcess(), padded=loss.needs_logits)
     for number, members in enumerate(bins):
-        batch = policy.batch(members, pad_token_id)
+        batch = policy.batch(members, pad_token_id, padded=loss.needs_logits)
         sync_gradients(policy.model, is_last=number == len(bins) - 1)
-        tokens = action_tokens(policy, loss, batch, facts, reference, critic, watch_entropy, teacher)
+        tokens = action_tokens(policy, loss, batch, facts, reference, critic, watch_entropy, teacher, pad_token_id)
         if members[0] is FILLER:
             _nothing(tokens).backward()
             continue
@@ -115,10 +123,18 @@ def action_tokens(
     critic: Critic | None,
     watch_entropy: bool,
     teacher: TrainedPolicy | None = None,
+    pad_token_id: int = 0,
 ) -> ActionTokens:
     """What the loss sees of one micro-batch."""
     entropy_mode: EntropyMode | None = "train" if loss.needs_entropy else "watch" if watch_entropy else None
-    hidden_AD, logps, entropy = policy.outputs(batch, entropy=entropy_mode)
+    hidden_AD: Tensor | None = None
+    padded: tuple[Tensor, dict[str, Tensor]] | None = None
+    if loss.needs_logits:
+        logits_BLV = policy.whole_logits(batch)
+        logps, entropy = policy.logps_of(logits_BLV, batch, entropy=entropy_mode)
+        padded = logits_BLV, collate_saw_items(batch.items, pad_token_id=pad_token_id, device=policy.device)
+    else:
+        hidden_AD, logps, entropy = policy.outputs(batch, entropy=entropy_mode)
     actions = batch.actions
     return ActionTokens(
         logps=logps,
@@ -129,13 +145,22 @@ def action_tokens(
         old_logps=actions.old_logp_A,
         ref_logps=reference.logps(batch) if reference is not None and loss.needs_reference else None,
         entropy=entropy,
-        teacher_kl=policy.kl_to(teacher, hidden_AD, batch, loss.distils) if teacher and loss.distils else None,
+        teacher_kl=_teacher_kl(policy, teacher, hidden_AD, batch, loss),
         values=critic.values(batch, hidden_AD, policy) if critic is not None else None,
         returns=actions.return_A,
         old_values=actions.value_A,
         objectives=actions.objectives,
         without_old_logps=actions.without_old_logps,
+        padded=padded,
     )
+
+
+def _teacher_kl(
+    policy: TrainedPolicy, teacher: TrainedPolicy | None, hidden_AD: Tensor | None, batch: PackedBatch, loss: Loss
+) -> Tensor | None:
+    if teacher is None or loss.distils is None:
+        return None
+    return policy.kl_to(teacher, policy.action_hidden(batch) if hidden_AD is None else hidden_AD, batch, loss.distils)
 
 
 class FrozenReference:

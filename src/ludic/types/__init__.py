@@ -1,12 +1,13 @@
 """The floor: what crosses a package border. Standard library and numpy only."""
 
-from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, token_array
+from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, rounding_of, spread_of, token_array
 from ludic.types.errors import (
     ConfigError,
     ContextError,
     EnvContractError,
     LudicError,
     MissingExtra,
+    NotFinite,
     OutOfRoom,
     ParserContractError,
     PolicyGone,
@@ -61,10 +62,19 @@ from ludic.types.reducers import (
     apply_reducers_to_records,
     default_reducers,
     percent_keys,
+    result_names,
+    result_rates,
 )
 from ludic.types.repeating import require_repeatable_reply, unrepeatable_settings
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, prompt_key
-from ludic.types.rollout import Failure, Rollout, is_parse_failure, load_rollouts, save_rollouts
+from ludic.types.rollout import (
+    Failure,
+    Rollout,
+    is_parse_failure,
+    load_rollouts,
+    save_rollouts,
+    was_rejected_as_cut_off,
+)
 from ludic.types.samples import (
     ActorTokenLogps,
     HasActorLogps,
@@ -94,10 +104,11 @@ __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
     "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "TokenSupports", "VersionRun", "token_array",
+    "rounding_of", "spread_of",
     "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions", "unrepeatable_settings", "require_repeatable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
-    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "save_rollouts",
+    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "was_rejected_as_cut_off", "save_rollouts",
     "load_rollouts",
     "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest", "prompt_key",
     "SAWItem", "SAWBatch", "SampleAttachments", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
@@ -105,8 +116,10 @@ __all__ = [
     "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
     "TeacherScorer", "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
+    "result_names", "result_rates",
     "derive_seed", "objective_of", "with_objective",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",
+    "NotFinite",
     "PromptTooLong", "TokenBudgetSpent",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Arrays of token ids (int32) and of log-probs (float32): flat, checked once, and changed by nobody afterwards."""
+"""Arrays of token ids (int32) and of log-probs (float32), flat, checked once and read-only; and when numbers are equal."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -11,6 +11,8 @@ LogprobArray: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """What a constructor accepts; what it stores is a TokenArray."""
 
+_ROUNDING = 8 * float(np.finfo(np.float32).eps)
+"""Relative: a few float32 operations. A reward model or a weight is float32 even where a Python float holds it."""
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 _NO_TOKENS.setflags(write=False)
@@ -55,3 +57,17 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "log
     narrow = wide.astype(np.float32)
     narrow.setflags(write=False)
     return narrow
+
+
+def rounding_of(values: npt.ArrayLike) -> float:
+    """What numbers computed from values of this size can differ by although they are equal."""
+    return _ROUNDING * float(np.max(np.abs(values), initial=0.0))
+
+
+def spread_of(values: npt.ArrayLike, made_of: npt.ArrayLike | None = None) -> float:
+    """Population standard deviation, in float64; 0 where it is no more than rounding of the values.
+
+    `made_of`: the numbers that the values are sums or differences of, where those are larger.
+    """
+    spread = float(np.std(np.asarray(values, dtype=np.float64)))
+    return spread if spread > rounding_of(values if made_of is None else made_of) else 0.0

@@ -35,11 +35,30 @@ class PolicyGone(LudicError, RuntimeError):
     """Whatever served the policy has gone for good: no further call, and so no further episode, can succeed."""
 
 
-class MissingExtra(LudicError, ImportError):
-    """An optional part is not installed."""
+class NotFinite(PolicyGone, FloatingPointError):
+    """Weights or logits hold NaN or infinity: nothing sampled from them, or trained with them, means anything."""
 
-    def __init__(self, extra: str, needed_for: str) -> None:
-        super().__init__(f"{needed_for} needs the {extra!r} extra. Install it with: pip install 'ludic[{extra}]'")
+
+DISTRIBUTION = "ludic-rl"
+"""What pip knows Ludic by. It is on no package index: there, `ludic` is another project."""
+
+
+class MissingExtra(LudicError, ImportError):
+    """An optional part is not installed. `extras`: one name of pyproject's optional dependencies, or several, with commas."""
+
+    def __init__(self, extras: str, needed_for: str) -> None:
+        names = [repr(name) for name in extras.split(",")]
+        needed = f"the {names[0]} extra" if len(names) == 1 else f"the extras {' and '.join(names)}"
+        super().__init__(f"{needed_for} needs {needed}. {how_to_install(extras)}")
+        self.extras = extras
+
+
+def how_to_install(extras: str) -> str:
+    """What to type, in a clone and elsewhere."""
+    return (
+        f"In a clone of Ludic: pip install -e '.[{extras}]'; elsewhere: pip install '{DISTRIBUTION}[{extras}] @ "
+        "git+<repository URL>'."
+    )
 
 
 class EnvContractError(LudicError, TypeError):

@@ -84,6 +84,27 @@ def default_reducers() -> dict[str, Reducer]:
     }
 
 
+GAME_RESULTS = ("win", "draw", "loss")
+_MOST_RESULTS = 12
+
+
+def result_rates(results: Sequence[str | None]) -> dict[str, float]:
+    """`{result}_rate` for how episodes ended, as envs say in info["result"]; a share of all, those without a result included.
+
+    A game has all three rates from its first result on. Texts that are all different are no results, and give no rates.
+    """
+    names = result_names(results)
+    if len(names) > _MOST_RESULTS:
+        return {}
+    return {f"{name}_rate": sum(result == name for result in results) / len(results) for name in names}
+
+
+def result_names(results: Sequence[str | None]) -> list[str]:
+    """The results that occur; of a game all three."""
+    seen = {result for result in results if result is not None}
+    return [*GAME_RESULTS, *sorted(seen - set(GAME_RESULTS))] if seen & set(GAME_RESULTS) else sorted(seen)
+
+
 def percent_keys(reducers: Mapping[str, Reducer]) -> frozenset[str]:
     """The metrics that a display shows in percent."""
     return frozenset(name for name, reducer in reducers.items() if reducer.as_percent)

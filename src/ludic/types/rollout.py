@@ -5,6 +5,8 @@ alike, so a file grows with the conversation and not with its square.
 """
 
 import json
+import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ludic.types.errors import EnvContractError, LudicError
+from ludic.types.line_files import LineWriter, read_lines
 from ludic.types.messages import MessageView
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
@@ -28,11 +32,52 @@ class Failure:
     """Name of the exception's type."""
     message: str
     traceback: str = ""
+    """All of it, Ludic's frames included."""
+    user_traceback: str = ""
+    """From the first frame of code that is neither Ludic's nor installed; empty where the error passed through none."""
+    place: str = ""
+    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all; empty for Ludic's own errors."""
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":
         text = "".join(traceback.format_exception(error))
-        return cls(error=type(error).__name__, message=str(error), traceback=text)
+        # What Ludic raises on purpose says itself what broke which rule; the frame that noticed it explains nothing.
+        user_traceback, place = ("", "") if isinstance(error, LudicError) else _user_part(error)
+        return cls(
+            error=type(error).__name__, message=str(error), traceback=text, user_traceback=user_traceback, place=place
+        )
+
+    @property
+    def summary(self) -> str:
+        return f"{self.error}: {self.message}"
+
+
+_INSTALLED = tuple(
+    f"{Path(folder).resolve()}{os.sep}"
+    for folder in (
+        str(Path(__file__).parents[1]),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
+"""Folders whose code is not the user's: Ludic, the standard library, installed packages."""
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(("<", *_INSTALLED)) and not str(Path(frame.filename).resolve()).startswith(
+        _INSTALLED
+    )
+
+
+def _user_part(error: BaseException) -> tuple[str, str]:
+    """(the traceback from the user's first frame on, where it was raised)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [number for number, frame in enumerate(frames) if _is_users(frame)]
+    raised = [frames[users[-1]]] if users else frames[-1:]
+    place = "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in raised)
+    if not users:
+        return "", place
+    shown = traceback.format_list(frames[users[0] :]) + traceback.format_exception_only(error)
+    return "".join(shown), place
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,6 +102,19 @@ class Rollout:
     @property
     def env_steps(self) -> list[EnvironmentStep]:
         return [step for step in self.steps if isinstance(step, EnvironmentStep)]
+
+    @property
+    def sampling_steps(self) -> list[Step]:
+        """Steps with sampled tokens: model calls, and env steps with a trace whose model call is not in the rollout (made by a
+        protocol that writes env steps only)."""
+        calls = self.agent_steps
+        turns, ids = {call.turn_id for call in calls} - {None}, {call.id for call in calls}
+
+        def is_of_a_call(step: EnvironmentStep) -> bool:
+            return step.turn_id in turns or not ids.isdisjoint({step.source_agent_step_id, *step.agent_step_ids})
+
+        with_tokens = [s for s in self.steps if s.trace is not None and len(s.trace.completion_token_ids)]
+        return [step for step in with_tokens if isinstance(step, AgentStep) or not is_of_a_call(step)]
 
     @property
     def total_reward(self) -> float:
@@ -123,29 +181,33 @@ class Rollout:
         return json.dumps(self.to_dict(), default=json_number, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, line: str) -> "Rollout":
+    def from_json(cls, line: str | bytes) -> "Rollout":
         return cls.from_dict(json.loads(line))
 
 
 def save_rollouts(rollouts: Iterable[Rollout], path: str | Path) -> None:
-    """Append rollouts to a JSONL file, one line each."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(f"{rollout.to_json()}\n" for rollout in rollouts)
+    """Append rollouts to a JSONL file, one line each; a file called *.gz is compressed."""
+    writer = LineWriter(path)
+    writer.append(b"")  # no rollouts are a file, too
+    for rollout in rollouts:
+        writer.append(f"{rollout.to_json()}\n".encode())
 
 
 def load_rollouts(path: str | Path) -> Iterator[Rollout]:
-    """The rollouts of a JSONL file, read one by one."""
-    with Path(path).open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield Rollout.from_json(line)
+    """The rollouts of a JSONL file, plain or compressed (*.gz), read one by one; a last line that is not whole is left out."""
+    for _, line in read_lines(path):
+        if line.strip():
+            yield Rollout.from_json(line)
 
 
 def is_parse_failure(step: Step) -> bool:
     """True for a reply that was meant for the env and could not be read."""
     return isinstance(step, AgentStep) and step.action_target == "env" and bool(step.info.get("parse_error"))
+
+
+def was_rejected_as_cut_off(step: Step) -> bool:
+    """True for a reply that could not be read and had run out of tokens: what it lacks is an end, not a format."""
+    return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------
@@ -159,8 +221,8 @@ def json_number(value: Any) -> Any:
     """For json.dumps: numpy's numbers as plain ones; anything else is named."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(
-        f"{value!r} ({type(value).__name__}) is not JSON; step info and rollout meta hold plain values only. "
+    raise EnvContractError(
+        f"{value!r:.200} ({type(value).__name__}) is not JSON; step info and rollout meta hold plain values only. "
         "Convert it where it is put there."
     )
 

@@ -102,6 +102,31 @@ def test_samples_of_a_queue_become_requests_of_their_own():
     assert made.meta == {"sample_index": 7, "length": 1}
 
 
+@pytest.mark.parametrize(
+    ("seed_fn", "seed"),
+    [
+        (lambda index, sample: len(sample), 3),
+        (lambda *given: len(given), 2),
+        (lambda index: index + 100, 107),
+        (lambda index, offset=5: index + offset, 12),
+        (hash, 7),
+    ],
+)
+def test_seed_functions_get_index_and_sample(seed_fn, seed):
+    settings = {
+        "batch_size": 1,
+        "env_kind": "e",
+        "protocol_kind": "p",
+        "env_seed_fn": seed_fn,
+        "sampling_seed_fn": seed_fn,
+    }
+    q = queue.Queue()
+    q.put((7, "abc"))
+    sequence = make_dataset_sequence_requests_fn(["abc"] * 8, **settings)
+    for made in (make_dataset_queue_requests_fn(q, **settings)()[0], [sequence() for _ in range(8)][7][0]):
+        assert (made.env_seed, made.sampling_seed) == (seed, seed)
+
+
 def test_a_group_size_expands_the_samples_of_a_queue():
     q = queue.Queue()
     q.put((0, "s"))

@@ -5,8 +5,20 @@ import pytest
 
 from ludic.batch_gen import Progress, RolloutEngine, TooManyFailures
 from ludic.batch_gen.bounded import as_finished
+from ludic.batch_gen.pipeline.wire import decode_group, encode_group
+from ludic.eval import Grading, evaluate
 from ludic.inference import ScriptedClient
-from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest, StopReason
+from ludic.interaction import InteractionProtocol
+from ludic.types import (
+    ConfigError,
+    EnvironmentStep,
+    EnvSpec,
+    ProtocolSpec,
+    Rollout,
+    RolloutRequest,
+    StopReason,
+    TokenTrace,
+)
 from tests.unit.batch_gen.parts import SeededEnv, TotalReward, make_engine, other_tasks, request, summary
 
 
@@ -282,10 +294,11 @@ async def test_too_many_failures_stop_the_run_early_and_name_the_first():
     requests = [request(env={"fail_on": i} if i < 6 else {}) for i in range(20)]
     engine = make_engine(client, max_retries=0, max_failed_share=0.2)
     with pytest.raises(
-        TooManyFailures, match=r"5 of 20 episodes failed.*episode 0: RuntimeError: broken env 0"
+        TooManyFailures,
+        match=r"5 of 20 .* 5 x at parts\.py:\d+ in env_step, first in episode 0 \(env seed \d+.*: RuntimeError: broken env 0",
     ) as info:
         await engine.generate_rollouts(requests, max_steps=1, concurrency=1)
-    assert "broken env 2" in str(info.value) and "broken env 3" not in str(info.value)
+    assert "broken env 1" not in str(info.value), "failures of one kind are one"
     assert client.num_begun <= 7, "the run does not go on once the limit is passed"
 
 
@@ -300,6 +313,51 @@ async def test_progress_counts_every_episode():
     requests = [request(), request(env={"fail_on": 1}), request()]
     await make_engine(max_retries=0, on_progress=seen.append).generate_rollouts(requests, max_steps=1, concurrency=1)
     assert [(p.num_done, p.num_failed, p.num_episodes) for p in seen] == [(1, 0, 3), (2, 1, 3), (3, 1, 3)]
+
+
+async def test_progress_tells_tokens_and_the_slowest_episode_while_a_batch_is_played():
+    seen: list[str] = []
+
+    class Looks(ScriptedClient):
+        async def complete_tokens(self, request):
+            seen.append(str(engine.progress))
+            return await super().complete_tokens(request)
+
+    engine = make_engine(Looks(["<a>inc</a>"] * 2))
+    assert engine.progress is None
+    await engine.generate_rollouts([request("counting", {"target": 2})], max_steps=3)
+    num_tokens = len("<a>inc</a>") + 1  # one per byte, and the end
+    assert seen[0].startswith("0 of 1 episodes, 0 tokens") and seen[0].endswith("slowest: episode 0, 0 s so far")
+    assert seen[1].startswith(f"0 of 1 episodes, {num_tokens} tokens ("), "of an episode that is going on"
+    assert engine.progress is None
+
+
+async def test_failures_of_one_kind_show_the_users_own_frames_once_and_then_their_number(caplog):
+    broken = [request(env={"fail_on": 1}) for _ in range(3)]
+    engine = make_engine(max_retries=1, max_failed_share=1)
+    await engine.generate_rollouts(broken, max_steps=1, concurrency=1)
+    first, count = [record.getMessage() for record in caplog.records]
+    assert (
+        first.startswith("Episode 0 (env seed ") and "failed, and is tried again: RuntimeError: broken env 1" in first
+    )
+    assert 'raise RuntimeError(f"broken env {self.fail_on}")' in first and "/src/ludic/" not in first
+    assert "request_meta" not in first
+    assert count.endswith("in env_step: 6 failed tries so far.")
+    caplog.clear()
+    await engine.generate_rollouts(broken[:1], max_steps=1)
+    assert not caplog.records, "a few more are in the metrics, not in the log"
+
+
+async def test_a_broken_contract_is_told_without_frames(caplog):
+    class Forgets(SeededEnv):
+        def env_step(self, action):
+            return "ok", 1.0, True
+
+    engine = make_engine(max_retries=0, max_failed_share=1, env_registry={"forgets": Forgets})
+    await engine.generate_rollouts([request("forgets")], max_steps=1)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "Forgets.env_step returned tuple ('ok', 1.0, True); it must return a StepOutcome" in told
+    assert ".py" not in told and "\n" not in told
 
 
 # --- batches ---
@@ -357,3 +415,45 @@ async def test_a_batch_may_mix_envs():
     requests = [request(), request("counting", {"target": 2}), request()]
     batch = await make_engine(client).generate_batch(requests, max_steps=5, credit_assigner=TotalReward())
     assert [item.meta["env_name"] for item in batch.items] == ["SeededEnv", "CountingEnv", "SeededEnv"]
+
+
+class Writes(InteractionProtocol):
+    """Writes a rollout of one env step with its own tokens, and one of a player in whose name nothing was sampled."""
+
+    async def run(self, *, env, max_steps, env_seed=None, sampling_seed=None, inference=None, timeout_s=None):
+        def step(reward, trace=None):
+            return EnvironmentStep(
+                index=0, prev_obs="o", action="a", parsed_action="a", next_obs=None, source_agent_step_id=None,
+                agent_step_ids=[], reward=reward, terminated=True, trace=trace,
+            )  # fmt: skip
+
+        return [Rollout(steps=[step(1.0, TokenTrace([1], [2, 3], [-1.0, -1.0]))]), Rollout(steps=[step(-1.0)])]
+
+
+async def test_rollouts_of_env_steps_alone_are_trained_on_or_counted():
+    engine = RolloutEngine(env_registry={"seeded": SeededEnv}, protocol_registry={"single": Writes})
+    batch = await engine.generate_batch([request(env_seed=3, sampling_seed=4)], credit_assigner=TotalReward())
+    (item,) = batch.items
+    assert item.num_action_tokens == 2 and item.meta["total_reward"] == 1.0
+    assert batch.meta["num_rollouts"] == 2 and batch.meta["num_rollouts_without_samples"] == 1
+    assert batch.meta["rollout_metrics"]["num_rollouts_without_samples"] == 1.0
+    assert batch.meta["avg_total_reward"] == 0.0 and batch.meta["avg_turns"] == 0.5
+    report = await evaluate(engine, [request(env_seed=3, sampling_seed=4)], grading=Grading(success_reward=1.0))
+    assert report.metrics["num_samples"] == 2 and report.metrics["accuracy"] == 0.5
+    assert report.metrics["mean_completion_tokens"] == 1.0
+    assert [record["completion_length"] for record in report.records] == [2, 0]
+    assert [record["env_seed"] for record in report.records] == [3, 3]
+
+
+async def test_items_say_the_seeds_of_their_episode_also_after_the_wire():
+    requests = [request(env_seed=11, sampling_seed=12), request()]
+    batch = await make_engine(seed=5).generate_batch(requests, credit_assigner=TotalReward())
+    first, second = batch.items
+    assert (first.meta["env_seed"], first.meta["sampling_seed"]) == (11, 12)
+    (again,) = await make_engine(seed=5).generate_rollouts(
+        [request(env_seed=second.meta["env_seed"], sampling_seed=second.meta["sampling_seed"])]
+    )
+    assert again.agent_steps[0].trace.completion_token_ids.tolist() == second.input_ids[second.action_mask].tolist()
+    sent = decode_group(encode_group(batch.items))
+    assert [item.meta["env_seed"] for item in sent] == [item.meta["env_seed"] for item in batch.items]
+    assert [item.meta["sampling_seed"] for item in sent] == [item.meta["sampling_seed"] for item in batch.items]

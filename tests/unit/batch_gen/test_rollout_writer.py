@@ -1,5 +1,7 @@
 import asyncio
+import gzip
 import json
+import os
 import threading
 
 import pytest
@@ -7,10 +9,11 @@ import pytest
 from ludic import registry
 from ludic.batch_gen import GRPORequestStrategy, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodePlan
-from ludic.batch_gen.writer import FinishedEpisodes, RolloutWriter, mend_last_line
+from ludic.batch_gen.writer import FinishedEpisodes, RolloutWriter
 from ludic.inference import ScriptedClient
 from ludic.interaction import MultiAgentProtocol
 from ludic.types import ConfigError, EnvSpec, ProtocolSpec, Rollout, RolloutRequest, load_rollouts
+from ludic.types.line_files import LineWriter, read_lines, repair
 from tests.fakes import make_agent
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
 
@@ -155,10 +158,10 @@ async def test_half_a_line_is_cut_off_before_the_next_is_written(tmp_path):
         (b'{"a": 1}\n' + b'{"b": "' + b"x" * 200_000, b'{"a": 1}\n'),
     ],
 )
-def test_a_last_line_is_mended(tmp_path, before, after):
+def test_the_next_writer_repairs_the_last_line(tmp_path, before, after):
     path = tmp_path / "x.jsonl"
     path.write_bytes(before)
-    mend_last_line(path)
+    repair(path)
     assert path.read_bytes() == after
 
 
@@ -207,3 +210,108 @@ async def test_writing_survives_a_new_event_loop(tmp_path):
     await asyncio.to_thread(write)
     await asyncio.to_thread(write)
     assert len(list(load_rollouts(tmp_path / "x.jsonl"))) == 2
+
+
+# --- compressed files -------------------------------------------------------------------------------------------
+
+
+def texts(path):
+    return [text for _, text in read_lines(path)]
+
+
+def lines_of(*numbers):
+    return [f'{{"n": {number}, "same": "{"x" * 200}"}}\n'.encode() for number in numbers]
+
+
+def test_a_compressed_file_is_whole_after_every_append_and_standard_tools_read_it(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    writer = LineWriter(path)
+    written = b""
+    for line in lines_of(*range(3000)):
+        writer.append(line)
+        written += line
+        if len(written) % 7 == 0:
+            assert gzip.decompress(path.read_bytes()) == written
+    assert gzip.decompress(path.read_bytes()) == written
+    assert path.stat().st_size < len(written) / 10
+
+
+def test_lines_of_a_compressed_file_are_found_again_in_any_order(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    writer = LineWriter(path)
+    written = lines_of(*range(4000))  # several members
+    for line in written:
+        writer.append(line)
+    found = [line for line, _ in read_lines(path)]
+    assert len({line.member for line in found}) > 2
+    for number in (3999, 0, 2000, 1999, 3999):
+        assert found[number].read() == written[number]
+
+
+def test_writers_take_turns_on_one_compressed_file(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    one, other = LineWriter(path), LineWriter(path)
+    written = lines_of(*range(9))
+    for number, line in enumerate(written):
+        (one if number % 3 else other).append(line)
+    assert texts(path) == written and gzip.decompress(path.read_bytes()) == b"".join(written)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_wherever_a_write_was_broken_off_readers_skip_the_rest_and_the_next_writer_goes_on(tmp_path, suffix):
+    path = tmp_path / f"x.{suffix}"
+    writer = LineWriter(path)
+    written = lines_of(1, 2, 3)
+    for line in written[:2]:
+        writer.append(line)
+    before = path.read_bytes()
+    writer.append(written[2])
+    after = path.read_bytes()
+    start = next((n for n in range(len(before)) if before[n] != after[n]), len(before))
+    for cut in range(start, len(after) + 1):
+        path.write_bytes(after[:cut])  # as a kill in the middle of the last write leaves it
+        read = [text.rstrip() + b"\n" for text in texts(path)]
+        assert read in (written[:2], written), f"what earlier writes have ended is not lost ({cut})"
+        LineWriter(path).append(lines_of(4)[0])
+        assert texts(path) == [*read, *lines_of(4)], cut
+
+
+def test_a_damaged_end_is_skipped_and_cut(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    LineWriter(path).append(lines_of(1)[0])
+    path.write_bytes(path.read_bytes() + b"\x00" * 500)  # what a power cut can leave
+    assert texts(path) == lines_of(1)
+    LineWriter(path).append(lines_of(2)[0])
+    assert texts(path) == lines_of(1, 2)
+
+
+def test_a_write_that_failed_half_way_does_not_spoil_the_next(tmp_path, monkeypatch):
+    path = tmp_path / "x.jsonl.gz"
+    writer = LineWriter(path)
+    writer.append(lines_of(1)[0])
+    real, calls = os.pwrite, []
+
+    def full_disk(fd, data, place):
+        calls.append(place)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[:5], place)
+
+    monkeypatch.setattr(os, "pwrite", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        writer.append(lines_of(2)[0])
+    monkeypatch.undo()
+    writer.append(lines_of(3)[0])
+    assert texts(path) == lines_of(1, 3)
+
+
+async def test_a_killed_run_is_resumed_from_a_compressed_file(tmp_path):
+    path = tmp_path / "rollouts.jsonl.gz"
+    requests = [request() for _ in range(6)]
+    whole = await make_engine(client=Counting()).generate_rollouts(requests, max_steps=1)
+    await make_engine(client=Counting(), jsonl_path=path).generate_rollouts(requests[:4], max_steps=1)
+    path.write_bytes(path.read_bytes()[:-40])  # in the middle of the fourth
+    client = Counting()
+    resumed = await make_engine(client, jsonl_path=path, resume=True).generate_rollouts(requests, max_steps=1)
+    assert client.num_calls == 3 and summary(resumed) == summary(whole)
+    assert len(list(load_rollouts(path))) == 6

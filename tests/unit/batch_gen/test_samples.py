@@ -41,11 +41,22 @@ def test_a_dataset_that_is_named_wrongly_is_told_how(place):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is empty"), ("{}\nnot json\n", "Line 2 of .* is not JSON"), ("[1]\n", "one JSON object")],
+    [
+        ("", "is empty"),
+        ("{}\nnot json\n", "Line 2 of .* is not JSON"),
+        ("{}\n\n\nnot json\n", "Line 4 of .* is not JSON"),
+        ("[1]\n", "one JSON object"),
+    ],
 )
 def test_a_broken_file_says_where(tmp_path, text, message):
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
+        read_samples(tmp_path / "a.jsonl")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n\xff\xfe\x00')
+    with pytest.raises(ConfigError, match=r"--data .*a\.jsonl is not text \(byte 9"):
         read_samples(tmp_path / "a.jsonl")
 
 

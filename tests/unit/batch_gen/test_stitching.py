@@ -158,6 +158,19 @@ def test_failed_rollouts_and_empty_completions_give_no_items():
     assert stitch_rollout(silent, weights_of(silent)) == []
 
 
+def test_env_steps_that_hold_their_own_tokens_give_items():
+    rollout = Rollout(
+        steps=[
+            env_step(0, turn="a", reward=0.5, trace=TokenTrace([1, 2], [3, 4], [-0.25, -0.5])),
+            env_step(1, turn="b", reward=1.0, trace=TokenTrace([1, 2, 3, 4, 5], [6], [-1.0])),
+        ]
+    )
+    (item,) = stitch_rollout(rollout, weights_of(rollout))
+    assert item.input_ids.tolist() == [1, 2, 3, 4, 5, 6] and item.action_mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert item.token_weights.tolist() == [0, 0, 1] and item.attachments.token_rewards.tolist() == [0, 0.5, 1]
+    assert item.meta["total_reward"] == 1.5 and item.meta["num_turns"] == 2
+
+
 def test_the_reward_of_a_turn_is_counted_where_it_ends():
     rollout = Rollout(
         steps=[
@@ -190,6 +203,7 @@ def test_missing_and_infinite_weights_name_the_step():
 def test_meta_holds_ludics_facts_and_small_ones_of_the_env_that_cannot_replace_them():
     rollout = two_turns()
     rollout.meta = {"agent_id": "me", "model": "m", "request_meta": {"group_id": "g", "topic": "t"}}
+    rollout.meta |= {"env_seed": 5, "sampling_seed": 6}
     rollout.steps[3].info = {
         "reward": 99.0, "truncated": True, "correct": True, "level": 3, "word": "w",
         "board": [1, 2], "messages": [{"role": "user"}], "final_obs": "x" * (MAX_INFO_TEXT + 1),
@@ -199,9 +213,10 @@ def test_meta_holds_ludics_facts_and_small_ones_of_the_env_that_cannot_replace_t
     assert (meta.pop("correct"), meta.pop("level"), meta.pop("word")) == (True, 3, "w")
     assert meta == {
         "rollout_id": rollout.id, "group_id": "g", "agent_id": "me", "policy": "m", "delegate": None, "env_name": None, "segment": 0,
+        "env_seed": 5, "sampling_seed": 6,
         "step_index": 3, "step_kind": "env", "num_turns": 2, "reward": 1.5, "total_reward": 1.5,
         "completion_length": 3, "prompt_length": 3, "truncated": False, "terminated": True, "stop": None, "episode_truncated": False,
-        "finish_reason": "stop", "parse_error": False, "num_parse_errors": 0,
+        "finish_reason": "stop", "parse_error": False, "num_parse_errors": 0, "num_cut_off": 0,
         "request_meta": {"group_id": "g", "topic": "t"},
     }  # fmt: skip
 

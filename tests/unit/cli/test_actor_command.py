@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +23,11 @@ from ludic.cli import run_actor
 from ludic.cli.pipeline_config import PipelineSettings
 from ludic.cli.run_config import ModelSettings, RunConfig, resolve
 from ludic.cli.run_env import find_env
-from ludic.cli.run_model import load_tokenizer, make_tiny, without_adapter
+from ludic.cli.run_model import load_tokenizer, without_adapter
 from ludic.cli.run_pipeline import pipeline_algorithm, readable_by
 from ludic.cli.settings import with_values
+from ludic.models.tiny import make_tiny
+from ludic.training import stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
 from ludic.types import SAWItem
@@ -96,6 +101,27 @@ def test_an_actor_holds_no_adapter():
     assert load_tokenizer(ModelSettings(model="tiny")).encode("a")
 
 
+@pytest.mark.parametrize(("same_wish_s", "arrives"), [(5.0, True), (0.0, False)])
+async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_wish_s, arrives, monkeypatch):
+    report = ActorReport(actor="actor-0")
+
+    async def play(config, policy, index, stop):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        await stop.wait()
+        await asyncio.sleep(0.05)
+        return report
+
+    monkeypatch.setattr(run_actor, "_play", play)
+    monkeypatch.setattr(stopping, "SAME_WISH_S", same_wish_s)
+    try:
+        found = await run_actor._until_stopped(None, None, 0)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+    assert found[0] is (report if arrives else None) and found[1] in (130, 143)
+
+
 def test_progress_is_said_now_and_then(capsys):
     progress = run_actor.Progress(every_s=1000)
     for count in (1, 2, 3):
@@ -145,8 +171,8 @@ def pipeline_config(redis: RedisServer, name: str, arguments: list[str]) -> tupl
 
 
 def episodes(folder: Path) -> list[dict]:
-    files = sorted((folder / "rollouts").glob("actor-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    files = sorted((folder / "rollouts").glob("actor-*.jsonl.gz"))
+    return [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
 def test_actors_feed_a_learner_that_evaluates_and_accounts_for_every_sample(ludic, shared_redis):  # noqa: F811
@@ -167,7 +193,7 @@ def test_actors_feed_a_learner_that_evaluates_and_accounts_for_every_sample(ludi
         ended = ludic(*command("--eval-every", "3", "--eval-at-start", "--eval-episodes", "8"))
     assert ended.code == 0, ended.err
     assert "Done after update 6 of 6" in ended.out and "Samples: produced " in ended.out
-    assert "= 48 trained + " in ended.out.rpartition("Samples: ")[2] and "UNACCOUNTED" not in ended.out
+    assert "= 48 acknowledged + " in ended.out.rpartition("Samples: ")[2] and "UNACCOUNTED" not in ended.out
     rows = list(read_metrics(config.folder / "metrics.jsonl"))
     assert [row["step"] for row in rows if "eval/mean_reward" in row] == [0, 3, 6]
     assert all(report is not None and report.num_items for report in reports)
@@ -185,7 +211,7 @@ def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_red
     (tmp_path / "runs" / "again").rename(tmp_path / "runs" / "old")
     with actors_beside(config, 0):
         ended = ludic(*command())
-    assert ended.code == 0 and "= 8 trained + " in ended.out.rpartition("Samples: ")[2], ended.out
+    assert ended.code == 0 and "= 8 acknowledged + " in ended.out.rpartition("Samples: ")[2], ended.out
 
 
 @pytest.mark.parametrize("error", [LeaseLost("The lease is somebody else's."), RedisGone("Redis is away.")])

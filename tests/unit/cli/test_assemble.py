@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from ludic import registry
 from ludic.agents import ToolAgent
 from ludic.cli.assemble import (
     Play,
@@ -22,6 +24,7 @@ from ludic.cli.settings import with_values
 from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
+from ludic.training.losses import ActionTokens, BatchFacts, Loss
 from ludic.types import ConfigError, ReturnSpec, TemplateError, load_rollouts
 
 
@@ -149,6 +152,48 @@ def test_the_algorithm_hears_of_the_group_size_and_its_arguments():
     algorithm = make_algorithm(resolved("tic_tac_toe", group_size=16, algo_set={"clip_eps_high": 0.28}))
     assert algorithm.credit_assigner.group_size == 16 and algorithm.loss.clip_eps_high == 0.28
     assert make_algorithm(resolved("tic_tac_toe", algo="ppo")).name == "ppo"
+
+
+TRAINED_BY_THE_COMMAND = sorted(set(registry.algorithms.list()) - {"sft"})
+
+
+@pytest.mark.parametrize("algo", TRAINED_BY_THE_COMMAND)
+def test_gradient_scale_does_not_grow_with_reply_length(algo):
+    # Norms of 60 to 95 under a limit of 1 make the clip a normaliser; a mean over tokens has none of that.
+    loss = make_algorithm(resolved("tic_tac_toe", algo=algo)).loss
+    short, long = (_gradient_size(loss, length) for length in (4, 400))
+    assert long == pytest.approx(short, rel=1e-4) and long < 3
+
+
+def _gradient_size(loss: Loss, length: int) -> float:
+    """Σ |dL / dℓ_t| of two samples of this length with weights 1 and −1."""
+    logps = torch.full((2 * length,), -0.5, requires_grad=True)
+    values = torch.zeros(2 * length, requires_grad=True)
+    tokens = ActionTokens(
+        logps=logps,
+        weights=torch.tensor([1.0, -1.0]).repeat_interleave(length),
+        item_index=torch.arange(2).repeat_interleave(length),
+        num_items=2,
+        facts=BatchFacts(num_items=2, num_tokens=2 * length),
+        old_logps=logps.detach(),
+        values=values,
+        returns=torch.ones(2 * length),
+        old_values=values.detach(),
+    )
+    loss.of(tokens)[0].backward()
+    assert logps.grad is not None
+    return float(logps.grad.abs().sum() + (0.0 if values.grad is None else values.grad.abs().sum()))
+
+
+def test_reduction_can_be_chosen():
+    assert make_algorithm(resolved("tic_tac_toe")).loss.reduction == "token_mean"
+    assert make_algorithm(resolved("tic_tac_toe", reduction="sample_sum")).loss.reduction == "sample_sum"
+    paper = resolved("tic_tac_toe", algo_set={"length_normalize": True})
+    assert make_algorithm(paper).loss.reduction == "sample_mean"
+    constant = resolved("tic_tac_toe", algo="dr_grpo", algo_set={"constant_length": 64})
+    assert make_algorithm(constant).loss.reduction == "constant"
+    with pytest.raises(ConfigError, match="gspo takes a mean by its own rule"):
+        resolved("tic_tac_toe", algo="gspo", reduction="token_mean")
 
 
 def test_the_trainer_gets_what_was_set():

@@ -1,6 +1,11 @@
 import json
+import re
 import subprocess
 import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,7 @@ from typer.testing import CliRunner
 
 from ludic.cli.main import app
 from ludic.cli.play import matching_action, read_settings
+from ludic.cli.run_command import MODULES_OF
 from ludic.types import ConfigError
 
 runner = CliRunner()
@@ -116,3 +122,121 @@ def test_what_a_person_types_is_matched_generously():
     assert matching_action("A1", ["A1", "A2"]) == "A1" and matching_action("a1", ["A1"]) == "A1"
     assert matching_action("u", ["up", "down"]) == "up" and matching_action("a", ["A1", "A2"]) is None
     assert matching_action("", ["up"]) is None and matching_action("anything", None) == "anything"
+
+
+# --- with the base install, or one extra ---
+
+WITHOUT = """
+import contextlib, io, json, sys
+from importlib.machinery import PathFinder
+absent, commands = map(json.loads, sys.argv[1:])
+class Installed:  # all but what is absent
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+from ludic.cli.main import main
+ended = []
+for command in commands:
+    sys.argv, out, err, code = ["ludic", *command], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stopped:
+            code = stopped.code or 0
+    ended.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(ended))
+"""
+HEAVY = ["torch", "transformers", "safetensors", "jinja2", "peft", "redis", "datasets"]
+
+
+def without(absent: list[str], *commands: list[str], folder: Path) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each command in a process that cannot import `absent`."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps(absent), json.dumps(commands)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+NEEDED = {
+    "train": [
+        ["train", "tic_tac_toe"],
+        ["train", "tic_tac_toe", "--dry-run"],
+        ["export", "run", "there"],
+        ["train", "heavy.py:Env"],
+    ],
+    "train,pipeline": [["actor", "tic_tac_toe"], ["launch", "tic_tac_toe"]],
+    "serve": [["serve", "--model", "tiny"]],
+    "local": [["eval", "tic_tac_toe"]],
+    "endpoint": [["eval", "tic_tac_toe", "--base-url", "http://127.0.0.1:9/v1"]],
+}
+WORKS = [
+    ["play", "tic_tac_toe", "--watch", "--seed", "1"], ["envs"], ["parts", "algorithm"], ["parts", "agent"], ["plan", "7b"],
+    ["train", "--help"], ["eval", "--help"], ["serve", "--help"], ["--version"],
+]  # fmt: skip
+
+
+def test_with_the_base_install_each_command_works_or_names_its_extra(tmp_path):
+    (tmp_path / "heavy.py").write_text("import torch")
+    expected = [(extra, command) for extra, commands in NEEDED.items() for command in commands]
+    ended = without([*HEAVY, "aiohttp"], *(command for _, command in expected), *WORKS, folder=tmp_path)
+    for (extra, command), (code, _, err) in zip(expected, ended[: len(expected)], strict=True):
+        assert code == 2 and f"pip install -e '.[{extra}]'" in err and err.count("\n") == 1, f"{command}: {err}"
+    for command, (code, out, err) in zip(WORKS, ended[len(expected) :], strict=True):
+        assert code == 0 and out and not err, f"{command}: {err}"
+        if command == ["parts", "algorithm"]:
+            assert "needs the 'train' extra" in out and out.count("pip install -e '.[train]'") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def their_endpoint() -> Iterator[str]:
+    """Answers every conversation with B2, as a server that is not Ludic's."""
+
+    class Endpoint(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer({"data": [{"id": "theirs"}]})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer({"choices": [{"message": {"content": "B2"}, "finish_reason": "stop"}]})
+
+        def _answer(self, body: object) -> None:
+            text = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_an_endpoint_is_evaluated_with_the_endpoint_extra_alone(tmp_path, their_endpoint):
+    command = ["eval", "tic_tac_toe", "--base-url", their_endpoint, "--num-tasks", "4", "--name", "theirs"]
+    tools = ["--agent", "react", "--tools", "calculator", "--name", "with_tools"]
+    plain, resumed, with_tools = without(
+        HEAVY, command, [*command, "--resume", "--num-tasks", "5"], [*command, *tools], folder=tmp_path
+    )
+    assert plain[0] == resumed[0] == with_tools[0] == 0, plain + resumed + with_tools
+    metrics = json.loads((tmp_path / "runs" / "eval" / "theirs" / "metrics.json").read_text())
+    assert (
+        metrics["theirs"]["num_tasks"] == 5 and (tmp_path / "runs" / "eval" / "with_tools" / "metrics.json").is_file()
+    )
+
+
+def test_the_modules_that_a_command_checks_are_those_of_its_extra():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    for extra, modules in MODULES_OF.items():
+        required = {re.split(r"[\[<>=]", one)[0] for one in project["optional-dependencies"][extra]}
+        assert set(modules) <= required

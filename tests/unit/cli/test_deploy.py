@@ -151,4 +151,4 @@ def test_the_slurm_job_trains_with_everything_on_one_machine(tmp_path):
     )
     assert job.returncode == 0, job.stdout + job.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "runs" / "small" / "metrics.jsonl")] == [1, 2, 3]
-    assert "Done after update 3 of 3" in job.stdout and "= 24 trained + " in job.stdout
+    assert "Done after update 3 of 3" in job.stdout and "= 24 acknowledged + " in job.stdout

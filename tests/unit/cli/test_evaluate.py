@@ -1,6 +1,7 @@
 """`ludic eval` as a person types it: a tiny model saved in a folder, a quiz in a file of one's own."""
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -92,8 +93,12 @@ def answers(samples: list[dict[str, Any]]) -> list[str]:
 
 
 def episodes(folder: Path, model: str) -> Path:
-    (found,) = (folder / "rollouts").glob(f"{model}-*.jsonl")
+    (found,) = (folder / "rollouts").glob(f"{model}-*.jsonl.gz")
     return found
+
+
+def stored(path: Path) -> list[str]:
+    return gzip.decompress(path.read_bytes()).decode().splitlines(keepends=True)
 
 
 # --- the command ---
@@ -147,10 +152,11 @@ def test_resume_plays_only_what_is_missing(folder, monkeypatch):
     args = ["quiz.py:Yes", "--model", "one", "--name", "mine", *SHORT]
     assert ludic(*args, "--num-tasks", "6").exit_code == 0
     out = folder / "runs" / "eval" / "mine"
-    lines = episodes(out, "one").read_text().splitlines(keepends=True)
-    episodes(out, "one").write_text("".join(lines[:4]) + lines[4][:50])  # killed while it wrote
+    lines = stored(episodes(out, "one"))
+    stopped = "".join(lines[:4]) + lines[4][:50]  # killed while it wrote
+    episodes(out, "one").write_bytes(gzip.compress(stopped.encode())[:-8])
     assert ludic(*args, "--num-tasks", "10", "--resume").exit_code == 0
-    again = episodes(out, "one").read_text().splitlines(keepends=True)
+    again = stored(episodes(out, "one"))
     assert again[:4] == lines[:4] and len(again) == 10
     assert ludic("quiz.py:Yes", "--model", "one", "--num-tasks", "10", "--name", "fresh", *SHORT).exit_code == 0
     assert metrics(out) == metrics(folder / "runs" / "eval" / "fresh")
@@ -165,11 +171,11 @@ def test_another_model_of_the_same_name_is_not_given_the_episodes_of_the_first(f
     first = samples(mine, "one")
     if share_a_file:
         (other,) = contenders(PolicySettings(model=("other/one",)))
-        episodes(mine, "one").rename(mine / "rollouts" / f"{other.file_stem}.jsonl")
+        episodes(mine, "one").rename(mine / "rollouts" / f"{other.file_stem}.jsonl.gz")
     assert ludic(*args, "--name", "mine", "--model", "other/one", "--resume").exit_code == 0
     assert ludic(*args, "--name", "fresh", "--model", "other/one").exit_code == 0
     assert answers(samples(mine, "one")) == answers(samples(fresh, "one")) != answers(first)
-    assert len(list((mine / "rollouts").glob("*.jsonl"))) == (1 if share_a_file else 2)
+    assert len(list((mine / "rollouts").glob("*.jsonl.gz"))) == (1 if share_a_file else 2)
 
 
 def test_a_model_is_the_same_one_however_it_is_typed_and_whatever_it_is_compared_with(folder):
@@ -371,7 +377,7 @@ def test_what_an_endpoint_refuses_is_said_before_anything_is_played(folder, endp
         (["tic_tac_to"], "Did you mean 'tic_tac_toe'"),
         (["gsm8k", "--model", "one"], "give --data FILE.jsonl"),
         (["quiz.py:Quiz", "--model", "one", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
-        (["quiz.py:Nothing", "--model", "one"], "Cannot load the env 'quiz.py:Nothing'"),
+        (["quiz.py:Nothing", "--model", "one"], "No env in quiz.py named 'Nothing'"),
         (["quiz.py:Yes", "--model", "nowhere/at/all"], "Cannot load the model 'nowhere/at/all'"),
         (["quiz.py:Yes", "--model", "bare"], "has no chat template"),
         (["quiz.py:Yes", "--model", "one", "--num-tasks", "0"], "takes all of --data"),

@@ -1,12 +1,13 @@
 """`ludic launch` as it is typed: what it refuses, which roles it starts and with what. Nothing is started here."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ludic.cli.launch_roles import Sizes, make_roles, reachable_socket
+from ludic.cli.launch_roles import LUDIC, Sizes, make_roles, reachable_socket
 from ludic.cli.pipeline_config import PipelineSettings, given_redis, redis_url, required_servers
 from ludic.cli.run_config import RunConfig, resolve
 from ludic.cli.run_env import find_env
@@ -15,7 +16,7 @@ from ludic.cli.run_launch import prepare
 from ludic.cli.settings import with_values
 from ludic.cli.supervisor import WhenDone
 from ludic.types import ConfigError
-from tests.unit.cli.train_parts import SMALL, command_in
+from tests.unit.cli.train_parts import ENV, SMALL, command_in
 
 
 @pytest.fixture
@@ -170,10 +171,10 @@ def test_what_actors_wrote_survives_a_learner_that_starts_over(tmp_path):
     config = config_with(tmp_path)
     rollouts = config.folder / "rollouts"
     rollouts.mkdir(parents=True)
-    for name in ("actor-0-00000001.jsonl", "from_step_000000.jsonl"):
+    for name in ("actor-0-00000001.jsonl.gz", "from_step_000000.jsonl.gz"):
         (rollouts / name).write_text("{}\n")
     prepare_folder(config, Start(starts_over=True))
-    assert [path.name for path in rollouts.iterdir()] == ["actor-0-00000001.jsonl"]
+    assert [path.name for path in rollouts.iterdir()] == ["actor-0-00000001.jsonl.gz"]
 
 
 def test_a_pipeline_may_be_resumed_with_another_redis_and_more_actors(ludic, tmp_path):
@@ -184,3 +185,16 @@ def test_a_pipeline_may_be_resumed_with_another_redis_and_more_actors(ludic, tmp
     assert ended.code == 0 and "actor-3" in ended.out, ended.err
     ended = ludic("launch", "runs/run", "--resume", "--dry-run", "--lr", "1")
     assert ended.code == 2 and "`ludic launch" in ended.err
+
+
+def test_a_role_finds_the_module_beside_the_env_not_one_of_the_current_folder(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "env.py").write_text(
+        f"from wages import BONUS\n{ENV}\nclass Paid(Letter):\n    bonus = BONUS\n"
+    )
+    (tmp_path / "own" / "wages.py").write_text("BONUS = 0.5")
+    (tmp_path / "wages.py").write_text("")
+    done = subprocess.run(
+        [*LUDIC, "play", "own/env.py:Paid"], cwd=tmp_path, input="A\n", capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "reward" in done.stdout, done.stderr

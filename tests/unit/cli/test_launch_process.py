@@ -23,17 +23,28 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed"),
 ]
 RUN = [
-    "letter.py:Letter", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
+    "own/letter.py:Paid", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
+    "--algo", "own/algos.py:steady", "--parser", "own/algos.py:as_it_is",
     "--lr", "1e-2", "--logger", "print", "--checkpoint-every", "5", "--name", "run",
 ]  # fmt: skip
 IDENTITY = re.compile(
-    r"produced (\d+) = (\d+) trained \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) in queue"
+    r"produced (\d+) = (\d+) acknowledged \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) fetched \+ (\d+) waiting"
 )
+
+
+OWN = {
+    "letter.py": f"{ENV}\nfrom wages import WAGE\n\nclass Paid(Letter):\n    def __init__(self):\n        super().__init__(WAGE)\n",
+    "wages.py": "WAGE = 0.5",
+    "algos.py": "from ludic.parsers import raw_parser as as_it_is\nfrom ludic.training import make_grpo as steady\n",
+}
+"""Every role finds an env, an algorithm and a parser in files, and the module beside the env's."""
 
 
 @pytest.fixture
 def folder(tmp_path) -> Iterator[Path]:
-    (tmp_path / "letter.py").write_text(ENV)
+    (tmp_path / "own").mkdir()
+    for name, text in OWN.items():
+        (tmp_path / "own" / name).write_text(text)
     yield tmp_path
     for name in ("redis", "learner", "actor-0", "actor-1"):
         pid = pid_of(tmp_path, name)
@@ -82,7 +93,7 @@ def kill(folder: Path, name: str) -> int:
 
 def account(said: str) -> dict[str, int]:
     """The learner's last line of account."""
-    names = ("produced", "trained", "stale", "filtered", "dead", "in queue")
+    names = ("produced", "acknowledged", "stale", "filtered", "dead", "fetched", "waiting")
     counts = dict(zip(names, map(int, IDENTITY.findall(said)[-1]), strict=True))
     assert counts["produced"] == sum(counts[name] for name in names[1:]), said
     return counts
@@ -97,7 +108,7 @@ def test_a_pipeline_that_is_interrupted_and_killed_in_parts_goes_on_where_it_was
     assert process.returncode == 130 and "Traceback" not in said, said
     assert f"Stopped after update {done[-1]} of 1000" in said and "To go on: ludic launch runs/run --resume" in said
     first = account(said)
-    assert first["trained"] == 16 * done[-1], "all that was trained is acknowledged by the checkpoint at the end"
+    assert first["acknowledged"] == 16 * done[-1], "all that was trained is acknowledged by the checkpoint at the end"
 
     last = done[-1] + 14
     again = launch(folder, "runs/run", "--resume", "--steps", str(last))
@@ -114,7 +125,9 @@ def test_a_pipeline_that_is_interrupted_and_killed_in_parts_goes_on_where_it_was
         assert f"{name} was ended by SIGKILL; restart 1 of at most 5" in said, said
     assert "redis was ended by SIGKILL; restart 2 of at most 5" in said, said
     assert steps(folder) == list(range(1, last + 1)) and f"Done after update {last} of {last}" in said
-    assert account(said)["trained"] == 16 * last, "what the killed learner had not saved was trained on again, once"
+    assert account(said)["acknowledged"] == 16 * last, (
+        "what the killed learner had not saved was trained on again, once"
+    )
     counts, in_queue = counted_by_hand(folder / "runs" / "run")
     assert counts["trained"] == 16 * last
     assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue
@@ -148,5 +161,5 @@ def test_the_roles_of_a_pipeline_run_on_ray(folder):
         ray.shutdown()
         end_redis(redis)
     assert process.returncode == 0, said
-    assert steps(folder) == [1, 2, 3, 4] and account(said)["trained"] == 64
+    assert steps(folder) == [1, 2, 3, 4] and account(said)["acknowledged"] == 64
     assert "Done after update 4 of 4" in (folder / "runs" / "run" / "logs" / "learner.log").read_text()

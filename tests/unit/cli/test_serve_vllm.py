@@ -60,6 +60,7 @@ def test_a_key_is_handed_over_out_of_sight(became, monkeypatch):
     [
         (["--engine", "vllm", "--model", "m", "--host", "0.0.0.0"], "Give an --api-key"),
         (["--engine", "vllm", "--model", "m", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
+        (["--engine", "vllm", "--model", "tiny"], "only --engine local knows the name 'tiny'"),
         (["--model", "m", "--", "--max-num-seqs", "8"], "give --engine vllm"),
     ],
 )

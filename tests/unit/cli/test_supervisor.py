@@ -16,6 +16,7 @@ import pytest
 from ludic.cli.merged_output import MergedOutput
 from ludic.cli.processes import LocalProcesses
 from ludic.cli.supervisor import Outcome, RestartLimit, Role, Supervisor, WhenDone, how_it_ended
+from ludic.training import stopping
 
 FAST = RestartLimit(max_restarts=2, within_s=60, delay_s=0.01)
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
@@ -172,7 +173,22 @@ def test_who_does_not_stop_in_time_is_killed(watched):
     assert outcome.code == 130 and any("actor did not stop within 0.3 s" in line for line in watched.of("launch"))
 
 
-def test_a_second_signal_does_not_wait(watched):
+def test_a_signal_that_is_delivered_again_at_once_does_not_cut_the_end_short(watched):
+    late = f"{UNTIL_TERM}\nprint('up', flush=True)\ntime.sleep(600)".replace(
+        "(print('bye'", "(time.sleep(0.3), print('bye'"
+    )
+
+    def twice() -> None:
+        signal_after(watched, "actor")()
+        until(lambda: any("Stopping" in line for line in watched.of("launch")), "it never began to stop")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert watched.run(role("actor", late), meanwhile=twice).code == 130
+    assert "bye" in watched.of("actor")
+
+
+def test_a_second_wish_to_stop_does_not_wait(watched, monkeypatch):
+    monkeypatch.setattr(stopping, "SAME_WISH_S", 0.0)
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

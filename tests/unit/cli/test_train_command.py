@@ -20,12 +20,19 @@ def ludic(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["tictactoe"], "Did you mean 'tic_tac_toe'"),
-        (["letter.py:Leter"], "Cannot load the env 'letter.py:Leter'"),
+        (["letter.py:Leter"], "No env in letter.py named 'Leter'. Did you mean 'Letter'"),
+        (["letter.py"], "letter.py is a file; which env in it? Write letter.py:Class"),
+        (["letter.py:NoEnv"], "letter.py:NoEnv is no env: it makes an object of type NoEnv. Derive it from"),
+        (["letter.py:NUMBER"], "letter.py:NUMBER is 7; for the env, name a class or a function"),
+        (["letter.py:Misspelt"], "has no env_step. Is 'env_stop' meant to be it?"),
+        (["letter.py:WithoutSeed"], "cannot be called as env_reset(*, seed=None)"),
+        (["letter.py:Question", "--set", "sample=1", "--set", "size=2"], "unexpected keyword argument 'size'"),
+        (["../{folder}/nothere"], "There is no run in ../{folder}/nothere, nor an env of that name. Runs in"),
         (["nowhere.toml"], "Cannot read nowhere.toml: No such file"),
         (["gsm8k", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl: No such file"),
         (["gsm8k"], "asks about samples; give --data FILE.jsonl"),
         (["tic_tac_toe", "--data", "letter.py"], "has no argument `sample`"),
-        (["letter.py:Question", "--data", "letter.py"], "Line 1 of letter.py is not JSON"),
+        (["letter.py:Question", "--data", "letter.py"], "Line 2 of letter.py is not JSON"),
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "100"], "Take 96 or 104"),
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "4"], "Take 8, or another group size"),
         (["tic_tac_toe", "--algo", "grop"], "Did you mean 'grpo'"),
@@ -54,9 +61,27 @@ def ludic(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_mistake_is_one_helpful_line_and_nothing_is_written(arguments, message, ludic, tmp_path):
+    arguments = [argument.replace("{folder}", tmp_path.name) for argument in arguments]
     ended = ludic("train", *arguments, *(["--model", "tiny"] if "--device" not in arguments else []))
-    assert ended.code == 2 and message in ended.err, ended.err
+    assert ended.code == 2 and message.replace("{folder}", tmp_path.name) in ended.err, ended.err
     assert len(ended.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+def test_an_env_that_cannot_be_made_shows_its_own_lines_and_none_of_ludic(ludic, tmp_path):
+    ended = ludic("train", "letter.py:CannotBeMade", "--model", "tiny")
+    assert ended.code == 2 and "OSError: no such server" in ended.err
+    assert (
+        'raise OSError("no such server")' in ended.err and "/ludic/" not in ended.err and "Traceback" not in ended.err
+    )
+
+
+@pytest.mark.parametrize("command", ["eval", "train"])
+def test_a_folder_that_is_not_there_is_answered_as_one(command, ludic, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.toml").write_text("")
+    ended = ludic(command, "runs/nothere")
+    assert ended.code == 2
+    assert ended.err == "ludic: There is no run in runs/nothere, nor an env of that name. Runs in runs: mine.\n"
 
 
 @pytest.mark.parametrize(

@@ -55,15 +55,26 @@ def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(tmp_path):
     assert metrics(broken) == metrics(whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, number, code):
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM], 143),  # GNU timeout: the process, then its group
+        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130),  # Ctrl-C under torchrun or uv run
+    ],
+    ids=["once", "twice", "of both kinds"],
+)
+def test_a_signal_however_often_delivered_finishes_the_update_and_saves(tmp_path, numbers, code):
     run = tmp_path / "runs" / "long"
     process = start(tmp_path, *RUN, "--steps", "1000", "--name", "long")
     wait_for_step(run, 2, process)
-    process.send_signal(number)
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.02)  # or the system makes one of two
     said, error = process.communicate(timeout=60)
     last = metrics(run)[-1]["step"]
     assert process.returncode == code, error
+    assert error.count("stopping after this step") == 1
     assert f"Stopped after update {last} of 1000" in said and "To go on: ludic train runs/long --resume" in said
     assert (run / "checkpoints" / f"step_{last:06d}" / "manifest.json").is_file() and "Traceback" not in error
 

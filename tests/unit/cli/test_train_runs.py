@@ -47,7 +47,7 @@ def test_a_run_leaves_settings_metrics_rollouts_and_checkpoints_and_says_so(ludi
     folder = tmp_path / "runs" / "first"
     assert ended.code == 0, ended.err
     assert len(rewards(folder)) == 2 and min(rewards(folder)) >= 0.5, "the argument reached the env"
-    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl"))) == 16
+    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl.gz"))) == 16
     assert (folder / "checkpoints" / "step_000002" / "manifest.json").exists()
     config = read_toml(RunConfig, folder / "config.toml")
     assert (config.env.id, config.algo.group_size, config.agent.parser) == ("letter.py:Letter", 4, "raw")
@@ -81,9 +81,12 @@ def test_resuming_goes_on_and_says_what_changed(ludic, tmp_path):
     ludic("train", *RUN, "--save-rollouts")
     complete = ludic("train", "runs/first", "--resume")
     assert complete.code == 2 and "is complete: 2 of 2" in complete.err
+    config = tmp_path / "runs" / "first" / "config.toml"
+    config.write_text(config.read_text().replace('reduction = "token_mean"\n', ""))  # as a run of an older version is
     ended = ludic("train", "runs/first", "--resume", "--steps", "4")
     assert ended.code == 0, ended.err
     assert "Going on after update 2." in ended.out and "Changed: steps: 2 there, 4 now." in ended.out
+    assert 'Changed: reduction: not set there, "token_mean" now.' in ended.out
     assert len(rewards(tmp_path / "runs" / "first")) == 4
     assert read_toml(RunConfig, tmp_path / "runs" / "first" / "config.toml").train.steps == 4
     refused = ludic("train", "runs/first", "--resume", "--steps", "6", "--lr", "0.5")
@@ -106,7 +109,7 @@ def test_a_run_without_a_checkpoint_starts_over_when_resumed(ludic, tmp_path):
     ended = ludic("train", "runs/first", "--resume")
     assert ended.code == 0 and "There is no checkpoint yet: it starts over." in ended.out
     assert rewards(folder) == expected
-    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl"))) == 16
+    assert len(list(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl.gz"))) == 16
 
 
 @pytest.mark.slow
@@ -171,11 +174,17 @@ def test_samples_of_a_file_are_asked_in_turn(ludic, tmp_path):
     (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "{letter}"}}\n' for letter in "abcd"))
     ended = ludic("train", "letter.py:Question", "--data", "q.jsonl", *SMALL, "--steps", "2", "--name", "first")
     assert ended.code == 0, ended.err
-    rollouts = load_rollouts(tmp_path / "runs" / "first" / "rollouts" / "from_step_000000.jsonl")
+    rollouts = load_rollouts(tmp_path / "runs" / "first" / "rollouts" / "from_step_000000.jsonl.gz")
     asked = [rollout.env_steps[0].prev_obs for rollout in rollouts]
     assert sorted(asked) == sorted("abcd" * 4), "two updates of two groups of four: every question once"
     no_eval = ludic("train", "letter.py:Question", "--data", "q.jsonl", *SMALL, "--eval-every", "1")
     assert no_eval.code == 2 and "--eval-data FILE.jsonl" in no_eval.err
+
+
+def test_a_learning_rate_that_is_far_too_high_says_so(ludic):
+    ended = ludic("train", *RUN, "--lr", "1e30", "--steps", "4", "--checkpoint-every", "1")
+    assert ended.code == 2 and "not finite" in ended.err and "Traceback" not in ended.err
+    assert "--lr SMALLER" in ended.err and "died" not in ended.err
 
 
 @pytest.mark.slow
@@ -194,3 +203,102 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_how_to_go_on(ludic, t
     assert "Traceback" not in ended.err
     assert ludic("train", "runs/first", "--resume", "--steps", "4").code == 0
     assert len(rewards(tmp_path / "runs" / "first")) == 4
+
+
+OWN = """
+from ludic.agents import ReActAgent
+from ludic.context import FullDialog
+from ludic.parsers import ParseResult
+from ludic.training import make_grpo
+
+from letters_of_own import ALPHABET  # beside this file
+
+def steady(*, group_size, shift=0.0):
+    return make_grpo(group_size=group_size, name=f"steady{shift}")
+
+def first_letter(text):
+    return ParseResult(text[:1] if text[:1] in ALPHABET else "a", 0.25, None)
+
+class Careful(ReActAgent):
+    name = "careful"
+
+def spell(word: str) -> str:
+    \"\"\"The letters of a word.\"\"\"
+    return " ".join(word)
+
+def nothing():
+    return None
+"""
+
+
+def test_algorithm_agent_parser_and_tools_of_ones_own_are_found_again_on_resume(ludic, tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "own.py").write_text(OWN)
+    (tmp_path / "parts" / "letters_of_own.py").write_text("import string\nALPHABET = string.ascii_letters\n")
+    own = [
+        "--algo",
+        "parts/own.py:steady",
+        "--algo-set",
+        "shift=2.0",
+        "--parser",
+        f"{tmp_path}/parts/own.py:first_letter",
+    ]
+    own += ["--agent", "parts/own.py:Careful", "--tools", "parts/own.py:spell", "calculator"]
+    ended = ludic("train", "letter.py:Letter", *SMALL, "--steps", "1", *own, "--max-seq-len", "2048")
+    folder = tmp_path / "runs" / "Letter-tiny-steady"
+    assert ended.code == 0, ended.err
+    resumed = ludic("train", str(folder.relative_to(tmp_path)), "--resume", "--steps", "2")
+    assert resumed.code == 0 and len(rewards(folder)) == 2, resumed.err
+    assert min(rewards(folder)) >= 0.25, "the parser's reward"
+    config = read_toml(RunConfig, folder / "config.toml")
+    assert config.agent.tools == ("parts/own.py:spell", "calculator") and config.algo.algo == "parts/own.py:steady"
+    prompt = (
+        next(load_rollouts(folder / "rollouts" / "from_step_000000.jsonl.gz")).agent_steps[0].trace.prompt_token_ids
+    )
+    assert "The letters of a word." in character_tokenizer().decode(prompt.tolist())
+    for wrong, message in (
+        (["--algo", "parts/own.py:nothing"], "gives a NoneType; it must return an RLAlgorithm"),
+        (["--agent", "parts/own.py:nothing"], "The agent 'parts/own.py:nothing' cannot be made like that"),
+        (["--tools", "calculator", "--agent-set", 'tools=["calculator"]'], "Tools were given twice"),
+    ):
+        refused = ludic("train", "letter.py:Letter", *SMALL, "--name", "wrong", *wrong)
+        assert refused.code == 2 and message in refused.err, refused.err
+
+
+# --- runs that go wrong -----------------------------------------------------------------------------------------
+
+
+def test_an_env_that_raises_shows_its_own_line_once_and_how_often(ludic, caplog):
+    ended = ludic("train", "letter.py:Breaks", *SMALL, "--steps", "1", "--name", "first")
+    assert ended.code == 2, ended.out
+    first, *rest = [record.getMessage() for record in caplog.records if record.name == "ludic.batch_gen.episodes"]
+    assert "return table[action]" in first and "return helper({}, action)" in first and "/src/ludic/" not in first
+    assert "of env 'letter.py:Breaks' failed, and is tried again: KeyError" in first and "env seed" in first
+    assert all("return table[action]" not in line for line in rest)
+    assert "5 of 8 episodes failed, more than max_failed_share=0.5 allows. 5 x at letter.py:" in ended.err
+    assert "to go on: ludic train runs/first --resume" in ended.err and "Traceback" not in ended.err
+
+
+def test_the_share_of_episodes_that_may_fail_is_a_setting(ludic):
+    ended = ludic("train", "letter.py:Breaks", *SMALL, "--steps", "1", "--max-failed-share", "1")
+    assert ended.code == 2 and "max_failed_share" not in ended.err and "nothing to train on" in ended.err
+
+
+def test_a_missing_call_of_super_does_no_harm(ludic):
+    assert ludic("train", "letter.py:WithoutSuper", *SMALL, "--steps", "1").code == 0
+
+
+def test_a_run_that_could_not_learn_says_so_in_its_last_line_and_why(ludic):
+    ended = ludic("train", "letter.py:Flat", *SMALL, "--steps", "2", "--name", "first")
+    assert ended.code == 0
+    assert ended.out.splitlines()[-1].startswith(
+        "Nothing was learned: the gradient was zero in every update (2). All episodes earned the same reward, 1,"
+    )
+    assert "Nothing was learned" not in ludic("train", *RUN).out
+
+
+@pytest.mark.slow
+def test_replies_that_are_cut_off_are_named_as_the_cause(ludic):
+    flags = ["--max-tokens", "2", "--cut-off", "reject", "--unreadable", "stop", "--steps", "1", "--seed", "1"]
+    ended = ludic("train", "letter.py:Letter", *SMALL, *flags)
+    assert "ran out of tokens before they ended" in ended.out.splitlines()[-1], ended.out

@@ -37,6 +37,51 @@ class Question(Letter):
 
     def env_reset(self, *, seed=None):
         return self.sample["question"], {}
+
+
+class Flat(Letter):
+    # Every episode earns the same.
+    def env_step(self, action):
+        return StepOutcome("", reward=1.0, terminated=True)
+
+
+class Breaks(Letter):
+    def env_step(self, action):
+        return helper({}, action)
+
+
+def helper(table, action):
+    return table[action]
+
+
+class NoEnv:
+    pass
+
+
+class WithoutSuper(Letter):
+    def __init__(self):
+        self.bonus = 0.0
+
+
+class Misspelt(SingleAgentEnv):
+    def env_reset(self, *, seed=None):
+        return "?", {}
+
+    def env_stop(self, action):
+        return StepOutcome("", reward=1.0, terminated=True)
+
+
+class WithoutSeed(Letter):
+    def env_reset(self):
+        return "?", {}
+
+
+class CannotBeMade(Letter):
+    def __init__(self):
+        raise OSError("no such server")
+
+
+NUMBER = 7
 '''
 SMALL = ["--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "8", "--logger", "none"]
 RUN = ["letter.py:Letter", *SMALL, "--steps", "2", "--lr", "1e-2", "--name", "first"]

@@ -325,7 +325,7 @@ def test_waiting_for_others_does_not_count_as_thinking(worker):
 def test_without_math_verify_the_missing_extra_is_named(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no math_verify here')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(MissingExtra, match=r"no math_verify here.*ludic\[math\]"):
+    with pytest.raises(MissingExtra, match=r"no math_verify here.*ludic-rl\[math\]"):
         MathWorker().check(r"\sqrt2", "2", timeout_s=5)
 
 

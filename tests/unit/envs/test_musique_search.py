@@ -120,7 +120,7 @@ def test_without_searches_there_is_no_tool_and_no_need_for_the_package(monkeypat
     env = opened(max_searches=0)
     assert env.episode_tools("agent_0") == () and "search" not in env.suggested_sysprompt
     assert answered(env).reward == 1.0
-    with pytest.raises(MissingExtra, match=r"ludic\[search\]"):
+    with pytest.raises(MissingExtra, match=r"ludic-rl\[search\]"):
         MuSiQueSearchEnv(SAMPLE)
 
 

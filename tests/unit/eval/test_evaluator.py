@@ -33,6 +33,7 @@ async def test_a_reply_that_cannot_be_read_is_a_wrong_answer():
     assert report.metrics["num_samples"] == report.metrics["num_tasks"] == 4
     assert [record["parse_error"] for record in report.records] == [False, True, True, True]
     assert report.metrics["truncation_rate"] == 0, "an unreadable reply is no limit"
+    assert (report.metrics["unreadable_rate"], report.metrics["over_limit_rate"]) == (0.75, 0)
 
 
 async def test_when_no_reply_can_be_read_the_accuracy_is_zero_and_there():
@@ -51,6 +52,8 @@ async def test_a_reply_that_was_cut_off_is_wrong_and_counted_as_truncated():
     report = await evaluate(engine, questions(FOUR, max_tokens=32))
     assert report.metrics["accuracy"] == 0.75
     assert report.metrics["truncation_rate"] == report.metrics["completion_truncated_rate"] == 0.25
+    assert report.metrics["parse_error_rate"] == 0.25
+    assert (report.metrics["unreadable_rate"], report.metrics["over_limit_rate"]) == (0, 0.25), "displays count it once"
 
 
 async def test_a_failed_episode_is_wrong_and_reported():

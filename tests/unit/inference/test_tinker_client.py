@@ -263,7 +263,7 @@ def test_a_missing_key_names_the_variable(fake: FakeTinker, monkeypatch: pytest.
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tinker", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'ludic\[tinker\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'ludic-rl\[tinker\] @ git"):
         sdk()
 
 

@@ -1,6 +1,7 @@
 """The cookbook's renderers as chat templates: conversations go on by their stored tokens."""
 
 import sys
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,23 @@ def test_a_reply_that_a_text_ends_is_not_ended_twice(is_closed: bool):
     assert second.token_ids[: len(first) + len(sampled)].tolist() == [*first.tolist(), *sampled]
     tail = TOKENIZER.decode(second.token_ids[len(first) :])
     assert tail == " Paris\n\nUser: A1\n\nAssistant:"
+
+
+@pytest.mark.parametrize(("end", "closing"), [("<|return|>", ""), ("<|call|>", ""), ("", "<|end|>")])
+def test_a_reply_is_not_closed_behind_another_token_that_ended_it(end: str, closing: str):
+    """gpt-oss stops with <|return|> or <|call|>; its renderer writes <|end|> in their place."""
+    tokenizer = deepcopy(TOKENIZER)
+    harmony = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": harmony})
+    conversation = Conversation(tinker_template("openai/gpt-oss-20b", tokenizer, "gpt_oss_no_sysprompt"))
+    first = conversation.next_prompt([USER]).token_ids
+    sampled = tokenizer.encode(f"Paris{end}", add_special_tokens=False)
+    conversation.record(sampled, "Paris")
+    second = conversation.next_prompt(
+        [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "A1"}]
+    )
+    added = tokenizer.decode(second.token_ids[len(first) + len(sampled) :].tolist())
+    assert added == f"{closing}<|start|>user<|message|>A1<|end|><|start|>assistant"
 
 
 def test_tools_are_shown_called_and_answered():

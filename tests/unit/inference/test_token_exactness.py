@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludic.inference import Conversation, HermesToolParser, HFChatTemplate, make_tool_call
+from ludic.types import TemplateError
 from tests.chat_templates import STYLES, make_tokenizer, with_template
 
 TOOLS = [
@@ -130,7 +131,8 @@ def _ids_in_place(template: HFChatTemplate, messages: Any, answer: str) -> list[
     """The tokens a rendering uses for this answer at this place."""
     before = template.apply(messages).prompt_token_ids
     whole = template.apply([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)
-    return whole.prompt_token_ids[len(before) : -len(template._closing_ids)].tolist()
+    closing = template._encode_fragment(template._closing + template._at_the_end)
+    return whole.prompt_token_ids[len(before) : -len(closing)].tolist()
 
 
 def test_tool_calls_are_not_written_twice_by_a_qwen_style_template():
@@ -286,7 +288,7 @@ LOOKS_UP_CALLS = (
     "{% for c in m.tool_calls or [] %}{% set ns.ids = ns.ids + [c.id] %}{% endfor %}"
     "{% if m.role == 'tool' %}<|im_start|>tool {{ ns.ids.index(m.tool_call_id) if m.tool_call_id in ns.ids else '?' }}"
     "\\n{{ m.content }}<|im_end|>\\n"
-    "{% else %}<|im_start|>{{ m.role }}\\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    "{% else %}<|im_start|>{{ m.role }}\\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     "<|im_end|>\\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
 )
 
@@ -346,3 +348,47 @@ def test_two_calls_at_once_can_be_rendered_afresh_where_the_template_allows_one(
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": calls}]
     ).prompt_text
     assert text.count("<tool_call>") == 2
+
+
+SEVERAL_ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}"
+    "{% if m.role == 'assistant' %}<|im_end|>response<|im_end|>message{% endif %}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+"""Kimi K3's way: a reply is closed by two marks with text behind them, and a token."""
+
+
+def test_of_a_closing_with_several_special_tokens_only_what_is_missing_is_written():
+    template = HFChatTemplate(with_template("qwen", SEVERAL_ENDS))
+    closing = ["<|im_end|>", "response", "<|im_end|>", "message", "<|endoftext|>"]
+    new = "<|im_start|>user:Go on<|endoftext|><|im_start|>assistant:"
+    for written in range(len(closing) + 1):
+        completion = template._encode("b" + "".join(closing[:written])).tolist()
+        assert after(template, completion, USER) == "".join(closing[written:]) + new
+    assert after(template, [40, template.tokenizer.convert_tokens_to_ids("<|endoftext|>")], USER) == new
+
+
+GOES_THROUGH_TOOLS = (
+    "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role + ':' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '>>>' ~ c.function.name ~ ' ' ~ c.function.arguments }}{% endfor %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+"""Hermes' way with tools, which are always expected, and functionary's with arguments, which are expected to be text."""
+
+
+def test_a_template_that_always_expects_tools_and_prints_arguments_gets_a_list_and_text():
+    template = HFChatTemplate(with_template("qwen", GOES_THROUGH_TOOLS))
+    messages = [{"role": "user", "content": "a"}]
+    assert template.apply(messages).prompt_text == "<|im_start|>user:a<|im_end|><|im_start|>assistant:"
+    call = make_tool_call("calculator", {"x": "it's"}, 0)
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = template.apply([*messages, reply], tools=TOOLS).prompt_text
+    assert '>>>calculator {"x": "it\'s"}<|im_end|>' in text
+
+
+def test_arguments_that_are_no_json_are_refused_in_a_sentence():
+    call = make_tool_call("calculator", {}, 0)
+    call["function"]["arguments"] = "{x"
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(TemplateError, match="calculator: its arguments must be a JSON text"):
+        HFChatTemplate(make_tokenizer("qwen")).apply([{"role": "user", "content": "a"}, reply])

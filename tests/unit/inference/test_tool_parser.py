@@ -99,6 +99,8 @@ def test_xml_reads_both_spellings():
     assert calls(xml(f"so: {qwen}")) == [("f", {"a": "1", "b": "x y"})] and xml(f"so: {qwen}").content == "so:"
     invoke = '<invoke name="f"><parameter name="a">[1, 2]</parameter></invoke>'
     assert calls(xml(invoke)) == [("f", {"a": "[1, 2]"})]
+    named = xml(f"so: <minimax:tool_call>\n{invoke}\n</minimax:tool_call>")
+    assert calls(named) == [("f", {"a": "[1, 2]"})] and named.content == "so:"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,16 @@ import asyncio
 import pytest
 
 from ludic.agents import ReActAgent
-from ludic.envs import LudicEnv
+from ludic.envs import LudicEnv, check_env
 from ludic.inference import ScriptedClient
-from ludic.interaction import MultiAgentProtocol, MultiAgentSyncProtocol, TraceCollector
+from ludic.interaction import (
+    MultiAgentProtocol,
+    MultiAgentSyncProtocol,
+    SingleAgentProtocol,
+    TraceCollector,
+    run_or_record,
+)
+from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.types import AgentStep, ConfigError, EnvContractError, StepOutcome, StopReason, TokenTrace
 from tests.fakes import RecordingClient, make_agent
 from tests.unit.agents.test_tool_agents import ask, call
@@ -34,6 +41,7 @@ class Relay(LudicEnv):
         return {role: (f"you are {role}", {}) for role in self.roles}
 
     def step(self, actions):
+        self._require_running()
         (mover,) = self.active_agents
         self.moves.append(actions.get(mover, "?"))
         over = not self.active_agents
@@ -266,8 +274,48 @@ async def test_an_env_that_forgets_an_agent_is_named():
             del outcomes["b"]
             return outcomes
 
-    with pytest.raises(EnvContractError, match=r"Forgets.step.*'b' is missing"):
-        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=[])), Forgets(2))
+    with pytest.raises(EnvContractError, match=r"Forgets.step.*every agent that acted, \['b'\]; it returned \['a'\]"):
+        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Forgets(2))
+
+
+class TellsTheMover(Relay):
+    """As the seeds' contract allows: reset and step speak to who acts, and to the next one."""
+
+    def reset(self, *, seed=None):
+        return {role: told for role, told in super().reset(seed=seed).items() if role in self.active_agents}
+
+    def step(self, actions):
+        mover = self.active_agents
+        outcomes = super().step(actions)
+        return {role: told for role, told in outcomes.items() if role in mover or role in self.active_agents}
+
+
+class MoverOnly(Relay):
+    def step(self, actions):
+        mover = self.active_agents
+        return {role: told for role, told in super().step(actions).items() if role in mover}
+
+
+async def test_env_may_speak_to_the_acting_agent_only():
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"], b=["<a>2</a>"])), MoverOnly(3))
+    assert by_role["b"].agent_steps[0].prompt_messages[-1]["content"] == "you are b"
+    assert by_role["a"].agent_steps[1].prompt_messages[-1]["content"] == "a played 1"
+    assert by_role["a"].stop is StopReason.TERMINATED and by_role["a"].total_reward == pytest.approx(1.2)
+    assert by_role["b"].stop is StopReason.NOBODY_ACTIVE and by_role["b"].total_reward == pytest.approx(0.1)
+    await check_env(lambda: MoverOnly(3))
+
+
+async def test_an_agent_missing_from_reset_begins_with_its_first_outcome():
+    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), TellsTheMover(2))
+    assert by_role["b"].agent_steps[0].prompt_messages[-1]["content"] == "a played 1"
+    await check_env(lambda: TellsTheMover(3))
+
+    class Silent(TellsTheMover):
+        def step(self, actions):
+            return {role: told for role, told in super().step(actions).items() if role in actions}
+
+    with pytest.raises(EnvContractError, match="'b' must act, but the env has told it nothing"):
+        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Silent(2))
 
 
 def test_wrong_roles_and_shared_agents_are_refused():
@@ -281,13 +329,59 @@ def test_wrong_roles_and_shared_agents_are_refused():
     assert MultiAgentSyncProtocol is MultiAgentProtocol
 
 
-def test_the_collector_makes_one_rollout_per_agent_and_leaves_out_those_without_steps():
+def test_the_collector_makes_one_rollout_per_seated_agent_with_or_without_steps():
     collector = TraceCollector(env_name="X")
     step = AgentStep(index=0, prompt_messages=[], action="x", trace=TokenTrace([1], [2]))
     collector.add("a", step)
     collector.rollout("silent")
-    (rollout,) = collector.extract_rollouts(episode_truncated=True, truncation_reason="max_steps")
-    assert rollout.steps == [step]
+    rollout, silent = collector.extract_rollouts(episode_truncated=True, truncation_reason="max_steps")
+    assert rollout.steps == [step] and silent.steps == []
     assert rollout.meta == {
         "env_name": "X", "agent_id": "a", "episode_truncated": True, "truncation_reason": "max_steps",
     }  # fmt: skip
+
+
+ENDINGS = {
+    "the game ends": {"replies": {"a": ["<a>1</a>"], "b": []}, "env": lambda: Relay(1)},
+    "the game ends later": {"replies": {"a": ["<a>1</a>"], "b": ["<a>2</a>"]}, "env": lambda: Relay(2)},
+    "one reply after the other cannot be read": {"replies": {"a": ["hm"] * 3, "b": []}, "env": lambda: Relay(2)},
+    "turns run out after a move": {"replies": {"a": ["<a>1</a>"], "b": ["hm"] * 2}, "env": lambda: Relay(9)},
+    "the game is over before it begins": {"replies": {"a": [], "b": []}, "env": lambda: Relay(0)},
+    "the context is full": {"replies": {"a": ["x" * 300], "b": ["<a>2</a>"]}, "env": lambda: Relay(3), "room": 250},
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_every_seat_has_a_rollout_however_the_episode_ends(ending):
+    """Groups are compared role by role: with a role missing from one sibling, GRPO refuses the whole group."""
+    case = ENDINGS[ending]
+    players = {role: make_agent(texts, max_prompt_tokens=case.get("room")) for role, texts in case["replies"].items()}
+    rollouts = await MultiAgentProtocol(players).run(env=case["env"](), max_steps=3)
+    assert [rollout.meta["agent_id"] for rollout in rollouts] == ["a", "b"]
+    assert all(rollout.stop is not None for rollout in rollouts)
+
+
+async def test_every_seat_has_a_rollout_of_an_episode_that_failed():
+    class Breaks(Relay):
+        def step(self, actions):
+            raise OSError("board lost")
+
+    protocol = MultiAgentProtocol(agents(a=["<a>1</a>"], b=[]))
+    rollouts = await run_or_record(protocol, lambda: protocol.run(env=Breaks(3), max_steps=3), meta={})
+    assert [(r.meta["agent_id"], r.failure.message) for r in rollouts] == [("a", "board lost"), ("b", "board lost")]
+
+
+async def test_a_single_agent_that_never_acted_has_a_rollout_too():
+    (rollout,) = await SingleAgentProtocol(make_agent([])).run(env=Relay(0, roles=["a"]), max_steps=3)
+    assert rollout.steps == [] and rollout.stop is StopReason.NOBODY_ACTIVE
+
+
+async def test_grpo_credits_a_group_in_which_a_player_moved_in_some_games_only():
+    rollouts = []
+    for replies in (["hm"] * 3, ["<a>1</a>", "hm"]):
+        protocol = MultiAgentProtocol(agents(a=replies, b=["hm"] * 3))
+        rollouts += await protocol.run(env=Relay(9), max_steps=3)
+    for rollout in rollouts:
+        rollout.meta["request_meta"] = {"group_id": "g"}
+    weights = GroupNormalizedReturn(group_size=2).compute(rollouts)
+    assert {id for id, _ in weights} == {rollout.id for rollout in rollouts if rollout.steps}

@@ -35,6 +35,7 @@ from ludic.types import (
     StopReason,
     TokenTrace,
 )
+from tests.unit.training.samples import assert_same_up_to_rounding, first_moments
 
 WORDS = ["say", "yes", "no", "maybe", "again"]
 LEARNING_RATE = 3e-3
@@ -151,6 +152,7 @@ async def update_by_the_library(network, groups, num_updates: int):
     )  # fmt: skip
     for _ in range(num_updates):
         await trainer.train_step()
+    return first_moments(network, trainer.optimizer)
 
 
 def update_by_hand(network, groups, num_updates: int):
@@ -177,6 +179,7 @@ def update_by_hand(network, groups, num_updates: int):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
+    return first_moments(network, optimizer)
 
 
 @pytest.mark.parametrize("num_updates", [1, 3])
@@ -194,14 +197,18 @@ async def test_minimal_library_and_plain_torch_make_the_same_update_of_the_same_
     for _ in range(num_updates):
         found = await loop.train_step(examples)
     assert found["train/num_samples"] == 6, "all of the first group, none of the second, two of the third"
-    await update_by_the_library(by_library, groups, num_updates)
-    update_by_hand(by_hand, groups, num_updates)
+    moments = first_moments(model.trainer.model, model.trainer.optimizer)
+    assert_same_up_to_rounding(await update_by_the_library(by_library, groups, num_updates), moments)
+    assert_same_up_to_rounding(update_by_hand(by_hand, groups, num_updates), moments)
     updated, from_library, from_hand = map(weights_of, (model.trainer.model, by_library, by_hand))
     assert max(float((updated[name] - before[name]).abs().max()) for name in before) > LEARNING_RATE / 2
-    for name in before:
-        torch.testing.assert_close(updated[name], from_library[name], rtol=0, atol=1e-6)
-        # AdamW divides by the gradient's size: where that is all but zero, the order of a sum shows.
-        torch.testing.assert_close(updated[name], from_hand[name], rtol=0, atol=LEARNING_RATE / 200)
+    for name, moment in moments.items():
+        # Where gradients are 1/100 of the largest, the 1e-5 of rounding are 1e-3 of them, and so of a step of at most lr.
+        is_clear = moment.abs() > moment.abs().max() / 100
+        assert is_clear.any()
+        for other in (from_library, from_hand):
+            difference = (updated[name] - other[name])[is_clear].abs().max()
+            assert float(difference) < num_updates * LEARNING_RATE * 1e-2, name
 
 
 # --- sampling, updating, saving -------------------------------------------------------------------------------
@@ -325,16 +332,18 @@ def test_a_saved_base_model_is_still_stopped_where_it_would_speak_for_the_user(t
     assert again.policy().sampling.stop == first.policy().sampling.stop == ["\n\nUser:"]
 
 
-def test_a_stop_text_of_ones_own_is_kept_and_is_no_part_of_the_message():
+@pytest.mark.parametrize(("min_tokens", "kept"), [(0, "ab "), (5, "ab "), (6, "ab END.")])
+def test_a_stop_text_of_ones_own_is_kept_and_is_no_part_of_the_message(min_tokens, kept):
+    """Unless it came within the first `min_tokens` tokens, where it ends nothing."""
     from ludic.models.tiny import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
-    model = base_model(tokenizer, stop="END")
+    model = base_model(tokenizer, stop="END", min_tokens=min_tokens)
     model.close()
     assert model.policy().sampling.stop == ["END", "\n\nUser:"]
     said = tokenizer("ab END.", add_special_tokens=False)["input_ids"]  # the token that completed it may hold more
     dialogue = model.renderer().begin()
     prompt = dialogue.prompt([message("user", "abc")])
     trace = TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop")
-    assert dialogue.reply(trace) == message("assistant", "ab ")
+    assert dialogue.reply(trace) == message("assistant", kept)

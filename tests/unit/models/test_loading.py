@@ -36,3 +36,14 @@ def test_the_tokenizer_beside_the_config_can_chat():
 def test_a_config_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"Cannot make a model from .*nowhere/config.json"):
         load_model(tmp_path / "nowhere" / "config.json")
+
+
+def test_tiny_is_a_name_that_needs_no_file(tmp_path):
+    loaded, again, other = (load_model("tiny", device="cpu", seed=seed) for seed in (0, 0, 1))
+    first, same, different = (one.model.get_input_embeddings().weight for one in (loaded, again, other))
+    assert torch.equal(first, same) and not torch.equal(first, different)
+    assert loaded.name == "tiny" and first.dtype is torch.float32 and not loaded.model.training
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("Hi!")) == "Hi!"
+    assert load_model("tiny", device="cpu", dtype=torch.bfloat16).model.dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match="'smollm2-135m' or 'tiny'"):
+        load_model(str(tmp_path / "tiny_model"))

@@ -50,33 +50,36 @@ def test_packed_sequences_equal_each_alone_in_value_and_gradient(family):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [1 << 27, 3 * 50, 1], ids=["one chunk", "three tokens", "one token"])
-def test_chosen_logps_equal_a_log_softmax_in_value_and_gradient(softcap, with_entropy, chunk, monkeypatch):
+def test_chosen_logps_equal_a_log_softmax_in_value_and_gradient(softcap, with_bias, with_entropy, chunk, monkeypatch):
     monkeypatch.setattr(head_module, "_CHUNK_ELEMENTS", chunk)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(7, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    hidden, layer = torch.randn(7, 16, requires_grad=True), nn.Linear(16, 50, bias=with_bias)
+    nn.init.normal_(layer.weight)
+    changed = (hidden, *layer.parameters())
     targets, temperature = torch.randint(0, 50, (7,)), torch.rand(7) + 0.5
     upstream, upstream_entropy = torch.randn(7), torch.randn(7)
 
-    logits = hidden @ weight.t()
+    logits = layer(hidden)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     log_probs = torch.log_softmax(logits / temperature[:, None], dim=-1)
     plain = log_probs.gather(-1, targets[:, None])[:, 0]
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     value = (plain * upstream).sum() + ((entropy * upstream_entropy).sum() if with_entropy else 0)
-    expected = torch.autograd.grad(value, (hidden, weight))
+    expected = torch.autograd.grad(value, changed)
 
     ours, ours_entropy = chosen_logps(
-        hidden, Head(weight, softcap), targets, 1 / temperature, entropy="train" if with_entropy else None
+        hidden, Head(layer, softcap), targets, 1 / temperature, entropy="train" if with_entropy else None
     )
     value = (ours * upstream).sum()
     if with_entropy:
         assert torch.allclose(ours_entropy, entropy, atol=1e-5)
         value = value + (ours_entropy * upstream_entropy).sum()
     assert torch.allclose(ours, plain, atol=1e-5)
-    for found, grad in zip(torch.autograd.grad(value, (hidden, weight)), expected, strict=True):
+    for found, grad in zip(torch.autograd.grad(value, changed), expected, strict=True):
         assert torch.allclose(found, grad, atol=1e-5)
 
 

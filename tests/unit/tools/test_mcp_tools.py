@@ -93,6 +93,6 @@ async def test_a_server_that_does_not_start_says_why(command, message):
 
 async def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(MissingExtra, match=r"ludic\[mcp\]"):
+    with pytest.raises(MissingExtra, match=r"ludic-rl\[mcp\]"):
         async with mcp_tools(SERVER):
             raise AssertionError("there is nothing to call")

@@ -51,5 +51,5 @@ def test_something_to_search_in_is_needed(documents):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(MissingExtra, match=r"ludic\[search\]"):
+    with pytest.raises(MissingExtra, match=r"ludic-rl\[search\]"):
         DocumentSearch(TEXTS)

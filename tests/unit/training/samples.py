@@ -1,9 +1,10 @@
 """Samples made by hand, for tests of what happens after rollouts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ludic.types import ActorTokenLogps, ChatResponse, SampleAttachments, SAWItem
 
@@ -44,3 +45,21 @@ def item_of(response: ChatResponse, temperature: float, weight: float = 1.0) -> 
     )
     mask = [False] * len(prompt) + [True] * len(written)
     return SAWItem(np.concatenate([prompt, written]), None, mask, weight, {}, attached)
+
+
+def assert_same_up_to_rounding(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Sums over the same terms in another order: see "Tolerances" in CONTRIBUTING.md."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        limit = 1e-5 * float(value.abs().max())
+        difference = float((found[name] - value).abs().max())
+        assert difference <= limit, f"{name}: {difference:.1e} apart, {limit:.1e} allowed"
+
+
+def first_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Adam's running means of the gradients, by name: linear in the gradients, where weights are not."""
+    moments = {
+        name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters() if p in optimizer.state
+    }
+    assert moments and max(float(moment.abs().max()) for moment in moments.values()) > 0
+    return moments

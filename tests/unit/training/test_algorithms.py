@@ -63,30 +63,31 @@ from tests.unit.training.hand_made import item, rollout, turn_weights
 DROP = {"drop_zero_weight": False, "drop_zero_weight_eps": 1e-4}
 GROUP = {"group_size": 8, "group_normalize_adv": True, "positive_only": False}
 DR = {"group_size": 8, "positive_only": False}
+SUMS = {"reduction": None}  # open: a sum, as the seeds have it, until a caller chooses
 
 # SPEC 12; dapo, rloo and reinforce_pp, which it does not name, as their files say.
 # name -> (parameters and defaults, credit rule, loss, what the loss was made with)
 PRESETS = {
     "reinforce": (
-        {"gamma": 1.0, **DROP},
+        {"gamma": 1.0, **SUMS, **DROP},
         MonteCarloReturn,
         ReinforceLoss,
         {"length_normalize": False, "reduction": "sample_sum", "ratio_clip": 2.0},
     ),
     "reinforce_baseline": (
-        {"gamma": 1.0, "normalize_adv": False, **DROP},
+        {"gamma": 1.0, "normalize_adv": False, **SUMS, **DROP},
         MonteCarloReturn,
         ReinforceBaselineLoss,
         {"normalize": False, "length_normalize": False, "reduction": "sample_sum"},
     ),
     "grpo": (
-        {**GROUP, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **DROP},
+        {**GROUP, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **SUMS, **DROP},
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
     ),
     "dr_grpo": (
-        {**DR, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "constant_length": None, "ratio_clip": None, **DROP},
+        {**DR, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "constant_length": None, "ratio_clip": None, **SUMS, **DROP},
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "constant_length": None},
@@ -110,7 +111,7 @@ PRESETS = {
         {"clip_eps_low": 1e6, "clip_eps_high": 0.2, "reduction": "sample_mean"},
     ),
     "sapo": (
-        {**GROUP, "tau_pos": 1.0, "tau_neg": 1.05, "length_normalize": False, **DROP},
+        {**GROUP, "tau_pos": 1.0, "tau_neg": 1.05, "length_normalize": False, **SUMS, **DROP},
         GroupNormalizedReturn,
         SAPOLoss,
         {"tau_pos": 1.0, "tau_neg": 1.05, "reduction": "sample_sum"},
@@ -124,14 +125,14 @@ PRESETS = {
     "gigpo": (
         {
             "group_size": 8, "gamma": 0.95, "step_weight": 1.0, "state_of": observation_before, "clip_eps_low": 0.2,
-            "clip_eps_high": 0.2, **DROP,
+            "clip_eps_high": 0.2, **SUMS, **DROP,
         },
         StateGroupReturn,
         TokenClippedSurrogateLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
     ),
     "rloo": (
-        {"group_size": 4, "length_normalize": False, "ratio_clip": 2.0, **DROP},
+        {"group_size": 4, "length_normalize": False, "ratio_clip": 2.0, **SUMS, **DROP},
         LeaveOneOutReturn,
         ReinforceLoss,
         {"length_normalize": False, "reduction": "sample_sum", "ratio_clip": 2.0},
@@ -160,9 +161,9 @@ PRESETS = {
         CISPOLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": "sample_mean"},
     ),
-    "sft": ({"length_normalize": False}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": "sample_sum"}),
+    "sft": ({"length_normalize": False, **SUMS}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": "sample_sum"}),
     "rft": (
-        {"min_reward": 1.0, "distinct": False, "max_per_group": None, "length_normalize": False},
+        {"min_reward": 1.0, "distinct": False, "max_per_group": None, "length_normalize": False, **SUMS},
         ConstantCredit,
         MaskedCausalLMCrossEntropyLoss,
         {"reduction": "sample_sum"},
@@ -178,7 +179,7 @@ PRESETS = {
     "grpo_opd": (
         {
             "group_size": 8, "group_normalize_adv": True, "kl_coeff": 1.0, "discount": 0.0, "clip_eps_low": 0.2,
-            "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None,
+            "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **SUMS,
         },
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,

@@ -117,6 +117,33 @@ def test_a_lora_checkpoint_holds_the_adapter_only_and_peft_reads_it(tmp_path: Pa
     assert_same(values(model), values(peft.PeftModel.from_pretrained(trainable(), folder)))
 
 
+def large_embedding(seed: int) -> Any:
+    """More than 2^24 elements in one tensor, where a float32 cannot count any more; half precision keeps it cheap."""
+    with torch.device("meta"):
+        config = new_model("llama-mha-tied").config
+        config.vocab_size = 2**24 // config.hidden_size + 1
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    model = model.to_empty(device="cpu")
+    for number, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, seed + number)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "full, as a plain module"])
+def test_a_tensor_of_more_than_2_to_the_24_elements_is_saved_and_comes_back(tmp_path: Path, kind: str):
+    wrapped = {"full": lambda model: model, "lora": with_lora, "full, as a plain module": torch.nn.Sequential}[kind]
+    is_lora = kind == "lora"
+    model = wrapped(large_embedding(0))
+    manager(tmp_path).save(1, model=model)
+    other = wrapped(large_embedding(0 if is_lora else 5))
+    manager(tmp_path).load(model=other)
+    assert_same(values(model), values(other))
+    if is_lora:  # the very last number of the frozen tensor is looked at, too
+        other.get_input_embeddings().weight.data[-1, -1] = 7.0
+        with pytest.raises(ConfigError, match=r"another base.*embed_tokens"):
+            manager(tmp_path).load(model=other)
+
+
 def test_large_weights_are_split_and_come_back(tmp_path: Path):
     model = trainable("llama")
     folder = manager(tmp_path, max_shard_size="20KB").save(1, model=model)

@@ -236,7 +236,7 @@ def test_the_wandb_project_is_ludic_unless_somebody_says_otherwise(monkeypatch):
 )
 def test_a_missing_package_names_the_extra_to_install(monkeypatch, make, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"ludic\[{extra}\]"):
+    with pytest.raises(MissingExtra, match=rf"ludic-rl\[{extra}\]"):
         make()
 
 
@@ -334,3 +334,45 @@ def test_closing_gives_the_cursor_back_and_may_be_repeated():
     logger.close()
     logger.close()
     assert screen.getvalue().count("\x1b[?25h") == 1
+
+
+# --- between two steps ------------------------------------------------------------------------------------------
+
+
+def test_keys_may_be_patterns_and_leave_out(capsys):
+    stats = {"train/win_rate": 0.5, "train/parse_error_rate": 0.1, "eval/accuracy": 0.25, "eval/accuracy_low": 0.2}
+    PrintLogger(keys=["accuracy", "*_rate", "!parse_error_rate"]).log(1, stats)
+    assert capsys.readouterr().out == "[trainer] step 1 | eval/accuracy 0.2500 | train/win_rate 0.5000\n"
+
+
+def test_what_is_going_on_is_written_now_and_then(monkeypatch, tmp_path):
+    now = [100.0]
+    monkeypatch.setattr("ludic.training.loggers.print.time.monotonic", lambda: now[0])
+    file = io.StringIO()
+    logger = TeeLogger(JSONLLogger(tmp_path / "metrics.jsonl"), RichLiveLogger(console=Console(file=file, width=99)))
+    for second in range(40):
+        now[0] = 100.0 + second
+        logger.show_activity(f"playing for {second} s")
+    assert file.getvalue() == "[trainer] playing for 15 s\n[trainer] playing for 30 s\n"
+
+
+def test_the_live_table_shows_what_is_going_on_before_the_first_step_and_below_the_table():
+    screen = io.StringIO()
+    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120))
+    logger.show_activity("playing 3 of 8 episodes")
+    assert "playing 3 of 8 episodes" in screen.getvalue()
+    logger.log(1, {"train/x": 1.0})
+    screen.truncate(0)
+    logger.show_activity("playing 5 of 8 episodes")
+    assert "step 1" in screen.getvalue() and "playing 5 of 8 episodes" in screen.getvalue()
+    logger.close()
+
+
+def test_a_result_that_no_longer_occurs_leaves_the_live_table():
+    screen = io.StringIO()
+    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120))
+    logger.log(1, {"train/solved_rate": 0.5, "train/loss": 1.0, "eval/win_rate": 0.75})
+    screen.truncate(0)
+    logger.log(2, {"train/timeout_rate": 1.0})
+    logger.close()
+    assert "solved" not in screen.getvalue() and "win_rate" in screen.getvalue() and "loss" in screen.getvalue()

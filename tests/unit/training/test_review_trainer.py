@@ -5,7 +5,9 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,12 @@ from ludic.batch_gen import AsyncRolloutBatchSource
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference.local import LocalEngine
 from ludic.models.forward import ModuleForward
-from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
+from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_grpo, stopping
 from ludic.training.durable import read_json
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.training.stopping import StopRequested, StopSignal
-from ludic.types import ConfigError, RequestsExhausted, SAWBatch
-from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, tiny_llama
+from ludic.types import ConfigError, NotFinite, RequestsExhausted, SAWBatch
+from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, hide_nan_queries, tiny_llama
 from tests.unit.training.samples import random_items
 
 
@@ -57,6 +59,36 @@ def small_bandit(**settings):
 def test_steps_without_asyncio_can_be_taken_one_after_the_other():
     trainer = hand_trainer(*[random_items([12, 20])] * 3)
     assert [trainer.train_step_sync()["train/step"] for _ in range(3)] == [1, 2, 3]
+
+
+async def test_training_without_asyncio_works_where_an_event_loop_runs():
+    """As in a notebook."""
+    trainer = hand_trainer(*[random_items([12, 20])] * 4)
+    assert trainer.train_sync(2)["train/step"] == 2
+    assert trainer.train_step_sync()["train/step"] == 3
+    with pytest.raises(ConfigError, match="no evaluator"):
+        trainer.eval_sync()
+
+
+@pytest.mark.parametrize(("same_wish_s", "interrupts"), [(5.0, False), (0.0, True)])
+async def test_a_signal_stops_training_in_a_notebook(same_wish_s, interrupts, monkeypatch, tmp_path):
+    class Interrupting(Given):
+        async def next_batch(self):
+            if len(self.batches) == 2:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    os.kill(os.getpid(), number)
+                await asyncio.sleep(60)
+            return await super().next_batch()
+
+    monkeypatch.setattr(stopping, "SAME_WISH_S", same_wish_s)
+    before = signal.getsignal(signal.SIGINT)
+    config = CheckpointConfig(output_dir=tmp_path)
+    source = Interrupting(*[random_items([12, 20])] * 4)
+    trainer = hand_trainer(batch_source=source, checkpoint_config=config)
+    with pytest.raises(KeyboardInterrupt) if interrupts else contextlib.nullcontext():
+        trainer.train_sync()
+    assert trainer.step == 2 and trainer.stop.is_set and signal.getsignal(signal.SIGINT) is before
+    assert CheckpointManager(config).steps() == ([] if interrupts else [2])
 
 
 def test_training_ahead_goes_on_in_another_event_loop():
@@ -103,14 +135,43 @@ async def test_signal_handlers_that_were_there_are_given_back():
             signal.signal(number, handler)
 
 
-async def test_the_first_signal_is_a_wish_and_the_second_an_interrupt():
+async def test_a_repeated_signal_is_the_same_wish_and_a_later_one_interrupts(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))  # and not the clock of asyncio
     stop = StopSignal()
     with stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.01)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            now += stopping.SAME_WISH_S / 3
         assert stop.is_set and stop.reason == "SIGTERM"
+        now += 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+async def test_a_signal_after_the_program_itself_asked_for_the_end_interrupts_nothing():
+    stop = StopSignal()
+    with stop.listening():
+        stop.set("enough")
+        signal.raise_signal(signal.SIGINT)
+    assert stop.is_set
+
+
+async def test_signals_during_a_save_let_it_finish_and_end_the_run(tmp_path, monkeypatch):
+    save = CheckpointManager.save
+
+    def interrupted(*args, **kwargs):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        time.sleep(0.05)  # until the main thread has handled them
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(CheckpointManager, "save", interrupted)
+    config = CheckpointConfig(output_dir=tmp_path, every_n_steps=1)
+    trainer = hand_trainer(*[random_items([12, 20])] * 3, checkpoint_config=config)
+    await trainer.train()
+    assert trainer.step == 1 and trainer.stop.is_set
+    assert CheckpointManager(config).steps() == [1]
 
 
 async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
@@ -373,3 +434,60 @@ async def test_a_reference_is_moved_to_where_the_policy_is():
 def test_a_setting_that_means_nothing_is_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(**settings)
+
+
+# --- weights that are not finite ---
+
+
+def spoiling(trainer, name, at_step):
+    """The optimizer step after `at_step` steps leaves a NaN in one weight; the gradient was finite."""
+
+    def spoil(*_):
+        if trainer.step == at_step:
+            trainer.model.get_parameter(name).data.view(-1)[-1] = float("nan")
+
+    trainer.optimizer.register_step_post_hook(spoil)
+
+
+@pytest.mark.parametrize("part", ["trained", "frozen", "reference"])
+def test_weights_that_are_loaded_must_be_finite(part, monkeypatch):
+    hide_nan_queries(monkeypatch)
+    model, reference = tiny_llama(), tiny_llama(seed=1)
+    spoilt = reference if part == "reference" else model
+    spoilt.model.layers[0].self_attn.q_proj.weight.data[3, 4] = float("nan")
+    settings = {}
+    if part == "reference":
+        settings = {
+            "algo": replace(make_grpo(group_size=4), loss=TokenKLLoss(to="reference", coeff=0.1)),
+            "reference": reference,
+        }
+    if part == "frozen":
+        peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    with pytest.raises(NotFinite, match=r"weights to begin with.*layers\.0\.self_attn\.q_proj.*Load other weights"):
+        hand_trainer(random_items([12, 20]), model=model, **settings)
+
+
+def test_a_step_that_leaves_weights_not_finite_ends_the_run_before_they_are_saved(tmp_path, monkeypatch):
+    hide_nan_queries(monkeypatch)
+    published = []
+
+    class Recorder:
+        def publish(self, state_dict, version=None):
+            published.append(version)
+
+    config = CheckpointConfig(output_dir=tmp_path, every_n_steps=1)
+    batches = [random_items([12, 20])] * 4
+    trainer = hand_trainer(*batches, checkpoint_config=config, publisher=Recorder())
+    spoiling(trainer, "model.layers.1.self_attn.q_proj.weight", at_step=2)
+    said = r"Step 3 has made.*not saved.*in model\.layers\.1\.self_attn\.q_proj\.weight\. Go on from step_000002.*lower lr \(now 0\.001\)"
+    with pytest.raises(FloatingPointError, match=said):
+        trainer.train_sync()
+    assert CheckpointManager(config).latest().name == "step_000002" and published == [1, 2]
+
+
+def test_very_large_weights_are_finite():
+    trainer = hand_trainer(*[random_items([12, 20])] * 2, cfg={"lr": 1e-6})
+    trainer.model.model.embed_tokens.weight.data[200] = 1e30  # its square is not; the token does not occur
+    trainer.train_step_sync()
+    assert trainer.step == 1

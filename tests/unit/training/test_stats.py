@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ludic.training.guards import why_nothing_was_learned
 from ludic.training.stats import StatSum, batch_stats, prefixed
 from ludic.types import ConfigError, Reducer, SAWItem
 
@@ -118,9 +119,30 @@ def test_a_batch_is_described_by_numbers_worked_by_hand():
         "num_samples": 3, "num_rollouts": 2, "num_tokens": 12, "num_action_tokens": 6,
         "avg_completion_length": 2.0, "avg_prompt_length": 2.0,
         "avg_total_reward": 0.5,  # rollout a has two items, and counts once
+        "total_reward_std": 0.5,
         "truncated_rate": 0.5, "parse_error_rate": 0.5, "zero_weight_rate": 1 / 3,
+        "over_limit_rate": 0.5, "unreadable_rate": 0.5,
         "completion_truncated_rate": 1 / 3, "seq_len_truncated_rate": 0.0,
     }  # fmt: skip
+
+
+def test_a_reply_that_was_cut_off_is_over_a_limit_and_not_unreadable():
+    cut_off = item([0, 1], rollout_id="a", parse_error=True, num_parse_errors=1, num_cut_off=1)
+    unreadable = item([0, 1], rollout_id="b", parse_error=True, num_parse_errors=1, num_cut_off=0)
+    both = item([0, 1], rollout_id="c", parse_error=True, num_parse_errors=2, num_cut_off=1)
+    stats = batch_stats([cut_off, unreadable, both, item([0, 1], rollout_id="d", parse_error=False)])
+    assert (stats["parse_error_rate"], stats["unreadable_rate"], stats["over_limit_rate"]) == (0.75, 0.5, 0.5)
+
+
+def test_results_that_envs_report_are_shares_of_all_rollouts():
+    def ended(*results):
+        return batch_stats([item([0, 1], rollout_id=str(n), result=result) for n, result in enumerate(results)])
+
+    games = ended("win", "win", None, "loss")
+    assert (games["win_rate"], games["draw_rate"], games["loss_rate"]) == (0.5, 0.0, 0.25)
+    assert ended("solved", None)["solved_rate"] == 0.5
+    assert not [name for name in ended(None, {"not": "text"}) if name == "None_rate"]
+    assert "text 3_rate" not in ended(*(f"text {n}" for n in range(20))), "free text is no result"
 
 
 def test_the_source_knows_what_filters_removed_but_not_what_is_trained_on():
@@ -142,3 +164,40 @@ def test_items_of_no_rollout_and_an_empty_batch_have_no_reward_to_tell():
     stats = batch_stats([item([0, 1]), item([0, 1])])
     assert stats["num_rollouts"] == 2 and "avg_total_reward" not in stats
     assert batch_stats([])["num_samples"] == 0
+
+
+# --- what a run comes to ----------------------------------------------------------------------------------------
+
+
+def update(norm=0.0, **stats):
+    """A logged update; by default one that had no gradient, because all its episodes earned 1."""
+    usual = {
+        "parse_error_rate": 0,
+        "unreadable_rate": 0,
+        "zero_weight_rate": 1,
+        "total_reward_std": 0,
+        "avg_total_reward": 1,
+    }
+    return {"train/grad_norm": norm} | {f"train/{name}": value for name, value in (usual | stats).items()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([update()] * 3, "in every update (3). All episodes earned the same reward, 1, so none"),
+        ([update(), update(avg_total_reward=2)], "All episodes earned the same reward within each update"),
+        ([update(parse_error_rate=1, unreadable_rate=0.5)], "replies that the parser could not read"),
+        ([update(parse_error_rate=1)], "ran out of tokens before they ended"),
+        ([update(total_reward_std=0.3)], "never between the rollouts of one task"),
+        ([update(total_reward_std=0.3, zero_weight_rate=0.5)], "the loss dropped every sample"),
+        ([update(), update(), update(norm=0.5)], "Little was learned: the gradient was zero in 2 of 3 updates. All"),
+    ],
+)
+def test_a_run_without_gradients_is_told_with_its_likely_cause(rows, message):
+    evaluation = {"step": 1, "eval/accuracy": 0.5}
+    assert message in (why_nothing_was_learned([*rows, evaluation]) or "")
+
+
+@pytest.mark.parametrize("rows", [[], [update(norm=0.1)], [update(), update(norm=0.1)], [{"eval/accuracy": 1.0}]])
+def test_a_run_with_gradients_is_not_called_idle(rows):
+    assert why_nothing_was_learned(rows) is None

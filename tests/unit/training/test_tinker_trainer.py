@@ -46,6 +46,7 @@ from ludic.training.tinker_data import built_in_of
 from ludic.types import (
     ActorTokenLogps,
     ConfigError,
+    NotFinite,
     ReturnSpec,
     SampleAttachments,
     SamplingParams,
@@ -57,8 +58,8 @@ from ludic.types import (
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.fixtures import SEED, fake, new_policy, policy_at, service
 from tests.tinker_fake.lora_model import LoraSettings, with_lora
-from tests.unit.training.bandit import BanditRequests, rollout_engine, tiny_llama
-from tests.unit.training.samples import random_items
+from tests.unit.training.bandit import BanditRequests, hide_nan_queries, rollout_engine, tiny_llama
+from tests.unit.training.samples import assert_same_up_to_rounding, random_items
 
 __all__ = ["fake", "service"]  # fixtures
 
@@ -152,8 +153,7 @@ def test_a_batch_in_many_pieces_has_the_same_gradient(fake: FakeTinker):
         gradients.append(fake.run.last_gradient)
         policy.close()
     assert len(fake.asked("forward_backward")) == 1 + 6
-    for name, whole in gradients[0].items():
-        assert torch.allclose(whole, gradients[1][name], atol=1e-6)
+    assert_same_up_to_rounding(gradients[1], gradients[0])
 
 
 def test_a_request_that_was_sent_twice_counts_once(fake: FakeTinker):
@@ -362,12 +362,23 @@ def test_a_service_that_computes_another_loss_is_noticed(fake: FakeTinker, caplo
     assert "does not compute the loss asked for" in caplog.text
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(fake: FakeTinker):
+def test_a_loss_that_is_not_finite_stops_the_run(fake: FakeTinker, monkeypatch: pytest.MonkeyPatch):
+    hide_nan_queries(monkeypatch)
     items = some_items()
     trainer = TinkerTrainer(model=policy_at(fake), algo=make_grpo(), batch_source=Repeated(items), cfg=settings())
     with torch.no_grad():
         next(p for p in fake.run.model.parameters() if p.requires_grad).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="last checkpoint"):
+        trainer.train_step_sync()
+
+
+def test_a_number_of_the_service_that_is_not_finite_stops_the_run_though_the_loss_is(fake: FakeTinker, monkeypatch):
+    policy = policy_at(fake)
+    train = policy.train
+    metrics = {"unclipped_grad_l2:mean": float("nan")}
+    monkeypatch.setattr(policy, "train", lambda *given: replace(train(*given), metrics=metrics))
+    trainer = TinkerTrainer(model=policy, algo=make_grpo(), batch_source=Repeated(some_items()), cfg=settings())
+    with pytest.raises(NotFinite, match=r"Tinker's unclipped_grad_l2:mean is nan.*last checkpoint"):
         trainer.train_step_sync()
 
 

@@ -1,10 +1,18 @@
 """The gradient of a batch does not depend on how it is computed: budget, packing, padding, chunks."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
+import transformers
+from torch import nn
 
 from ludic.models import head as head_module
+from ludic.models.head import whole_logits
+from ludic.training import ConstantCredit, RLAlgorithm
 from ludic.training.losses import (
+    BatchNormalized,
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
@@ -14,10 +22,12 @@ from ludic.training.losses import (
     ReinforceBaselineLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
+    as_loss,
 )
+from ludic.training.packing import collate_saw_items
 from ludic.training.policy import TrainedPolicy
 from ludic.training.update import FrozenReference, accumulate_gradients
-from ludic.types import SAWItem
+from ludic.types import ConfigError, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.samples import random_items
 
@@ -85,6 +95,127 @@ def test_packed_and_padded_agree(family, budget):
     items = random_items(LENGTHS)
     loss = LOSSES["grpo"]
     assert_same(gradient(loss, items, family=family, packed=False, budget=budget), gradient(loss, items, family=family))
+
+
+# --- models other than decoders that pack, and losses without our base class ---
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradient_of_whole_logits(model, loss, items, packed=True):
+    """The trainer's gradient against the loss on the model's own logits, in one padded batch."""
+    tensors = collate_saw_items(items, pad_token_id=0)
+    RLAlgorithm(name="plain", credit_assigner=ConstantCredit(), loss=loss).compute_loss(model, tensors)[0].backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    policy = TrainedPolicy(model, packed=packed)
+    accumulate_gradients(policy, as_loss(loss), items, micro_token_budget=64)
+    found = gradients_of(model)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert torch.allclose(found[name], grad, atol=1e-5 * max(1.0, float(grad.abs().max()))), name
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_output_bias_is_trained_as_transformers_computes_it(packed):
+    model = trainable("phi-output-bias")
+    found = assert_gradient_of_whole_logits(model, TokenClippedSurrogateLoss(), random_items(LENGTHS), packed)
+    assert float(found["lm_head.bias"].abs().max()) > 1e-3
+
+
+def test_a_model_that_cannot_pack_is_padded(caplog):
+    config = transformers.GPTJConfig(vocab_size=128, n_embd=16, n_layer=1, n_head=2, n_positions=64, rotary_dim=4)
+    torch.manual_seed(0)
+    model = transformers.GPTJForCausalLM(config).eval()
+    found = assert_gradient_of_whole_logits(model, TokenClippedSurrogateLoss(), random_items(LENGTHS))
+    assert "padded instead of packed" in caplog.text and float(found["lm_head.bias"].abs().max()) > 1e-3
+
+
+class Recurrent(nn.Module):
+    """A language model that is no transformers model; what its forward is given and gives back differs."""
+
+    def __init__(self, give=lambda logits: logits):
+        super().__init__()
+        self.embedding, self.cell = nn.Embedding(128, 8), nn.GRU(8, 8, batch_first=True)
+        self.out, self.give = nn.Linear(8, 128), give
+
+    def forward(self, tokens):
+        return self.give(self.out(self.cell(self.embedding(tokens))[0]))
+
+
+GIVEN = {
+    "tensor": lambda logits: logits,
+    "tuple": lambda logits: (logits, None),
+    "dict": lambda logits: {"logits": logits},
+    "object": lambda logits: SimpleNamespace(logits=logits),
+}
+
+
+@pytest.mark.parametrize("form", GIVEN)
+def test_any_module_that_gives_logits_is_trained(form):
+    torch.manual_seed(0)
+    loss = CompositeLoss(
+        [LossTerm(name="policy", loss=CISPOLoss()), LossTerm(name="entropy", loss=EntropyBonus(coeff=0.1))]
+    )
+    # A composite divides by the whole batch, so the one padded batch gives the same gradient as several micro-batches.
+    assert_gradient_of_whole_logits(Recurrent(GIVEN[form]), loss, random_items(LENGTHS))
+
+
+def test_a_module_that_gives_no_logits_is_refused():
+    policy = TrainedPolicy(Recurrent(lambda logits: logits[:, 0]))
+    with pytest.raises(
+        ConfigError, match=r"Recurrent was given token ids of \(1, 5\).*returned a tensor of \(1, 128\)"
+    ):
+        policy.logps(policy.batch(random_items([5])))
+    with pytest.raises(ConfigError, match="gives logits and nothing else; a critic"):
+        _ = policy.head
+
+
+class OfTheSeeds:
+    """A loss as the seeds describe it: one method, no base class."""
+
+    def compute(self, logits, batch):
+        logps = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+        per_sample = (logps * batch["action_mask"][:, 1:]).sum(1)
+        loss = -(batch["weight"] * per_sample).mean()
+        return loss, {"loss": loss.detach(), "sum_of_logps": per_sample.mean().detach()}
+
+
+@pytest.mark.parametrize("model", [trainable, Recurrent])
+def test_a_loss_with_compute_alone_is_trained(model):
+    items = random_items(LENGTHS)
+    assert_gradient_of_whole_logits(model(), OfTheSeeds(), items)
+    made = model()
+    stats = accumulate_gradients(TrainedPolicy(made), as_loss(OfTheSeeds()), items, micro_token_budget=64).means()
+    whole = OfTheSeeds().compute(*_logits_and_batch(made, items))[1]
+    assert stats["loss"] == pytest.approx(float(whole["loss"]), rel=1e-4)
+    assert stats["sum_of_logps"] == pytest.approx(float(whole["sum_of_logps"]), rel=1e-4)
+
+
+def _logits_and_batch(model, items):
+    tensors = collate_saw_items(items, pad_token_id=0)
+    return whole_logits(model, tensors["input_ids"], tensors["attention_mask"]), tensors
+
+
+def test_losses_without_a_base_class_can_be_parts_of_others():
+    class WithOf:
+        def of(self, tokens):
+            return -tokens.reduce_items(tokens.item_sum(tokens.weights * tokens.logps)), {}
+
+    items = [replace(item, attachments=replace(item.attachments, token_weights=None)) for item in random_items(LENGTHS)]
+    both = [CompositeLoss([LossTerm(name="half", loss=own, weight=0.5)]) for own in (OfTheSeeds(), WithOf())]
+    assert_same_gradient(*(gradient(loss, items)[0] for loss in both))
+    centred = [gradient(BatchNormalized(own), items)[0] for own in (OfTheSeeds(), WithOf())]
+    assert_same_gradient(*centred)
+    with pytest.raises(ConfigError, match="neither compute"):
+        as_loss(object())
+
+
+def assert_same_gradient(found, expected):
+    assert_same((found, {}), (expected, {}))
 
 
 def test_the_order_of_samples_does_not_matter():

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ludic
 from ludic.types import (
     AgentStep,
+    EnvContractError,
     EnvironmentStep,
+    Failure,
     MessageView,
     Rollout,
     StopReason,
@@ -147,3 +150,33 @@ def test_message_views_compare_and_index_like_lists():
     assert view == log[:3] and len(view) == 3 and view[-1] == log[2] and view[1:] == log[1:3]
     with pytest.raises(IndexError):
         view[3]
+
+
+# --- failures ---
+
+
+def test_a_failure_shows_the_frames_of_code_that_is_not_ludics():
+    def user_code():
+        return json.loads("{")
+
+    try:
+        user_code()
+    except ValueError as error:
+        failure = Failure.from_exception(error)
+    assert failure.user_traceback.lstrip().startswith('File "') and "in user_code" in failure.user_traceback
+    assert "json/decoder.py" in failure.user_traceback, "what the user's code called is below it"
+    assert failure.place.startswith("test_rollout.py:") and failure.place.endswith("in user_code")
+    assert "Traceback (most recent call last)" in failure.traceback
+
+
+def test_a_failure_outside_of_the_users_code_names_the_last_frame_only():
+    try:
+        exec(compile("1 / 0", f"{ludic.__path__[0]}/made_up.py", "exec"), {})
+    except ZeroDivisionError as error:
+        failure = Failure.from_exception(error.with_traceback(error.__traceback__.tb_next))
+    assert failure.user_traceback == "" and failure.place == "made_up.py:1 in <module>"
+
+
+def test_an_error_that_ludic_raises_on_purpose_explains_itself():
+    failure = Failure.from_exception(EnvContractError("obs must be text"))
+    assert (failure.summary, failure.place) == ("EnvContractError: obs must be text", "")

@@ -105,7 +105,9 @@ def test_errors_help_and_print_as_text():
     assert str(UnknownName.among("env", "gsm9k", ["gsm8k", "tic_tac_toe"])) == (
         "No env named 'gsm9k'. Did you mean 'gsm8k'? Known: gsm8k, tic_tac_toe."
     )
-    assert "pip install 'ludic[math]'" in str(MissingExtra("math", "Grading"))
+    said = str(MissingExtra("math", "Grading"))
+    assert "pip install -e '.[math]'" in said and "pip install 'ludic-rl[math] @ git+" in said
+    assert "the extras 'train' and 'pipeline'" in str(MissingExtra("train,pipeline", "ludic launch"))
     assert isinstance(MissingExtra("math", "Grading"), ImportError)
     assert "5 tokens" in str(PromptTooLong(5, 3)) and "limit is 3" in str(PromptTooLong(5, 3))
 

@@ -125,6 +125,7 @@ class Census:
 
     produced: int
     trained: int
+    """And acknowledged."""
     stale: int
     filtered: int
     dead: int

@@ -13,6 +13,7 @@ class PipelineStats:
     produced: int = 0
     """Items that were ever pushed. This and the next four are of the queue's whole life, over all learners."""
     trained: int = 0
+    """Trained on and acknowledged: by the learner's setting, once the update is done or in a checkpoint."""
     stale: int = 0
     """Older than max_lag, or of a policy that was never resumed."""
     filtered: int = 0
@@ -74,8 +75,8 @@ class PipelineStats:
     def identity(self) -> str:
         """The account in one line; it names what is missing, if anything is."""
         line = (
-            f"produced {self.produced} = {self.trained} trained + {self.stale} stale + {self.filtered} filtered + "
-            f"{self.dead} dead + {self.in_queue} in queue"
+            f"produced {self.produced} = {self.trained} acknowledged + {self.stale} stale + {self.filtered} filtered + "
+            f"{self.dead} dead + {self.unacknowledged_items} fetched + {self.in_queue - self.unacknowledged_items} waiting"
         )
         return line if self.balance == 0 else f"{line} + {self.balance} UNACCOUNTED FOR"
 

@@ -36,6 +36,7 @@ from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup, UnwritableGrou
 from ludic.batch_gen.pipeline.wire_meta import decode_metas, encode_metas
 from ludic.batch_gen.pipeline.wire_supports import SupportColumn, decode_supports, encode_supports
 from ludic.types import ActorTokenLogps, MissingExtra, SampleAttachments, SAWItem, TokenArray, VersionRun
+from ludic.types.errors import how_to_install
 
 __all__ = [
     "GroupFacts",
@@ -275,8 +276,8 @@ def _decompressed(body: memoryview, limits: WireLimits) -> bytes:
         import zstandard
     except ImportError:
         raise UnreadableGroup(
-            "The group is compressed with zstd, which is not installed here: pip install 'ludic[pipeline]', or let the "
-            "actors push uncompressed groups."
+            f"The group is compressed with zstd, which is not installed here. {how_to_install('pipeline')} Or let the actors "
+            "push uncompressed groups."
         ) from None
     try:
         # A frame says its size; the library allocates what it says, so it is asked first.

@@ -153,9 +153,9 @@ class CUDARunner:
         if not sequences:
             return []
         seeds = _to_gpu(np.array([s.seed for s in sequences], dtype=np.int64))
-        positions = _to_gpu(np.array([len(s.tokens) - 1 for s in sequences], dtype=np.int64))
+        lengths = _to_gpu(np.array([len(s.tokens) for s in sequences], dtype=np.int64))
         temperatures = _to_gpu(np.array([s.sampling.temperature for s in sequences], dtype=np.float32))
-        drawn, logps = sample_rows(logits_NV, seeds, positions, temperatures)
+        drawn, logps = sample_rows(logits_NV, seeds, lengths, temperatures)
         sampled = [(s, [t], [p]) for s, t, p in zip(sequences, drawn.tolist(), logps.tolist(), strict=True)]
         return _with_filters(logits_NV, sampled)
 
@@ -278,7 +278,8 @@ class CUDARunner:
         tokens, positions = self._tokens[:bucket], self._positions[:bucket]
         tables, size = self._tables[:bucket], self.pool.block_size
         slots = tables.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
-        state = PagedState(self.pool, slots, tables, (positions + 1).int())
+        lengths = positions + 1
+        state = PagedState(self.pool, slots, tables, lengths.int())
         logits: Tensor = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -286,7 +287,7 @@ class CUDARunner:
             use_cache=False,
             ludic_state=state,
         ).logits[0]
-        drawn, logprobs = sample_rows(logits, self._seeds[:bucket], positions, self._temperatures[:bucket])
+        drawn, logprobs = sample_rows(logits, self._seeds[:bucket], lengths, self._temperatures[:bucket])
         self._out_tokens[:, :bucket].index_copy_(0, self._round, drawn[None])
         self._out_logprobs[:, :bucket].index_copy_(0, self._round, logprobs[None])
         tokens.copy_(drawn)

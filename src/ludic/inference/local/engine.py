@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from ludic.inference.local.sizing import check_rope, eos_ids, kv_shape, num_bloc
 from ludic.inference.local.stopping import StopRule
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
+from ludic.models.finite import FiniteCheck, not_finite
 from ludic.models.forward import make_forward
 from ludic.models.loading import load_model
 from ludic.models.packing import packed_bytes
@@ -40,6 +42,7 @@ from ludic.types import (
     ConfigError,
     Info,
     LudicError,
+    NotFinite,
     PolicyGone,
     PromptTooLong,
     TokenCompletionRequest,
@@ -64,6 +67,17 @@ class QueueFull(LudicError, RuntimeError):
 
 class RequestAborted(LudicError, RuntimeError):
     """The request was taken out of the batch by `abort`."""
+
+
+class LogitsNotFinite(NotFinite):
+    """The model's logits for one request leave no token to draw: they hold NaN or +inf, or are all -inf."""
+
+    def __init__(self, version: int, num_tokens: int) -> None:
+        super().__init__(
+            f"The model's logits after {num_tokens} tokens are not finite (policy version {version}). The weights have "
+            "diverged (lower the learning rate and start from an earlier checkpoint), the loaded weights are damaged, or the "
+            "numbers are too large for the model's dtype (load it in bfloat16 or float32)."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +114,8 @@ class LocalEngine:
     ) -> None:
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        if names := FiniteCheck(self.model.named_parameters()).names():
+            raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
         heads = route_attention(shared_view(self.model))
         self._watch = WeightsWatch(self.model)
         config = self.model.config.get_text_config()
@@ -126,6 +142,10 @@ class LocalEngine:
         )
         self._scheduler.version = version
         self._runner: Runner | None = None
+        self._unread: FiniteCheck | None = None
+        """Of the weights that this version began with; the worker reads it before it computes with them."""
+        self._spoilt: list[str] = []
+        """Weights of this version that are not finite."""
         self._stop_rule = StopRule(self._decode, self.max_model_len)
         self._max_queue = max_queue
         self._compile_layers = compile_layers
@@ -380,12 +400,16 @@ class LocalEngine:
             raise ConfigError(
                 f"These weights do not fit {self.name}: unknown names {unknown[:3]}, wrong shapes {wrong[:3]}. Nothing was changed."
             )
+        if names := FiniteCheck(values.items()).names():
+            raise not_finite(f"These weights for {self.name} are not finite", names, "Nothing was changed.")
         with self.updating(None if version is None else int(version)), torch.no_grad():
             for name, tensor in values.items():
                 own[name].copy_(tensor)
         return str(self.version)
 
     def _begin_version(self, version: int | None) -> None:
+        if version != self.version or self._watch.has_changed():
+            self._unread = FiniteCheck(self._watch.changed(self.model))
         restarted = self._scheduler.new_version(self.version + 1 if version is None else version)
         if self._runner is not None:
             for sequence in restarted:
@@ -477,6 +501,9 @@ class LocalEngine:
             )
             self._begin_version(None)
         self._drop_cancelled()
+        if not self._is_finite():
+            self._refuse_everything()
+            return
         self._score()
         plan = self._scheduler.plan()
         runner = self._ready_runner()
@@ -487,6 +514,29 @@ class LocalEngine:
         if plan.decode:
             self._absorb(runner.decode(plan.decode, plan.num_rounds))
 
+    def _is_finite(self) -> bool:
+        """Asked here and not where a version begins: on a GPU this waits for the update, as the next token does anyway."""
+        if self._unread is not None:
+            self._spoilt, self._unread = self._unread.names(), None
+        return not self._spoilt
+
+    def _refuse_everything(self) -> None:
+        """Nothing is sampled from weights that are not finite. The next version may be; the engine lives."""
+
+        def error() -> NotFinite:
+            what = f"The weights of version {self.version} are not finite"
+            return not_finite(
+                what, self._spoilt, "Publish other weights: those of an earlier checkpoint, at a lower lr."
+            )
+
+        with self._changed:
+            scoring, self._scoring = self._scoring, []
+        for waiting in scoring:
+            if waiting.answer.set_running_or_notify_cancel():
+                waiting.answer.set_exception(error())
+        for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
+            self._finish(sequence, error())
+
     def _prefill(self, runner: Runner, plan: Plan) -> None:
         sampled = runner.prefill(plan.prefill)
         for chunk in plan.prefill:
@@ -494,10 +544,14 @@ class LocalEngine:
         self._absorb(sampled)
 
     def _absorb(self, sampled: list[Sampled]) -> None:
-        """New tokens: append them, see who is done."""
+        """Append new tokens; deliver the sequences that are done."""
         version = self._scheduler.version
         for sequence, tokens, logprobs in sampled:
-            self._stop_rule.absorb(sequence, tokens, logprobs, version)
+            num_good = _num_finite(logprobs)
+            self._stop_rule.absorb(sequence, tokens[:num_good], logprobs[:num_good], version)
+            if num_good < len(tokens) and sequence.finish_reason is None:  # rounds behind its end do not count
+                self._finish(sequence, LogitsNotFinite(version, len(sequence.tokens)))
+                continue
             self._scheduler.decoded(sequence)
             if sequence.on_token is not None:
                 sequence.on_token(sequence)
@@ -522,7 +576,10 @@ class LocalEngine:
                 scoring.answer.set_exception(_died(error))
             raise
         for scoring, own in zip(batch, scores, strict=True):
-            scoring.answer.set_result(own)
+            if np.isnan(own).any():
+                scoring.answer.set_exception(LogitsNotFinite(self.version, len(scoring.tokens)))
+            else:
+                scoring.answer.set_result(own)
 
     def _drop_cancelled(self) -> None:
         for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
@@ -594,6 +651,13 @@ def _close(engine: "weakref.ref[LocalEngine]") -> None:
     open_engine = engine()
     if open_engine is not None:
         open_engine.close()
+
+
+def _num_finite(logprobs: list[float]) -> int:
+    """How many come before the first that is NaN, by which samplers report logits that are not finite."""
+    if math.isfinite(sum(logprobs)):
+        return len(logprobs)
+    return next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))
 
 
 def _died(error: BaseException) -> EngineClosed:

@@ -65,6 +65,19 @@ class Span:
     """Where the tokens before `start` are stored; empty at the beginning of a sequence."""
 
 
+_KEY_MULTIPLE, _QUERY_BLOCK = 32, 32
+
+
+def padded_length(num_keys: int) -> int:
+    """Keys that attention computes with, masked ones at the end included.
+
+    Loops over keys end in a remainder that is summed in another order. With whole multiples the remainder is never among
+    the keys that count, so a token's result does not depend on how many keys its neighbours have. For the same reason no
+    block of queries (SDPA takes them by 32, 64 or 256) is left with one alone, which would be a product of another kind.
+    """
+    return -(-num_keys // _KEY_MULTIPLE) * _KEY_MULTIPLE
+
+
 class PrefillState:
     """Several prompts (or pieces of them) in one flat batch."""
 
@@ -86,21 +99,20 @@ class PrefillState:
             if span.start and self._pool is not None:
                 key = torch.cat([self._pool.keys[layer][span.slots_L], key])
                 value = torch.cat([self._pool.values[layer][span.slots_L], value])
-            mask = _causal_mask(span.start, span.end, rules.sliding_window, query_THD.device)
-            out_THD[here] = _attend(
-                query_THD[here].transpose(0, 1),
-                key.transpose(0, 1),
-                value.transpose(0, 1),
-                mask,
-                rules,
-            ).transpose(0, 1)
+            query_HTD, key_KLD, value_KLD = (x.transpose(0, 1) for x in (query_THD[here], key, value))
+            num_queries, num_keys = query_HTD.shape[1], key_KLD.shape[1]
+            query_HTD = F.pad(query_HTD, (0, 0, 0, num_queries % _QUERY_BLOCK == 1))
+            missing = padded_length(num_keys) - num_keys
+            key_KLD, value_KLD = F.pad(key_KLD, (0, 0, 0, missing)), F.pad(value_KLD, (0, 0, 0, missing))
+            mask = _causal_mask(span, query_HTD.shape[1], key_KLD.shape[1], rules.sliding_window)
+            out_THD[here] = _attend(query_HTD, key_KLD, value_KLD, mask, rules)[:, :num_queries].transpose(0, 1)
         return out_THD
 
 
-def _causal_mask(start: int, end: int, window: int | None, device: torch.device) -> Tensor:
-    """[T, L]: token i of the span sees itself and what is before it, within the window."""
-    positions_T = torch.arange(start, end, device=device)[:, None]
-    positions_L = torch.arange(end, device=device)[None]
+def _causal_mask(span: Span, num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    """Query i of the span sees itself and what is before it, within the window; padding comes after everything."""
+    positions_T = torch.arange(span.start, span.start + num_queries)[:, None]
+    positions_L = torch.arange(num_keys)[None]
     mask = positions_L <= positions_T
     if window is not None:
         mask &= positions_L > positions_T - window
@@ -162,9 +174,9 @@ class DenseRows:
         yield from zip(self.values, self._pool.values, strict=True)
 
     def move(self, source: int, target: int, length: int) -> None:
-        for layer in range(len(self.keys)):
-            self.keys[layer][target, :, :length] = self.keys[layer][source, :, :length]
-            self.values[layer][target, :, :length] = self.values[layer][source, :, :length]
+        for dense in (*self.keys, *self.values):
+            dense[target, :, :length] = dense[source, :, :length]
+            dense[target, :, length:] = 0  # as in `load`
 
 
 class DecodeState:

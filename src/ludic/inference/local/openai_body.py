@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.inference.chat_template import ChatTemplate
-from ludic.inference.tool_parser import HermesToolParser, Llama3ToolParser, ToolParser, XMLToolParser
+from ludic.inference.chat_template import ChatTemplate, shows_tools
+from ludic.inference.tool_parser import READABLE_CALLS
 from ludic.types import (
     ConfigError,
     LudicError,
@@ -228,19 +228,12 @@ def read_tools(fields: Fields, template: ChatTemplate) -> list[JSONObject]:
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise ConfigError(f"tools must be a list of function schemas, which {_shown(tool)} is not.")
     if tools and choice == "auto" and not template.supports_tools():
-        raise ConfigError("The chat template of this model writes no tool calls that this server can read back.")
+        raise ConfigError(f"This server cannot read calls as this model's chat template writes them. {READABLE_CALLS}.")
+    if tools and choice == "auto" and not shows_tools(template, tools):
+        raise ConfigError(
+            "This model's chat template does not write tools into the prompt, so the model would never hear of them."
+        )
     return tools if choice == "auto" else []
-
-
-def tool_dialect(template: str) -> ToolParser | None:
-    """The dialect in which a chat template shows tool calls; None if it shows none that we know."""
-    if "tools" not in template:
-        return None
-    if "<function=" in template or "<invoke" in template:  # before Hermes: these come within <tool_call>, too
-        return XMLToolParser()
-    if "<tool_call>" in template:
-        return HermesToolParser()
-    return Llama3ToolParser() if '"parameters": ' in template else None
 
 
 def check_num_logprobs(name: str, value: int | None) -> None:

@@ -1,7 +1,9 @@
 """Runs the model for the scheduler, on a CPU: flat batches in, logits of the tokens that matter out.
 
-Batches are padded to a minimum number of tokens, because matrix products with very few rows take another path through
-the math library and round differently: with the padding, a request gets the same numbers alone and in company.
+Batches are padded to a minimum number of tokens, and keys to a multiple (`kv.padded_length`), because products with very few
+rows and sums with a remainder take another path through the math library and round differently. With the padding a request
+gets the same logits, bit for bit, alone and in any batch, where the library's other choices depend on neither (measured on
+aarch64). Where they do, logits differ by rounding, and `sampling` keeps the tokens but for near ties.
 """
 
 from collections.abc import Sequence as Seq
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span
+from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span, padded_length
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.scoring import Scoring
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
@@ -98,7 +100,7 @@ class CPURunner:
         owners = [owner for owner in self._row_owner if owner is not None]
         assert len(owners) == len(sequences), "the rows are those of the decoding sequences"
         positions = [owner.num_computed for owner in owners]
-        length = max(positions) + 1
+        length = padded_length(max(positions) + 1)
         num_rows = max(len(owners), self._min_rows)
         self._rows.reserve(num_rows, length)
         padding = num_rows - len(owners)

@@ -1,7 +1,12 @@
 """From logits to tokens, with the log-probability of what was drawn under the distribution it was drawn from.
 
-Every request draws with its own numbers: one uniform per token, derived from the request's seed and the token's
-position. So the same request gives the same tokens whatever else is in the batch.
+A token is drawn by a race: candidate i of weight w_i arrives after E_i / w_i, E_i an exponential variable, and the first to
+arrive is drawn, which is candidate i with probability w_i / Σw (Gumbel-max says the same in logarithms). First chunks of the
+vocabulary race, weighed by their sums, then the tokens of the chunk that won: noise for some hundred candidates, not for all.
+
+The noise is a function of the request's seed, the token's position and the candidate, on every device. Equal logits give
+equal tokens. Where rounding moves the logits (over temperature) by at most ε, another token is drawn with probability at
+most ε, because only candidates that arrive within a factor 1 + 2ε of each other can change places (docs/engine.md).
 """
 
 from collections.abc import Sequence as Seq
@@ -10,17 +15,18 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.sequence import Sequence
-from ludic.types import TokenArray, derive_seed
+from ludic.types import TokenArray
+from ludic.types.seeds import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
 
-_SEED_RANGE = float(1 << 48)
+CHUNK = 128
+"""Tokens that race as one, in the first stage. Part of what a seed means: another value draws other tokens."""
 _MINUS_INFINITY = float("-inf")
-_MAX_CHUNK = 512
 
 
-# Letters: N sequences, V vocabulary.
+# Letters: N sequences, V vocabulary, C candidates of a race (chunks, or the tokens of one).
 @torch.inference_mode()
 def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
-    """One token per sequence, and its log-probability."""
+    """One token per sequence, and its log-probability: NaN where the logits of a row are not finite."""
     logits_NV = logits_NV.float()
     _forbid_early_stops(logits_NV, sequences)
     _apply_penalties(logits_NV, sequences)
@@ -37,41 +43,66 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
 
 
 def _draw(logits_NV: Tensor, greedy_N: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
-    """Inverse transform sampling, then the log-probability of what was drawn."""
+    """The race, then the log-probability of what was drawn."""
     highest_N1, best_N1 = logits_NV.max(dim=-1, keepdim=True)
     weights_NV = (logits_NV - highest_N1).exp_()
-    uniforms_N1 = torch.tensor(
-        [[derive_seed(s.seed, len(s.tokens)) / _SEED_RANGE] for s in sequences], dtype=torch.float64
-    )
-    drawn_N1, total_N1 = _invert(weights_NV, uniforms_N1)
+    places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences])
+    drawn_N1, total_N1 = race(weights_NV, places_N2)
     drawn_N1 = torch.where(greedy_N[:, None], best_N1, drawn_N1)
     logprobs_N1 = (logits_NV.gather(-1, drawn_N1) - highest_N1).double() - total_N1.log()
     return drawn_N1[:, 0].tolist(), logprobs_N1[:, 0].tolist()
 
 
-def _invert(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token whose cumulative weight passes its uniform share of the total; and the total.
+def race(weights_NV: Tensor, places_N2: Tensor) -> tuple[Tensor, Tensor]:
+    """The token drawn in each row, and the sum of the row's weights; `places_N2` holds (seed, position)."""
+    vocab = weights_NV.shape[1]
+    keys_N1 = derive_bits(places_N2[:, :1], places_N2[:, 1:])
+    if vocab <= CHUNK:
+        tokens_NC, weights_NC = torch.arange(vocab, device=weights_NV.device)[None], weights_NV.double()
+        total_N1 = weights_NC.sum(dim=-1, keepdim=True)
+    else:
+        # Sums in double precision: over a large vocabulary a float sum loses the rare tokens.
+        num_whole = vocab // CHUNK
+        whole_NCW = weights_NV[:, : num_whole * CHUNK].unflatten(1, (num_whole, CHUNK))
+        sums_NC = whole_NCW.sum(dim=-1, dtype=torch.float64)
+        if vocab % CHUNK:
+            rest_N1 = weights_NV[:, num_whole * CHUNK :].sum(dim=-1, keepdim=True, dtype=torch.float64)
+            sums_NC = torch.cat([sums_NC, rest_N1], dim=1)
+        total_N1 = sums_NC.sum(dim=-1, keepdim=True)
+        # Chunk c draws the noise of token -1 - c: no two candidates of a position share a number.
+        chunks_C = torch.arange(sums_NC.shape[1], device=weights_NV.device)
+        chunk_N1 = (exponentials(derive_bits(keys_N1, -1 - chunks_C)) / sums_NC).argmin(dim=-1, keepdim=True)
+        tokens_NC = chunk_N1 * CHUNK + torch.arange(CHUNK, device=weights_NV.device)
+        is_token_NC = tokens_NC < vocab
+        tokens_NC = tokens_NC.clamp_(max=vocab - 1)
+        weights_NC = weights_NV.gather(1, tokens_NC).double() * is_token_NC
+    first_N1 = (exponentials(derive_bits(keys_N1, tokens_NC)) / weights_NC).argmin(dim=-1, keepdim=True)
+    return tokens_NC.expand_as(weights_NC).gather(1, first_N1), total_N1
 
-    In two steps, over chunks and within one, so that sums are taken in double precision (over a large vocabulary a
-    float sum loses the rare tokens) without a second array of that size.
+
+def exponentials(bits: Tensor) -> Tensor:
+    """Exponential variables from random int64, between 2^-49 and 34, in double precision.
+
+    The uniform number below is (k + 1/2) / 2^48, which a double holds exactly: its logarithm is neither 0 nor infinite, and
+    is as fine near 0 as anywhere, so tokens keep their probability down to about 2^-48.
     """
-    num_rows, vocab = weights_NV.shape
-    width = min(vocab & -vocab, _MAX_CHUNK)  # the largest power of two that divides it
-    chunks_NCW = weights_NV.view(num_rows, -1, width)
-    until_NC = chunks_NCW.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    total_N1 = until_NC[:, -1:]
-    chunk_N1 = _first_above(until_NC, uniforms_N1 * total_N1)
-    within_NW = chunks_NCW[torch.arange(num_rows), chunk_N1[:, 0]].double()
-    before_N1 = until_NC.gather(-1, chunk_N1) - within_NW.sum(dim=-1, keepdim=True)
-    place_N1 = _first_above(within_NW.cumsum(dim=-1), uniforms_N1 * total_N1 - before_N1)
-    return chunk_N1 * width + place_N1, total_N1
+    k = bits >> (64 - SEED_BITS) & ((1 << SEED_BITS) - 1)
+    return (k.double().add_(0.5) * 2.0**-SEED_BITS).log_().neg_()
 
 
-def _first_above(cumulative_NX: Tensor, targets_N1: Tensor) -> Tensor:
-    """Index of the first value above the target; one below the last is always found, so no empty place is drawn."""
-    below_last = torch.nextafter(cumulative_NX[:, -1:], torch.zeros(1, dtype=torch.float64))
-    targets_N1 = torch.minimum(targets_N1, below_last)
-    return torch.searchsorted(cumulative_NX, targets_N1, right=True)
+def derive_bits(states: Tensor, indices: Tensor) -> Tensor:
+    """All 64 bits of what `derive_seed` cuts to a seed, of int64 tensors: one step down from `states`."""
+    (increment, *factors), bits = MIX_CONSTANTS, states * _signed(STEP_FACTOR) + indices
+    bits += _signed(increment)
+    for shift, factor in zip(MIX_SHIFTS, [*factors, 1], strict=True):
+        bits ^= (bits >> shift) & ((1 << (64 - shift)) - 1)  # int64 shifts in its sign
+        bits *= _signed(factor)
+    return bits
+
+
+def _signed(constant: int) -> int:
+    """The same 64 bits as a signed integer, which is all that torch multiplies."""
+    return constant - (1 << 64) if constant >> 63 else constant
 
 
 def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list[float]]:

@@ -6,7 +6,6 @@ engine's. A field that would change the answer and is not supported is refused b
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import logging
 import time
@@ -16,7 +15,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from ludic.inference.chat_template import ChatTemplate
-from ludic.inference.hf_template import HFChatTemplate
+from ludic.inference.hf_template import HFChatTemplate, tool_parser_for
 from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
 from ludic.inference.local.openai_answer import Answer, ChatAnswer, CompletionAnswer
 from ludic.inference.local.openai_body import (
@@ -35,13 +34,14 @@ from ludic.inference.local.openai_body import (
     read_sampling,
     read_tools,
     refuse_constant,
-    tool_dialect,
 )
+from ludic.inference.vllm_command import check_host
 from ludic.types import (
     ChatResponse,
     ConfigError,
     Info,
     MissingExtra,
+    NotFinite,
     PromptTooLong,
     ReturnSpec,
     SamplingParams,
@@ -141,22 +141,6 @@ async def serve(
         await runner.cleanup()
 
 
-def check_host(host: str, api_key: str | None, insecure: bool) -> None:
-    """Other machines get in with a key only, unless somebody has said that they may."""
-    if not (_is_loopback(host) or api_key or insecure):
-        raise ConfigError(
-            f"Listening on {host!r} would let everybody who reaches this machine use the model. Give an --api-key "
-            "(or LUDIC_API_KEY), keep to 127.0.0.1, or say --insecure if the network is your own."
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which could be anywhere
-        return False
-
-
 # --- the endpoints -----------------------------------------------------------------------------------------------
 
 
@@ -177,9 +161,8 @@ class _Server:
         self._no_chat = "This server has no tokenizer, and so no chat template; send token ids to /v1/completions."
         self._template = chat_template
         if chat_template is None and engine.tokenizer is not None:
-            dialect = tool_dialect(str(engine.tokenizer.chat_template))
             try:
-                self._template = HFChatTemplate(engine.tokenizer, tool_parser=dialect)
+                self._template = HFChatTemplate(engine.tokenizer, tool_parser=tool_parser_for(engine.tokenizer))
             except TemplateError as error:  # a base model: /v1/completions works all the same
                 self._no_chat = str(error)
 
@@ -447,6 +430,8 @@ def _describe(error: BaseException) -> tuple[int, JSONObject]:
         status, kind, code = 429, "rate_limit_error", "queue_full"
     elif isinstance(error, EngineClosed):
         status, kind, code = 503, "server_error", "engine_closed"
+    elif isinstance(error, NotFinite):
+        status, kind, code = 500, "server_error", "not_finite"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         status, message = 413, f"The body is larger than {MAX_BODY_BYTES // 2**20} MB."
     elif isinstance(error, web.HTTPException):

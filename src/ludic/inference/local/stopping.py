@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from ludic.inference.dialogue import find_stop
 from ludic.inference.local.sequence import Sequence
 
 
@@ -26,10 +27,10 @@ class StopRule:
                 return
 
     def apply(self, sequence: Sequence) -> None:
-        """Set the finish reason if the newest token ended the sequence."""
+        """Set the finish reason if the newest token ended the sequence; none of the first `min_tokens` can."""
         params = sequence.sampling
-        if (sequence.tokens[-1] in sequence.stop_ids and len(sequence.logprobs) > params.min_tokens) or (
-            params.stop and self._ends_in_stop_string(sequence)
+        if len(sequence.logprobs) > params.min_tokens and (
+            sequence.tokens[-1] in sequence.stop_ids or (params.stop and self._ends_in_stop_string(sequence))
         ):
             sequence.finish_reason = "stop"
         elif len(sequence.logprobs) >= params.max_tokens or len(sequence.tokens) >= self._max_length:
@@ -43,8 +44,9 @@ class StopRule:
         if not any(s in tail for s in stops):
             return False
         text = self._decode(sequence.completion)
-        cut = min((text.find(s) for s in stops if s in text), default=-1)
-        if cut < 0:
+        exempt = sequence.completion[: sequence.sampling.min_tokens]
+        cut = find_stop(text, sequence.sampling, len(self._decode(exempt)) if exempt else 0)
+        if cut is None:
             return False
         sequence.text = text[:cut]
         return True

@@ -10,9 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ludic.inference.local.sampling import CHUNK
 from ludic.models.attention import AttentionRules
+from ludic.types.seeds import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_STEP_FACTOR = tl.constexpr(STEP_FACTOR)
+_INCREMENT, _FACTOR_1, _FACTOR_2 = (tl.constexpr(constant) for constant in MIX_CONSTANTS)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift in MIX_SHIFTS)
+_SEED_BITS, _SEED_UNIT = tl.constexpr(SEED_BITS), tl.constexpr(2.0**-SEED_BITS)
 _TOKENS_PER_LOOP = 64
 
 
@@ -141,44 +147,78 @@ def _num_splits(num_programs: int, device: torch.device) -> int:
 
 
 @triton.jit
-def _sample_kernel(logits, seeds, positions, temperatures, tokens, logprobs, V, stride, WIDTH: tl.constexpr):
-    row = tl.program_id(0)
+def _derive(state, index):
+    """`sampling.derive_bits`, of unsigned integers."""
+    x = state * _STEP_FACTOR + index + _INCREMENT
+    x = (x ^ (x >> _SHIFT_1)) * _FACTOR_1
+    x = (x ^ (x >> _SHIFT_2)) * _FACTOR_2
+    return x ^ (x >> _SHIFT_3)
+
+
+@triton.jit
+def _log_exponentials(key, candidates):
+    """Logarithms of the race's exponential variables, from the same bits as `sampling.exponentials`."""
+    bits = _derive(key, candidates.to(tl.uint64)) >> (64 - _SEED_BITS)
+    uniform = (bits.to(tl.float64) + 0.5) * _SEED_UNIT
+    return tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _sample_kernel(
+    logits, seeds, lengths, temperatures, tokens, logprobs, V, stride, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     is_greedy = temperature <= 0.0
     inverse = tl.where(is_greedy, 1.0, 1.0 / tl.maximum(temperature, 1e-6))
-    # The request's seed and the token's position, mixed, so that neither the batch nor the row matters.
-    seed = tl.load(seeds + row) ^ (tl.load(positions + row) * 2654435761)
-    offset = tl.arange(0, WIDTH)
-    high, total = float("-inf"), 0.0
-    best, best_index, best_logit = float("-inf"), 0, 0.0
-    for start in range(0, V, WIDTH):
-        index = start + offset
-        ok = index < V
-        x = tl.load(logits + row * stride + index, mask=ok, other=float("-inf")).to(tl.float32) * inverse
-        higher = tl.maximum(high, tl.max(x, 0))
-        total = total * tl.exp2((high - higher) * _LOG2E) + tl.sum(tl.exp2((x - higher) * _LOG2E), 0)
+    key = _derive(tl.load(seeds + row).to(tl.uint64), tl.load(lengths + row).to(tl.uint64))
+    c, w = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
+    high, total, likeliest, num_broken = float("-inf"), 0.0, 0, 0
+    first, winner = tl.full([], float("-inf"), tl.float64), 0
+    for start in range(0, V, CHUNKS * CHUNK):
+        index = start + c[:, None] * CHUNK + w[None, :]
+        x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
+        is_usable = x < float("inf")  # neither +inf nor NaN, which comparisons and maxima would pass over
+        num_broken += tl.sum(tl.sum(tl.where(is_usable, 0, 1), 1), 0)
+        x = tl.where(is_usable, x, float("-inf"))
+        highs, places = tl.max(x, 1, return_indices=True)
+        # Where all is -inf there is nothing to subtract: -inf less -inf would be NaN.
+        base = tl.where(highs == float("-inf"), 0.0, highs)
+        sums = tl.sum(tl.exp2((x - base[:, None]) * _LOG2E), 1)
+        highest, which = tl.max(highs, 0, return_indices=True)
+        higher = tl.maximum(high, highest)
+        top = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2((high - top) * _LOG2E) + tl.sum(sums * tl.exp2((base - top) * _LOG2E), 0)
+        place = tl.sum(tl.where(c == which, places, 0), 0)
+        likeliest = tl.where(highest > high, start + which * CHUNK + place, likeliest)
         high = higher
-        uniform = tl.rand(seed, index)
-        noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-20)))
-        y = tl.where(ok, tl.where(is_greedy, x, x + noise), float("-inf"))
-        winner, place = tl.max(y, 0, return_indices=True)
-        is_better = winner > best
-        best_index = tl.where(is_better, start + place, best_index)
-        best = tl.where(is_better, winner, best)
-    best_logit = tl.load(logits + row * stride + best_index).to(tl.float32) * inverse
-    tl.store(tokens + row, best_index.to(tl.int64))
-    tl.store(logprobs + row, best_logit - high - tl.log(total))
+        chunks = start // CHUNK + c
+        scores = base.to(tl.float64) + tl.log(sums.to(tl.float64)) - _log_exponentials(key, (-1 - chunks).to(tl.int64))
+        score, which = tl.max(scores, 0, return_indices=True)
+        winner = tl.where(score > first, start // CHUNK + which, winner)
+        first = tl.maximum(first, score)
+    index = winner * CHUNK + w
+    x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
+    x = tl.where(x < float("inf"), x, float("-inf"))
+    _, place = tl.max(x.to(tl.float64) - _log_exponentials(key, index), 0, return_indices=True)
+    token = tl.where(is_greedy, likeliest, winner * CHUNK + place)
+    logit = tl.load(logits + row * stride + token).to(tl.float32) * inverse
+    tl.store(tokens + row, token.to(tl.int64))
+    is_broken = (num_broken > 0) | (high == float("-inf"))
+    tl.store(logprobs + row, tl.where(is_broken, float("nan"), logit - high - tl.log(total)))
 
 
-def sample_rows(
-    logits_NV: Tensor, seeds_N: Tensor, positions_N: Tensor, temperatures_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gumbel-max sampling: (tokens, their log-probabilities at the given temperatures); temperature 0 is greedy."""
+def sample_rows(logits_NV: Tensor, seeds_N: Tensor, lengths_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, their log-probabilities at the given temperatures) by the race of `sampling`; temperature 0 is greedy.
+
+    `lengths_N` are the tokens before the one that is drawn. A log-probability is NaN where the logits are not finite.
+    """
     num_rows, vocab = logits_NV.shape
     tokens_N = torch.empty(num_rows, dtype=torch.long, device=logits_NV.device)
     logprobs_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
+    num_chunks = triton.next_power_of_2(triton.cdiv(vocab, CHUNK))
     _sample_kernel[(num_rows,)](
-        logits_NV, seeds_N, positions_N, temperatures_N, tokens_N, logprobs_N, vocab, logits_NV.stride(0),
-        WIDTH=min(4096, triton.next_power_of_2(vocab)), num_warps=8,
+        logits_NV, seeds_N, lengths_N, temperatures_N, tokens_N, logprobs_N, vocab, logits_NV.stride(0),
+        CHUNK=CHUNK, CHUNKS=min(32, num_chunks), num_warps=8,
     )  # fmt: skip
     return tokens_N, logprobs_N

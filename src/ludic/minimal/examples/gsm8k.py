@@ -4,7 +4,7 @@ r"""GSM8K in one file: a one-shot prompt, boxed answers, semantic grading with m
         --eval-on-start --eval-every-steps 10 --eval-limit 100 --run-dir runs/gsm8k --save-best-checkpoint
     python -m ludic.minimal.examples.gsm8k --model-name tiny --data train.jsonl --eval-data test.jsonl --batch-size 4 --max-steps 2
 
-Needs 'ludic[train,math,tensorboard]', and for the default data, which is on the hub, 'ludic[datasets]'.
+Needs the extras train, math and tensorboard, and for the default data, which is on the hub, datasets.
 """
 # ruff: noqa: T201 - a program prints
 

@@ -4,8 +4,8 @@ r"""MuSiQue in one file: multi-hop questions, each with a knowledge base of its 
         --max-turns 2 --learning-rate 8e-5 --max-tokens 256 --train-limit 32 --eval-limit 16 --run-dir runs/musique_search
     python -m ludic.minimal.examples.musique_search --model-name tiny --data musique.jsonl --max-tokens 16 --train-limit 4
 
-Needs a model with native tool calling, 'ludic[train,search,tensorboard]', for --lora-rank 'ludic[lora]', and for the default
-data, which is on the hub, 'ludic[datasets]'.
+Needs a model with native tool calling and the extras train, search and tensorboard; for --lora-rank also lora, and for the
+default data, which is on the hub, datasets.
 """
 # ruff: noqa: T201 - a program prints
 
@@ -192,14 +192,13 @@ def with_adapter(settings: Settings) -> Any:
     import torch
 
     from ludic.models.loading import LoadedModel, load_model
-    from ludic.models.tiny import TINY, make_tiny
 
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
     name, rank = settings.model_name, settings.lora_rank
-    loaded = make_tiny(settings.seed) if name == TINY else load_model(name)
+    loaded = load_model(name, seed=settings.seed)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)  # the adapter's first weights
         adapter = get_peft_model(loaded.model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

@@ -6,9 +6,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from ludic.models.head import whole_logits
 from ludic.training.advantages import Advantages
 from ludic.training.critic import CriticKind
-from ludic.training.losses import Loss
+from ludic.training.losses import Loss, as_loss
 from ludic.types import CreditAssigner, SAWBatch
 
 Preprocess: TypeAlias = Callable[[SAWBatch], SAWBatch]
@@ -22,7 +23,8 @@ class RLAlgorithm:
     credit_assigner: CreditAssigner
     """From rollouts to one weight per step."""
     loss: Loss
-    """From action tokens and their weights to a scalar."""
+    """From action tokens and their weights to a scalar. A class with `compute(logits, batch)` or `of(tokens)` and no base class
+    is taken, too; here it is then a `ForeignLoss`, whose `loss` it is."""
     advantages: Advantages | None = None
     """For algorithms with a critic: how its values turn rewards into weights, just before the update."""
     critic: CriticKind = CriticKind.SHARED
@@ -32,7 +34,9 @@ class RLAlgorithm:
     needs_teacher_logps: bool = False
     """Whether samples must come with a teacher's log-probs."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", as_loss(self.loss))
+
     def compute_loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one padded batch with a single forward pass; the trainer packs instead."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return self.loss.compute(logits, batch)
+        return self.loss.compute(whole_logits(model, batch["input_ids"], batch["attention_mask"]), batch)

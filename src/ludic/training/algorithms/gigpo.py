@@ -3,7 +3,7 @@
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.algorithms.common import checked
 from ludic.training.credit_assignment import StateFn, StateGroupReturn, observation_before
-from ludic.training.losses import TokenClippedSurrogateLoss
+from ludic.training.losses import Reduction, TokenClippedSurrogateLoss
 
 
 def make_gigpo(
@@ -14,6 +14,7 @@ def make_gigpo(
     state_of: StateFn = observation_before,
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.2,
+    reduction: Reduction | str | None = None,
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "gigpo",
@@ -22,6 +23,6 @@ def make_gigpo(
     return RLAlgorithm(
         name=name,
         credit_assigner=StateGroupReturn(group_size, gamma=gamma, step_weight=step_weight, state_of=state_of),
-        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high),
+        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction=reduction),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

@@ -3,7 +3,7 @@
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.algorithms.common import checked
 from ludic.training.credit_assignment import GroupNormalizedReturn
-from ludic.training.losses import TokenClippedSurrogateLoss
+from ludic.training.losses import Reduction, TokenClippedSurrogateLoss
 
 
 def make_grpo(
@@ -14,6 +14,7 @@ def make_grpo(
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.2,
     length_normalize: bool = False,
+    reduction: Reduction | str | None = None,
     ratio_clip: float | None = None,
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
@@ -30,6 +31,7 @@ def make_grpo(
             clip_eps_high=clip_eps_high,
             length_normalize=length_normalize,
             ratio_clip=ratio_clip,
+            reduction=reduction,
         ),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

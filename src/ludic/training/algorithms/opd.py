@@ -11,7 +11,7 @@ from typing import Literal
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn
 from ludic.training.credit_assignment.kl_modifier import KLCreditModifier
-from ludic.training.losses import CISPOLoss, DistillationLoss, TokenClippedSurrogateLoss
+from ludic.training.losses import CISPOLoss, DistillationLoss, Reduction, TokenClippedSurrogateLoss
 from ludic.training.preprocess import compose_preprocess, validate_actor_logps
 from ludic.types import ConfigError
 
@@ -70,6 +70,7 @@ def make_grpo_opd(
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.2,
     length_normalize: bool = False,
+    reduction: Reduction | str | None = None,
     ratio_clip: float | None = None,
     name: str = "grpo_opd",
 ) -> RLAlgorithm:
@@ -82,6 +83,7 @@ def make_grpo_opd(
             clip_eps_high=clip_eps_high,
             length_normalize=length_normalize,
             ratio_clip=ratio_clip,
+            reduction=reduction,
         ),
         preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount)),
         needs_teacher_logps=True,

@@ -3,12 +3,13 @@
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.algorithms.common import checked
 from ludic.training.credit_assignment import MonteCarloReturn
-from ludic.training.losses import ReinforceBaselineLoss, ReinforceLoss
+from ludic.training.losses import Reduction, ReinforceBaselineLoss, ReinforceLoss
 
 
 def make_reinforce(
     *,
     gamma: float = 1.0,
+    reduction: Reduction | str | None = None,
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "reinforce",
@@ -17,7 +18,7 @@ def make_reinforce(
     return RLAlgorithm(
         name=name,
         credit_assigner=MonteCarloReturn(gamma),
-        loss=ReinforceLoss(),
+        loss=ReinforceLoss(reduction=reduction),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )
 
@@ -26,6 +27,7 @@ def make_reinforce_baseline(
     *,
     gamma: float = 1.0,
     normalize_adv: bool = False,
+    reduction: Reduction | str | None = None,
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "reinforce_baseline",
@@ -34,6 +36,6 @@ def make_reinforce_baseline(
     return RLAlgorithm(
         name=name,
         credit_assigner=MonteCarloReturn(gamma),
-        loss=ReinforceBaselineLoss(normalize=normalize_adv),
+        loss=ReinforceBaselineLoss(normalize=normalize_adv, reduction=reduction),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

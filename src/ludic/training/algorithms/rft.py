@@ -4,7 +4,7 @@ from functools import partial
 
 from ludic.training.algorithms.algorithm import Preprocess, RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.losses import MaskedCausalLMCrossEntropyLoss
+from ludic.training.losses import MaskedCausalLMCrossEntropyLoss, Reduction
 from ludic.training.preprocess import compose_preprocess, forget_temperature
 from ludic.training.rejection import keep_distinct, keep_few_per_group, keep_rewarded
 
@@ -15,6 +15,7 @@ def make_rft(
     distinct: bool = False,
     max_per_group: int | None = None,
     length_normalize: bool = False,
+    reduction: Reduction | str | None = None,
     name: str = "rft",
 ) -> RLAlgorithm:
     """Samples that earned `min_reward`, each sequence once if `distinct`, few of each prompt; then cross-entropy."""
@@ -26,6 +27,6 @@ def make_rft(
     return RLAlgorithm(
         name=name,
         credit_assigner=ConstantCredit(1.0),
-        loss=MaskedCausalLMCrossEntropyLoss(length_normalize=length_normalize),
+        loss=MaskedCausalLMCrossEntropyLoss(length_normalize=length_normalize, reduction=reduction),
         preprocess=compose_preprocess(*steps, forget_temperature),
     )

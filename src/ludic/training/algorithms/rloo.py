@@ -3,13 +3,14 @@
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.algorithms.common import checked
 from ludic.training.credit_assignment import LeaveOneOutReturn
-from ludic.training.losses import ReinforceLoss
+from ludic.training.losses import Reduction, ReinforceLoss
 
 
 def make_rloo(
     *,
     group_size: int = 4,
     length_normalize: bool = False,
+    reduction: Reduction | str | None = None,
     ratio_clip: float | None = 2.0,
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
@@ -19,6 +20,6 @@ def make_rloo(
     return RLAlgorithm(
         name=name,
         credit_assigner=LeaveOneOutReturn(group_size),
-        loss=ReinforceLoss(length_normalize=length_normalize, ratio_clip=ratio_clip),
+        loss=ReinforceLoss(length_normalize=length_normalize, ratio_clip=ratio_clip, reduction=reduction),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

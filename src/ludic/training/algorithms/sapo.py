@@ -3,7 +3,7 @@
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.algorithms.common import checked
 from ludic.training.credit_assignment import GroupNormalizedReturn
-from ludic.training.losses import SAPOLoss
+from ludic.training.losses import Reduction, SAPOLoss
 
 
 def make_sapo(
@@ -14,6 +14,7 @@ def make_sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
     length_normalize: bool = False,
+    reduction: Reduction | str | None = None,
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "sapo",
@@ -24,6 +25,6 @@ def make_sapo(
         credit_assigner=GroupNormalizedReturn(
             group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
         ),
-        loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize),
+        loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, reduction=reduction),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

@@ -8,12 +8,11 @@ import numpy as np
 from ludic.training.credit_assignment.turns_and_groups import (
     Weights,
     check_group_size,
+    compared_totals,
     rollouts_by_group,
     same_on_every_step,
 )
 from ludic.types import Rollout
-
-_EPS = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class GroupNormalizedReturn:
     group_size: int
     """Rollouts per group; the request strategy uses the same number."""
     normalize_adv: bool = False
-    """Divide by the population standard deviation of the group (plus 1e-8)."""
+    """Divide by the population standard deviation of the group (plus 1e-8); differences that are mere rounding count as none."""
     positive_only: bool = False
     """Set what is below the mean to 0, after the division, so that the scale does not depend on it."""
     allow_partial: bool = field(default=False, kw_only=True)
@@ -45,10 +44,7 @@ class GroupNormalizedReturn:
         return weights
 
     def _advantages(self, members: Sequence[Rollout]) -> list[float]:
-        rewards_G = np.array([rollout.total_reward for rollout in members])
-        advantages_G = rewards_G - rewards_G.mean()
-        if self.normalize_adv:
-            advantages_G /= rewards_G.std() + _EPS
+        advantages_G = compared_totals(members, scaled=self.normalize_adv)
         if self.positive_only:
             advantages_G = np.maximum(advantages_G, 0.0)
         return [float(a) for a in advantages_G]

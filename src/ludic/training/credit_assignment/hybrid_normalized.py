@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ludic.training.credit_assignment.turns_and_groups import (
-    Floats,
     Weights,
     check_group_size,
+    compared_totals,
     rollouts_by_group,
     same_on_every_step,
 )
@@ -43,7 +43,7 @@ class HybridNormalizedReturn:
         members = [rollout for group in groups.values() for rollout in group]
         if not members:
             return {}
-        advantages = np.concatenate([_centred(group) for group in groups.values()])
+        advantages = np.concatenate([compared_totals(group, scaled=False) for group in groups.values()])
         advantages = advantages / (advantages.std() + self.eps)
         if self.positive_only:
             advantages = np.maximum(advantages, 0.0)
@@ -51,8 +51,3 @@ class HybridNormalizedReturn:
         for rollout, advantage in zip(members, advantages, strict=True):
             weights |= same_on_every_step(rollout, advantage)
         return weights
-
-
-def _centred(group: Sequence[Rollout]) -> Floats:
-    rewards_G = np.array([rollout.total_reward for rollout in group])
-    return rewards_G - rewards_G.mean()

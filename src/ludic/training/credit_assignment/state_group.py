@@ -17,6 +17,8 @@ from ludic.training.credit_assignment.turns_and_groups import (
     Weights,
     check_discount,
     check_group_size,
+    compared,
+    largest_to_go,
     one_per_turn,
     returns_to_go,
     rollouts_by_group,
@@ -35,8 +37,6 @@ scaled: minus the mean, divided by the population standard deviation (plus 1e-8)
 mean: minus the mean.
 others: minus the mean over the *other* rollouts; later visits of the rollout itself are left out with it.
 """
-
-_EPS = 1e-8
 
 
 def observation_before(turn: Turn) -> str | None:
@@ -88,19 +88,23 @@ class StateGroupReturn:
         weights: Weights = {}
         groups = rollouts_by_group(rollouts, group_size=self.group_size, allow_partial=self.allow_partial)
         for members in groups.values():
-            episode_G = self._compared([rollout.total_reward for rollout in members], list(range(len(members))))
-            steps = self._step_terms(members)
+            rewards = [turn_rewards(rollout) for rollout in members]
+            totals = [rollout.total_reward for rollout in members]
+            episode_G = self._compared(totals, list(range(len(members))), np.concatenate(rewards))
+            steps = self._step_terms(members, rewards)
             for rollout, episode, steps_T in zip(members, episode_G, steps, strict=True):
                 weights |= one_per_turn(rollout, episode + self.step_weight * steps_T)
         return weights
 
-    def _step_terms(self, members: Sequence[Rollout]) -> list[Floats]:
+    def _step_terms(self, members: Sequence[Rollout], rewards: Sequence[Floats]) -> list[Floats]:
         """A_step of every turn of every member."""
-        returns = [returns_to_go(turn_rewards(rollout), self.gamma) for rollout in members]
+        returns = [returns_to_go(rewards_T, self.gamma) for rewards_T in rewards]
+        largest = [largest_to_go(rewards_T) for rewards_T in rewards]
         terms = [np.zeros_like(returns_T) for returns_T in returns]
         for visits in self._visits(members).values():
-            compared = self._compared([returns[i][t] for i, t in visits], [i for i, _ in visits])
-            for (i, t), term in zip(visits, compared, strict=True):
+            values, owners = [returns[i][t] for i, t in visits], [i for i, _ in visits]
+            made_of = [largest[i][t] for i, t in visits]
+            for (i, t), term in zip(visits, self._compared(values, owners, made_of), strict=True):
                 terms[i][t] = term
         return terms
 
@@ -114,13 +118,11 @@ class StateGroupReturn:
                     visits.setdefault(state, []).append((i, t))
         return visits
 
-    def _compared(self, values: Sequence[float], owners: Sequence[int]) -> Floats:
-        """Each value against its group; `owners` says which rollout it belongs to."""
-        values_N = np.asarray(values, dtype=np.float64)
+    def _compared(self, values: Sequence[float], owners: Sequence[int], made_of: Sequence[float] | Floats) -> Floats:
+        """Each value against its group; `owners` says which rollout it belongs to, `made_of` which rewards they are sums of."""
         if self.comparison == "others":
-            return _against_others(values_N, np.asarray(owners))
-        centred_N = values_N - values_N.mean()
-        return centred_N / (values_N.std() + _EPS) if self.comparison == "scaled" else centred_N
+            return _against_others(np.asarray(values, dtype=np.float64), np.asarray(owners))
+        return compared(values, made_of=made_of, scaled=self.comparison == "scaled")
 
 
 def _against_others(values_N: Floats, owners_N: np.ndarray) -> Floats:

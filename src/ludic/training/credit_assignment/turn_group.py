@@ -1,6 +1,5 @@
 """`TurnGroupReturn`: return-to-go, compared turn by turn with the siblings that got as far."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,14 +10,14 @@ from ludic.training.credit_assignment.turns_and_groups import (
     Weights,
     check_discount,
     check_group_size,
+    compared,
+    largest_to_go,
     one_per_turn,
     returns_to_go,
     rollouts_by_group,
     turn_rewards,
 )
 from ludic.types import Rollout
-
-_EPS = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +56,20 @@ class TurnGroupReturn:
         weights: Weights = {}
         groups = rollouts_by_group(rollouts, group_size=self.group_size, allow_partial=self.allow_partial)
         for members in groups.values():
-            returns = [returns_to_go(turn_rewards(rollout), self.gamma) for rollout in members]
-            mean_T, scale_T = self._baseline(returns)
-            for rollout, returns_T in zip(members, returns, strict=True):
-                T = len(returns_T)
-                weights |= one_per_turn(rollout, (returns_T - mean_T[:T]) / scale_T[:T])
+            rewards = [turn_rewards(rollout) for rollout in members]
+            returns = [returns_to_go(rewards_T, self.gamma) for rewards_T in rewards]
+            for rollout, weights_T in zip(members, self._by_turn(returns, rewards), strict=True):
+                weights |= one_per_turn(rollout, weights_T)
         return weights
 
-    def _baseline(self, returns: Sequence[Floats]) -> tuple[Floats, Floats]:
-        """Mean and divisor per turn, over the members that reach it."""
-        by_turn: dict[int, list[float]] = defaultdict(list)
-        for returns_T in returns:
-            for t, value in enumerate(returns_T):
-                by_turn[t].append(value)
-        mean_T = np.array([np.mean(values) for values in by_turn.values()])
-        if not self.normalize:
-            return mean_T, np.ones_like(mean_T)
-        return mean_T, np.array([np.std(values) + _EPS for values in by_turn.values()])
+    def _by_turn(self, returns: Sequence[Floats], rewards: Sequence[Floats]) -> list[Floats]:
+        """Each member's returns, every one against those of the members that reach its turn."""
+        weights = [np.zeros_like(returns_T) for returns_T in returns]
+        largest = [largest_to_go(rewards_T) for rewards_T in rewards]
+        for t in range(max(map(len, returns), default=0)):
+            there = [i for i, returns_T in enumerate(returns) if len(returns_T) > t]
+            values = [returns[i][t] for i in there]
+            weights_N = compared(values, made_of=[largest[i][t] for i in there], scaled=self.normalize)
+            for i, weight in zip(there, weights_N, strict=True):
+                weights[i][t] = weight
+        return weights

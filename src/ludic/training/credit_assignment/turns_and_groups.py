@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types import ConfigError, Rollout, RolloutStepKey, Step
+from ludic.types import ConfigError, Rollout, RolloutStepKey, Step, spread_of
 
 Floats = npt.NDArray[np.float64]
 Weights = dict[RolloutStepKey, float]
@@ -51,6 +51,11 @@ def returns_to_go(rewards: Sequence[float] | Floats, gamma: float) -> Floats:
     for t in reversed(range(len(rewards))):
         after = returns[t] = rewards[t] + gamma * after
     return returns
+
+
+def largest_to_go(rewards: Floats) -> Floats:
+    """The size of the largest reward from turn t on: what the rounding of G_t depends on."""
+    return np.maximum.accumulate(np.abs(rewards)[::-1])[::-1]
 
 
 def is_truncated(rollout: Rollout) -> bool:
@@ -113,6 +118,26 @@ def _check_size(key: GroupKey, size: int, group_size: int) -> None:
             f"Group {key.group_id!r} of {role} has {size} finished rollouts, but group_size={group_size}. Use the same "
             "group_size in GRPORequestStrategy and let the engine drop incomplete groups, or pass allow_partial=True."
         )
+
+
+EPS = 1e-8
+"""Added to a standard deviation that is divided by."""
+
+
+def compared(values: Sequence[float] | Floats, *, made_of: Sequence[float] | Floats, scaled: bool) -> Floats:
+    """Minus the mean, over the standard deviation if `scaled`; 0 where the values differ by no more than rounding."""
+    values_N = np.asarray(values, dtype=np.float64)
+    spread = spread_of(values_N, made_of)
+    if spread == 0.0:
+        return np.zeros_like(values_N)
+    centred_N = values_N - values_N.mean()
+    return centred_N / (spread + EPS) if scaled else centred_N
+
+
+def compared_totals(members: Sequence[Rollout], *, scaled: bool) -> Floats:
+    """`compared` over the total rewards of a group."""
+    rewards = [step.reward for rollout in members for step in rollout.steps]
+    return compared([rollout.total_reward for rollout in members], made_of=rewards, scaled=scaled)
 
 
 # --- weights --------------------------------------------------------------------------------------------------

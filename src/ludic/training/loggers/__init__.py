@@ -1,6 +1,6 @@
 """Where the numbers of a step go. Every logger has `log(step, stats)` and `close()`."""
 
-from ludic.training.loggers.interface import Closable, Resumable
+from ludic.training.loggers.interface import Closable, Resumable, ShowsActivity
 from ludic.training.loggers.jsonl import JSONLLogger, read_metrics
 from ludic.training.loggers.print import PrintLogger
 from ludic.training.loggers.rich_live import RichLiveLogger
@@ -10,5 +10,5 @@ from ludic.training.loggers.wandb import WandbLogger
 
 __all__ = [
     "PrintLogger", "JSONLLogger", "TensorBoardLogger", "WandbLogger", "TeeLogger", "RichLiveLogger",
-    "Closable", "Resumable", "read_metrics",
+    "Closable", "Resumable", "ShowsActivity", "read_metrics",
 ]  # fmt: skip

@@ -17,3 +17,12 @@ class Resumable(Protocol):
     def resume(self, step: int) -> None:
         """Forget what came after `step`; called once, before the first `log`."""
         ...
+
+
+@runtime_checkable
+class ShowsActivity(Protocol):
+    """Can say what goes on between two calls of `log`, such as a batch that is being played."""
+
+    def show_activity(self, text: str) -> None:
+        """Called every second or so; empty when nothing is going on that could be told."""
+        ...

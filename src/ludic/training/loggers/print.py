@@ -1,7 +1,9 @@
 """Stats as plain lines of text."""
 
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import IO
 
 
@@ -19,10 +21,13 @@ class PrintLogger:
         stream: IO[str] | None = None,
         status: Callable[[], str] | None = None,
         status_every: int = 5,
+        activity_every_s: float = 15.0,
     ) -> None:
-        """`keys` chooses what is shown, in that order; `percent` are shown in percent; `stream` is stdout unless given.
+        """`keys` chooses what is shown, in that order (see `chosen`); `percent` are shown in percent; `stream` is stdout unless
+        given.
 
-        `status` is asked for one more line after the first step and then every `status_every`-th.
+        `status` is asked for one more line after the first step and then every `status_every`-th. Between two steps, what is
+        going on is written at most every `activity_every_s` seconds.
         """
         self._prefix = prefix
         self._keys = keys
@@ -33,16 +38,27 @@ class PrintLogger:
         self._status, self._status_every = status, status_every
         self._status_at: int | None = None
         """The step at which the status line is due; None: at once."""
+        self._activity_every_s = activity_every_s
+        self._written_at: float | None = None
+        """When the last line was written, or when there was first anything to say."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         # sys.stdout is looked up now, since it may have been replaced since this logger was made.
-        stream = sys.stdout if self._stream is None else self._stream
+        stream = self._stream or sys.stdout
         for line in self.lines(step, stats):
             stream.write(f"{line}\n")
         if self._status is not None and (self._status_at is None or step >= self._status_at):
             stream.write(f"{self._prefix} {self._status()}\n")
             self._status_at = step + self._status_every
         stream.flush()
+        self._written_at = None
+
+    def show_activity(self, text: str) -> None:
+        now = time.monotonic()
+        self._written_at = now if self._written_at is None else self._written_at
+        if text and now - self._written_at >= self._activity_every_s:
+            self._written_at = now
+            print(f"{self._prefix} {text}", file=self._stream or sys.stdout, flush=True)
 
     def lines(self, step: int, stats: Mapping[str, float]) -> list[str]:
         percent = shown_in_percent(self._percent, stats)
@@ -59,10 +75,24 @@ class PrintLogger:
 
 
 def chosen(stats: Mapping[str, float], keys: Sequence[str] | None) -> Mapping[str, float]:
-    """All stats, or those asked for; a key without its prefix means the one that ends in it."""
+    """All stats, or those asked for, in the order of the keys.
+
+    A key without a prefix means every stat that is called so behind its prefix. It may be a pattern, such as *_rate; one that
+    begins with ! leaves out what it fits.
+    """
     if keys is None:
         return stats
-    return {name: stats[name] for key in keys for name in stats if name == key or name.split("/", 1)[-1] == key}
+    left_out = [key[1:] for key in keys if key.startswith("!")]
+    return {
+        name: stats[name]
+        for key in keys
+        for name in stats
+        if _fits(name, key) and not any(_fits(name, other) for other in left_out)
+    }
+
+
+def _fits(name: str, key: str) -> bool:
+    return fnmatchcase(name, key) or fnmatchcase(name.split("/", 1)[-1], key)
 
 
 def shown_in_percent(percent: Collection[str], stats: Iterable[str]) -> set[str]:

@@ -5,6 +5,7 @@ Without a terminal (a pipe, a batch job) it writes plain lines instead.
 
 import atexit
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -54,6 +55,9 @@ class RichLiveLogger:
         self._began: tuple[int, float] | None = None
         """The first step that was logged, and when."""
         self._status = status
+        self._activity = ""
+        self._step: int | None = None
+        self._drawing = threading.Lock()  # steps are logged from a thread, activity is shown from the event loop
         self._live: Live | None = None
         self._plain = PrintLogger(
             keys=keys, precision=precision, percent=percent, stream=self._console.file, status=status
@@ -63,21 +67,50 @@ class RichLiveLogger:
         if not self._console.is_terminal:
             self._plain.log(step, stats)
             return
-        self._latest.update(stats)
-        self._began = self._began or (step, time.monotonic())
-        if self._spark_key in stats:
-            self._history.append(stats[self._spark_key])
-        self._started().update(self._picture(step), refresh=True)
+        with self._drawing:
+            self._forget_rates_of(stats)
+            self._latest.update(stats)
+            self._began = self._began or (step, time.monotonic())
+            if self._spark_key in stats:
+                self._history.append(stats[self._spark_key])
+            self._step, self._activity = step, ""
+            self._draw()
+
+    def show_activity(self, text: str) -> None:
+        """A line under the table; before the first step, a line alone."""
+        if not self._console.is_terminal:
+            self._plain.show_activity(text)
+            return
+        with self._drawing:
+            if text != self._activity:
+                self._activity = text
+                self._draw()
+
+    def _forget_rates_of(self, stats: Mapping[str, float]) -> None:
+        """A result that no longer occurs has no rate any more; its last one must not stand there as if it were new."""
+        groups = tuple(f"{name.partition('/')[0]}/" for name in stats if name.endswith("_rate"))
+        self._latest = {
+            name: value
+            for name, value in self._latest.items()
+            if not (name.endswith("_rate") and name.startswith(groups))
+        }
+
+    def _draw(self) -> None:
+        activity = [Text(self._activity)] if self._activity else []
+        table = [] if self._step is None else [self._picture(self._step)]
+        self._started().update(Group(*table, *activity), refresh=True)
 
     def close(self) -> None:
         if self._live is not None:
+            if self._activity:
+                self.show_activity("")
             self._live.stop()
             self._live = None
             atexit.unregister(self.close)
 
     def _started(self) -> Live:
         if self._live is None:
-            # Drawn on `log` only: no thread. A run that ends without `close` still gets its cursor back.
+            # Drawn on `log` and `show_activity` only: no thread. A run that ends without `close` still gets its cursor back.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
             atexit.register(self.close)

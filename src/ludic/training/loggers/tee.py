@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from ludic.training.loggers.interface import Closable, Resumable
+from ludic.training.loggers.interface import Closable, Resumable, ShowsActivity
 from ludic.types import TrainingLogger
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,11 @@ class TeeLogger:
         for index, child in enumerate(self._children):
             # Each child gets a copy: one that changes it must not change what the others see.
             self._survive(index, "log", partial(child.log, step, dict(stats)))
+
+    def show_activity(self, text: str) -> None:
+        for index, child in enumerate(self._children):
+            if isinstance(child, ShowsActivity):
+                self._survive(index, "show_activity", partial(child.show_activity, text))
 
     def resume(self, step: int) -> None:
         """Not guarded: a record that cannot be resumed would hold every step twice."""

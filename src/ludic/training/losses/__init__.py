@@ -1,6 +1,6 @@
 """Losses: from action tokens to a scalar. One file per idea."""
 
-from ludic.training.losses.base import Loss, selective_log_softmax, tokens_from_logits
+from ludic.training.losses.base import ForeignLoss, Loss, as_loss, selective_log_softmax, tokens_from_logits
 from ludic.training.losses.batch_normalized import BatchNormalized
 from ludic.training.losses.cispo import CISPOLoss
 from ludic.training.losses.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
@@ -29,6 +29,8 @@ from ludic.training.losses.value import ValueLoss
 
 __all__ = [
     "Loss",
+    "ForeignLoss",
+    "as_loss",
     "ActionTokens",
     "BatchFacts",
     "Reduction",

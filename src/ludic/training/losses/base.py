@@ -1,21 +1,21 @@
 """`Loss`: the contract, and the padded way in.
 
 A loss says what it wants beside log-probs, and turns action tokens into a scalar and statistics. `compute` is the same
-loss on the logits of a padded batch, as the seeds describe it; the trainer never uses it.
+loss on the logits of a padded batch, as the seeds describe it; the trainer uses it for losses that have nothing else.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ludic.models.vocabulary_kl import VocabularyKL
 from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
-from ludic.types import ConfigError
+from ludic.types import ConfigError, spread_of
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -27,6 +27,8 @@ class Loss(ABC):
     needs_reference: bool = False
     needs_old_logps: bool = True
     needs_values: bool = False
+    needs_logits: bool = False
+    """Whether it looks at `ActionTokens.padded`: whole logits, in memory at once."""
     distils: VocabularyKL | None = None
     """The KL to a teacher in this process that it wants of every token."""
 
@@ -40,6 +42,70 @@ class Loss(ABC):
         loss, stats = self.of(tokens)
         means = {name: torch.as_tensor(total) / max(count, 1e-12) for name, (total, count) in stats.items()}
         return loss, {"loss": loss.detach(), **means}
+
+
+class ForeignLoss(Loss):
+    """A loss without this base class: a class with `of`, or with the seeds' `compute(logits, batch) -> (loss, stats)` alone.
+
+    `compute` is called on padded micro-batches; its result and its statistics count as means over their samples, so how a batch
+    is cut matters unless it divides by the number of samples. It sees raw logits: `batch["inverse_temperature"]` says what
+    sampling scaled them by.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+        self.needs_entropy = getattr(loss, "needs_entropy", False)
+        self.needs_reference = getattr(loss, "needs_reference", False)
+        self.needs_old_logps = getattr(loss, "needs_old_logps", True)
+        self.needs_values = getattr(loss, "needs_values", False)
+        self.needs_logits = getattr(loss, "needs_logits", not hasattr(loss, "of"))
+        self.distils = getattr(loss, "distils", None)
+
+    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        if hasattr(self.loss, "of"):
+            given: tuple[Tensor, Stats] = self.loss.of(tokens)
+            return given
+        if tokens.padded is None:
+            raise KeyError(
+                f"{type(self.loss).__name__}.compute needs whole logits, which the Trainer computes for it. Where only log-probs "
+                "are known (Tinker), a loss needs `of(tokens)`."
+            )
+        logits, batch = tokens.padded
+        loss, stats = self.loss.compute(logits, _with_weights(batch, tokens))
+        share = tokens.num_items / max(tokens.facts.num_items, 1)
+        count = float(tokens.num_items)
+        means = {name: torch.as_tensor(value).detach().float() for name, value in stats.items() if name != "loss"}
+        return loss * share, {name: (mean * count, count) for name, mean in means.items()}
+
+    def compute(self, logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if not hasattr(self.loss, "compute"):
+            return super().compute(logits, batch)
+        given: tuple[Tensor, dict[str, Tensor]] = self.loss.compute(logits, batch)
+        return given
+
+
+def _with_weights(batch: Mapping[str, Tensor], tokens: ActionTokens) -> Mapping[str, Tensor]:
+    """The batch with the tokens' weights, where a correction or a baseline has changed them."""
+    at = batch["action_mask"].bool()
+    if torch.equal(batch["token_weight"][at], tokens.weights):
+        return batch
+    return {
+        **batch,
+        "token_weight": batch["token_weight"].masked_scatter(at, tokens.weights),
+        "weight": tokens.item_weights,
+    }
+
+
+def as_loss(loss: Any) -> Loss:
+    """The loss itself, or one without our base class in a form that the rest of the library can ask what it needs."""
+    if isinstance(loss, Loss):
+        return loss
+    if not hasattr(loss, "of") and not hasattr(loss, "compute"):
+        raise ConfigError(
+            f"{type(loss).__name__} is no loss: it has neither compute(logits, batch) nor of(tokens), which return a scalar and "
+            "statistics."
+        )
+    return ForeignLoss(loss)
 
 
 def common_distillation(losses: Iterable[Loss]) -> VocabularyKL | None:
@@ -104,12 +170,12 @@ def _at_actions(batch: Mapping[str, Tensor], key: str, rows: Tensor, columns: Te
 
 
 def _facts(weight_B: Tensor, num_tokens: int) -> BatchFacts:
-    weight_B = weight_B.double()  # in float32 the mean of equal weights can miss them, and a division by 1e-8 shows it
+    weight_B = weight_B.detach().double()  # in float32 the mean of equal weights can miss them
     return BatchFacts(
         num_items=weight_B.shape[0],
         num_tokens=num_tokens,
         weight_mean=float(weight_B.mean()),
-        weight_std=float(weight_B.std(unbiased=False)),
+        weight_std=spread_of(weight_B.cpu().numpy()),
     )
 
 

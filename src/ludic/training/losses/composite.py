@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, common_distillation
+from ludic.training.losses.base import Loss, as_loss, common_distillation
 from ludic.training.losses.tokens import ActionTokens, Stats
 from ludic.types import ConfigError
 
@@ -18,6 +18,9 @@ class LossTerm:
     name: str
     loss: Loss
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", as_loss(self.loss))
 
 
 class CompositeLoss(Loss):
@@ -36,6 +39,7 @@ class CompositeLoss(Loss):
         self.needs_reference = any(term.loss.needs_reference for term in terms)
         self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
         self.needs_values = any(term.loss.needs_values for term in terms)
+        self.needs_logits = any(term.loss.needs_logits for term in terms)
         self.distils = common_distillation(term.loss for term in terms)
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:

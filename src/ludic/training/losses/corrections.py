@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, require_positive
+from ludic.training.losses.base import Loss, as_loss, require_positive
 from ludic.training.losses.mismatch import log_ratio, moments, sequence_log_ratio
 from ludic.training.losses.tokens import ActionTokens, Stats, over_tokens
 from ludic.types import ConfigError
@@ -118,10 +118,11 @@ class CorrectedLoss(Loss):
     """A loss whose weights are multiplied by corrections."""
 
     def __init__(self, loss: Loss, corrections: Sequence[Correction]) -> None:
-        self.loss = loss
+        self.loss = loss = as_loss(loss)
         self.corrections = tuple(corrections)
         self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
         self.needs_values, self.distils = loss.needs_values, loss.distils
+        self.needs_logits = loss.needs_logits
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         factors = torch.ones_like(tokens.weights)

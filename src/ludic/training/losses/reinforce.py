@@ -30,14 +30,11 @@ class ReinforceLoss(Loss):
         self.constant_length = constant_length
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        return self._of(tokens, tokens.weights)
-
-    def _of(self, tokens: ActionTokens, weights_A: Tensor) -> tuple[Tensor, Stats]:
         difference = log_ratio(tokens, type(self).__name__).detach()
         total_B = tokens.item_mean(difference) if self.length_normalize else tokens.item_sum(difference)
         ratio_B = total_B.clamp(max=20.0).exp()
         used_B = ratio_B if self.ratio_clip is None else ratio_B.clamp(max=self.ratio_clip)
-        terms_A = -tokens.spread(used_B) * weights_A * tokens.logps
+        terms_A = -tokens.spread(used_B) * tokens.weights * tokens.logps
         loss = tokens.reduce_tokens(terms_A, self.reduction, self.constant_length)
         stats = {
             **common_stats(tokens),
@@ -68,8 +65,6 @@ class ReinforceBaselineLoss(ReinforceLoss):
         self.normalize = normalize
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        facts = tokens.facts
-        centred = tokens.centred(facts.weight_mean, facts.weight_std + 1e-8 if self.normalize else 1.0)
-        loss, stats = self._of(tokens, centred.weights)
-        baseline = tokens.logps.new_tensor(facts.weight_mean)
+        loss, stats = super().of(tokens.centred(scaled=self.normalize))
+        baseline = tokens.logps.new_tensor(tokens.facts.weight_mean)
         return loss, {**stats, "baseline": (baseline, 1.0)}

@@ -25,6 +25,7 @@ class RoutedLoss(Loss):
         self.needs_entropy = any(term.loss.needs_entropy for term in terms)
         self.needs_reference = any(term.loss.needs_reference for term in terms)
         self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
+        self.needs_logits = any(term.loss.needs_logits for term in terms)
         self.distils = common_distillation(term.loss for term in terms)
 
     def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:

@@ -40,7 +40,7 @@ class BatchFacts:
     weight_mean: float = 0.0
     """Over samples."""
     weight_std: float = 1.0
-    """Over samples, of the population."""
+    """Over samples, of the population; 0 where they differ by no more than rounding."""
     by_objective: Mapping[str, "BatchFacts"] = field(default_factory=dict)
     """The same of the samples of each objective, where samples name one."""
 
@@ -78,15 +78,22 @@ class ActionTokens:
     """[B] what each sample is trained for; empty where no sample says."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logps nobody knows, where those of others are known."""
+    padded: tuple[Tensor, Mapping[str, Tensor]] | None = None
+    """Logits [B, L, V] and the tensors of `collate_saw_items`, for losses that ask for them (`needs_logits`)."""
 
     def corrected(self, factors: Tensor) -> "ActionTokens":
         """The weights times these factors."""
         correction = factors if self.correction is None else self.correction * factors
         return replace(self, weights=self.weights * factors, correction=correction)
 
-    def centred(self, shift: float, scale: float = 1.0) -> "ActionTokens":
-        """(A − shift) / scale, corrected as before: what a correction has masked must not come back as −shift."""
+    def centred(self, *, scaled: bool = True) -> "ActionTokens":
+        """A minus the batch's mean, over its standard deviation where it has one if `scaled`.
+
+        What a correction has masked stays 0: it must not come back as minus the mean.
+        """
+        shift, spread = self.facts.weight_mean, self.facts.weight_std
         shift_A = shift if self.correction is None else shift * self.correction
+        scale = spread + 1e-8 if scaled and spread else 1.0
         return replace(self, weights=(self.weights - shift_A) / scale)
 
     def require_old_logps(self, who: str) -> Tensor:
@@ -117,6 +124,7 @@ class ActionTokens:
             facts=facts,
             objectives=tuple(self.objectives[index] for index in chosen) if self.objectives else (),
             without_old_logps=tuple(new for new, old in enumerate(chosen) if old in self.without_old_logps),
+            padded=self._rows_of(chosen),
         )
         knows_none = len(part.without_old_logps) == len(chosen)
         return replace(
@@ -125,6 +133,12 @@ class ActionTokens:
             old_logps=None if knows_none else part.old_logps,
             without_old_logps=() if knows_none else part.without_old_logps,
         )
+
+    def _rows_of(self, chosen: Sequence[int]) -> tuple[Tensor, Mapping[str, Tensor]] | None:
+        if self.padded is None:
+            return None
+        logits, batch = self.padded
+        return logits[list(chosen)], {name: rows[list(chosen)] for name, rows in batch.items()}
 
     def with_known_old_logps(self) -> "ActionTokens":
         """Only the samples whose old_logps are known; all, where no sample lacks them."""

@@ -48,7 +48,7 @@ def test_a_missing_redis_names_its_extra():
     except MissingExtra as error:
         print(error)
     """
-    assert "pip install 'ludic[pipeline]'" in run_python(WITHOUT_REDIS + textwrap.dedent(code))
+    assert "pip install 'ludic-rl[pipeline] @ git" in run_python(WITHOUT_REDIS + textwrap.dedent(code))
 
 
 def test_loading_the_package_loads_nothing_of_it():

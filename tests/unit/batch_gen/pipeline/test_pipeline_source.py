@@ -620,12 +620,16 @@ def test_settings_that_cannot_work_are_refused(wrong):
 
 
 def test_the_account_is_shown_in_one_line():
-    stats = PipelineStats(produced=1280, trained=1024, stale=16, in_queue=240)
-    assert stats.identity() == "produced 1280 = 1024 trained + 16 stale + 0 filtered + 0 dead + 240 in queue"
+    """Samples that were trained on since the last checkpoint are fetched, and not acknowledged."""
+    stats = PipelineStats(produced=1280, trained=1024, stale=16, in_queue=240, unacknowledged_items=64)
+    assert (
+        stats.identity()
+        == "produced 1280 = 1024 acknowledged + 16 stale + 0 filtered + 0 dead + 64 fetched + 176 waiting"
+    )
     assert stats.balance == 0
 
 
 def test_the_account_says_what_is_missing():
     stats = PipelineStats(produced=10, trained=7, in_queue=1)
     assert stats.balance == 2
-    assert stats.identity().endswith("1 in queue + 2 UNACCOUNTED FOR")
+    assert stats.identity().endswith("1 waiting + 2 UNACCOUNTED FOR")

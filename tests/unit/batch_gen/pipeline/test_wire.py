@@ -354,13 +354,13 @@ assert len(decode_group(encode_group(items))) == 1
 try:
     encode_group(items, compress=True)
 except MissingExtra as error:
-    assert "ludic[pipeline]" in str(error)
+    assert "ludic-rl[pipeline]" in str(error)
 else:
     raise AssertionError("compressed without zstd")
 try:
     decode_group(bytes.fromhex(sys.argv[1]))
 except UnreadableGroup as error:
-    assert "ludic[pipeline]" in str(error)
+    assert "ludic-rl[pipeline]" in str(error)
 else:
     raise AssertionError("read without zstd")
 """

@@ -193,5 +193,5 @@ def test_wrong_settings_say_what_would_do(settings, says):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(MissingExtra, match=r"ludic\[gymnasium\]"):
+    with pytest.raises(MissingExtra, match=r"ludic-rl\[gymnasium\]"):
         GymnasiumEnv("FrozenLake-v1")

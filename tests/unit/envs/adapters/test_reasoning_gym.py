@@ -256,5 +256,5 @@ def test_without_a_reset_there_is_no_puzzle():
 def test_without_the_package_the_extra_is_named(monkeypatch):
     for name in ("reasoning_gym", "reasoning_gym.factory"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=r"ludic\[reasoning-gym\]"):
+    with pytest.raises(MissingExtra, match=r"ludic-rl\[reasoning-gym\]"):
         ReasoningGymEnv("chain_sum")

@@ -177,5 +177,5 @@ def test_wrong_settings_say_what_would_do(settings, error, says):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(MissingExtra, match=r"ludic\[textarena\]"):
+    with pytest.raises(MissingExtra, match=r"ludic-rl\[textarena\]"):
         TextArenaEnv("TicTacToe-v0")

@@ -237,5 +237,5 @@ def test_wrong_settings_say_what_would_do(settings, says):
 def test_without_the_package_the_extra_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=r"ludic\[verifiers\]"):
+    with pytest.raises(MissingExtra, match=r"ludic-rl\[verifiers\]"):
         VerifiersEnv("anything")

@@ -156,7 +156,7 @@ def test_mistakes_are_answered_with_what_to_do(tmp_path):
 
 def test_without_pyboy_it_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match="pip install 'ludic\\[game-boy\\]'"):
+    with pytest.raises(MissingExtra, match="pip install 'ludic-rl\\[game-boy\\] @ git"):
         GameBoyEnv("demo")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from ludic.inference.local import EngineClosed, LocalEngine, QueueFull, RequestAborted
+from ludic.inference.local import EngineClosed, LocalEngine, LogitsNotFinite, QueueFull, RequestAborted
 from ludic.types import ConfigError, OutOfRoom, PromptTooLong
 from tests.unit.inference.local.tiny_models import (
     VOCAB,
@@ -316,6 +316,57 @@ async def test_a_crash_leaves_nobody_waiting_even_when_the_books_are_in_disorder
     answers = await in_time(asyncio.gather(*tasks, return_exceptions=True))
     assert all(isinstance(answer, EngineClosed) for answer in answers)
     engine.close()
+
+
+# --- logits that are not finite ---
+
+
+def model_broken_at(token: int) -> Any:
+    """As `shared_model`, but what follows this token is NaN; the weights are finite, or the engine would refuse them."""
+    model = new_model()
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, ids, rows: rows.masked_fill((ids[0] == token)[..., None], float("nan"))
+    )
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+async def test_logits_that_are_not_finite_fail_their_request_alone(settings):
+    prompts = [p for n in range(5, 17) if 5 not in [*(p := some_prompt(n)), *family_greedy("llama", p, 16)]]
+    assert len(prompts) > 5
+    async with make_engine(model_broken_at(5)) as engine:
+        bad = asyncio.create_task(ask(engine, [1, 2, 5], **settings))
+        answers = await ask_all(engine, [request(prompt) for prompt in prompts])
+        with pytest.raises(LogitsNotFinite, match=r"after 3 tokens are not finite \(policy version 0\).*learning rate"):
+            await bad
+        with pytest.raises(LogitsNotFinite):
+            await ask(engine, [1, 2, 5])
+        assert engine.stats["kv_blocks_used"] == engine.stats["running"] == 0 and engine.failure is None
+        answers += await ask_all(engine, [request(prompt) for prompt in prompts])
+    assert [tokens(answer) for answer in answers] == 2 * [family_greedy("llama", prompt, 16) for prompt in prompts]
+
+
+async def test_a_broken_request_leaves_nothing_in_the_place_that_its_neighbour_takes():
+    """It fails while decoding, and the shorter one behind it moves up: what lies beyond its own end is masked, but NaN."""
+    first, second = some_prompt(40), some_prompt(6)
+    token = family_greedy("llama", first, 1)[0]
+    expected = family_greedy("llama", second, 30)
+    assert token not in [*first, *second, *expected]
+    async with make_engine(model_broken_at(token)) as engine:
+        engine.pause()
+        broken, whole = (asyncio.create_task(ask(engine, p, max_tokens=30)) for p in (first, second))
+        await asyncio.sleep(0)
+        engine.resume()
+        with pytest.raises(LogitsNotFinite, match="after 41 tokens"):
+            await broken
+        assert tokens(await whole) == expected
+
+
+async def test_scores_that_are_not_finite_fail_their_text_alone():
+    async with make_engine(model_broken_at(5)) as engine:
+        scores = [engine.score_tokens([1, 2, last], [3, 4]) for last in (5, 6)]
+        bad, good = await in_time(asyncio.gather(*scores, return_exceptions=True))
+        assert isinstance(bad, LogitsNotFinite) and len(good) == 2
 
 
 # --- shutting down ---

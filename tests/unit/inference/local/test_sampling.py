@@ -2,15 +2,25 @@
 
 import asyncio
 import math
+import platform
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ludic.inference.local.sampling import sample
+from ludic.inference.local.sampling import CHUNK, derive_bits, exponentials, sample
 from ludic.inference.local.sequence import Sequence
-from tests.unit.inference.local.tiny_models import ask_all, make_engine, reference_model, request, some_prompt, tokens
+from ludic.types import derive_seed
+from tests.unit.inference.local.tiny_models import (
+    ask_all,
+    make_engine,
+    new_model,
+    reference_model,
+    request,
+    some_prompt,
+    tokens,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -1.0, 0.25, -2.0, 0.75])
 NUM_DRAWS = 1200
@@ -89,6 +99,25 @@ def test_frequencies_and_logprobs_are_those_of_the_processed_softmax(setting):
     probs_V = processed(LOGITS, **setting)
     assert_drawn_from(drawn, probs_V)
     np.testing.assert_allclose(logprobs, np.log(probs_V[drawn]), atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [CHUNK + 1, 300, 4 * CHUNK])
+@pytest.mark.parametrize("setting", [{}, {"top_k": 40}, {"temperature": 0.7, "top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_chunks_and_then_tokens_are_drawn_from_the_processed_softmax(vocab, setting):
+    logits_V = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5
+    logits_V[vocab - 1] = 3.0  # the last chunk counts, however few its tokens are
+    sequences = [make_sequence(seed, **setting) for seed in range(2 * NUM_DRAWS)]
+    drawn, logprobs = sample(logits_V.repeat(len(sequences), 1), sequences)
+    probs_V = processed(logits_V, **setting)
+    assert probs_V[drawn].min() > 0, "a token that was ruled out"
+    np.testing.assert_allclose(logprobs, np.log(probs_V[drawn]), atol=1e-5)
+    for by in (np.arange(vocab) // CHUNK, np.arange(vocab) % 11):  # between chunks, and within them
+        classes = np.where(probs_V > 0, by, by.max() + 1)
+        expected = np.bincount(classes, weights=probs_V)
+        is_large = expected * len(drawn) > 5
+        assert_drawn_from(
+            [int(c) for c in classes[drawn] if is_large[c]], np.where(is_large, expected, 0) / expected[is_large].sum()
+        )
 
 
 def test_one_seed_draws_from_the_softmax_at_every_position():
@@ -174,6 +203,98 @@ def test_a_half_precision_model_is_sampled_in_full_precision():
     assert sample(logits_NV.clone(), sequences) == sample(logits_NV.float(), sequences)
 
 
+# --- logits that are not finite ---
+
+INFINITY = float("inf")
+BROKEN = {
+    "all NaN": (slice(None), math.nan),
+    "one NaN": (slice(3, 4), math.nan),
+    "all -inf": (slice(None), -INFINITY),
+    "one +inf": (slice(3, 4), INFINITY),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {}, {"top_p": 0.9, "top_k": 5, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("vocab", [10, 300])
+def test_logits_that_are_not_finite_give_nan_and_leave_other_rows_alone(broken, setting, vocab):
+    where, value = BROKEN[broken]
+    logits_NV = torch.randn(3, vocab, generator=torch.Generator().manual_seed(1))
+    sequences = [make_sequence(n, **setting) for n in range(3)]
+    expected, expected_logprobs = sample(logits_NV.clone(), sequences)
+    logits_NV[1, where] = value
+    drawn, logprobs = sample(logits_NV.clone(), sequences)
+    assert math.isnan(logprobs[1]) and 0 <= drawn[1] < vocab
+    assert (drawn[::2], logprobs[::2]) == (expected[::2], expected_logprobs[::2])
+
+
+# --- noise ---
+
+
+def bits_of(seed: int, positions: Any, tokens: Any) -> torch.Tensor:
+    keys = derive_bits(torch.tensor([[seed]]), torch.as_tensor(positions)[:, None])
+    return derive_bits(keys, torch.as_tensor(tokens))
+
+
+def test_noise_is_the_seed_derived_for_a_position_and_a_token():
+    tokens_of = [0, 1, 151_935, -1, -1187]
+    for seed in (0, 5, 2**63 - 1):
+        found = bits_of(seed, [1, 2, 70_000], tokens_of) >> 16 & (2**48 - 1)
+        assert found.tolist() == [[derive_seed(seed, p, t) for t in tokens_of] for p in (1, 2, 70_000)]
+
+
+def lanes(name: str) -> torch.Tensor:
+    """A million uniform numbers [rows, neighbours], neighbours in tokens, in positions or in seeds."""
+    if name == "tokens":
+        bits = bits_of(3, range(20), range(50_000))
+    elif name == "chunks":
+        bits = bits_of(3, range(1000), range(-1000, 0))
+    elif name == "positions":
+        bits = bits_of(3, range(50_000), range(20)).t()
+    else:
+        keys = derive_bits(torch.arange(50_000)[:, None], torch.tensor([[17]]))
+        bits = derive_bits(keys, torch.arange(20)).t()
+    return (bits >> 16 & (2**48 - 1)).double() / 2**48
+
+
+@pytest.mark.parametrize("name", ["tokens", "chunks", "positions", "seeds"])
+def test_noise_is_uniform_and_neighbours_are_independent(name):
+    uniform = lanes(name)
+    num = uniform.numel()
+    for scale in (1, 2**16, 2**32):  # the high, the middle and the low bits
+        cells = (uniform * scale % 1 * 64).long()
+        assert_drawn_from(cells.flatten().tolist(), np.full(64, 1 / 64))
+        assert_drawn_from((cells[:, 1:] * 64 + cells[:, :-1]).flatten().tolist(), np.full(4096, 1 / 4096))
+        centred = uniform * scale % 1 - 0.5
+        for shift in (1, 2, 7):
+            correlation = 12 * (centred[:, shift:] * centred[:, :-shift]).mean()
+            assert abs(float(correlation)) < 4.5 / math.sqrt(num)  # 1 / √n is its standard deviation
+
+
+def test_noise_reaches_both_tails_and_never_zero_or_infinity():
+    ends = torch.tensor([0, 2**16 - 1, -1, -(2**16)])  # the smallest uniform number twice, then the largest
+    found = exponentials(ends).tolist()
+    assert found[0] == found[1] == pytest.approx(49 * math.log(2), rel=1e-14)
+    assert found[2] == found[3] == pytest.approx(2.0**-49, rel=1e-14)
+    # Rare tokens keep their probability: the share below 2^-k is 2^-k.
+    drawn = exponentials(bits_of(1, range(100), range(20_000)))
+    for k in (4, 10, 14):
+        expected = drawn.numel() * -math.expm1(-(2.0**-k))
+        assert abs(int((drawn < 2.0**-k).sum()) - expected) < 4 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("epsilon", [0.01, 0.001])
+def test_moved_logits_change_few_draws(epsilon):
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(1000, 3000, generator=generator) * 2
+    moved_NV = logits_NV + (torch.rand(logits_NV.shape, generator=generator) * 2 - 1) * epsilon
+    sequences = [make_sequence(n) for n in range(1000)]
+    before, after = sample(logits_NV, sequences)[0], sample(moved_NV, sequences)[0]
+    # At most ε each (docs/engine.md); inverse transform sampling changes most of them.
+    num_changed = sum(a != b for a, b in zip(before, after, strict=True))
+    assert num_changed <= 1000 * epsilon + 4 * math.sqrt(1000 * epsilon)
+
+
 # --- seeds ---
 
 SEEDED = [
@@ -213,6 +334,24 @@ async def test_a_seeded_request_gets_the_same_tokens_alone_and_in_any_company(se
     assert [tokens(answer) for answer in again[:4]] == [tokens(answer) for answer in alone]
     for other, answer in zip([*first[6:10], *again[:4]], [*alone, *alone], strict=True):
         np.testing.assert_allclose(other.completion_logprobs, answer.completion_logprobs, atol=1e-4)
+
+
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="other math libraries may round by the size of the batch")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2-softcap"])
+async def test_logits_do_not_depend_on_the_batch_in_any_bit(family):
+    model = new_model(family, hidden_size=256, intermediate_size=512, head_dim=64)
+    requests = [request(some_prompt(1 + 13 * n), temperature=1.5, seed=n, max_tokens=6) for n in range(8)]
+    async with make_engine(model) as engine:
+        alone = [(await ask_all(engine, [r]))[0] for r in requests]
+        with_prefixes = await ask_all(engine, requests)
+        engine.release_cache()
+        together = await ask_all(engine, requests)
+    async with make_engine(model, max_prefill_tokens=33, kv_tokens=300) as engine:
+        in_pieces = await ask_all(engine, requests)
+    for answers in (with_prefixes, together, in_pieces):
+        for one, other in zip(alone, answers, strict=True):
+            assert tokens(one) == tokens(other)
+            assert one.completion_logprobs.tolist() == other.completion_logprobs.tolist()
 
 
 async def test_any_integer_is_a_seed():

@@ -255,6 +255,19 @@ async def test_nothing_is_shown_of_a_stop_string_nor_of_what_follows_it(engine, 
     assert choices[-1].finish_reason == "stop"
 
 
+async def test_a_stop_string_within_min_tokens_does_not_end_a_completion(engine):
+    free = await sampled(engine, temperature=0.8, max_tokens=32, ignore_eos=True)
+    stop = TOKENIZER.decode(free.completion_token_ids[:4].tolist(), skip_special_tokens=True)
+    assert stop and free.text.count(stop) == 1
+    async with client_of(engine) as client:
+        for least, expected in [(0, ""), (4, free.text)]:
+            answer = await client.completions.create(
+                model="tiny", prompt=PROMPT, seed=5, temperature=0.8, max_tokens=32, stop=stop,
+                extra_body={**ENDLESS, "min_tokens": least},
+            )  # fmt: skip
+            assert answer.choices[0].text == expected
+
+
 # --- chat --------------------------------------------------------------------------------------------------------
 
 
@@ -520,6 +533,16 @@ async def test_a_dead_engine_is_unavailable_and_says_why():
         assert "ludic_engine_up 0" in (await fetch(client, "/metrics"))[1]
 
 
+async def test_logits_that_are_not_finite_are_an_error_of_that_request():
+    model = tiny_model()
+    model.get_input_embeddings().register_forward_hook(lambda module, ids, rows: rows * float("nan"))
+    async with LocalEngine(model, TOKENIZER, kv_tokens=1000) as engine, client_of(engine) as client:
+        with pytest.raises(openai.InternalServerError, match="not finite.*learning rate") as caught:
+            await client.completions.create(model="tiny", prompt=PROMPT)
+        assert caught.value.status_code == 500 and caught.value.code == "not_finite"
+        assert (await fetch(client, "/health"))[0] == 200
+
+
 async def test_an_engine_that_stops_in_the_middle_of_a_stream_ends_it_with_an_error(model):
     engine = LocalEngine(model, TOKENIZER, kv_tokens=5000)
     async with client_of(engine) as client:
@@ -636,9 +659,7 @@ async def test_a_port_that_is_taken_is_named(engine):
             await serve(engine, port=port, model_name="tiny")
 
 
-def test_the_command_serves_until_it_is_interrupted(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
+def test_the_command_serves_until_it_is_interrupted():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     seen: list[str] = []
@@ -652,10 +673,10 @@ def test_the_command_serves_until_it_is_interrupted(model, tmp_path):
         signal.raise_signal(signal.SIGINT)
 
     threading.Thread(target=ask_and_interrupt, daemon=True).start()
-    result = CliRunner().invoke(cli, ["serve", "--model", str(tmp_path), "--port", str(port), "--dtype", "float32"])
+    result = CliRunner().invoke(cli, ["serve", "--model", "tiny", "--port", str(port)])
     assert result.exit_code == 0, result.output
-    assert seen == [str(tmp_path)]
-    assert f"Serving {tmp_path} at http://127.0.0.1:{port}/v1" in result.output
+    assert seen == ["tiny"]
+    assert f"Serving tiny at http://127.0.0.1:{port}/v1" in result.output
     assert result.output.rstrip().endswith("Stopped.")
 
 
@@ -664,8 +685,15 @@ def test_the_command_refuses_an_open_host_before_it_loads_anything():
     assert isinstance(result.exception, ConfigError) and "--insecure" in str(result.exception)
 
 
+def test_the_command_refuses_a_port_in_use_before_it_loads_anything():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere", "--port", str(port)])
+    assert isinstance(result.exception, ConfigError) and f"Cannot listen on 127.0.0.1:{port}" in str(result.exception)
+
+
 def test_the_command_without_aiohttp_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "ludic.inference.local.server")
     result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere"])
-    assert isinstance(result.exception, MissingExtra) and "ludic[serve]" in str(result.exception)
+    assert isinstance(result.exception, MissingExtra) and "ludic-rl[serve]" in str(result.exception)

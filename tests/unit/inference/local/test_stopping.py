@@ -98,6 +98,22 @@ def test_a_stop_token_before_min_tokens_does_not_end_it():
     assert write(ids, stop_ids=(6,), min_tokens=4).finish_reason is None
 
 
+@pytest.mark.parametrize("write_text", [encode, spelled], ids=["merged tokens", "single bytes"])
+def test_a_stop_string_within_min_tokens_does_not_end_it(write_text):
+    ids = write_text("one. two. three. four")
+    first = len(write(ids, stop=".").completion)
+    assert text_of(write(ids, stop=".", min_tokens=first - 1)) == "one"
+    later = write(ids, stop=".", min_tokens=first)
+    assert later.finish_reason == "stop" and text_of(later) == "one. two"
+    assert write(ids, stop=".", min_tokens=len(ids)).finish_reason is None
+
+
+def test_a_stop_string_that_ends_behind_min_tokens_ends_it():
+    ids = spelled("one END two")
+    assert text_of(write(ids, stop="END", min_tokens=6)) == "one "
+    assert write(ids, stop="END", min_tokens=7).finish_reason is None
+
+
 def test_limits_end_it_for_length_and_a_stop_on_the_last_token_is_a_stop():
     ids = [5, 6, 7, 8]
     assert write(ids, max_tokens=3).finish_reason == "length"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.types import ConfigError, TokenTrace
+from ludic.types import ConfigError, NotFinite, TokenTrace
 from tests.unit.inference.local.tiny_models import (
     Gate,
     ask,
@@ -154,11 +154,13 @@ async def test_numpy_weights_and_other_dtypes_are_taken():
 
 
 async def test_weights_that_were_broken_leave_nothing_behind():
+    """They are finite, what they compute is not: the cache is full of NaN."""
     model = new_model()
     good = {name: parameter.clone() for name, parameter in model.named_parameters()}
     async with make_engine(model) as engine:
-        engine.sync_weights({name: torch.full_like(p, float("nan")) for name, p in good.items()})
-        await ask_all(engine, requests(max_tokens=20))
+        engine.sync_weights({name: p * (1e38 if "_proj" in name else 1.0) for name, p in good.items()})
+        with pytest.raises(NotFinite, match="logits"):
+            await ask_all(engine, requests(max_tokens=20))
         engine.sync_weights(good)
         assert await answers(engine) == by_transformers(model)
 
@@ -311,3 +313,58 @@ def test_positions_that_depend_on_the_batch_are_refused(kind):
     model = new_model(rope_parameters=rope, original_max_position_embeddings=64)
     with pytest.raises(ConfigError, match="changes with the longest sequence"):
         make_engine(model)
+
+
+# --- weights and logits that are not finite ------------------------------------------------------------------------
+
+
+def with_nan(model, name: str = "model.layers.1.self_attn.q_proj.weight"):
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = float("nan")
+    return model
+
+
+def test_a_model_that_is_not_finite_is_not_served():
+    with pytest.raises(NotFinite, match=r"cannot be served.*in model\.layers\.1\.self_attn\.q_proj\.weight"):
+        make_engine(with_nan(new_model()))
+
+
+async def test_weights_that_are_not_finite_are_not_copied():
+    model, other = new_model(), with_nan(new_model(seed=9), "model.embed_tokens.weight")
+    async with make_engine(model) as engine:
+        with pytest.raises(NotFinite, match=r"in model\.embed_tokens\.weight\. Nothing was changed"):
+            engine.sync_weights(dict(other.named_parameters()))
+        assert engine.version == 0 and await answers(engine) == by_transformers(model)
+
+
+async def test_requests_fail_while_shared_weights_are_not_finite_and_work_under_the_next():
+    """Also one that was running, and those that are scored."""
+    model = new_model()
+    whole = copy_of(model)
+    async with make_engine(model) as engine:
+        running = asyncio.ensure_future(ask(engine, PROMPTS[1], max_tokens=200))
+        await eventually(lambda: engine.stats["running"] == 1)
+        with engine.updating():
+            with_nan(model)
+        for asked in (running, ask(engine, PROMPTS[0]), engine.score_tokens(PROMPTS[0], PROMPTS[1])):
+            with pytest.raises(NotFinite, match=r"weights of version 1 are not finite.*layers\.1\.self_attn\.q_proj"):
+                await in_time(asked)
+        assert engine.stats["running"] == engine.stats["waiting"] == engine.stats["kv_blocks_used"] == 0
+        engine.sync_weights(dict(whole.named_parameters()))
+        assert await answers(engine) == by_transformers(whole)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
+async def test_logits_that_are_not_finite_fail_the_request_and_not_the_engine(sampling):
+    """Finite weights, as a step that is far too long leaves them, whose products are not."""
+    model = new_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = 3e38
+        model.lm_head.weight[7] = 3e38
+        model.model.layers[0].mlp.up_proj.weight[0] = 3e38
+    async with make_engine(model) as engine:
+        with pytest.raises(NotFinite, match=r"logits.*not finite.*lower the learning rate"):
+            await ask(engine, [1, 2, 5], seed=1, **sampling)
+        with pytest.raises(NotFinite, match="logits"):
+            await engine.score_tokens([1, 2, 5], [3, 4])
+        assert engine.failure is None

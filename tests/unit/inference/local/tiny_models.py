@@ -44,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                   "query_pre_attn_scalar": 8, "tie_word_embeddings": False, "layer_types": _MIXED_LAYERS}),
     "gemma3-sliding": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": False,
                                   "layer_types": _MIXED_LAYERS}),
+    "phi-output-bias": ("Phi", {"tie_word_embeddings": False}),
 }  # fmt: skip
 _CONFIG_NAMES = {"Gemma3": "Gemma3TextConfig"}
 

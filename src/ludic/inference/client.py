@@ -1,0 +1,5 @@
+"""The seeds' path of the client protocols, which are in `ludic.types`."""
+
+from ludic.types import ChatClient, ChatResponse, TokenCompletionRequest, VersionedClient
+
+__all__ = ["ChatClient", "VersionedClient", "ChatResponse", "TokenCompletionRequest"]

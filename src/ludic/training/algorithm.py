@@ -1,0 +1,16 @@
+"""The seeds' path of algorithms and of what prepares their batches; they live in `algorithms/` and `preprocess.py`."""
+
+from ludic.training import algorithms
+from ludic.training.algorithms import *  # noqa: F403 - the same names, whatever is added there
+from ludic.training.preprocess import (
+    PreprocessFn,
+    compose_preprocess,
+    drop_zero_weight_samples,
+    filter_zero_variance_groups,
+    validate_actor_logps,
+)
+
+__all__ = [
+    *algorithms.__all__,
+    "PreprocessFn", "compose_preprocess", "validate_actor_logps", "drop_zero_weight_samples", "filter_zero_variance_groups",
+]  # fmt: skip

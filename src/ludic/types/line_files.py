@@ -1,0 +1,276 @@
+"""Files of JSON lines that are appended to while they are read: plain text, or gzip where the name ends in .gz.
+
+Rollouts are kept in them (`ludic.types.rollout`, `ludic.batch_gen.writer`). A compressed file consists of gzip members of about
+256 KiB of text. Each append extends the last member and closes it again, so the file is whole between two appends, `zcat` reads
+it at any time, and a line can be found again without reading what lies before its member.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+logger = logging.getLogger(__name__)
+
+MEMBER_BYTES = 1 << 18
+"""Text after which a new gzip member begins: what one line costs to find again, against how well it compresses."""
+_LEVEL = 6
+_BLOCK = 1 << 16
+_GZIP = 16 + zlib.MAX_WBITS
+_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+_LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix == ".gz"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+class LineWriter:
+    """Appends whole lines. Several writers, also of several processes, may take turns on one file."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._is_ready = False
+        self._member: _Member | None = None
+
+    def append(self, lines: bytes) -> None:
+        """The lines are in the file when it returns. A kill meanwhile leaves some of them, and half a one that readers skip."""
+        if not self._is_ready:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            repair(self.path)
+            self._is_ready = True
+        try:
+            with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "rb+", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                self._write(file, lines)
+        except BaseException:
+            self._is_ready, self._member = False, None  # a full disk may have taken a part
+            raise
+
+    def _write(self, file: IO[bytes], lines: bytes) -> None:
+        size = os.fstat(file.fileno()).st_size
+        if not is_compressed(self.path):
+            _write_at(file, size, lines)
+            return
+        if self._member is None or self._member.end != size or self._member.num_bytes >= MEMBER_BYTES:
+            self._member = _Member(start=size)
+        self._member.extend(file, lines)
+
+
+class _Member:
+    """The gzip member that a writer extends."""
+
+    def __init__(self, start: int) -> None:
+        self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+        self._crc = 0
+        self._place = start
+        """Where the next bytes go: behind the last block, over the end of the member."""
+        self._pending = _HEADER
+        self.num_bytes = 0
+        self.end = start
+        """Size of the file after the last append; another size means that another writer has been there."""
+
+    def extend(self, file: IO[bytes], lines: bytes) -> None:
+        self.num_bytes += len(lines)
+        self._crc = zlib.crc32(lines, self._crc)
+        blocks = self._pending + self._deflate.compress(lines) + self._deflate.flush(zlib.Z_SYNC_FLUSH)
+        end = _LAST_BLOCK + struct.pack("<II", self._crc, self.num_bytes & 0xFFFFFFFF)
+        # The old end goes first: of a write that is broken off, its bytes would be read as text.
+        os.ftruncate(file.fileno(), self._place)
+        _write_at(file, self._place, blocks + end)
+        self._pending = b""
+        self._place += len(blocks)
+        self.end = self._place + len(end)
+
+
+def _write_at(file: IO[bytes], place: int, data: bytes) -> None:
+    while data:
+        written = os.pwrite(file.fileno(), data, place)
+        data, place = data[written:], place + written
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where one line lies."""
+
+    path: Path
+    offset: int
+    """In the file; in a compressed one, in the text of its member."""
+    length: int
+    member: int | None = None
+    """Where the gzip member begins that holds it."""
+
+    def read(self) -> bytes:
+        if self.member is None:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                return file.read(self.length)
+        stat = self.path.stat()
+        text = _member_text(self.path, self.member, stat.st_size, stat.st_mtime_ns)
+        return text[self.offset : self.offset + self.length]
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
+    """Every whole line, also of a file that is being written; the end of a write that was broken off is left out."""
+    path = Path(path)
+    with path.open("rb") as file:
+        for member, text in _texts(file, is_compressed(path)):
+            offset = 0
+            for line in text:
+                if line.endswith(b"\n") or _is_json(line):
+                    yield Line(path, offset, len(line), member), line
+                offset += len(line)
+
+
+def _texts(file: IO[bytes], compressed: bool) -> Iterator[tuple[int | None, Iterator[bytes]]]:
+    """(where the member begins, its lines) for each member; a plain file is one without a beginning."""
+    if not compressed:
+        yield None, iter(file)
+        return
+    for member in _members(file):
+        yield member.start, _split(member.text)
+
+
+def _split(text: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines of a text that comes in pieces."""
+    rest = b""
+    for piece in text:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if rest:
+        yield rest
+
+
+@dataclass(slots=True)
+class _StoredMember:
+    """A gzip member that is being read; `size` and `is_whole` are known when its text has been read."""
+
+    start: int
+    text: Iterator[bytes]
+    size: int = 0
+    is_whole: bool = False
+    rest: bytes = b""
+    """Read from the file already, and part of the next member."""
+
+
+def _members(file: IO[bytes]) -> Iterator[_StoredMember]:
+    """One after the other; the text of each has to be read before the next is asked for. It ends at the first that is not whole."""
+    start, block = file.tell(), file.read(_BLOCK)
+    while block:
+        member = _StoredMember(start, iter(()))
+        member.text = _inflated(file, block, member)
+        yield member
+        if not member.is_whole:
+            return
+        start, block = start + member.size, member.rest or file.read(_BLOCK)
+
+
+def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[bytes]:
+    inflate = zlib.decompressobj(_GZIP)
+    while not inflate.eof and (block := block or file.read(_BLOCK)):
+        member.size += len(block)
+        before = inflate.copy()
+        try:
+            text = inflate.decompress(block)
+        except zlib.error as error:
+            logger.info("%s is damaged behind byte %d: %s", file.name, member.start, error)
+            yield _readable(before, block)
+            return
+        block = b""
+        if text:
+            yield text
+    member.is_whole, member.rest = inflate.eof, inflate.unused_data
+    member.size -= len(member.rest)
+
+
+def _readable(inflate: Any, block: bytes) -> bytes:
+    """What can be read of a damaged block; zlib gives nothing of a piece in which it finds a mistake, so pieces are small."""
+    text = b""
+    with contextlib.suppress(zlib.error):
+        for number in range(len(block)):
+            text += inflate.decompress(block[number : number + 1])
+    return text
+
+
+@lru_cache(maxsize=8)
+def _member_text(path: Path, start: int, size: int, mtime_ns: int) -> bytes:
+    """Lines of one member are usually read one after the other; `size` and `mtime_ns` tell when it has changed."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return b"".join(next(_members(file)).text)
+
+
+# --- repairing --------------------------------------------------------------------------------------------------
+
+
+def repair(path: Path) -> None:
+    """Remove what a killed process left half written, so that the next lines are not glued to it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if is_compressed(path):
+            _repair_compressed(file)
+        else:
+            _repair_plain(file)
+
+
+def _repair_compressed(file: IO[bytes]) -> None:
+    """Write the last member again, if it is not whole, with the lines of it that are."""
+    for member in _members(file):
+        lines = [line for line in _split(member.text) if line.endswith(b"\n") or _is_json(line)]
+    if member.is_whole:
+        return
+    logger.warning("%s ends in the middle of a write; %d lines of its last part are kept.", file.name, len(lines))
+    text = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
+    file.seek(member.start)
+    file.write(zlib.compress(text, _LEVEL, _GZIP) if text else b"")
+    file.truncate()
+
+
+def _repair_plain(file: IO[bytes]) -> None:
+    start = _start_of_last_line(file, file.seek(0, os.SEEK_END))
+    file.seek(start)
+    tail = file.read()
+    if tail.endswith(b"\n"):
+        return
+    if _is_json(tail):
+        file.write(b"\n")
+    else:
+        logger.warning("%s ends in the middle of a line; its last %d bytes are cut off.", file.name, len(tail))
+        file.truncate(start)
+
+
+def _start_of_last_line(file: IO[bytes], end: int) -> int:
+    """Where the last line begins: just behind the last newline before the final byte."""
+    position = end - 1
+    while position > 0:
+        start = max(0, position - _BLOCK)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -117,8 +117,7 @@ def _reading_gguf_once() -> Iterator[None]:
     if importlib.util.find_spec("gguf") is None:
         yield
         return
-    import gguf
-
+    gguf: Any = importlib.import_module("gguf")
     originals = gguf.GGUFReader, gguf.get_tensor_name_map
     gguf.GGUFReader = functools.lru_cache(maxsize=1)(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)

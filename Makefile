@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test test-fast vllm try-vllm system lint bench clean
+.PHONY: help train test tests test-fast vllm try-vllm system lint style types bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
@@ -62,18 +62,27 @@ system:
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-# A file's tests share models and servers, so a file stays with one of the two workers; each computes with one thread.
-# tests/conftest.py puts the longest files first.
+# What is downloaded and computed takes turns with what is waited for. A mistake of style ends it early; mypy, which reads
+# all of torch the first time, runs beside the tests.
 test:
-	$(MAKE) -j 3 -O lint try-vllm system
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
+	$(MAKE) -j 3 -O style try-vllm system
+	$(MAKE) -j 2 types tests
+
+# A file's tests share models and servers, so a file stays with one worker; each computes with one thread. tests/conftest.py
+# puts the longest files first. Three workers on two cores: a quarter of the time, tests wait for leases, limits and servers.
+tests: $(VENV)/.ready-all
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
 
-lint: $(VENV)/.ready-all
+lint: style types
+
+style: $(VENV)/.ready-all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready-all
 	$(BIN)/mypy
 
 bench: $(VENV)/.ready

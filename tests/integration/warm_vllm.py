@@ -69,9 +69,11 @@ def fork(alive: set[int], arguments: list[str], environment: dict[str, str], log
 def serve() -> None:
     import multiprocessing
 
+    import vllm.model_executor.models.registry as registry
     import vllm.v1.engine.utils as engines
 
     engines.get_mp_context = lambda: multiprocessing.get_context("fork")  # on a CPU vLLM says spawn
+    registry._run_in_subprocess = lambda function: function()  # a model of a new kind is looked at in another process
     sys.modules.pop(ENTRY_POINT)
     runpy.run_module(ENTRY_POINT, run_name="__main__", alter_sys=True)
 

@@ -6,6 +6,7 @@ needs no file at all.
 """
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def load_model(
         tokenizer_settings["gguf_file"] = gguf
         settings |= {"gguf_file": gguf, "quantization_config": _dequantised(gguf)}
     try:
-        with no_progress_bar() if is_here else contextlib.nullcontext():
+        with no_progress_bar() if is_here else contextlib.nullcontext(), _reading_gguf_once():
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **tokenizer_settings)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, **settings)
     except (OSError, ValueError) as error:
@@ -107,6 +108,23 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if was_on:
             hf_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _reading_gguf_once() -> Iterator[None]:
+    """transformers parses a GGUF file for the tokenizer, the config and the weights each, and makes the table of tensor names
+    for every module: half of the seconds that SmolLM2 takes to be loaded."""
+    if importlib.util.find_spec("gguf") is None:
+        yield
+        return
+    gguf: Any = importlib.import_module("gguf")
+    originals = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader = functools.lru_cache(maxsize=1)(gguf.GGUFReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = originals
 
 
 def _check_is_as_asked(model: Any, dtype: torch.dtype | None, device: str | torch.device | None) -> None:

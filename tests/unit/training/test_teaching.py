@@ -79,9 +79,10 @@ async def test_a_student_learns_from_its_teacher_what_nobody_rewards():
 @pytest.mark.slow
 async def test_a_task_and_a_teacher_together_teach_in_few_steps():
     engine = taught(x=ASCII, y=OTHERS)
-    history = await distilled(make_grpo_opd(group_size=8, kl_coeff=0.5), LocalTeacher(engine), 32)
+    history = await distilled(make_grpo_opd(group_size=8, kl_coeff=0.5), LocalTeacher(engine), 34)
     engine.close()
-    assert mean(history[-5:], REWARD) > 0.85
+    assert mean(history[:3], REWARD) < 0.65
+    assert mean(history[-5:], REWARD) > 0.8, "chance is one half; 0.87 was the lowest of five seeds"
 
 
 @pytest.mark.slow

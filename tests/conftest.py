@@ -15,8 +15,9 @@ import pytest
 TABLE = Path(__file__).with_name("seconds.json")
 MEASURED = json.loads(TABLE.read_text())
 SLOW_TESTS = frozenset(MEASURED["slow_tests"])
-SLOW_FROM_S = 0.1
-"""A test that takes longer is slow, whether its file says so or not; eleven of twelve take less."""
+SLOW_FROM_S, SLOW_CASE_FROM_S = 0.1, 0.5
+"""A test whose cases take longer on average, or one of them alone, is slow, whether its file says so or not; nine of ten take
+less."""
 QUICK = ("tests/unit/", "tests/contract/", "tests/golden/")
 """The folders of `make test-fast`."""
 SLOW_TO_IMPORT = ("adapters/test_verifiers.py", "tools/test_mcp_tools.py")
@@ -48,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, so that the workers end together."""
     for item in items:
-        if item.nodeid in SLOW_TESTS and not config.getoption("--write-seconds"):
+        if item.nodeid.split("[", 1)[0] in SLOW_TESTS and not config.getoption("--write-seconds"):
             item.add_marker(pytest.mark.slow)
     if config.getvalue("dist") == "loadfile":
         weights: dict[str, float] = defaultdict(float)
@@ -102,11 +103,11 @@ class Stopwatch:
         files: dict[str, float] = defaultdict(float)
         for test, seconds in self.tests.items():
             files[file_of(test)] += seconds
-        slow = [
-            test
-            for test, seconds in self.tests.items()
-            if seconds >= SLOW_FROM_S and test.startswith(QUICK) and test not in self.marked
-        ]
+        cases: dict[str, list[float]] = defaultdict(list)
+        for test, seconds in self.tests.items():
+            if test.startswith(QUICK) and test not in self.marked:
+                cases[test.split("[", 1)[0]].append(seconds)
+        slow = [test for test, s in cases.items() if sum(s) / len(s) >= SLOW_FROM_S or max(s) >= SLOW_CASE_FROM_S]
         table = {
             "files": {file: round(seconds, 1) for file, seconds in sorted(files.items()) if seconds >= 1.0},
             "slow_tests": sorted(slow),

@@ -74,7 +74,7 @@ tests: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
 
 lint: style types
 

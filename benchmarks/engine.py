@@ -195,7 +195,7 @@ def on_gpu() -> None:
 
 
 def time_ms(draw: Callable[[Tensor], Any], logits_NV: Tensor) -> float:
-    """The best of some calls, each on logits of its own: sampling changes them in place."""
+    """The best of some calls, each on fresh logits: sampling changes them in place."""
     seconds = []
     for _ in range(3 + 20_000_000 // logits_NV.numel() % 20):
         own = logits_NV.clone()

@@ -231,7 +231,7 @@ def _load_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
         raise ConfigError(f"There is no file {place} in {Path.cwd()}. Write path/to/file.py:name.")
-    # A name of its own: a file called math.py is not the standard library's, nor that of another folder.
+    # A unique name: a file called math.py is not the standard library's, nor that of another folder.
     name = f"ludic_own_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]

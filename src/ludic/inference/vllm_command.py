@@ -125,7 +125,7 @@ def check_host(host: str, api_key: str | None, insecure: bool) -> None:
     """Refuse to let other machines in without a key, unless `insecure` allows it."""
     if not (_is_loopback(host) or api_key or insecure):
         raise ConfigError(
-            f"Listening on {host!r} would let everybody who reaches this machine use the model. Give an --api-key "
+            f"Listening on {host!r} lets every client that reaches this machine use the model. Give an --api-key "
             "(or LUDIC_API_KEY), keep to 127.0.0.1, or say --insecure if the network is your own."
         )
 

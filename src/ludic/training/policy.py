@@ -99,7 +99,7 @@ class TrainedPolicy:
 
     def action_hidden(self, batch: PackedBatch) -> Tensor:
         """[A, D] the hidden states alone."""
-        assert self._head is not None, "whoever wants hidden states has asked for the head"
+        assert self._head is not None, "callers that read hidden states have asked for the head"
         return compute(self.model, lambda: self._action_hidden(batch))
 
     def kl_to(self, teacher: "TrainedPolicy", hidden_AD: Tensor, batch: PackedBatch, how: VocabularyKL) -> Tensor:

@@ -105,7 +105,7 @@ class StopSignal:
 def run_sync(work: Coroutine[Any, Any, T], stop: Callable[[], StopSignal] | None = None) -> T:
     """The result of `work`, for callers without asyncio: `asyncio.run`.
 
-    Where an event loop runs already, as in a notebook, the work gets a thread and a loop of its own. Signals, which only reach
+    Where an event loop runs already, as in a notebook, the work runs in a new thread with a new loop. Signals, which only reach
     the main thread, are passed on to `stop`.
     """
     try:

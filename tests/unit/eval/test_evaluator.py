@@ -258,6 +258,12 @@ async def test_every_evaluation_plays_the_same_episodes():
     assert [r["opponent_move"] for r in first] == [r["opponent_move"] for r in second]
 
 
+async def test_evaluating_without_asyncio_works_where_an_event_loop_runs():
+    """As in a notebook."""
+    records, _ = run_eval_sync(quiz_engine(lambda question: "<a>yes</a>"), questions(FOUR))
+    assert len(records) == len(FOUR)
+
+
 def test_there_is_a_way_without_asyncio():
     records, metrics = run_eval_sync(quiz_engine(lambda question: "<a>yes</a>"), questions(FOUR))
     assert metrics["accuracy"] == 1 and json.loads(json.dumps(records)) == records

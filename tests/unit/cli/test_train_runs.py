@@ -276,7 +276,7 @@ def test_an_env_that_raises_shows_its_own_line_once_and_how_often(ludic, caplog)
     assert "of env 'letter.py:Breaks' failed, and is tried again: KeyError" in first and "env seed" in first
     assert all("return table[action]" not in line for line in rest)
     assert "5 of 8 episodes failed, more than max_failed_share=0.5 allows. 5 x at letter.py:" in ended.err
-    assert "to go on: ludic train runs/first --resume" in ended.err and "Traceback" not in ended.err
+    assert "To go on: ludic train runs/first --resume" in ended.err and "Traceback" not in ended.err
 
 
 def test_the_share_of_episodes_that_may_fail_is_a_setting(ludic):

@@ -62,16 +62,16 @@ system:
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-# What is downloaded and computed takes turns with what is waited for. A mistake of style ends it early; mypy, which reads
-# all of torch the first time, runs beside the tests.
+# Installs run side by side; then mypy; then the tests, alone on the machine: some of them hold processes to a time limit.
 test:
 	$(MAKE) -j 3 -O style try-vllm system
-	$(MAKE) -j 2 types tests
+	$(MAKE) types
+	$(MAKE) tests
 
 # A file's tests share models and servers, so a file stays with one worker; each computes with one thread. tests/conftest.py
-# puts the longest files first. Three workers on two cores: a quarter of the time, tests wait for leases, limits and servers.
+# puts the longest files first.
 tests: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"

@@ -7,7 +7,9 @@ Both follow from tests/seconds.json: how long files and tests take on a quiet co
 import gc
 import json
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -33,6 +35,8 @@ gc.disable()  # until everything is imported: nothing is garbage yet, and going 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-seconds", action="store_true", help=f"measure all tests and write {TABLE.name}")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="the seed of every fuzzer (default 0)")
+    parser.addoption("--fuzz-cases", type=int, help="how many cases each fuzzer tries (default: few enough for `make test`)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,6 +47,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     unwanted = "not slow" in config.option.markexpr and collection_path.as_posix().endswith(SLOW_TO_IMPORT)
     return True if unwanted else None
+
+
+@dataclass(frozen=True)
+class Fuzz:
+    """How many cases a fuzzer tries, and from which seed. A failing case is repeated with the flags that `at` prints."""
+
+    seed: int
+    wanted_cases: int | None
+
+    def cases(self, default: int) -> int:
+        return default if self.wanted_cases is None else self.wanted_cases
+
+    def rng(self, case: int) -> Random:
+        return Random(f"{self.seed} {case}")
+
+    def at(self, case: int) -> str:
+        return f"fuzz case {case}: run again with --fuzz-seed {self.seed} --fuzz-cases {case + 1}"
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> Fuzz:
+    return Fuzz(request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz-cases"))
 
 
 @pytest.hookimpl(tryfirst=True)

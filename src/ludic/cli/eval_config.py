@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from ludic.cli.run_config import AgentSettings, Dtype, EnvSettings, RunConfig, check_data, resolve_play
+from ludic.cli.run_config import AgentSettings, Dtype, EnvSettings, RunConfig, check_data, check_name, resolve_play
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.settings import MaybeFloat, MaybeInt, MaybeText, read_toml
 from ludic.eval import Grading
@@ -112,8 +112,7 @@ class OutputSettings:
     """Where such folders are."""
 
     def __post_init__(self) -> None:
-        if self.name is not None and not re.fullmatch(r"[\w.+-]+", self.name):
-            raise ConfigError(f"name = {self.name!r}; a folder is named with letters, digits and . _ + -")
+        check_name(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,15 @@ MaybeAveraging: TypeAlias = Annotated[
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
 
 
+def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
+    """The name of a folder, which stays inside the folder that it is created in."""
+    if name is not None and (not re.fullmatch(pattern, name) or {".", ".."} & set(name.split("/"))):
+        raise ConfigError(
+            f"name = {name!r}; a folder is named with letters, digits and . _ + -, and cannot be . or .. (--runs or --out "
+            "chooses where it is)."
+        )
+
+
 def _at_least(low: float, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and value < low:
@@ -291,8 +300,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         _at_least(0, checkpoint_every=self.checkpoint_every)
         _at_least(1, checkpoint_keep=self.checkpoint_keep)
-        if self.name is not None and not re.fullmatch(r"[\w.+-]+(/[\w.+-]+)*", self.name):
-            raise ConfigError(f"name = {self.name!r}; a run folder is named with letters, digits and . _ + -")
+        check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)

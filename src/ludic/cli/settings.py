@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tomllib
 import types
@@ -111,6 +112,30 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
     return dataclasses.replace(config, **sections)  # type: ignore[type-var]
 
 
+def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
+    """No setting is NaN or infinite, and whole numbers fit 64 bits, which is what TOML and torch take.
+
+    An argument of a part may be infinite (`--algo-set clip_high=Infinity`): that is for the part to say.
+    """
+    for name, value in values.items():
+        numbers = list(_numbers_in(value))
+        if any(isinstance(number, int) and not -(2**63) <= number < 2**63 for number in numbers):
+            raise ConfigError(f"{where}{name} = {value}; a whole number lies between -2^63 and 2^63 - 1.")
+        if any(number != number for number in numbers) or value in (math.inf, -math.inf):
+            raise ConfigError(f"{where}{name} = {value}; it must be a finite number.")
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    if isinstance(value, (int, float)):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _numbers_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _numbers_in(inner)
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A setting that two configs do not share."""
@@ -167,7 +192,9 @@ def parse_flags(words: type[W], default: T, args: Sequence[str], *, prog: str, d
         typed, args=rest, prog=prog, description=description, config=(tyro.conf.OmitArgPrefixes,), compact_help=False
     )
     config = type(default)(**{name: getattr(parsed, name) for name in sections})
-    return Command(parsed.command, with_values(config, _merged_arguments(config, default, arguments)))
+    config = with_values(config, _merged_arguments(config, default, arguments))
+    check_numbers(values_of(config))
+    return Command(parsed.command, config)
 
 
 def _merged_arguments(config: Any, default: Any, given: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -237,6 +264,7 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
             if name not in known:
                 raise ConfigError(_unknown_name(section, name, by_section, where))
         given = {name: _read(value, known[name].kind, f"{where}: {name}") for name, value in table.items()}
+        check_numbers(given, f"{where}: ")
         sections[section] = typing.get_type_hints(cls)[section](**given)
     return cls(**sections)
 

@@ -93,7 +93,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
 }
 """Name → numbers on x86_64 and aarch64 (None: there is no such call)."""
 CLONE, CLONE3 = (56, 220), (435, 435)
-SOCKET, IOCTL, PRLIMIT = (41, 198), (16, 29), (302, 261)
+SOCKET, SOCKETPAIR, IOCTL, PRLIMIT = (41, 198), (53, 199), (16, 29), (302, 261)
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
@@ -125,7 +125,8 @@ def program(machine: str | None = None) -> bytes:
     # Its flags are in memory, where a filter cannot look; callers fall back to clone.
     code += [(_JUMP_EQUAL, 0, 1, CLONE3[column]), (_RETURN, 0, 0, ERRNO | ENOSYS)]
     code += _by_argument(CLONE[column], _ARGUMENT_0, [(_JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)], EPERM)
-    code += _by_argument(SOCKET[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, AF_UNIX)], EAFNOSUPPORT)
+    for call in (SOCKET, SOCKETPAIR):
+        code += _by_argument(call[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, AF_UNIX)], EAFNOSUPPORT)
     # Its own limits (process 0) it may set; the supervisor's are of the same user.
     code += _by_argument(PRLIMIT[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, 0)], EPERM)
     tests = [(_JUMP_EQUAL, 1, 0, TIOCSTI), (_JUMP_EQUAL, 0, 1, TIOCLINUX)]

@@ -1,5 +1,6 @@
 """`TrainerConfig`: the numbers of a training run, checked where they are set."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -70,17 +71,28 @@ class TrainerConfig:
         if self.learning_rate is not None:
             self.lr = self.learning_rate
         self.learning_rate = self.lr
-        if self.lr <= 0:
-            raise ConfigError(f"lr={self.lr}; it must be above 0.")
-        if self.critic_lr is not None and self.critic_lr <= 0:
-            raise ConfigError(f"critic_lr={self.critic_lr}; it must be above 0, or None for lr={self.lr}.")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr={self.lr}; it must be above 0 and finite.")
+        if self.critic_lr is not None and not 0 < self.critic_lr < math.inf:
+            raise ConfigError(f"critic_lr={self.critic_lr}; it must be above 0 and finite, or None for lr={self.lr}.")
         if self.micro_token_budget < self.max_seq_len or self.max_seq_len < 2:
             raise ConfigError(
                 f"micro_token_budget={self.micro_token_budget} must be at least max_seq_len={self.max_seq_len}, and that at "
                 "least 2: the longest sample has to fit one micro-batch."
             )
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm}; it must be above 0, or None for no clipping.")
+        if (
+            not 0 <= self.weight_decay < math.inf
+            or not 0 < self.eps < math.inf
+            or not all(0 <= b < 1 for b in self.betas)
+        ):
+            raise ConfigError(
+                f"weight_decay={self.weight_decay}, eps={self.eps}, betas={self.betas}; AdamW takes a finite weight_decay of 0 "
+                "or more, a finite eps above 0, and betas from 0 to below 1."
+            )
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}; torch takes seeds from -2^63 to 2^63 - 1.")
         if self.max_empty_batches < 1 or self.log_every < 1:
             raise ConfigError(
                 f"max_empty_batches={self.max_empty_batches} and log_every={self.log_every} must be at least 1."

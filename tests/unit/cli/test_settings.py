@@ -247,7 +247,7 @@ values = st.recursive(
         ),
         learning=st.builds(
             Learning,
-            lr=st.floats(min_value=0, exclude_min=True),
+            lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
             kind=st.sampled_from(["constant", "linear"]),
             fast=st.booleans(),
             shown=st.lists(st.text(st.characters(codec="utf-8"))).map(tuple),

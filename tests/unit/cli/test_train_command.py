@@ -16,6 +16,10 @@ def ludic(tmp_path, monkeypatch, capsys):
 # --- what is refused ---
 
 
+LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
+"""Names of run folders that would leave the runs folder, or be it."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -92,11 +96,39 @@ def test_a_folder_that_is_not_there_is_answered_as_one(command, ludic, tmp_path)
         (["tic_tac_toe", "--group-size", "0"], ["group_size = 0; it must be at least 1"]),
         (["tic_tac_toe", "--name", "a b"], ["name = 'a b'", "letters, digits"]),
         ([], ["TARGET"]),
+        *((["tic_tac_toe", "--name", name], [f"name = {name!r}", "cannot be . or .."]) for name in LEAVING_NAMES),
+        *(
+            (["tic_tac_toe", flag, value], [f"{name} = {value}; it must be a finite number"])
+            for flag, name, value in [
+                ("--lr", "lr", "inf"),
+                ("--lr", "lr", "nan"),
+                ("--lr", "lr", "-inf"),
+                ("--critic-lr", "critic_lr", "nan"),
+                ("--max-grad-norm", "max_grad_norm", "nan"),
+                ("--max-grad-norm", "max_grad_norm", "inf"),
+                ("--weight-decay", "weight_decay", "nan"),
+                ("--temperature", "temperature", "nan"),
+                ("--eval-timeout-s", "eval_timeout_s", "inf"),
+            ]
+        ),
+        *(
+            (["tic_tac_toe", "--seed", str(seed)], [f"seed = {seed}; a whole number lies between"])
+            for seed in [2**63, 10**40, -(2**63) - 1]
+        ),
+        (["tic_tac_toe", "--algo-set", "clip_eps=NaN"], ["algo_set = {'clip_eps': nan}; it must be a finite number"]),
+        (["tic_tac_toe", "--set", "size=[1, 99999999999999999999]"], ["a whole number lies between"]),
     ],
 )
-def test_a_wrong_flag_is_answered_with_the_nearest(arguments, parts, ludic):
+def test_a_wrong_flag_is_answered_with_the_nearest(arguments, parts, ludic, tmp_path):
     ended = ludic("train", *arguments)
-    assert ended.code == 2 and all(part in ended.err for part in parts)
+    assert ended.code == 2 and all(part in " ".join(ended.err.split()) for part in parts), ended.err
+    assert "Traceback" not in ended.err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", LEAVING_NAMES)
+def test_an_evaluation_stays_in_its_folder_too(name, ludic):
+    ended = ludic("eval", "tic_tac_toe", "--model", "tiny", "--name", name)
+    assert ended.code == 2 and f"name = {name!r}" in ended.err and "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
@@ -105,6 +137,9 @@ def test_a_wrong_flag_is_answered_with_the_nearest(arguments, parts, ludic):
         ("[algo]\ngroupsize = 8", "Did you mean 'group_size'"),
         ("[train]\nsteps = 1.5", "steps = 1.5: expected a whole number"),
         ("[train]\nsteps = 3", 'names no env; write id = "…" under [env]'),
+        ("[train]\nlr = nan", "lr = nan; it must be a finite number"),
+        ("[train]\nmax_grad_norm = inf", "max_grad_norm = inf; it must be a finite number"),
+        ("[train]\nseed = 99999999999999999999", "seed = 99999999999999999999; a whole number lies between"),
     ],
 )
 def test_a_mistake_in_a_config_file_is_named(text, message, ludic, tmp_path):

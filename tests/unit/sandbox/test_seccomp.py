@@ -13,6 +13,7 @@ SPECIAL = {
     "clone": seccomp.CLONE,
     "clone3": seccomp.CLONE3,
     "socket": seccomp.SOCKET,
+    "socketpair": seccomp.SOCKETPAIR,
     "ioctl": seccomp.IOCTL,
     "prlimit64": seccomp.PRLIMIT,
 }
@@ -63,8 +64,10 @@ def test_some_calls_depend_on_their_arguments(machine):
     def call(numbers: tuple[int, int], *arguments: int) -> int:
         return decide(program, machine, numbers[column], *arguments)
 
-    assert call(seccomp.SOCKET, 1) == seccomp.ALLOW
-    assert {call(seccomp.SOCKET, family) for family in (2, 10, 16, 17, 40)} == {seccomp.ERRNO | seccomp.EAFNOSUPPORT}
+    for numbers in (seccomp.SOCKET, seccomp.SOCKETPAIR):
+        assert call(numbers, 1) == seccomp.ALLOW
+        other_families = [*range(2, 60), 0, 0x7FFFFFFF, 0xFFFFFFFF]
+        assert {call(numbers, family) for family in other_families} == {seccomp.ERRNO | seccomp.EAFNOSUPPORT}
     fork, thread = 0x11, 0x3D0F00
     assert call(seccomp.CLONE, fork) == call(seccomp.CLONE, thread) == seccomp.ALLOW
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import signal
 import time
 from dataclasses import replace
@@ -568,3 +569,19 @@ def test_a_publisher_that_sends_another_models_adapter_is_refused():
     model = tiny_llama()
     with pytest.raises(ConfigError, match="param_filter"):
         hand_trainer(model=model, publisher=AdapterServer(model), param_filter=lambda name, weight: True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("lr", "learning_rate", "critic_lr") for value in (0.0, -1.0, math.nan, math.inf)),
+        *(("max_grad_norm", value) for value in (0.0, -1.0, math.nan)),
+        *(("weight_decay", value) for value in (-0.1, math.nan, math.inf)),
+        *(("eps", value) for value in (0.0, math.nan)),
+        *(("betas", value) for value in ((0.9, 1.0), (math.nan, 0.9), (-0.1, 0.9))),
+        *(("seed", value) for value in (2**63, -(2**63) - 1, 10**50)),
+    ],
+)
+def test_numbers_that_cannot_be_trained_with_are_refused(name, value):
+    with pytest.raises(ConfigError, match="lr=" if name == "learning_rate" else f"{name}="):
+        TrainerConfig(**{name: value})

@@ -28,7 +28,7 @@ def test_the_set_up_commands_of_the_readme_are_exactly_two_make_targets():
 
 
 def test_every_make_command_in_the_documents_exists():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         mentioned = set(re.findall(r"`make ([a-z-]+)`|^\s*make ([a-z-]+)", page.read_text(), flags=re.MULTILINE))
         names = {a or b for a, b in mentioned}
         assert names <= make_targets(), f"{page.name} speaks of {names - make_targets()}"
@@ -91,7 +91,16 @@ def test_links_between_documents_lead_somewhere():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", ".pre-commit-config.yaml"]
+    "name",
+    [
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "constraints.txt",
+        ".pre-commit-config.yaml",
+    ],
 )
 def test_the_usual_files_are_there(name):
     assert (ROOT / name).stat().st_size > 0

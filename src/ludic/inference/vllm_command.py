@@ -83,7 +83,7 @@ def api_keys(flags: Sequence[str]) -> list[str]:
             raise ConfigError(f"{flag!r:.80}: Ludic's clients reach a server by host and port; leave --uds out.")
         if name == "--api-key":
             keys = [value] if is_one_word else list(takewhile(lambda word: word[:1] != "-", flags[number + 1 :]))
-            if not keys or not all(keys):
+            if not keys or {"", "None"} & set(keys):  # vLLM reads both as no key
                 raise ConfigError("An empty --api-key would let every client in; give a key, or leave the flag out.")
         for whole in ("--host", "--port", "--uds", "--api-key"):
             if whole.startswith(name) and whole != name and len(name) > 2:

@@ -98,7 +98,7 @@ CONFIGS = {"host": "host: 0.0.0.0", "port": "port: 80", "uds": "{uds: /tmp/x}", 
 KEYLESS_CONFIGS = ["api-key: ''", "api_key:", "api-key: []", "api-key: [k, '']", "{'api-ke': k}"]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "example.org", "127.0.0.1.example.org"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "None", "10.0.0.1", "example.org", "127.0.0.1.example.org"])
 @pytest.mark.parametrize("form", ["ours", "behind", "one word", "twice"])
 def test_a_host_that_others_reach_wants_a_key_however_it_is_given(executed, host, form):
     arguments = {
@@ -125,7 +125,8 @@ def test_a_key_among_the_flags_of_vllm_is_a_key(executed, key):
 
 @pytest.mark.parametrize("form", ["variable", "option"])
 @pytest.mark.parametrize(
-    "flags", [["--api-key", ""], ["--api-key="], ["--api_key", "--max-num-seqs", "8"], ["--api-key"]]
+    "flags",
+    [["--api-key", ""], ["--api-key="], ["--api-key", "None"], ["--api_key", "--max-num-seqs", "8"], ["--api-key"]],
 )
 def test_an_empty_key_does_not_take_the_place_of_ours(executed, monkeypatch, flags, form):
     monkeypatch.setenv("LUDIC_API_KEY", "k" if form == "variable" else "")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ludic.inference.local.openai_body import RequestRefused
 from ludic.types import ConfigError, TokenCompletionRequest
@@ -125,7 +126,9 @@ class Connection(web.RequestHandler):
     """Whether the head of a request has arrived; the server's middleware says so."""
 
     def __init__(self, server: web.Server, limits: ServerLimits, **options: Any) -> None:
-        super().__init__(server, keepalive_timeout=limits.head_s, **options)
+        # What a refused client still sends is read for a moment, so that it finds the answer and not a reset connection.
+        lingering_s = min(10.0, limits.body_s)
+        super().__init__(server, keepalive_timeout=limits.head_s, lingering_time=lingering_s, **options)
         self._head_s = limits.head_s
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -137,6 +140,11 @@ class Connection(web.RequestHandler):
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().connection_lost(exc)
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """What is no HTTP is answered 400: the client's mistake needs no traceback of ours."""
+        if not isinstance(kw.get("exc_info"), (HttpProcessingError, web.RequestPayloadError)):
+            super().log_exception(*args, **kw)
 
     def _close_if_silent(self) -> None:
         if not self.is_heard:

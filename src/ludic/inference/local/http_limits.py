@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -142,8 +142,8 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """What is no HTTP is answered 400: the client's mistake needs no traceback of ours."""
-        if not isinstance(kw.get("exc_info"), (HttpProcessingError, web.RequestPayloadError)):
+        """What is no HTTP is answered 400, and a client may go at any time: neither needs a traceback of ours."""
+        if not isinstance(kw.get("exc_info"), (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             super().log_exception(*args, **kw)
 
     def _close_if_silent(self) -> None:
@@ -165,9 +165,9 @@ class _TooMany(asyncio.Protocol):
         self._answer = head.encode() + body
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "TCP"
-        transport.write(self._answer)
-        transport.close()
+        writable = cast(asyncio.Transport, transport)
+        writable.write(self._answer)
+        writable.close()
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, limits: ServerLimits) -> asyncio.Server:

@@ -250,3 +250,174 @@ def test_a_filter_that_keeps_every_token_draws_the_same_on_the_host_as_the_devic
     for one, other in zip(on_device, on_host, strict=True):
         assert one.completion_token_ids.tolist() == other.completion_token_ids.tolist()
     engine.close()
+
+
+# --- requests that once killed a server -----------------------------------------------------------------------------
+
+
+def ask_together(engine: Any, requests: list[TokenCompletionRequest]) -> list[Any]:
+    """Responses, or what each request failed with; all of them are there before the first step."""
+
+    async def run() -> list[Any]:
+        engine.pause()
+        asked = [asyncio.ensure_future(engine.complete_tokens(request)) for request in requests]
+        await asyncio.sleep(0)
+        engine.resume()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [one if isinstance(one, BaseException) else one[0] for one in found]
+
+    return asyncio.run(run())
+
+
+def plain(prompt: list[int], seed: int, **sampling: Any) -> TokenCompletionRequest:
+    params = SamplingParams(**{"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, **sampling})
+    return TokenCompletionRequest(
+        model="", prompt_token_ids=prompt, sampling=params, return_=ReturnSpec.for_rl(), seed=seed
+    )
+
+
+def is_alive(engine: Any) -> bool:
+    """The worker lives, and no assertion of the device waits for the next call."""
+    torch.cuda.synchronize()
+    return engine.failure is None and len(complete(engine, [[3, 4, 5]])[0].completion_token_ids) == 24
+
+
+VOCAB = 500
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 1e-3},
+    {"temperature": 1e6},
+    {"top_p": 1e-50},
+    {"top_p": 5e-324},
+    {"top_k": 2**31 - 1},
+    {"top_k": 1, "top_p": 1e-300, "min_p": 0.999},
+    {"min_p": 5e-324},
+    {"min_p": 1 - 1e-16},
+    {"repetition_penalty": 0.01},
+    {"repetition_penalty": 100},
+    {"repetition_penalty": 0.01, "temperature": 1e-3, "frequency_penalty": -2, "presence_penalty": -2, "top_p": 1e-50},
+    {"repetition_penalty": 100, "temperature": 1e-3, "frequency_penalty": 2, "presence_penalty": 2, "min_p": 0.999},
+    {"min_tokens": 40},
+    {"stop_token_ids": tuple(range(VOCAB))},
+    {"stop_token_ids": tuple(range(1, VOCAB)), "min_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_settings_at_their_limits_draw_tokens(dtype, compile_layers):
+    from ludic.inference.local import LocalEngine
+
+    engine = LocalEngine(tiny(getattr(torch, dtype)), kv_tokens=40_000, compile_layers=compile_layers)
+    everything = list(range(VOCAB))  # a prompt that every penalty applies to
+    for greedy in ({}, {"temperature": 0.0}):
+        asked = [plain(everything, seed, **{**setting, **greedy}) for seed, setting in enumerate(EXTREMES)]
+        for response in ask_together(engine, asked):
+            assert not isinstance(response, BaseException), response
+            ids = response.completion_token_ids
+            assert len(ids) and ids.min() >= 0 and ids.max() < VOCAB and np.isfinite(response.completion_logprobs).all()
+        for setting in EXTREMES:  # alone as well: rounds without the host are taken where every row is plain
+            (response,) = ask_together(engine, [plain(everything, 1, **{**setting, **greedy})])
+            assert np.isfinite(response.completion_logprobs).all()
+    assert is_alive(engine)
+    engine.close()
+
+
+def test_a_tiny_top_p_draws_the_likeliest_token():
+    from ludic.inference.local import LocalEngine
+
+    engine = LocalEngine(tiny(), kv_tokens=20_000, compile_layers=False)
+    texts = prompts(6)
+    greedy = [r.completion_token_ids.tolist() for r in complete(engine, texts, top_k=1, temperature=1.0)]
+    for top_p in (1e-50, 5e-324):
+        assert [
+            r.completion_token_ids.tolist() for r in complete(engine, texts, temperature=1.0, top_p=top_p)
+        ] == greedy
+    engine.close()
+
+
+def test_a_request_that_forbids_every_token_is_refused():
+    from ludic.inference.local import LocalEngine
+    from ludic.types import ConfigError
+
+    engine = LocalEngine(tiny(), kv_tokens=20_000, compile_layers=False)
+    everything = {"stop_token_ids": tuple(range(VOCAB)), "min_tokens": 1}
+    refused, *others = ask_together(engine, [plain([1, 2], 0, **everything), *(plain(p, 1) for p in prompts(4))])
+    assert isinstance(refused, ConfigError) and not any(isinstance(other, BaseException) for other in others)
+    assert is_alive(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("victim", [{"temperature": 0.0}, {}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
+@pytest.mark.parametrize("at", ["prompt", "decoding"])
+def test_a_request_that_fails_leaves_its_neighbours_as_one_that_ends_there(at, victim):
+    """One engine, the same batches twice; a number on the device says after which token the logits are NaN."""
+    from ludic.inference.local import LocalEngine, LogitsNotFinite
+
+    model = tiny()
+    broken_token = torch.full((), -1, device="cuda")
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, ids, rows: rows.masked_fill((ids[0] == broken_token)[..., None], float("nan"))
+    )
+    engine = LocalEngine(model, kv_tokens=20_000, compile_layers=False)
+    # No text of the others may hold the token that breaks: it is drawn by the victim alone.
+    others = [plain([t for t in p if t < 400], seed) for seed, p in enumerate(prompts(6, low=30))]
+    (first,) = ask_together(engine, [plain([7, 8, 9], 5, **{**victim, "max_tokens": 1})])
+    token = int(first.completion_token_ids[0])
+    prompt = [7, 8, 9, token] if at == "prompt" else [7, 8, 9]
+    asked = [plain(prompt, 5, **{**victim, "max_tokens": 1 if at == "prompt" else 2}), *others]
+    engine.new_version()  # nothing is cached: both times all is computed
+    ended, *expected = ask_together(engine, asked)
+    affected = [i for i, r in enumerate(expected) if token in [*others[i].prompt_token_ids, *r.completion_token_ids]]
+    if affected:  # leave those out, and do it again
+        others = [other for i, other in enumerate(others) if i not in affected]
+        asked = [asked[0], *others]
+        engine.new_version()
+        ended, *expected = ask_together(engine, asked)
+    assert len(others) >= 2 and not any(token in r.completion_token_ids for r in expected)
+    broken_token.fill_(token)
+    engine.new_version()
+    failed, *found = ask_together(engine, asked)
+    assert isinstance(failed, LogitsNotFinite) and not isinstance(ended, BaseException)
+    for one, other in zip(expected, found, strict=True):
+        assert one.completion_token_ids.tolist() == other.completion_token_ids.tolist()
+        np.testing.assert_array_equal(one.completion_logprobs, other.completion_logprobs)
+    assert is_alive(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_weights_that_are_not_finite_fail_requests_and_the_engine_serves_the_next_ones(compile_layers):
+    from ludic.inference.local import LocalEngine
+    from ludic.types import NotFinite
+
+    model = tiny()
+    engine = LocalEngine(model, kv_tokens=20_000, compile_layers=compile_layers)
+    texts = prompts(6)
+    expected = [r.completion_token_ids.tolist() for r in complete(engine, texts)]
+    for value in (float("nan"), float("inf")):
+        kept = model.model.layers[1].mlp.up_proj.weight.detach().clone()
+        with engine.updating(), torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[0, 0] = value
+        failed = ask_together(
+            engine, [plain(p, 1, top_p=p_min) for p, p_min in zip(texts, [1.0, 0.5] * 3, strict=True)]
+        )
+        assert all(isinstance(one, NotFinite) for one in failed)
+        assert engine.failure is None
+        with engine.updating(), torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.copy_(kept)
+        assert [r.completion_token_ids.tolist() for r in complete(engine, texts)] == expected
+    assert is_alive(engine)
+    engine.close()
+
+
+def test_rows_without_a_candidate_draw_a_token_of_the_vocabulary():
+    from ludic.inference.local.triton_kernels import sample_rows
+
+    for vocab in (5, 127, 128, 129, 4097):
+        for value in (float("nan"), float("-inf"), float("inf")):
+            logits = torch.full((4, vocab), value, device="cuda")
+            seeds, lengths = torch.arange(4, device="cuda"), torch.full((4,), 3, device="cuda")
+            temperatures = torch.tensor([0.0, 1.0, 1e-3, 1e6], device="cuda")
+            tokens, logprobs = sample_rows(logits, seeds, lengths, temperatures)
+            assert bool(logprobs.isnan().all()) and int(tokens.min()) >= 0 and int(tokens.max()) < vocab
+    torch.cuda.synchronize()

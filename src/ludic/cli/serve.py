@@ -81,7 +81,6 @@ def _become_vllm(
     """Our options in vLLM's words; this process becomes the server."""
     from ludic.inference.vllm_server import serve
 
-    check_host(host, api_key, insecure)
     if model in (TINY, SMOLLM2):
         raise ConfigError(f"--engine vllm reads a folder or a hub id; only --engine local knows the name {model!r}.")
     if api_key is not None:
@@ -90,7 +89,7 @@ def _become_vllm(
         flags = ["--max-num-seqs", str(max_sequences), *flags]
     if max_model_len is not None:
         flags = ["--max-model-len", str(max_model_len), *flags]
-    serve(["--model", model, "--host", host, "--port", str(port), "--dtype", dtype, *flags])
+    serve(["--model", model, "--host", host, "--port", str(port), "--dtype", dtype, *flags], insecure=insecure)
 
 
 def _load(model: str, max_sequences: int | None, max_model_len: int | None, dtype: Dtype, device: str | None) -> Any:

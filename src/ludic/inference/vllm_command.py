@@ -3,11 +3,13 @@
 Every flag is vLLM's own; a flag that the user gives is never overridden.
 """
 
+import importlib
 import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import ludic
@@ -30,6 +32,8 @@ class ServerCommand:
     """All variables of the process, the control token among them."""
     host: str
     port: int
+    has_key: bool = False
+    """Whether clients must send an API key."""
 
     @property
     def control_token(self) -> str:
@@ -39,7 +43,11 @@ class ServerCommand:
 def server_command(
     install: VLLMInstall, model: str, *, host: str, port: int, flags: Sequence[str], run_folder: Path
 ) -> ServerCommand:
-    """The command for `model`, with the user's `flags` of vLLM and ours where there are none."""
+    """The command for `model`, with the user's `flags` of vLLM and ours where there are none.
+
+    It listens at `host` and `port` and nowhere else: flags that say otherwise are refused.
+    """
+    has_key = bool(api_keys(flags))
     token = os.environ.get(CONTROL_VARIABLE) or make_control_token(run_folder)
     return ServerCommand(
         arguments=(
@@ -52,7 +60,57 @@ def server_command(
         environment={**_inherited(), **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
         host=host,
         port=port,
+        has_key=has_key,
     )  # fmt: skip
+
+
+def api_keys(flags: Sequence[str]) -> list[str]:
+    """The keys that vLLM will ask for. Flags that would move the server, or open it unseen, are refused.
+
+    vLLM takes the last of several flags, reads `--hos` as --host, and asks for no key at all where --api-key is empty.
+    """
+    flags = [*_config_flags(flags), *flags]
+    keys = [key for key in [os.environ.get("VLLM_API_KEY")] if key]
+    for number, flag in enumerate(flags):
+        name, is_one_word, value = flag.partition("=")
+        name = name.split(".")[0].replace("_", "-")
+        if name in ("--host", "--port"):
+            raise ConfigError(
+                f"{flag!r:.80} would move the server behind Ludic's back; give {name} to Ludic itself, on the command line "
+                f"({name[2:]}= in Python)."
+            )
+        if name == "--uds":
+            raise ConfigError(f"{flag!r:.80}: Ludic's clients reach a server by host and port; leave --uds out.")
+        if name == "--api-key":
+            keys = [value] if is_one_word else list(takewhile(lambda word: word[:1] != "-", flags[number + 1 :]))
+            if not keys or {"", "None"} & set(keys):  # vLLM reads both as no key
+                raise ConfigError("An empty --api-key would let every client in; give a key, or leave the flag out.")
+        for whole in ("--host", "--port", "--uds", "--api-key"):
+            if whole.startswith(name) and whole != name and len(name) > 2:
+                raise ConfigError(f"vLLM may read {flag!r:.80} as {whole}; write the flag's name in full.")
+    return keys
+
+
+def _config_flags(flags: Sequence[str]) -> list[str]:
+    """What vLLM makes of the file that --config names."""
+    if "--config" not in flags:
+        return []
+    place = " ".join(flags[flags.index("--config") + 1 :][:1])
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ConfigError(f"--config {place}: reading it needs PyYAML (pip install pyyaml); or give flags.") from error
+    try:
+        found = yaml.safe_load(Path(place).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {place}: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"--config {place}: vLLM wants a YAML file that maps its flags to values.")
+    made: list[str] = []
+    for key, value in found.items():
+        values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+        made += [f"--{key}", *("" if item is None else str(item) for item in values)]
+    return made
 
 
 def default_flags(install: VLLMInstall, flags: Sequence[str]) -> list[str]:
@@ -123,17 +181,21 @@ def _ludic_alone(run_folder: Path) -> Path:
 
 def check_host(host: str, api_key: str | None, insecure: bool) -> None:
     """Refuse to let other machines in without a key, unless `insecure` allows it."""
-    if not (_is_loopback(host) or api_key or insecure):
+    if not (is_loopback(host) or api_key or insecure):
         raise ConfigError(
             f"Listening on {host!r} lets every client that reaches this machine use the model. Give an --api-key "
             "(or LUDIC_API_KEY), keep to 127.0.0.1, or say --insecure if the network is your own."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which could be anywhere
+        if host == "localhost":  # /etc/hosts may say anything
+            places = [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+            return all(ipaddress.ip_address(place).is_loopback for place in places)
+        return ipaddress.ip_address(host).is_loopback
+    except (ValueError, OSError):  # another name, which could be anywhere
         return False
 
 
@@ -153,3 +215,5 @@ def check_port(host: str, port: int) -> None:
             listener.bind((host, port))
         except OSError as error:
             raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error
+        except (OverflowError, ValueError) as error:  # a port above 65535; a host that is no name
+            raise ConfigError(f"Cannot listen on {host!r:.80}:{port}: {error}") from error

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from ludic.inference.control_token import CONTROL_VARIABLE, TOKEN_FILE
-from ludic.inference.vllm_command import ServerCommand, check_port, free_port, server_command
+from ludic.inference.vllm_command import (
+    ServerCommand,
+    api_keys,
+    check_host,
+    check_port,
+    free_port,
+    is_loopback,
+    server_command,
+)
 from ludic.inference.vllm_install import find_vllm, supported_range
 from ludic.inference.vllm_process import (
     ServerDied,
@@ -67,11 +75,14 @@ def start_vllm_server(
     return process
 
 
-def read_command(arguments: Sequence[str]) -> tuple[ServerCommand, Path]:
+def read_command(arguments: Sequence[str], *, insecure: bool = True) -> tuple[ServerCommand, Path]:
     """The command that our own command line asks for, and its run folder."""
     ours, flags = _parser().parse_known_args(_with_model_flag(arguments))
     if ours.model is None:
         raise ConfigError("No model was given. Try: python -m ludic.inference.vllm_server Qwen/Qwen2.5-0.5B-Instruct")
+    keys = api_keys(flags)
+    if not insecure:
+        check_host(ours.host, keys[0] if keys else None, insecure)
     port = ours.port or free_port()
     folder = ours.run_folder or Path("runs") / f"vllm-{port}"
     command = server_command(find_vllm(), ours.model, host=ours.host, port=port, flags=flags, run_folder=folder)
@@ -108,7 +119,7 @@ def announcement(command: ServerCommand, folder: Path) -> str:
     from_variable = CONTROL_VARIABLE in os.environ
     token = f"from ${CONTROL_VARIABLE}" if from_variable else f"in {(folder / TOKEN_FILE).absolute()}"
     lines = [f"Starting vLLM on {command.host}:{command.port}. The control token is {token}."]
-    if command.host not in (LOOPBACK, "localhost", "::1") and "VLLM_API_KEY" not in os.environ:
+    if not (is_loopback(command.host) or command.has_key):
         lines.append(
             f"Everyone who can reach {command.host}:{command.port} can use the model; set VLLM_API_KEY to ask for a "
             "key. Control endpoints need the control token in any case."
@@ -116,9 +127,12 @@ def announcement(command: ServerCommand, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def serve(arguments: Sequence[str]) -> NoReturn:
-    """Become the server: this process is replaced by it, so that signals reach it and nothing stays behind."""
-    command, folder = read_command(arguments)
+def serve(arguments: Sequence[str], *, insecure: bool = True) -> NoReturn:
+    """Become the server: this process is replaced by it, so that signals reach it and nothing stays behind.
+
+    Without `insecure`, a server that other machines can reach must ask for a key.
+    """
+    command, folder = read_command(arguments, insecure=insecure)
     check_port(command.host, command.port)
     sys.stdout.write(announcement(command, folder))
     sys.stdout.flush()

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ludic.types.arrays import TokenArray, token_array
 from ludic.types.errors import ConfigError
 from ludic.types.messages import JSON
@@ -17,10 +19,18 @@ from ludic.types.tokens import TokenTrace, VersionRun
 
 logger = logging.getLogger(__name__)
 
+MAX_COUNT = 2**31 - 1
+"""The largest `max_tokens`, `min_tokens` and `top_k`: devices hold them in 32 bits."""
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 32, 256, 1024
+"""Stop strings are looked for after each token of each sequence: many long ones would slow down everything in the batch."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next tokens are drawn."""
+    """How the next tokens are drawn.
+
+    Every value that it accepts can be drawn with: no setting turns finite logits into NaN, infinity or an empty choice.
+    """
 
     temperature: float = 0.7
     max_tokens: int = 256
@@ -42,28 +52,47 @@ class SamplingParams:
     """Go on to max_tokens whatever the model says (for benchmarks)."""
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"SamplingParams.temperature={self.temperature}; it must be 0 (greedy) or at least 0.001, below which "
-                "nothing is left to draw."
-            )
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+            self._require(isinstance(getattr(self, name), (int, float, np.integer, np.floating)), name, "a number")
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            self._require(isinstance(getattr(self, name), (int, np.integer)), name, "a whole number")
+        # Written so that NaN, which compares false with everything, is refused.
+        self._require(
+            self.temperature == 0 or 1e-3 <= self.temperature <= 1e6,
+            "temperature",
+            "0 (greedy) or at least 0.001, below which nothing is left to draw, and at most 1e6",
+        )
+        self._require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        self._require(0 <= self.min_p < 1, "min_p", "at least 0 and below 1")
+        self._require(0 <= self.top_k <= MAX_COUNT, "top_k", f"0 (off) or more, and at most {MAX_COUNT}")
+        self._require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
+        self._require(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
+        self._require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100 (1 is off)")
+        self._require(
+            1 <= self.max_tokens <= MAX_COUNT, "max_tokens", f"at least 1 (a call needs a token), at most {MAX_COUNT}"
+        )
+        self._require(
+            0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens={self.max_tokens}"
+        )
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        wanted = f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters that can be encoded"
+        self._require(self.stop is None or isinstance(self.stop, (str, Sequence)), "stop", wanted)
         stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        if any(not stop or (not stop.isprintable() and "\ud800" <= max(stop) <= "\udfff") for stop in stops):
-            raise ConfigError(f"SamplingParams.stop={stops!r}; a stop string is a piece of text that can be written.")
-        if self.max_tokens < 1:
-            raise ConfigError(f"SamplingParams.max_tokens={self.max_tokens}; a model call must be allowed 1 token.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"SamplingParams.top_p={self.top_p}; it must lie in (0, 1].")
-        if self.top_k < 0:
-            raise ConfigError(f"SamplingParams.top_k={self.top_k}; it must be 0 (off) or more.")
-        if not 0 <= self.min_p < 1:
-            raise ConfigError(f"SamplingParams.min_p={self.min_p}; it must lie in [0, 1).")
-        if self.repetition_penalty <= 0:
-            raise ConfigError(f"SamplingParams.repetition_penalty={self.repetition_penalty}; it must be above 0.")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ConfigError(
-                f"SamplingParams.min_tokens={self.min_tokens}; it must lie between 0 and max_tokens={self.max_tokens}."
-            )
+        self._require(len(stops) <= MAX_STOPS, "stop", wanted)
+        for stop in stops:
+            self._require(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS, "stop", wanted)
+            # Half a surrogate pair can be compared with no text.
+            self._require(stop.encode("utf-8", "ignore").decode() == stop, "stop", wanted)
+        ids, wanted = self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS} token ids"
+        self._require(isinstance(ids, Sequence) and len(ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", wanted)
+        self._require(all(isinstance(i, (int, np.integer)) for i in ids), "stop_token_ids", wanted)
+
+    def _require(self, is_fitting: bool, name: str, wanted: str) -> None:
+        if not is_fitting:
+            shown = repr(getattr(self, name))
+            raise ConfigError(f"SamplingParams.{name}={shown:.80}; it must be {wanted}.")
 
     @property
     def is_truncated(self) -> bool:
@@ -93,6 +122,9 @@ class ReturnSpec:
     return_token_ids: bool = True
     return_chosen_logprobs: bool = False
     top_logprobs_k: int = 1
+    return_supports: bool = True
+    """With the log-probs of a request that rules tokens out: which tokens each one was drawn from (up to the vocabulary's
+    size per token). A trainer needs them; a client that only shows log-probs does not."""
 
     def __post_init__(self) -> None:
         if self.top_logprobs_k <= 0:
@@ -138,8 +170,10 @@ class VLLMExtensions(BackendExtensions):
     def __post_init__(self) -> None:
         if self.max_think is not None and (isinstance(self.max_think, bool) or self.max_think < 1):
             raise ConfigError(f"VLLMExtensions.max_think={self.max_think!r}; it must be a positive int or None.")
-        if self.repetition_penalty <= 0:
-            raise ConfigError(f"VLLMExtensions.repetition_penalty={self.repetition_penalty}; it must be above 0.")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ConfigError(
+                f"VLLMExtensions.repetition_penalty={self.repetition_penalty}; it must be between 0.01 and 100 (1 is off)."
+            )
 
     def to_dict(self) -> dict[str, JSON]:
         return {
@@ -175,6 +209,8 @@ class TokenCompletionRequest:
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = token_array(self.prompt_token_ids, "prompt_token_ids")
+        if self.seed is not None and not isinstance(self.seed, (int, np.integer)):
+            raise ConfigError(f"TokenCompletionRequest.seed={self.seed!r:.80}; it must be a whole number or None.")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

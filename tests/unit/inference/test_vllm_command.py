@@ -127,6 +127,23 @@ def test_a_server_that_others_can_reach_says_so(tmp_path, monkeypatch):
     assert command.environment["VLLM_BATCH_INVARIANT"] == "1" and "--batch-invariant" not in command.arguments
 
 
+@pytest.mark.parametrize(
+    "flags", [["--host", "0.0.0.0"], ["--port=1"], ["--uds", "/x"], ["--hos", "::"], ["--api-key="]], ids=str
+)
+def test_flags_from_python_cannot_move_a_server_either(flags, tmp_path):
+    with pytest.raises(ConfigError):
+        server_command(CPU, "m", host="127.0.0.1", port=1, flags=flags, run_folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("x" * 300, 80)]
+)
+def test_an_address_that_cannot_be_is_refused_in_a_sentence(host, port):
+    with pytest.raises(ConfigError, match="Cannot listen on"):
+        check_port(host, port)
+
+
 def test_a_command_without_a_model_says_what_to_type():
     done = subprocess.run(
         [sys.executable, "-m", "ludic.inference.vllm_server", "--port", "8031"], capture_output=True, text=True

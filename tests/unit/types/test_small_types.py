@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 
@@ -115,3 +117,40 @@ def test_errors_help_and_print_as_text():
 def test_a_snapshot_survives_json():
     snapshot = Snapshot(env_kind="e", version=1, episode_id="x", obs={"a": "o"}, world={"n": 1})
     assert Snapshot.from_json(snapshot.to_json()) == snapshot
+
+
+LIMITS = {
+    "temperature": ([0, 1e-3, 1e6], [1e-4, 1.1e6, -1, 10**400]),
+    "top_p": ([5e-324, 1], [0, -0.1, 1.0001]),
+    "min_p": ([0, 0.999], [-1e-9, 1]),
+    "top_k": ([0, 2**31 - 1], [-1, 2**31, 2.5]),
+    "frequency_penalty": ([-2, 2], [-2.01, 2.01]),
+    "presence_penalty": ([-2, 2], [-2.01, 2.01]),
+    "repetition_penalty": ([0.01, 100], [0, 1e-300, 0.0099, 101, -1]),
+    "max_tokens": ([1, 2**31 - 1, np.int32(5)], [0, 2**31, 1.5, 10**400]),
+    "min_tokens": ([0, 256], [-1, 257, 0.5]),
+    "stop": (
+        [None, "x", (), ["x"] * 32, "é" * 256],
+        ["", ["a", ""], ["x"] * 33, "x" * 257, "\ud800", "\ud800😀", 3, b"x", [None]],
+    ),
+    "stop_token_ids": ([(), (0,), tuple(range(1024))], [tuple(range(1025)), (5.0,), ("5",), 5]),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_sampling_parameter_is_taken_at_its_limits_and_refused_beyond(name):
+    good, bad = LIMITS[name]
+    for value in good:
+        assert getattr(SamplingParams(**{name: value}), name) is value
+    wrong_types = [] if name == "stop" else ["much", None]
+    no_numbers = [math.nan, math.inf, -math.inf] if isinstance(good[0], int | float) else []
+    for value in [*bad, *wrong_types, *no_numbers]:
+        with pytest.raises(ConfigError, match=rf"SamplingParams\.{name}=.*; it must be ") as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", [1]])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(ConfigError, match="seed"):
+        TokenCompletionRequest(model="m", prompt_token_ids=[1], seed=seed)

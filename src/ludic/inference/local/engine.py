@@ -45,6 +45,7 @@ from ludic.types import (
     NotFinite,
     PolicyGone,
     PromptTooLong,
+    SamplingParams,
     TokenCompletionRequest,
     TokenIds,
     derive_seed,
@@ -291,14 +292,13 @@ class LocalEngine:
     ) -> Sequence:
         self._check(request)
         number = next(self._numbers)
-        stop_ids = frozenset(request.sampling.stop_token_ids)
         sequence = Sequence(
             number=number,
             request=request,
             deliver=deliver,
             # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger one would kill the worker.
             seed=(request.seed if request.seed is not None else derive_seed(self._seed, number)) & ((1 << 63) - 1),
-            stop_ids=stop_ids if request.sampling.ignore_eos else stop_ids | self._eos_ids,
+            stop_ids=self._stop_ids(request.sampling),
             on_token=on_token,
         )
         with self._changed:
@@ -311,6 +311,10 @@ class LocalEngine:
             self._incoming.append(sequence)
             self._changed.notify_all()
         return sequence
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self._eos_ids
 
     def abort(self) -> int:
         """Take every open request out; each fails with `RequestAborted`. How many there were comes back."""
@@ -334,7 +338,15 @@ class LocalEngine:
         self._check_ids(ids)
         unknown = [i for i in params.stop_token_ids if not 0 <= i < self.vocab_size]
         if unknown:
-            raise ConfigError(f"stop_token_ids {unknown} are not in the vocabulary of {self.vocab_size} tokens.")
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise ConfigError(
+                f"stop_token_ids {unknown[:3]}{more} are not in the vocabulary of {self.vocab_size} tokens."
+            )
+        if params.min_tokens and len(self._stop_ids(params)) == self.vocab_size:
+            raise ConfigError(
+                f"min_tokens={params.min_tokens} forbids stop tokens at first, and all {self.vocab_size} tokens of the "
+                "vocabulary are stop tokens; leave out min_tokens, or some of stop_token_ids."
+            )
         if params.stop and self.tokenizer is None:
             raise ConfigError(f"stop={params.stop!r} needs a tokenizer; give LocalEngine one, or use stop_token_ids.")
         wanted = len(ids) + params.max_tokens
@@ -548,7 +560,11 @@ class LocalEngine:
         version = self._scheduler.version
         for sequence, tokens, logprobs in sampled:
             num_good = _num_finite(logprobs)
-            self._stop_rule.absorb(sequence, tokens[:num_good], logprobs[:num_good], version)
+            try:
+                self._stop_rule.absorb(sequence, tokens[:num_good], logprobs[:num_good], version)
+            except Exception as error:  # noqa: BLE001 - the tokenizer's: it may not know a token that the model writes
+                self._finish(sequence, error)
+                continue
             if num_good < len(tokens) and sequence.finish_reason is None:  # rounds behind its end do not count
                 self._finish(sequence, LogitsNotFinite(version, len(sequence.tokens)))
                 continue

@@ -1,22 +1,33 @@
-"""Reading an OpenAI-shaped request body: every field checked, the unsupported ones refused by name."""
+"""Reading an OpenAI-shaped request body: every field checked, the unsupported ones refused by name.
+
+How much one body may ask for is bounded here, before anything is built from it; the values of sampling parameters are checked
+by `SamplingParams`, for every engine.
+"""
 
 import difflib
 import json
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.inference.chat_template import ChatTemplate, shows_tools
+from ludic.inference.chat_template import ChatTemplate
 from ludic.inference.tool_parser import READABLE_CALLS
 from ludic.types import (
     ConfigError,
     LudicError,
     Message,
+    PromptTooLong,
 )
 
 JSONObject = dict[str, Any]
 MAX_SAMPLES = 128
 """The largest `n`."""
+MAX_COMPLETIONS = 1024
+"""Prompts times `n`, in one body."""
+MAX_MESSAGES, MAX_TOOLS = 4096, 256
+MAX_DEPTH = 32
+"""Levels of lists and objects within each other, the body itself included."""
 
 
 class RequestRefused(LudicError):
@@ -83,7 +94,7 @@ class Fields:
     def check_all_taken(self) -> None:
         for name in self._body.keys() - self._taken - _WITHOUT_EFFECT:
             if name not in _ONLY_AS:
-                near = difflib.get_close_matches(name, self._taken, n=1)
+                near = difflib.get_close_matches(name[:80], self._taken, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"Unknown field {name!r:.80}.{hint}")
             if self._body[name] not in _ONLY_AS[name]:
@@ -123,9 +134,6 @@ def read_sampling(fields: Fields) -> JSONObject:
     stop_ids = fields.take("stop_token_ids", LIST, [])
     if not _are_ids(stop_ids):
         raise ConfigError(f"stop_token_ids must be a list of token ids, not {_shown(stop_ids)}.")
-    for name in ("frequency_penalty", "presence_penalty"):
-        if abs(fields.take(name, _NUMBER, 0.0)) > 2:
-            raise ConfigError(f"{name} must lie between -2 and 2.")
     top_k = fields.take("top_k", INT, 0)
     return {
         "temperature": fields.take("temperature", _NUMBER, 1.0),
@@ -144,30 +152,27 @@ def read_sampling(fields: Fields) -> JSONObject:
 
 def read_stops(value: Any) -> tuple[str, ...]:
     stops = value if isinstance(value, list) else [] if value is None else [value]
-    for stop in stops:
-        # An empty one would end everything; half a surrogate pair cannot be compared with any text.
-        if not isinstance(stop, str) or not stop or not _is_encodable(stop):
-            raise ConfigError(f"stop must be a text or a list of texts that are not empty, not {_shown(value)}.")
+    if not all(isinstance(stop, str) and stop for stop in stops):  # an empty one would end everything
+        raise ConfigError(f"stop must be a text or a list of texts that are not empty, not {_shown(value)}.")
     return tuple(stops)
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
 
 
-def read_prompts(value: Any) -> list[str | list[int]]:
-    """One prompt or several, each a text or token ids."""
-    several = isinstance(value, list) and bool(value) and not all(type(i) is int for i in value)
+def read_prompts(value: Any, n: int, max_length: int) -> list[str | list[int]]:
+    """One prompt or several, each a text or token ids, and `n` completions of each."""
+    several = isinstance(value, list) and bool(value) and type(value[0]) is not int
     prompts = value if several else [value]
+    if len(prompts) * n > MAX_COMPLETIONS:
+        raise ConfigError(
+            f"{len(prompts)} prompts with n={n} are {len(prompts) * n} completions; one request may ask for "
+            f"{MAX_COMPLETIONS}. Send several requests."
+        )
     for prompt in prompts:
+        if isinstance(prompt, list) and len(prompt) > max_length:
+            raise PromptTooLong(len(prompt), max_length, "Shorten it.")
         if not (isinstance(prompt, str) or (_are_ids(prompt) and prompt)):
             raise ConfigError(
                 f"prompt must be a text, a list of token ids, or a list of either, and not empty; not {_shown(prompt)}."
@@ -178,6 +183,8 @@ def read_prompts(value: Any) -> list[str | list[int]]:
 def read_messages(value: list[Any]) -> list[Message]:
     if not value:
         raise ConfigError("messages must be a list with at least one message.")
+    if len(value) > MAX_MESSAGES:
+        raise ConfigError(f"messages has {len(value)} messages; one request may have {MAX_MESSAGES}.")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
 
 
@@ -223,16 +230,14 @@ def read_tools(fields: Fields, template: ChatTemplate) -> list[JSONObject]:
     choice = fields.take("tool_choice", ANYTHING, "auto")
     if choice not in ("auto", "none"):
         raise ConfigError(f"tool_choice={_shown(choice)} is not supported by this server; 'auto' and 'none' are.")
+    if len(tools) > MAX_TOOLS:
+        raise ConfigError(f"tools has {len(tools)} tools; one request may have {MAX_TOOLS}.")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise ConfigError(f"tools must be a list of function schemas, which {_shown(tool)} is not.")
     if tools and choice == "auto" and not template.supports_tools():
         raise ConfigError(f"This server cannot read calls as this model's chat template writes them. {READABLE_CALLS}.")
-    if tools and choice == "auto" and not shows_tools(template, tools):
-        raise ConfigError(
-            "This model's chat template does not write tools into the prompt, so the model would never hear of them."
-        )
     return tools if choice == "auto" else []
 
 
@@ -241,10 +246,32 @@ def check_num_logprobs(name: str, value: int | None) -> None:
         raise ConfigError(f"{name}={value}; this server gives the log-probability of the chosen token only: 0 or 1.")
 
 
-def refuse_constant(name: str) -> None:
+def parse_object(body: bytes) -> JSONObject:
+    """The JSON object that the body is."""
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"The body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"The body must be a JSON object, not {type(value).__name__}.")
+    # What reads it further on calls itself for each level, and Python's stack is small.
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return value
+    raise ConfigError(f"The body has lists or objects within each other more than {MAX_DEPTH} levels deep.")
+
+
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -26,7 +26,12 @@ _MINUS_INFINITY = float("-inf")
 # Letters: N sequences, V vocabulary, C candidates of a race (chunks, or the tokens of one).
 @torch.inference_mode()
 def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
-    """One token per sequence, and its log-probability: NaN where the logits of a row are not finite."""
+    """One token per sequence, and its log-probability: NaN where the logits of a row are not finite.
+
+    The NaN is the report, and the engine reads it with the tokens: asking a device in between would make each step wait once
+    more. So everything up to there must bear such a row: the race takes the least of its candidates, whose place is within the
+    vocabulary even where all are NaN, and no index is computed from a logit.
+    """
     logits_NV = logits_NV.float()
     _forbid_early_stops(logits_NV, sequences)
     _apply_penalties(logits_NV, sequences)
@@ -125,7 +130,9 @@ def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
             ordered, order = logits_V.sort(descending=True)
             # The token that passes the threshold is kept, as is everything before it.
             before = torch.softmax(ordered, dim=-1).cumsum(dim=-1) - torch.softmax(ordered, dim=-1)
-            logits_V[order[before >= params.top_p]] = _MINUS_INFINITY
+            is_left_out = before >= params.top_p
+            is_left_out[0] = False  # a float32 has no 1e-50: nothing would be below the threshold
+            logits_V[order[is_left_out]] = _MINUS_INFINITY
         if params.min_p > 0:
             threshold = logits_V.max() + torch.log(torch.tensor(params.min_p))
             logits_V[logits_V < threshold] = _MINUS_INFINITY
@@ -143,7 +150,8 @@ def _apply_penalties(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
     for row, sequence in enumerate(sequences):
         params = sequence.sampling
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(sequence.tokens)))
+            # Some models read more ids than they write.
+            seen = torch.tensor(sorted(token for token in set(sequence.tokens) if token < logits_NV.shape[1]))
             scores = logits_NV[row, seen]
             penalty = params.repetition_penalty
             logits_NV[row, seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
@@ -155,4 +163,5 @@ def _apply_penalties(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
 def _forbid_early_stops(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
     for row, sequence in enumerate(sequences):
         if len(sequence.logprobs) < sequence.sampling.min_tokens:
-            logits_NV[row, list(sequence.stop_ids)] = _MINUS_INFINITY
+            stop_ids = [token for token in sequence.stop_ids if token < logits_NV.shape[1]]
+            logits_NV[row, stop_ids] = _MINUS_INFINITY

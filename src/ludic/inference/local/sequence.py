@@ -61,8 +61,9 @@ class Sequence:
 
     @property
     def keeps_supports(self) -> bool:
-        """Whether somebody who asked for log-probs will want to compute them again, over the same tokens."""
-        return self.sampling.is_truncated and self.request.return_.return_chosen_logprobs
+        """Whether the client will compute the log-probs again, over the same tokens."""
+        wanted = self.request.return_
+        return self.sampling.is_truncated and wanted.return_chosen_logprobs and wanted.return_supports
 
     @property
     def num_prompt(self) -> int:

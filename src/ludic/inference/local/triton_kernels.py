@@ -201,7 +201,9 @@ def _sample_kernel(
     x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
     x = tl.where(x < float("inf"), x, float("-inf"))
     _, place = tl.max(x.to(tl.float64) - _log_exponentials(key, index), 0, return_indices=True)
-    token = tl.where(is_greedy, likeliest, winner * CHUNK + place)
+    # A row with nothing to draw from draws some token all the same. It must be one of the vocabulary: the next round looks it up
+    # in the embedding, sixteen rounds may follow before the host reads the NaN, and an index beyond the end kills the context.
+    token = tl.minimum(tl.where(is_greedy, likeliest, winner * CHUNK + place), V - 1)
     logit = tl.load(logits + row * stride + token).to(tl.float32) * inverse
     tl.store(tokens + row, token.to(tl.int64))
     is_broken = (num_broken > 0) | (high == float("-inf"))

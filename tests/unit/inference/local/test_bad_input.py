@@ -7,12 +7,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from ludic.inference.local import EngineClosed, LocalEngine, LogitsNotFinite, QueueFull, RequestAborted
-from ludic.types import ConfigError, OutOfRoom, PromptTooLong
+from ludic.types import ConfigError, OutOfRoom, PromptTooLong, ReturnSpec
 from tests.unit.inference.local.tiny_models import (
     VOCAB,
     Gate,
@@ -318,6 +319,95 @@ async def test_a_crash_leaves_nobody_waiting_even_when_the_books_are_in_disorder
     engine.close()
 
 
+# --- settings at their limits ---
+
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 1e-3},
+    {"temperature": 1e6},
+    {"top_p": 1e-50},
+    {"top_p": 5e-324},
+    {"top_k": 2**31 - 1},
+    {"top_k": 1, "top_p": 1e-300, "min_p": 0.999},
+    {"min_p": 5e-324},
+    {"min_p": 1 - 1e-16},
+    {"repetition_penalty": 0.01},
+    {"repetition_penalty": 100},
+    {"repetition_penalty": 0.01, "temperature": 1e-3, "frequency_penalty": -2, "presence_penalty": -2, "top_p": 1e-50},
+    {"repetition_penalty": 100, "temperature": 1e-3, "frequency_penalty": 2, "presence_penalty": 2, "min_p": 0.999},
+    {"min_tokens": 16},
+    {"stop_token_ids": tuple(range(VOCAB))},
+    {"stop_token_ids": tuple(range(1, VOCAB)), "min_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+async def test_settings_at_their_limits_draw_tokens_and_leave_the_neighbours_alone(greedy):
+    everything = tuple(range(VOCAB))  # a prompt that every penalty applies to
+    settings = [{"temperature": 1.0, **setting, **({"temperature": 0.0} if greedy else {})} for setting in EXTREMES]
+    async with make_engine() as engine:
+        extreme = [request(everything, seed=n, **setting) for n, setting in enumerate(settings)]
+        answers = await ask_all(engine, [*extreme, *(request(some_prompt(5 + n)) for n in range(6))])
+        assert engine.failure is None
+    for answer in answers:
+        assert all(0 <= token < VOCAB for token in tokens(answer)) and np.isfinite(answer.completion_logprobs).all()
+    assert [tokens(answer) for answer in answers[len(extreme) :]] == [
+        family_greedy("llama", some_prompt(5 + n), 16) for n in range(6)
+    ]
+
+
+@pytest.mark.parametrize("top_p", [1e-50, 5e-324, 1e-7])
+async def test_a_tiny_top_p_draws_the_likeliest_token(top_p):
+    async with make_engine() as engine:
+        answer = await ask(engine, (1, 2), temperature=1.0, top_p=top_p, seed=3)
+    assert tokens(answer) == family_greedy("llama", (1, 2), 16) and not answer.completion_logprobs.any()
+
+
+async def test_a_request_that_forbids_every_token_is_refused():
+    model = new_model()
+    model.generation_config.eos_token_id = 0
+    everything = {"stop_token_ids": tuple(range(1, VOCAB)), "min_tokens": 1}
+    async with make_engine(model) as engine:
+        with pytest.raises(ConfigError, match="all 128 tokens of the vocabulary are stop tokens; leave out min_tokens"):
+            await ask(engine, [1, 2], **everything)
+        answer = await ask(engine, [1, 2], **everything, ignore_eos=True, max_tokens=1)
+        assert tokens(answer) == [0], "the only one that is left"
+        assert len(tokens(await ask(engine, [1, 2], stop_token_ids=tuple(range(VOCAB))))) == 1
+
+
+async def test_a_tokenizer_that_fails_ends_its_request_alone():
+    class Failing:
+        eos_token_id = None
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            raise IndexError("piece id is out of range")
+
+    async with make_engine(tokenizer=Failing()) as engine:
+        bad = asyncio.create_task(engine.complete_tokens(request([1, 2], stop="end")))
+        with pytest.raises(IndexError, match="out of range"):
+            await in_time(bad)
+        assert engine.failure is None and engine.stats["kv_blocks_used"] == 0
+        assert len(await in_time(engine.score_tokens([1], [2]))) == 1
+
+
+async def test_a_model_that_reads_more_ids_than_it_writes_takes_every_setting():
+    model = new_model()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB - 8, bias=False)
+    async with make_engine(model) as engine:
+        answer = await ask(
+            engine, [1, VOCAB - 3], repetition_penalty=1.5, min_tokens=3, stop_token_ids=(VOCAB - 5, 7), max_tokens=8
+        )
+        assert max(tokens(answer)) < VOCAB - 8
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_what_tokens_were_drawn_from_is_kept_only_for_those_who_want_it(wanted):
+    asked = request([1, 2], temperature=1.0, top_p=0.999, seed=1)
+    asked.return_ = ReturnSpec(return_chosen_logprobs=True, return_supports=wanted)
+    async with make_engine() as engine:
+        response, _ = await engine.complete_tokens(asked)
+    assert (response.supports is not None) == wanted and len(response.completion_logprobs) == 16
+
+
 # --- logits that are not finite ---
 
 
@@ -344,6 +434,32 @@ async def test_logits_that_are_not_finite_fail_their_request_alone(settings):
         assert engine.stats["kv_blocks_used"] == engine.stats["running"] == 0 and engine.failure is None
         answers += await ask_all(engine, [request(prompt) for prompt in prompts])
     assert [tokens(answer) for answer in answers] == 2 * [family_greedy("llama", prompt, 16) for prompt in prompts]
+
+
+@pytest.mark.parametrize("at", ["prompt", "decoding"])
+async def test_a_request_that_fails_leaves_its_neighbours_bit_for_bit_as_one_that_ends_there(at):
+    """The same batches are computed, so that every machine must give the same numbers."""
+    others = [request(some_prompt(4 + n), temperature=1.0, top_p=0.95, seed=n) for n in range(5)]
+    async with make_engine() as engine:
+        used = {t for answer in await ask_all(engine, others) for t in [*answer.prompt_token_ids, *tokens(answer)]}
+    firsts = {n: family_greedy("llama", some_prompt(n), 1)[0] for n in range(9, 20)}
+    length, token = next((n, token) for n, token in firsts.items() if token not in {*used, *some_prompt(n)})
+    prompt = (*some_prompt(length), token) if at == "prompt" else some_prompt(length)
+    answers = []
+    for model in (model_broken_at(-1), model_broken_at(token)):
+        async with make_engine(model) as engine:
+            # With a sound model it ends by its length, in the step in which the broken one fails.
+            victim = request(prompt, temperature=0.0, max_tokens=1 if at == "prompt" else 2)
+            engine.pause()
+            asked = [asyncio.ensure_future(engine.complete_tokens(r)) for r in (victim, *others)]
+            await asyncio.sleep(0)
+            engine.resume()
+            answers.append(await in_time(asyncio.gather(*asked, return_exceptions=True)))
+    (ended, *expected), (failed, *found) = answers
+    assert isinstance(failed, LogitsNotFinite) and not isinstance(ended, BaseException)
+    for (one, _), (other, _) in zip(expected, found, strict=True):
+        assert tokens(one) == tokens(other) and one.text == other.text
+        np.testing.assert_array_equal(one.completion_logprobs, other.completion_logprobs)
 
 
 async def test_a_broken_request_leaves_nothing_in_the_place_that_its_neighbour_takes():

@@ -28,6 +28,9 @@ MAX_COMPLETIONS = 1024
 MAX_MESSAGES, MAX_TOOLS = 4096, 256
 MAX_DEPTH = 32
 """Levels of lists and objects within each other, the body itself included."""
+MAX_COMMAS = 1 << 20
+"""In one body. There are no more values than that in it: parsing takes up to 20 times a body's size, and time in which no other
+client is answered. A text with more commas is longer than a model reads."""
 
 
 class RequestRefused(LudicError):
@@ -248,6 +251,8 @@ def check_num_logprobs(name: str, value: int | None) -> None:
 
 def parse_object(body: bytes) -> JSONObject:
     """The JSON object that the body is."""
+    if body.count(b",") > MAX_COMMAS:
+        raise ConfigError(f"The body has more than {MAX_COMMAS} values; send less at once.")
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.inference.chat_template import ChatTemplate
+from ludic.inference.chat_template import ChatTemplate, shows_tools
 from ludic.inference.tool_parser import READABLE_CALLS
 from ludic.types import (
     ConfigError,
@@ -241,6 +241,10 @@ def read_tools(fields: Fields, template: ChatTemplate) -> list[JSONObject]:
             raise ConfigError(f"tools must be a list of function schemas, which {_shown(tool)} is not.")
     if tools and choice == "auto" and not template.supports_tools():
         raise ConfigError(f"This server cannot read calls as this model's chat template writes them. {READABLE_CALLS}.")
+    if tools and choice == "auto" and not shows_tools(template, tools):
+        raise ConfigError(
+            "This model's chat template does not write tools into the prompt, so the model would never hear of them."
+        )
     return tools if choice == "auto" else []
 
 

@@ -136,9 +136,7 @@ def test_flags_from_python_cannot_move_a_server_either(flags, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("x" * 300, 80)]
-)
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("x" * 300, 80)])
 def test_an_address_that_cannot_be_is_refused_in_a_sentence(host, port):
     with pytest.raises(ConfigError, match="Cannot listen on"):
         check_port(host, port)

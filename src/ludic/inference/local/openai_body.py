@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.inference.chat_template import ChatTemplate
+from ludic.inference.chat_template import ChatTemplate, shows_tools
 from ludic.inference.tool_parser import READABLE_CALLS
 from ludic.types import (
     ConfigError,
@@ -28,6 +28,9 @@ MAX_COMPLETIONS = 1024
 MAX_MESSAGES, MAX_TOOLS = 4096, 256
 MAX_DEPTH = 32
 """Levels of lists and objects within each other, the body itself included."""
+MAX_COMMAS = 1 << 20
+"""In one body. There are no more values than that in it: parsing takes up to 20 times a body's size, and time in which no other
+client is answered. A text with more commas is longer than a model reads."""
 
 
 class RequestRefused(LudicError):
@@ -238,6 +241,10 @@ def read_tools(fields: Fields, template: ChatTemplate) -> list[JSONObject]:
             raise ConfigError(f"tools must be a list of function schemas, which {_shown(tool)} is not.")
     if tools and choice == "auto" and not template.supports_tools():
         raise ConfigError(f"This server cannot read calls as this model's chat template writes them. {READABLE_CALLS}.")
+    if tools and choice == "auto" and not shows_tools(template, tools):
+        raise ConfigError(
+            "This model's chat template does not write tools into the prompt, so the model would never hear of them."
+        )
     return tools if choice == "auto" else []
 
 
@@ -248,6 +255,8 @@ def check_num_logprobs(name: str, value: int | None) -> None:
 
 def parse_object(body: bytes) -> JSONObject:
     """The JSON object that the body is."""
+    if body.count(b",") > MAX_COMMAS:
+        raise ConfigError(f"The body has more than {MAX_COMMAS} values; send less at once.")
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from ludic.inference.chat_template import ChatTemplate, shows_tools
+from ludic.inference.chat_template import ChatTemplate
 from ludic.inference.hf_template import HFChatTemplate, tool_parser_for
 from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
 from ludic.inference.local.openai_answer import Answer, ChatAnswer, CompletionAnswer
@@ -105,7 +105,7 @@ def make_app(
 
     Of `limits`, those of connections and heads are the listener's business: `serve` keeps them.
     """
-    server = _Server(engine, model_name, api_key, chat_template, limits or ServerLimits())
+    server = _Server(engine, model_name, api_key, chat_template, limits)
     app = web.Application(
         middlewares=[server.guard],
         handler_args={"handler_cancellation": True},  # a client that hangs up cancels its handler, and so its tokens
@@ -169,11 +169,11 @@ class _Server:
         model_name: str,
         api_key: str | None,
         chat_template: ChatTemplate | None,
-        limits: ServerLimits,
+        limits: ServerLimits | None = None,
     ) -> None:
         self._engine = engine
-        self._limits = limits
-        self._load = Load(limits)
+        self._limits = limits or ServerLimits()
+        self._load = Load(self._limits)
         self._model_name = model_name
         self._api_key = api_key
         self._started = int(time.time())
@@ -306,7 +306,7 @@ class _Server:
             if template is None:
                 raise ConfigError(self._no_chat)
             messages = read_messages(fields.take("messages", LIST, []))
-            tools = read_tools(fields, template)
+            tools = await asyncio.to_thread(read_tools, fields, template)  # which renders them
             wants_logprobs = fields.take("logprobs", BOOL, False)
             num_logprobs = fields.take("top_logprobs", INT, None)
             check_num_logprobs("top_logprobs", num_logprobs)
@@ -359,10 +359,6 @@ class _Server:
 
     def _render(self, template: ChatTemplate, messages: list[Message], tools: list[JSONObject]) -> TokenArray:
         self._check_length(sum(len(str(message["content"])) for message in messages))
-        if tools and not shows_tools(template, tools):
-            raise ConfigError(
-                "This model's chat template does not write tools into the prompt, so the model would never hear of them."
-            )
         return template.apply(messages, tools=tools or None).prompt_token_ids
 
     def _check_length(self, num_chars: int) -> None:

@@ -543,6 +543,26 @@ async def test_logits_that_are_not_finite_are_an_error_of_that_request():
         assert (await fetch(client, "/health"))[0] == 200
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_weights_that_are_not_finite_fail_requests_and_the_next_weights_serve_them(value):
+    model = tiny_model()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    body = {"model": "tiny", "prompt": PROMPT, "seed": 1, "max_tokens": 8}
+    async with LocalEngine(model, TOKENIZER, kv_tokens=1000) as engine, client_of(engine) as client:
+        before = await client.completions.create(**body)
+        kept = weight.detach().clone()
+        with engine.updating(), torch.no_grad():
+            weight[0, 0] = value
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="weights of version 1 are not finite") as caught:
+                await client.completions.create(**body, stream=stream, n=3)
+            assert caught.value.code == "not_finite"
+        assert (await fetch(client, "/health"))[0] == 200
+        with engine.updating(), torch.no_grad():
+            weight.copy_(kept)
+        assert (await client.completions.create(**body)).choices[0].text == before.choices[0].text
+
+
 async def test_an_engine_that_stops_in_the_middle_of_a_stream_ends_it_with_an_error(model):
     engine = LocalEngine(model, TOKENIZER, kv_tokens=5000)
     async with client_of(engine) as client:
@@ -644,12 +664,22 @@ def test_loopback_needs_no_key(host):
     check_host(host, None, insecure=False)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.5", "example.org"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "", "0", "192.168.1.5", "example.org", "localhost.example.org", " 127.0.0.1"]
+)
 def test_other_hosts_need_a_key_or_a_word(host):
     with pytest.raises(ConfigError, match="--insecure"):
         check_host(host, None, insecure=False)
     check_host(host, "secret", insecure=False)
     check_host(host, None, insecure=True)
+
+
+def test_localhost_is_this_machine_only_where_it_is_so(monkeypatch):
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0)), (2, 1, 6, "", ("127.0.0.1", 0))]
+    )
+    with pytest.raises(ConfigError, match="--insecure"):
+        check_host("localhost", None, insecure=False)
 
 
 async def test_a_port_that_is_taken_is_named(engine):

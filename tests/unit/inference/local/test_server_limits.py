@@ -155,6 +155,20 @@ async def test_a_request_at_a_limit_is_served_and_one_beyond_it_is_told_the_limi
     assert len(answer["error"]["message"]) < 500
 
 
+@pytest.mark.parametrize("values", [b"1", b"[]", b'"a"'])
+async def test_a_body_of_millions_of_values_is_refused_before_it_is_parsed(values):
+    body = b'{"prompt": [' + (values + b",") * (2**20 + 1) + values + b"]}"
+    async with serving(Waiting()) as address:
+        tracemalloc.start()
+        try:
+            status, answer = await post(address, body)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert status == 400 and "more than 1048576 values" in answer["error"]["message"]
+    assert peak < 4 * len(body) + 2**20, "the body as it was sent, received and put together"
+
+
 @pytest.mark.parametrize("name", ["x" * 10**6, "temperatur" * 10**5, "\U0001f600" * 10**5], ids=lambda name: name[:12])
 async def test_an_unknown_field_or_model_with_a_huge_name_costs_nothing(name):
     async with serving(Waiting()) as address:

@@ -28,13 +28,12 @@ from torch.distributed.fsdp import fully_shard
 from ludic.cli.run_export import Asked, export_run
 from ludic.distributed.fsdp import FSDPSettings, shard_model
 from ludic.models.tiny import word_tokenizer
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint import CheckpointConfig, CheckpointError, CheckpointManager
 from ludic.training.export import export_checkpoint
 from ludic.training.full_precision import FullPrecisionAdamW
 from ludic.training.rng import restore_rng, rng_state
 from ludic.training.sharded_checkpoint import ShardedCheckpointManager
 from ludic.training.sharded_files import read_tensors
-from ludic.training.state_files import CheckpointError
 from ludic.types import ConfigError
 
 VOCAB = 37

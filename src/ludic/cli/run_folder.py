@@ -93,8 +93,8 @@ def _why_not_again(config: RunConfig, changed: list[Difference]) -> str:
     named = [d for d in changed if d.name not in ("name", "runs")]
     what = f"a run with other settings ({'; '.join(map(str, named))})" if named else "this very run"
     return (
-        f"{folder} holds {what}, {_step_of(latest_checkpoint(folder))} updates of it saved. `{how_to_resume(config)}` goes on with it; "
-        "another --name starts a new one."
+        f"{folder} holds {what}, {_step_of(latest_checkpoint(folder))} updates of it saved. `{how_to_resume(config)}` goes on "
+        "with it; another --name starts a new one."
     )
 
 

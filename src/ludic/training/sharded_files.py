@@ -330,7 +330,8 @@ def _about(name: str, about: Any, places: Mapping[tuple[str, tuple[int, ...]], A
     shape, chunks = _size(tensor["size"]), {}
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
-    for chunk in map(lambda each: _state_of(each, "ChunkStorageMetadata"), tensor["chunks"]):
+    for each in tensor["chunks"]:
+        chunk = _state_of(each, "ChunkStorageMetadata")
         begins, sizes = _size(chunk["offsets"]), _size(chunk["sizes"])
         file, offset, length = places[name, begins]
         ends = zip(begins, sizes, shape, strict=True)

@@ -2,7 +2,8 @@
 
 Rollouts are kept in them (`ludic.types.rollout`, `ludic.batch_gen.writer`). A compressed file consists of gzip members of about
 256 KiB of text. Each append extends the last member and closes it again, so the file is whole between two appends, `zcat` reads
-it at any time, and a line can be found again without reading what lies before its member.
+it at any time, and a line can be found again without reading what lies before its member. A damaged member costs its own lines
+only: readers go on at the next.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 MEMBER_BYTES = 1 << 18
 """Text after which a new gzip member begins: what one line costs to find again, against how well it compresses."""
 _LEVEL = 6
-_BLOCK = 1 << 16
+_BLOCK = 1 << 20
+"""More than a member of ours has, so that its checksum is known before a line of it is handed out."""
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
@@ -168,15 +170,32 @@ class _StoredMember:
 
 
 def _members(file: IO[bytes]) -> Iterator[_StoredMember]:
-    """One after the other; the text of each has to be read before the next is asked for. It ends at the first that is not whole."""
+    """One after the other; the text of each has to be read before the next is asked for. Behind one that is not whole, it goes
+    on where the next begins."""
     start, block = file.tell(), file.read(_BLOCK)
     while block:
         member = _StoredMember(start, iter(()))
         member.text = _inflated(file, block, member)
         yield member
-        if not member.is_whole:
-            return
-        start, block = start + member.size, member.rest or file.read(_BLOCK)
+        if member.is_whole:
+            start, block = start + member.size, member.rest or file.read(_BLOCK)
+        else:
+            start = _next_member(file, start + 1)
+            block = file.read(_BLOCK)
+
+
+def _next_member(file: IO[bytes], place: int) -> int:
+    """Where the first member behind `place` begins that a LineWriter wrote; the file stands there, or at its end."""
+    overlap = len(_HEADER) - 1
+    while True:
+        file.seek(place)
+        block = file.read(_BLOCK)
+        found = block.find(_HEADER)
+        if found >= 0:
+            return file.seek(place + found)
+        if len(block) <= overlap:
+            return file.seek(0, os.SEEK_END)
+        place += len(block) - overlap
 
 
 def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[bytes]:
@@ -187,8 +206,10 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
         try:
             text = inflate.decompress(block)
         except zlib.error as error:
-            logger.info("%s is damaged behind byte %d: %s", file.name, member.start, error)
-            yield _readable(before, block)
+            # Of a text whose checksum differs no line can be trusted; in other cases the text before the damage is as it was.
+            text = b"" if "data check" in str(error) or "length check" in str(error) else _readable(before, block)
+            logger.warning("%s is damaged behind byte %d; lines there are left out: %s", file.name, member.start, error)
+            yield text
             return
         block = b""
         if text:
@@ -199,11 +220,11 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
 
 def _readable(inflate: Any, block: bytes) -> bytes:
     """What can be read of a damaged block; zlib gives nothing of a piece in which it finds a mistake, so pieces are small."""
-    text = b""
+    text = []
     with contextlib.suppress(zlib.error):
         for number in range(len(block)):
-            text += inflate.decompress(block[number : number + 1])
-    return text
+            text.append(inflate.decompress(block[number : number + 1]))
+    return b"".join(text)
 
 
 @lru_cache(maxsize=8)

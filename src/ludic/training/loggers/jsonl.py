@@ -17,7 +17,6 @@ from typing import Any
 
 from ludic.types import ConfigError
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -213,7 +213,9 @@ def damage(folder: Path, rng: random.Random, outside: Path) -> str:
     file = rng.choice(files_of(folder))
     content = bytearray(file.read_bytes())
     place = rng.randrange(len(content)) if content else 0
-    kind = rng.choice([*["bit"] * 6, "cut", "zeros", "noise", "swap", "gone", "folder", "link", "empty", "longer", "extra"])
+    kind = rng.choice(
+        [*["bit"] * 6, "cut", "zeros", "noise", "swap", "gone", "folder", "link", "empty", "longer", "extra"]
+    )
     if kind == "bit" and content:
         content[place] ^= 1 << rng.randrange(8)
     elif kind == "cut":
@@ -237,7 +239,9 @@ def damage(folder: Path, rng: random.Random, outside: Path) -> str:
         file.symlink_to(outside / "file")
     elif kind == "extra":
         file.write_bytes(content)
-        name = rng.choice(["model2.safetensors", "model.safetensors", "state.pt", "rank_00000.pt", "optimizer.pt", "x.json"])
+        name = rng.choice(
+            ["model2.safetensors", "model.safetensors", "state.pt", "rank_00000.pt", "optimizer.pt", "x.json"]
+        )
         extra = rng.choice([file.parent, folder]) / name
         if not extra.exists():
             extra.write_bytes(rng.choice([content, b"", rng.randbytes(100)]))
@@ -263,7 +267,9 @@ def test_fuzz_the_newest_undamaged_checkpoint_is_loaded(kind: str, saved, tmp_pa
     for case in range(fuzz.cases(24)):
         rng = fuzz.rng(case)
         root = given.copy(tmp_path / "checkpoints")
-        done = [damage(root / f"step_{rng.choice(STEPS[-2:]):06d}", rng, outside) for _ in range(rng.choice([1, 1, 2, 4]))]
+        done = [
+            damage(root / f"step_{rng.choice(STEPS[-2:]):06d}", rng, outside) for _ in range(rng.choice([1, 1, 2, 4]))
+        ]
         where = f"{kind}: {', '.join(done)}. {fuzz.at(case)}"
         intact = [s for s in STEPS if is_as_saved(root / f"step_{s:06d}", given.root / f"step_{s:06d}")]
         caplog.clear()
@@ -294,7 +300,11 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
         rng = fuzz.rng(case)
         root = given.copy(tmp_path / "checkpoints")
         folder = root / f"step_{STEPS[-1]:06d}"
-        facts = {name: value for name, value in json.loads((folder / MANIFEST).read_text()).items() if name not in ("files", "crc32")}
+        facts = {
+            name: value
+            for name, value in json.loads((folder / MANIFEST).read_text()).items()
+            if name not in ("files", "crc32")
+        }
         (folder / MANIFEST).unlink()
         done = damage(folder, rng, outside)
         finish_folder(folder, facts)
@@ -315,3 +325,211 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
                 pass
             except Exception as error:
                 raise AssertionError(f"{kind}, exported: {done}. {fuzz.at(case)}") from error
+
+
+# --- forged sharded checkpoints -----------------------------------------------------------------------------------
+
+
+def forge(saved: Callable[[str], Saved], root: Path, change: Callable[[Metadata, Path], Any]) -> Path:
+    """A sharded checkpoint whose index is another one, and whose manifest fits."""
+    folder = saved("sharded").copy(root / "checkpoints") / "step_000003"
+    index = folder / "shards" / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    other = change(metadata, folder / "shards")
+    index.write_bytes(pickle.dumps(metadata if other is None else other))
+    (folder / MANIFEST).unlink()
+    finish_folder(folder, {"step": 3, "serial": 3, "format": "sharded", "world_size": 1})
+    assert problem_with(folder, checksums=True) is None or (folder / "shards" / "link").exists()
+    return folder
+
+
+def put_code_into_a_bytes_entry(metadata: Metadata, shards: Path) -> None:
+    """torch unpickles what is said to be bytes; the fields of a tensor get it past whoever asks for a size."""
+    payload = io.BytesIO()
+    torch.save(Trap(shards.parents[2] / "was run"), payload)
+    (shards / "__1_0.distcp").write_bytes(payload.getvalue())
+    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    entry = BytesStorageMetadata()
+    entry.__dict__ = dict(vars(metadata.state_dict_metadata[name]))
+    metadata.state_dict_metadata[name] = entry
+    (index,) = [key for key in metadata.storage_data if key.fqn == name]
+    del metadata.storage_data[index]
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("__1_0.distcp", 0, len(payload.getvalue()))
+
+
+def first(metadata: Metadata) -> tuple[TensorStorageMetadata, MetadataIndex, _StorageInfo]:
+    index, info = next((key, value) for key, value in metadata.storage_data.items() if key.fqn == "model.0.weight")
+    entry = metadata.state_dict_metadata["model.0.weight"]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry, index, info
+
+
+def read_elsewhere(path: Callable[[Path], str]) -> Callable[[Metadata, Path], None]:
+    def change(metadata: Metadata, shards: Path) -> None:
+        outside = shards.parents[2] / "outside"
+        outside.mkdir()
+        (outside / "file").write_bytes((shards / "__0_0.distcp").read_bytes())
+        first(metadata)[2].relative_path = path(outside)
+        if path(outside) == "link":
+            (shards / "link").symlink_to(outside / "file")
+
+    return change
+
+
+def of_size(size: tuple[int, ...]) -> Callable[[Metadata, Path], None]:
+    def change(metadata: Metadata, shards: Path) -> None:
+        entry = first(metadata)[0]
+        entry.size = torch.Size(size)
+        entry.chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))]
+
+    return change
+
+
+def at(**fields: Any) -> Callable[[Metadata, Path], None]:
+    return lambda metadata, shards: first(metadata)[2].__dict__.update(fields)
+
+
+def everything_at_one_place(metadata: Metadata, shards: Path) -> None:
+    entry, index, info = first(metadata)
+    for number in range(1000):
+        name = f"model.{number}.more"
+        metadata.state_dict_metadata[name] = entry
+        metadata.storage_data[MetadataIndex(name, index.offset)] = info
+
+
+FORGED: dict[str, Callable[[Metadata, Path], Any]] = {
+    "code in an entry of bytes": put_code_into_a_bytes_entry,
+    "code instead of an index": lambda metadata, shards: Trap(shards.parents[2] / "was run"),
+    "code as a size": lambda metadata, shards: setattr(first(metadata)[0], "size", Trap(shards.parents[2] / "was run")),
+    "code as a key": lambda metadata, shards: metadata.storage_data.update({Trap(shards.parents[2] / "was run"): 1}),
+    "a file beside the folder": read_elsewhere(lambda outside: "../../../outside/file"),
+    "an absolute path": read_elsewhere(lambda outside: str(outside / "file")),
+    "a link that leads out": read_elsewhere(lambda outside: "link"),
+    "the folder itself": at(relative_path="."),
+    "no text as a path": at(relative_path=b"__0_0.distcp"),
+    "an encoded tensor": at(transform_descriptors=["zstd"]),
+    "an offset beyond the file": at(offset=10**15),
+    "a length beyond the file": at(length=10**15),
+    "a negative offset": at(offset=-1),
+    "terabytes": of_size((10**7, 10**7)),
+    "more than 64 bits": of_size((2**62, 2**62)),
+    "another shape": of_size((3, 5)),
+    "fewer numbers": of_size((1, 1)),
+    "a number that is true": at(offset=True),
+    "no chunks": lambda metadata, shards: setattr(first(metadata)[0], "chunks", []),
+    "one chunk twice": lambda metadata, shards: first(metadata)[0].chunks.append(first(metadata)[0].chunks[0]),
+    "another dtype": lambda metadata, shards: setattr(first(metadata)[0], "properties", TensorProperties(torch.int32)),
+    "one place for a thousand tensors": everything_at_one_place,
+    "a tensor without a place": lambda metadata, shards: metadata.storage_data.clear(),
+    "no tensors": lambda metadata, shards: Metadata({}),
+    "a list": lambda metadata, shards: [[]],
+}  # fmt: skip
+
+
+REFUSED = "cannot be read|another model|in this model|link to a file outside"
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_index_is_refused_before_anything_is_loaded(name: str, saved, tmp_path: Path):
+    folder = forge(saved, tmp_path, FORGED[name])
+    model = module()
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    with nothing_is_run_or_opened_outside():
+        with pytest.raises((CheckpointError, ConfigError), match=REFUSED):
+            CheckpointManager(CheckpointConfig(folder.parent)).load(model=model, path=folder)
+        with pytest.raises((CheckpointError, ConfigError)):
+            export_checkpoint(folder, tmp_path / "exported", with_optimizer=True)
+    assert not (tmp_path / "was run").exists() and not (tmp_path / "exported").exists()
+    assert all(map(torch.equal, model.state_dict().values(), before))
+
+
+def test_an_index_as_torch_writes_it_is_read(saved, tmp_path: Path):
+    folder = forge(saved, tmp_path, lambda metadata, shards: None)
+    given = saved("sharded")
+    assert given.holds(
+        CheckpointManager(CheckpointConfig(tmp_path)).load(model=given.model, optimizer=given.optimizer, path=folder)
+    )
+
+
+# --- tensor files -------------------------------------------------------------------------------------------------
+
+
+def zipped(pickled: bytes, *storages: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        for number, storage in enumerate(storages):
+            archive.writestr(f"archive/data/{number}", storage)
+    return file.getvalue()
+
+
+def tensor_pickle(count: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
+    """What torch.save writes for a float tensor, with numbers of one's own."""
+
+    class Storage:
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return ("storage", torch.FloatStorage, "0", "cpu", count) if type(obj) is Storage else None
+
+    class Tensor:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (Storage(), offset, size, stride, False, None)
+
+    file = io.BytesIO()
+    Pickler(file, 2).dump(Tensor())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_torch_saves_is_read_as_torch_reads_it(tmp_path: Path, mapped: bool):
+    shared = torch.arange(12.0)
+    dtypes = [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]
+    value = {
+        "views": [shared[2:], shared.view(3, 4).T],
+        "dtypes": [torch.ones(3).to(dtype) for dtype in dtypes],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "module": module().state_dict(),
+        "plain": (None, True, 2.5, -5, 2**40, 10**30, "ü", ["a", {}, ()]),
+        3: torch.Size([1, 2]),
+    }
+    torch.save(value, tmp_path / "x.pt")
+    found, expected = (
+        read_tensor_file(tmp_path / "x.pt", mapped=mapped),
+        torch.load(tmp_path / "x.pt", weights_only=True),
+    )
+    assert str(found) == str(expected) and type(found["module"]) is type(expected["module"])
+    assert found["module"]._metadata == expected["module"]._metadata
+    found["views"][0][0] = 100.0
+    assert found["views"][1][2, 0] == 100.0, "tensors that share their numbers still do"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (zipped(pickle.dumps({"a": Trap(Path("was run"))})), "which is not read"),
+        (zipped(pickle.dumps(Trap(Path("was run")), 0)), "does not belong there|stands where"),
+        (zipped(pickle.dumps(random.Random(0))), "which is not read"),
+        (zipped(tensor_pickle(10**12, (10**12,), (1,)), bytes(8)), "are said to be in the 8 bytes"),
+        (zipped(tensor_pickle(2, (3,), (1,)), bytes(8)), "larger than its storage"),
+        (zipped(tensor_pickle(2, (2,), (10**6,)), bytes(8)), "larger than its storage"),
+        (zipped(tensor_pickle(2, (1,), (1,), offset=7), bytes(8)), "larger than its storage"),
+        (zipped(tensor_pickle(2, (-1,), (1,)), bytes(8)), "are no sizes"),
+        (zipped(tensor_pickle(2**20, (2**20,), (1,)), bytes(2**22), method=zipfile.ZIP_DEFLATED), "compressed"),
+        (zipped(b"\x80\x02" + b"r" + struct.pack("<I", 2**32 - 1) + b"."), "cannot be read"),
+        (zipped(b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b"."), "cannot be read"),
+        (zipped(b"(" * 5000 + b"."), "cannot be read"),
+        (b"PK\x05\x06" + bytes(18), "cannot be read"),
+        (pickle.dumps(Trap(Path("was run"))), "cannot be read"),
+        (b"", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_forged_tensor_file_is_refused(tmp_path: Path, monkeypatch, content: bytes, reason: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.pt").write_bytes(content)
+    with nothing_is_run_or_opened_outside(), pytest.raises(CheckpointError, match=reason):
+        read_tensor_file(tmp_path / "x.pt")
+    assert not Path("was run").exists()

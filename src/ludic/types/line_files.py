@@ -6,7 +6,6 @@ it at any time, and a line can be found again without reading what lies before i
 only: readers go on at the next.
 """
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 logger = logging.getLogger(__name__)
 
@@ -159,12 +158,14 @@ def _split(text: Iterator[bytes]) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _StoredMember:
-    """A gzip member that is being read; `size` and `is_whole` are known when its text has been read."""
+    """A gzip member that is being read; what follows `text` is known when that has been read. One that is neither whole nor
+    damaged is still being written, or its writer was killed."""
 
     start: int
     text: Iterator[bytes]
     size: int = 0
     is_whole: bool = False
+    is_damaged: bool = False
     rest: bytes = b""
     """Read from the file already, and part of the next member."""
 
@@ -202,29 +203,18 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
     inflate = zlib.decompressobj(_GZIP)
     while not inflate.eof and (block := block or file.read(_BLOCK)):
         member.size += len(block)
-        before = inflate.copy()
         try:
             text = inflate.decompress(block)
         except zlib.error as error:
-            # Of a text whose checksum differs no line can be trusted; in other cases the text before the damage is as it was.
-            text = b"" if "data check" in str(error) or "length check" in str(error) else _readable(before, block)
+            # None of its lines can be trusted: what is wrong shows behind the place where it went wrong.
             logger.warning("%s is damaged behind byte %d; lines there are left out: %s", file.name, member.start, error)
-            yield text
+            member.is_damaged = True
             return
         block = b""
         if text:
             yield text
     member.is_whole, member.rest = inflate.eof, inflate.unused_data
     member.size -= len(member.rest)
-
-
-def _readable(inflate: Any, block: bytes) -> bytes:
-    """What can be read of a damaged block; zlib gives nothing of a piece in which it finds a mistake, so pieces are small."""
-    text = []
-    with contextlib.suppress(zlib.error):
-        for number in range(len(block)):
-            text.append(inflate.decompress(block[number : number + 1]))
-    return b"".join(text)
 
 
 @lru_cache(maxsize=8)
@@ -251,10 +241,10 @@ def repair(path: Path) -> None:
 
 
 def _repair_compressed(file: IO[bytes]) -> None:
-    """Write the last member again, if it is not whole, with the lines of it that are."""
+    """Write the last member again, if its end is missing, with the lines of it that are whole. A damaged one stays as it is."""
     for member in _members(file):
         lines = [line for line in _split(member.text) if line.endswith(b"\n") or _is_json(line)]
-    if member.is_whole:
+    if member.is_whole or member.is_damaged:
         return
     logger.warning("%s ends in the middle of a write; %d lines of its last part are kept.", file.name, len(lines))
     text = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)

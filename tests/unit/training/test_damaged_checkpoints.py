@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ludic.training.checkpoint import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.durable import MANIFEST, finish_folder, problem_with
+from ludic.training.durable import MANIFEST, finish_folder, problem_with, read_manifest
 from ludic.training.export import export_checkpoint
 from ludic.training.model_files import base_fingerprint, is_peft
 from ludic.training.sharded_files import (
@@ -325,6 +325,86 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
                 pass
             except Exception as error:
                 raise AssertionError(f"{kind}, exported: {done}. {fuzz.at(case)}") from error
+
+
+# --- the manifest and the pointer to the best ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "as older versions wrote it"])
+def test_any_single_bit_of_a_manifest_may_be_wrong(saved, tmp_path: Path, has_checksum: bool):
+    root = saved("module").copy(tmp_path / "checkpoints")
+    file = root / "step_000003" / MANIFEST
+    manifest = json.loads(file.read_text())
+    if not has_checksum:
+        del manifest["crc32"]
+        file.write_text(json.dumps(manifest, indent=1))
+    content = file.read_bytes()
+    assert read_manifest(file.parent) == {name: value for name, value in manifest.items() if name != "crc32"}
+    manager = CheckpointManager(CheckpointConfig(root))
+    for bit in range(0, 8 * len(content), 3):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        found = read_manifest(file.parent)
+        assert found is None or not has_checksum or found == read_without_checksum(content), bit
+        if bit % 300 == 0:
+            assert manager.find().name in ("step_000002", "step_000003"), bit
+
+
+def read_without_checksum(content: bytes) -> Any:
+    facts = json.loads(content)
+    del facts["crc32"]
+    return facts
+
+
+BEST = {
+    "zeros": bytes(50),
+    "nothing": b"",
+    "half": b'{"path": "step_0000',
+    "no text": b"\xff\xfe",
+    "a list": b"[1]",
+    "other names": b'{"path": "step_000001"}',
+    "no number": b'{"path": "step_000001", "step": 1, "metric": "score", "value": "1"}',
+    "another number": b'{"path": "step_000001", "step": 1, "metric": "score", "value": 9e9}',
+    "another metric": b'{"path": "step_000001", "step": 1, "metric": "scorf", "value": 1.0}',
+    "a checkpoint that is gone": b'{"path": "step_000009", "step": 9, "metric": "score", "value": 1.0}',
+    "a folder elsewhere": b'{"path": "../../outside", "step": 1, "metric": "score", "value": 1.0}',
+    "an absolute path": b'{"path": "/", "step": 1, "metric": "score", "value": 1.0}',
+}
+
+
+@pytest.mark.parametrize("name", BEST)
+@pytest.mark.parametrize("score", [0.1, 5.0, None])
+def test_a_damaged_pointer_to_the_best_is_written_again_by_the_next_save(
+    saved, tmp_path: Path, caplog, name: str, score
+):
+    root = saved("module").copy(tmp_path / "checkpoints")
+    (root / "best.json").write_bytes(BEST[name])
+    manager = CheckpointManager(CheckpointConfig(root, max_to_keep=1, best_metric="score"))
+    assert manager.best() == root / "step_000001", "its own metrics say so"
+    assert all(str(root / "best.json") in message for message in caplog.messages) and caplog.messages
+    manager.save(4, model=module(), metrics={} if score is None else {"score": score})
+    caplog.clear()
+    best = "step_000004" if score == 5.0 else "step_000001"
+    assert manager.best() == root / best and not caplog.messages
+    assert json.loads((root / "best.json").read_text())["path"] == best
+    assert sorted(path.name for path in root.glob("step_*")) == sorted({best, "step_000004"})
+
+
+def test_a_manifest_of_another_step_is_damage(saved, tmp_path: Path, caplog):
+    root = saved("module").copy(tmp_path / "checkpoints")
+    shutil.rmtree(root / "step_000003")
+    shutil.copytree(root / "step_000001", root / "step_000003")
+    assert CheckpointManager(CheckpointConfig(root)).find() == root / "step_000002"
+    assert "step_000003: its manifest.json is that of another step" in caplog.text
+
+
+def test_without_an_undamaged_checkpoint_the_error_says_so(saved, tmp_path: Path):
+    root = saved("module").copy(tmp_path / "checkpoints")
+    for file in root.glob("*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match="There is no undamaged checkpoint"):
+        saved("module").load(root)
 
 
 # --- forged sharded checkpoints -----------------------------------------------------------------------------------

@@ -201,19 +201,23 @@ def _next_member(file: IO[bytes], place: int) -> int:
 
 def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[bytes]:
     inflate = zlib.decompressobj(_GZIP)
+    is_ours = block.startswith(_HEADER[: len(block)])
     while not inflate.eof and (block := block or file.read(_BLOCK)):
         member.size += len(block)
         try:
             text = inflate.decompress(block)
         except zlib.error as error:
             # None of its lines can be trusted: what is wrong shows behind the place where it went wrong.
-            logger.warning("%s is damaged behind byte %d; lines there are left out: %s", file.name, member.start, error)
             member.is_damaged = True
+            logger.warning("%s is damaged behind byte %d; lines there are left out: %s", file.name, member.start, error)
             return
         block = b""
         if text:
             yield text
     member.is_whole, member.rest = inflate.eof, inflate.unused_data
+    if not member.is_whole and not is_ours:  # a wrong bit of the header promises more than there is
+        member.is_damaged = True
+        logger.warning("%s is damaged behind byte %d; lines there are left out.", file.name, member.start)
     member.size -= len(member.rest)
 
 

@@ -331,14 +331,15 @@ def test_fuzz_damage_in_a_compressed_file_costs_the_lines_of_its_member_only(tmp
         hurt = [a for a, b in zip(starts, [*starts[1:], len(whole)], strict=True) if a < place + length and place < b]
         caplog.clear()
         found = texts(path)
-        assert [text for text in found if text in member_of] == found, f"{kind} at {place}. {fuzz.at(case)}"
+        is_last = starts[-1] in hurt  # if its end is missing, it could be a write that goes on now, and has no checksum yet
+        assert is_last or [text for text in found if text in member_of] == found, f"{kind} at {place}. {fuzz.at(case)}"
         assert {text for text in written if member_of[text] not in hurt} <= set(found), (
             f"{kind} at {place}. {fuzz.at(case)}"
         )
-        is_cut_short = kind == "cut out" and starts[-1] in hurt  # which could be a write that goes on now
-        assert len(found) == 40 or caplog.messages or is_cut_short, f"{kind} at {place}. {fuzz.at(case)}"
+        assert len(found) == 40 or caplog.messages or is_last, f"{kind} at {place}. {fuzz.at(case)}"
         LineWriter(path).append(lines_of(99)[0])
-        assert texts(path) == [*found, *lines_of(99)], f"{kind} at {place}. {fuzz.at(case)}"
+        assert texts(path)[-1:] == lines_of(99), f"{kind} at {place}. {fuzz.at(case)}"
+        assert is_last or texts(path)[:-1] == found, f"{kind} at {place}. {fuzz.at(case)}"
 
 
 @pytest.mark.parametrize(

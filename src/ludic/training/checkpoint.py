@@ -173,8 +173,8 @@ class CheckpointManager:
         best = self._best()
         self._put_in_place(unfinished, target)
         write_json(self.root / "latest.json", {"path": target.name, "step": step})
-        self._note_best(best, target, step, metrics)
-        self._prune()
+        best = self._note_best(best, target, step, metrics)
+        self._prune(None if best is None else best.folder)
 
     def _put_in_place(self, unfinished: Path, target: Path) -> None:
         replaced = self.root / f"{_REPLACED}{target.name}"
@@ -185,11 +185,11 @@ class CheckpointManager:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def _note_best(self, best: _Best | None, target: Path, step: int, metrics: Mapping[str, float]) -> None:
+    def _note_best(self, best: _Best | None, target: Path, step: int, metrics: Mapping[str, float]) -> _Best | None:
         """Write which checkpoint is the best, now that `target` is there and `best` was the best before."""
         name = self.config.best_metric
         if name is None:
-            return
+            return best
         value = float(metrics.get(name, math.nan))
         is_saved_again = best is not None and best.folder == target  # it is judged by its new value
         if math.isfinite(value) and (
@@ -201,14 +201,14 @@ class CheckpointManager:
         if best is not None:
             pointer = {"path": best.folder.name, "step": best.step, "metric": best.metric, "value": best.value}
             write_json(self.root / _BEST, pointer)
+        return best
 
     def _is_better(self, value: float, other: float) -> bool:
         return value > other if self.config.best_mode == "max" else value < other
 
-    def _prune(self) -> None:
+    def _prune(self, best: Path | None) -> None:
         if self.config.max_to_keep is None:
             return
-        best = self.best()
         for saved in list(self._finished())[self.config.max_to_keep :]:
             if saved.folder != best and not self._is_kept_for_good(saved.step):
                 # Renamed first: half a folder under its own name would look like damage.

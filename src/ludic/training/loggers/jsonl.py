@@ -67,7 +67,12 @@ class JSONLLogger:
         """A power cut can leave one, or a kill between two pages of a long line."""
         with self.path.open("rb") as file:
             content = file.read()
-        self._file.truncate(content.rfind(b"\n") + 1)
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            logger.warning(
+                "%s ends in the middle of a line; its last %d bytes are cut off.", self.path, len(content) - whole
+            )
+            self._file.truncate(whole)
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -201,7 +201,7 @@ def _next_member(file: IO[bytes], place: int) -> int:
 
 def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[bytes]:
     inflate = zlib.decompressobj(_GZIP)
-    is_ours = block.startswith(_HEADER[: len(block)])
+    is_readable = block.startswith(_HEADER[: len(block)])  # or written by other programs, and has text
     while not inflate.eof and (block := block or file.read(_BLOCK)):
         member.size += len(block)
         try:
@@ -213,9 +213,10 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
             return
         block = b""
         if text:
+            is_readable = True
             yield text
     member.is_whole, member.rest = inflate.eof, inflate.unused_data
-    if not member.is_whole and not is_ours:  # a wrong bit of the header promises more than there is
+    if not member.is_whole and not is_readable:  # a wrong bit of the header can promise more than there is
         member.is_damaged = True
         logger.warning("%s is damaged behind byte %d; lines there are left out.", file.name, member.start)
     member.size -= len(member.rest)

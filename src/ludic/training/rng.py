@@ -45,8 +45,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         _restore_cuda([each.cpu() for each in state["cuda"]])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"The random state cannot be restored ({type(error).__name__}: {error}). Give what `rng_state` returned; a checkpoint that "
-            'a Trainer saved has it under "rng".'
+            f"The random state cannot be restored ({type(error).__name__}: {error}). Give what `rng_state` returned; checkpoints "
+            "of a Trainer have it."
         ) from error
 
 

@@ -169,22 +169,21 @@ def read_shards(
     tensors = model_tensors(model)
     _check_model(uncompiled(model), tensors, stored, folder)
     if optimizer is None:
-        _load(tensors, folder, group)
+        _load(tensors, stored, folder, group)
         return
     rest = read_optimizer(folder)
     slots = _room_for_optimizer(optimizer, stored, folder)
-    _load(tensors | slots, folder, group)
+    _load(tensors | slots, stored, folder, group)
     load_optimizer(optimizer, _optimizer_state(rest, slots), folder)
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     """All tensors under a prefix ("model."), whole, in CPU memory, without it."""
+    stored = _stored(folder)
     found = {
-        name: torch.zeros(about.shape, dtype=about.dtype)
-        for name, about in _stored(folder).items()
-        if name.startswith(prefix)
+        name: torch.zeros(about.shape, dtype=about.dtype) for name, about in stored.items() if name.startswith(prefix)
     }
-    _load(found, folder, None)
+    _load(found, stored, folder, None)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
@@ -203,7 +202,7 @@ def read_rank_state(folder: Path, rank: int) -> dict[str, Any]:
     return state
 
 
-def _load(targets: dict[str, Tensor], folder: Path, group: Group) -> None:
+def _load(targets: dict[str, Tensor], stored: "Mapping[str, _About]", folder: Path, group: Group) -> None:
     import torch.distributed.checkpoint as dcp
 
     try:
@@ -211,7 +210,7 @@ def _load(targets: dict[str, Tensor], folder: Path, group: Group) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
             dcp.load(
                 targets,
-                storage_reader=_reader(folder),
+                storage_reader=_reader(stored, folder),
                 planner=_planner(),
                 process_group=group,
                 no_dist=group is None,
@@ -221,12 +220,10 @@ def _load(targets: dict[str, Tensor], folder: Path, group: Group) -> None:
         raise CheckpointError(f"Cannot read {folder}: {reasons}") from error
 
 
-def _reader(folder: Path) -> Any:
+def _reader(stored: "Mapping[str, _About]", folder: Path) -> Any:
     """torch's own, which knows who needs what; but index and tensors are read by us, since torch unpickles them."""
     import torch.distributed.checkpoint as dcp
     from torch.futures import Future
-
-    stored = _stored(folder)
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,9 +250,8 @@ def _planner() -> Any:
 
     class TensorsOnly(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
-            raise CheckpointError(
-                f"{read_item.dest_index.fqn} is no tensor; it was not read."
-            )  # torch would unpickle it
+            # torch would unpickle it
+            raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; it was not read.")
 
     return TensorsOnly()
 
@@ -310,7 +306,7 @@ def _state_of(value: Any, name: str) -> Any:
 
 def _places(storage_data: Any) -> dict[tuple[str, tuple[int, ...]], Any]:
     """(tensor, where the chunk begins in it) -> (file, offset, length)."""
-    found = {}
+    found: dict[tuple[str, tuple[int, ...]], Any] = {}
     for key, value in storage_data.items():
         index, info = _state_of(key, "MetadataIndex"), _state_of(value, "_StorageInfo")
         file, (offset, length) = _text(info["relative_path"]), numbers((info["offset"], info["length"]))
@@ -327,7 +323,8 @@ def _places(storage_data: Any) -> dict[tuple[str, tuple[int, ...]], Any]:
 def _about(name: str, about: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> _About:
     tensor = _state_of(about, "TensorStorageMetadata")
     dtype = _state_of(tensor["properties"], "TensorProperties")[0]
-    shape, chunks = _size(tensor["size"]), {}
+    shape = _size(tensor["size"])
+    chunks: dict[tuple[int, ...], _Place] = {}
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
     for each in tensor["chunks"]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class _Machine:
         if type(target) is Record and target.state is None:
             target.state = state
         elif type(target) is OrderedDict and type(state) is dict and state.keys() == {"_metadata"}:
-            target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # as the state_dict of a torch module has it
+            target.__dict__.update(state)  # as the state_dict of a torch module has it
         else:
             raise ValueError(f"a {type(target).__name__} takes no state")
 
@@ -309,7 +309,7 @@ def numbers(values: Any) -> tuple[int, ...]:
 class _Part(io.RawIOBase):
     """Some of the bytes of a file, as a file."""
 
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+    def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
         self._position = 0
 
@@ -332,6 +332,6 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         room = memoryview(buffer)[: max(0, self._length - self._position)]
         self._file.seek(self._start + self._position)
-        count: int = self._file.readinto(room)  # type: ignore[attr-defined]
+        count: int = self._file.readinto(room)
         self._position += count
         return count

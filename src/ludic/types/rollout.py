@@ -204,7 +204,8 @@ def load_rollouts(path: str | Path) -> Iterator[Rollout]:
 
 def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
     """The same, with the place of each."""
-    num_read, damaged = 0, []
+    num_read = 0
+    damaged: list[tuple[int, Exception]] = []
     for number, (line, text) in enumerate(read_lines(path), start=1):
         if not text.strip():
             continue

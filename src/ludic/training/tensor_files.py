@@ -42,13 +42,10 @@ class Record:
 
 
 Construct: TypeAlias = Callable[[Name, tuple[Any, ...]], Any]
-_LITERALS = {
+_LITERALS = (
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT",
     "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
-}  # fmt: skip
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+)  # fmt: skip
 _DTYPES = {Name(str(dtype)): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -60,74 +57,93 @@ def read_pickle(data: bytes, construct: Construct = Record, persistent: Callable
     """
     machine = _Machine(construct, persistent)
     for opcode, argument, _ in pickletools.genops(data):
-        machine.follow(opcode.name, argument)
+        follow = machine.instructions.get(opcode.name)
+        if follow is None:
+            raise ValueError(f"the instruction {opcode.name} does not belong there")
+        follow(argument)
     return machine.result()
 
 
 class _Machine:
-    """Follows the instructions of a pickle that make plain data, and refuses all others."""
+    """Follows the instructions of a pickle that make plain data; it has no others."""
 
     def __init__(self, construct: Construct, persistent: Callable[[Any], Any] | None) -> None:
-        self._construct, self._persistent = construct, persistent
+        self._construct = construct
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         """The stacks that were in use when marks were set."""
         self._memo: dict[int, Any] = {}
+        self.instructions: dict[str, Callable[[Any], None]] = {
+            **dict.fromkeys(_LITERALS, self._push),
+            **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda _: None),
+            "NONE": lambda _: self._push(None),
+            "NEWTRUE": lambda _: self._push(True),
+            "NEWFALSE": lambda _: self._push(False),
+            "EMPTY_DICT": lambda _: self._push({}),
+            "EMPTY_LIST": lambda _: self._push([]),
+            "EMPTY_TUPLE": lambda _: self._push(()),
+            "MARK": self._mark,
+            "TUPLE": lambda _: self._push(tuple(self._since_mark())),
+            "TUPLE1": lambda _: self._push(tuple(self._last(1))),
+            "TUPLE2": lambda _: self._push(tuple(self._last(2))),
+            "TUPLE3": lambda _: self._push(tuple(self._last(3))),
+            "MEMOIZE": lambda _: self._remember(len(self._memo)),
+            "BINPUT": self._remember,
+            "LONG_BINPUT": self._remember,
+            "BINGET": self._recall,
+            "LONG_BINGET": self._recall,
+            "APPEND": lambda _: self._append(self._last(1)),
+            "APPENDS": lambda _: self._append(self._since_mark()),
+            "SETITEM": lambda _: self._set_items(self._last(2)),
+            "SETITEMS": lambda _: self._set_items(self._since_mark()),
+            "GLOBAL": lambda argument: self._push(_named(*argument.split(" "))),
+            "STACK_GLOBAL": lambda _: self._push(_named(*self._last(2))),
+            "REDUCE": self._call,
+            "NEWOBJ": self._call,
+            "BUILD": self._build,
+        }
+        if persistent is not None:
+            self.instructions["BINPERSID"] = lambda _: self._push(persistent(self._stack.pop()))
 
     def result(self) -> Any:
         (value,) = self._stack
         return value
 
-    def follow(self, opcode: str, argument: Any) -> None:
-        stack = self._stack
-        if opcode in _LITERALS:
-            stack.append(argument)
-        elif opcode in _CONSTANTS:
-            stack.append(_CONSTANTS[opcode])
-        elif opcode in _EMPTY:
-            stack.append(_EMPTY[opcode]())
-        elif opcode in _TUPLES:
-            first = len(stack) - _TUPLES[opcode]
-            stack[first:] = [tuple(stack[first:])]
-        elif opcode == "MARK":
-            self._below.append(stack)
-            self._stack = []
-        elif opcode == "TUPLE":
-            values = tuple(self._since_mark())
-            self._stack.append(values)
-        elif opcode in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-            self._memo[len(self._memo) if opcode == "MEMOIZE" else argument] = stack[-1]
-        elif opcode in ("BINGET", "LONG_BINGET"):
-            stack.append(self._memo[argument])
-        elif opcode in ("APPEND", "APPENDS"):
-            values = [stack.pop()] if opcode == "APPEND" else self._since_mark()
-            _require(self._stack[-1], list).extend(values)
-        elif opcode in ("SETITEM", "SETITEMS"):
-            pairs = [stack.pop(-2), stack.pop()] if opcode == "SETITEM" else self._since_mark()
-            _require(self._stack[-1], dict, OrderedDict).update(zip(pairs[::2], pairs[1::2], strict=True))
-        elif opcode in ("PROTO", "FRAME", "STOP"):
-            pass
-        else:
-            self._objects(opcode, argument)
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
 
-    def _objects(self, opcode: str, argument: Any) -> None:
-        stack = self._stack
-        if opcode == "GLOBAL":
-            stack.append(_named(*argument.split(" ")))
-        elif opcode == "STACK_GLOBAL":
-            name, module = stack.pop(), stack.pop()
-            stack.append(_named(_require(module, str), _require(name, str)))
-        elif opcode in ("REDUCE", "NEWOBJ"):
-            arguments, callee = _require(stack.pop(), tuple), _require(stack.pop(), Name)
-            stack.append(self._construct(callee, arguments))
-        elif opcode == "BUILD":
-            self._build()
-        elif opcode == "BINPERSID" and self._persistent is not None:
-            stack.append(self._persistent(stack.pop()))
-        else:
-            raise ValueError(f"the instruction {opcode} does not belong there")
+    def _last(self, count: int) -> list[Any]:
+        if len(self._stack) < count:
+            raise ValueError("an instruction has nothing to work on")
+        values = self._stack[-count:]
+        del self._stack[-count:]
+        return values
 
-    def _build(self) -> None:
+    def _mark(self, _: Any) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _since_mark(self) -> list[Any]:
+        values, self._stack = self._stack, self._below.pop()
+        return values
+
+    def _remember(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+
+    def _recall(self, number: int) -> None:
+        self._stack.append(self._memo[number])
+
+    def _append(self, values: list[Any]) -> None:
+        _require(self._stack[-1], list).extend(values)
+
+    def _set_items(self, values: list[Any]) -> None:
+        _require(self._stack[-1], dict, OrderedDict).update(zip(values[::2], values[1::2], strict=True))
+
+    def _call(self, _: Any) -> None:
+        callee, arguments = self._last(2)
+        self._stack.append(self._construct(_require(callee, Name), _require(arguments, tuple)))
+
+    def _build(self, _: Any) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if type(target) is Record and target.state is None:
             target.state = state
@@ -136,13 +152,9 @@ class _Machine:
         else:
             raise ValueError(f"a {type(target).__name__} takes no state")
 
-    def _since_mark(self) -> list[Any]:
-        values, self._stack = self._stack, self._below.pop()
-        return values
 
-
-def _named(module: str, name: str) -> Any:
-    found = Name(f"{module}.{name}")
+def _named(module: Any, name: Any) -> Any:
+    found = Name(f"{_require(module, str)}.{_require(name, str)}")
     return _DTYPES.get(found, found)
 
 

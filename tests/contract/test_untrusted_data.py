@@ -15,7 +15,9 @@ from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import new_model
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted([*ROOT.glob("src/ludic/**/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("environments/**/*.py")])
+SOURCES = sorted(
+    file for folder in ("src", "examples", "environments", "scripts") for file in (ROOT / folder).rglob("*.py")
+)
 
 MODULES = {
     "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "yaml", "multiprocessing", "ray",

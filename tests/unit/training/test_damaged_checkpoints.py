@@ -258,13 +258,14 @@ def is_as_saved(folder: Path, original: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fuzz_the_newest_undamaged_checkpoint_is_loaded(kind: str, saved, tmp_path: Path, caplog, fuzz: Fuzz):
     given: Saved = saved(kind)
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_bytes(b"{}")
-    for case in range(fuzz.cases(24)):
+    for case in range(fuzz.cases(15)):
         rng = fuzz.rng(case)
         root = given.copy(tmp_path / "checkpoints")
         done = [
@@ -289,6 +290,7 @@ def test_fuzz_the_newest_undamaged_checkpoint_is_loaded(kind: str, saved, tmp_pa
             assert len(warning.split(": ", 1)[1]) > 10, where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_path: Path, fuzz: Fuzz):
     """The manifest fits, so only the content can be at fault; most of it is refused, none of it is run."""
@@ -296,7 +298,7 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_bytes(pickle.dumps(Trap(tmp_path / "was run")))
-    for case in range(fuzz.cases(24)):
+    for case in range(fuzz.cases(15)):
         rng = fuzz.rng(case)
         root = given.copy(tmp_path / "checkpoints")
         folder = root / f"step_{STEPS[-1]:06d}"
@@ -330,6 +332,7 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
 # --- the manifest and the pointer to the best ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "as older versions wrote it"])
 def test_any_single_bit_of_a_manifest_may_be_wrong(saved, tmp_path: Path, has_checksum: bool):
     root = saved("module").copy(tmp_path / "checkpoints")

@@ -95,7 +95,7 @@ def tokenizer_files(base_model: str | None) -> Iterator[dict[str, Path]]:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            AutoTokenizer.from_pretrained(base_model).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(base_model, trust_remote_code=False).save_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--base-model {base_model!r} gave no tokenizer: {str(error).strip().splitlines()[0]} Give a folder or a "

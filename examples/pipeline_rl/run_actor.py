@@ -118,7 +118,7 @@ async def on_servers(settings: Settings, stack: AsyncExitStack) -> Policy:
 
     client = await asyncio.to_thread(settings.servers)
     stack.push_async_callback(client.close)
-    return Policy(client=client, tokenizer=AutoTokenizer.from_pretrained(settings.model))
+    return Policy(client=client, tokenizer=AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False))
 
 
 if __name__ == "__main__":

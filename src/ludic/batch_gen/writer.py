@@ -6,6 +6,7 @@ an episode are written at once.
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,9 @@ import msgspec
 from ludic.batch_gen.episodes import Episode
 from ludic.types import ConfigError, Rollout
 from ludic.types.line_files import Line, LineWriter, read_lines, repair
+from ludic.types.rollout import stored_rollouts
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutWriter:
@@ -81,7 +85,7 @@ class StoredEpisode:
 
 
 class FinishedEpisodes:
-    """The episodes that a file already has, by request key. Failed and half-written ones do not count."""
+    """The episodes that a file already has, by request key. Failed, half-written and damaged ones do not count."""
 
     def __init__(self, path: str | Path) -> None:
         self._episodes: dict[str, list[StoredEpisode]] = defaultdict(list)
@@ -105,13 +109,26 @@ class FinishedEpisodes:
 
 def _whole_episodes(path: Path) -> Iterator[StoredEpisode]:
     open_episodes: dict[str, list[Line]] = defaultdict(list)
-    for line, head in index_lines(path):
-        facts = head.meta.get("engine") or {}
-        if not facts.get("request_key") or facts["episode_failed"]:
+    for line, meta in _metas(path):
+        facts = meta.get("engine")
+        if not isinstance(facts, dict) or facts.get("episode_failed") is not False:
             continue
-        lines = open_episodes[facts["episode_run"]]
+        key, run = facts.get("request_key"), str(facts.get("episode_run"))
+        if not isinstance(key, str):
+            continue
+        lines = open_episodes[run]
         lines.append(line)
-        if len(lines) == facts["num_rollouts"]:
-            del open_episodes[facts["episode_run"]]
-            group_id = head.meta.get("request_meta", {}).get("group_id")
-            yield StoredEpisode(facts["request_key"], group_id, lines)
+        if len(lines) == facts.get("num_rollouts"):
+            del open_episodes[run]
+            request = meta.get("request_meta")
+            yield StoredEpisode(key, request.get("group_id") if isinstance(request, dict) else None, lines)
+
+
+def _metas(path: Path) -> Iterator[tuple[Line, dict[str, Any]]]:
+    """Of the rollouts that can be read; where none can, all is played again."""
+    try:
+        for line, rollout in stored_rollouts(path):
+            if isinstance(rollout.meta, dict):
+                yield line, rollout.meta
+    except ValueError as error:
+        logger.warning("%s", error)

@@ -381,7 +381,7 @@ def make_trainer(
     folder: Path,
     logger: TrainingLogger,
     critic: LoadedModel | None = None,
-    resume: bool = False,
+    resume_from: Path | None = None,
 ) -> Trainer:
     from ludic.training import Trainer
 
@@ -393,7 +393,7 @@ def make_trainer(
         cfg=trainer_config(config),
         publisher=parts.publisher,
         checkpoint_config=checkpoint_config(config, folder),
-        resume_from="latest" if resume else None,
+        resume_from=None if resume_from is None else str(resume_from),
         train_logger=logger,
         evaluator=parts.evaluator,
         teacher=parts.teacher,

@@ -7,7 +7,6 @@ machine is meant: an endpoint is evaluated without it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -160,13 +159,18 @@ def load(settings: ModelSettings, *, seed: int) -> LoadedModel:
     """What `ludic train` can load, and an adapter that somebody else has trained, on the base that it names."""
     from ludic.cli.run_model import load_policy
     from ludic.models.loading import LoadedModel
-    from ludic.training.model_files import ADAPTER_CONFIG
+    from ludic.training.durable import read_object
+    from ludic.training.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
     folder = Path(settings.model)
     is_own = (folder.resolve().parents[1] / CONFIG).is_file() if len(folder.resolve().parents) > 1 else False
     if not (folder / ADAPTER_CONFIG).is_file() or is_own:
         return load_policy(settings, seed=seed)
-    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(
+            f"{folder} has no {ADAPTER_WEIGHTS}; adapters in other formats are pickles, and are not read."
+        )
+    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"{folder} is a LoRA adapter whose {ADAPTER_CONFIG} does not say what it was trained on.")
     try:
@@ -178,5 +182,5 @@ def load(settings: ModelSettings, *, seed: int) -> LoadedModel:
     if (folder / "tokenizer_config.json").is_file():
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return LoadedModel(PeftModel.from_pretrained(loaded.model, folder).eval(), tokenizer, str(folder))

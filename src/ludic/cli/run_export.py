@@ -12,7 +12,7 @@ from ludic.cli.run_model import base_settings, checkpoint_in, load_policy
 from ludic.cli.settings import read_toml
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
-from ludic.training.durable import problem_with, read_json, write_json
+from ludic.training.durable import CheckpointError, read_object, write_json
 from ludic.training.export import check_target, export_checkpoint, export_model, write_pretrained
 from ludic.training.model_files import ADAPTER_CONFIG, BASE_FINGERPRINT, is_peft
 from ludic.types import ConfigError, MissingExtra
@@ -53,7 +53,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     if step is None:
         folder = checkpoint_in(run)
         if folder is None:
-            problem = problem_with(run, checksums=False) if run.is_dir() else "it does not exist"
+            problem = "it holds none" if run.is_dir() else "it does not exist"
             raise ConfigError(
                 f"There is no complete checkpoint in {run}: {problem}. Give the folder of a run or a checkpoint."
             )
@@ -84,7 +84,7 @@ def _adapter(asked: Asked, folder: Path) -> list[str]:
         if name is None:
             write_pretrained(*_base_of(folder), place / BASE)
         for file in place.rglob(ADAPTER_CONFIG):
-            write_json(file, {**read_json(file), "base_model_name_or_path": name or BASE})
+            write_json(file, {**read_object(file), "base_model_name_or_path": name or BASE})
 
     export_checkpoint(folder, asked.target, finish=name_base)
     base = name if name is not None else str(asked.target / BASE)
@@ -99,7 +99,7 @@ def _name_elsewhere(folder: Path) -> str | None:
     """What every machine can load the base by: a hub id; None where it is a file or folder of this machine, or made here."""
     run = _run_of(folder)
     if run is None:
-        name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
+        name = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
         return None if not name or Path(name).exists() else name
     settings = base_settings(run.model)
     is_made_here = settings.model in (TINY, SMOLLM2) or Path(settings.model).suffix in (".gguf", ".json")
@@ -132,7 +132,7 @@ def _wrapped(folder: Path, base: str) -> LoadedModel:
 
 
 def _named_base(folder: Path) -> str:
-    name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    name = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"{folder} does not say what its adapter was trained on. Give --base.")
     return str(name)
@@ -162,8 +162,10 @@ def _held_here(settings: ModelSettings, folder: Path) -> ModelSettings:
 
 def _dtype_of(folder: Path) -> torch.dtype:
     """What the frozen weights were held in, by their fingerprints: "(64, 32) torch.float32 1a2b3c4d"."""
-    fingerprint = next(iter(read_json(folder / BASE_FINGERPRINT).values()))
-    found: torch.dtype = getattr(torch, fingerprint.split()[-2].removeprefix("torch."))
+    fingerprint = str(next(iter(read_object(folder / BASE_FINGERPRINT).values()), ""))
+    found = getattr(torch, ["", "", *fingerprint.split()][-2].removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{folder / BASE_FINGERPRINT} does not say what its base is.")
     return found
 
 

@@ -4,22 +4,29 @@ runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  ch
               of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
 """
 
+import logging
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
 from ludic.cli.run_config import MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.cli.settings import Difference, differences, read_toml, to_toml
-from ludic.training.durable import read_manifest
+from ludic.training.durable import CheckpointError, read_manifest
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
+
+if TYPE_CHECKING:
+    from ludic.training.checkpoint import CheckpointManager
 
 CONFIG, METRICS, CHECKPOINTS, ROLLOUTS = "config.toml", "metrics.jsonl", "checkpoints", "rollouts"
 WANDB_ID, SERVER = "wandb_id", "server"
 WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
+logger = logging.getLogger(__name__)
+
 _BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}
 """What may be there before the run itself writes anything: a server, a Redis or an actor was started first."""
 
@@ -30,6 +37,8 @@ class Start:
 
     first_step: int = 0
     """Updates that are done already."""
+    checkpoint: Path | None = None
+    """What the run goes on from."""
     starts_over: bool = False
     """It was interrupted before its first checkpoint: what it has written so far is written again."""
     changed: list[Difference] = field(default_factory=list)
@@ -53,12 +62,15 @@ def find_start(config: RunConfig, *, resume: bool) -> Start:
             f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `{how_to_resume(config)}` goes on "
             "with its own; give another --name to start a new run."
         )
-    step = latest_step(folder)
+    checkpoint = newest_undamaged(folder)
+    step = _step_of(checkpoint)
     if step >= config.train.steps:
         raise ConfigError(
             f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(config)} --steps {2 * step}"
         )
-    return Start(first_step=step, starts_over=step == 0 and has_begun(folder), changed=changed)
+    return Start(
+        first_step=step, checkpoint=checkpoint, starts_over=checkpoint is None and has_begun(folder), changed=changed
+    )
 
 
 def _require_unused(folder: Path, resume: bool) -> None:
@@ -73,7 +85,7 @@ def _require_unused(folder: Path, resume: bool) -> None:
 
 def has_begun(folder: Path) -> bool:
     metrics = folder / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or latest_step(folder) > 0
+    return (metrics.is_file() and metrics.stat().st_size > 0) or not _checkpoints(folder).is_empty()
 
 
 def _why_not_again(config: RunConfig, changed: list[Difference]) -> str:
@@ -81,8 +93,8 @@ def _why_not_again(config: RunConfig, changed: list[Difference]) -> str:
     named = [d for d in changed if d.name not in ("name", "runs")]
     what = f"a run with other settings ({'; '.join(map(str, named))})" if named else "this very run"
     return (
-        f"{folder} holds {what}, {latest_step(folder)} updates of it saved. `{how_to_resume(config)}` goes on with it; "
-        "another --name starts a new one."
+        f"{folder} holds {what}, {_step_of(latest_checkpoint(folder))} updates of it saved. `{how_to_resume(config)}` goes on "
+        "with it; another --name starts a new one."
     )
 
 
@@ -126,23 +138,46 @@ def rollouts_file(folder: Path, start: Start) -> Path:
 def wandb_id(folder: Path) -> str:
     """What W&B knows the run by: the same when it is resumed, another for every other run, whatever they are called."""
     file = folder / WANDB_ID
-    if not file.is_file():
-        file.write_text(secrets.token_hex(8), encoding="utf-8")
-    return file.read_text(encoding="utf-8")
+    known = file.read_bytes() if file.is_file() else b""
+    if re.fullmatch(rb"[0-9a-f]{16}", known):
+        return known.decode()
+    if known:
+        logger.warning("%s is damaged; the run goes on under a new id at W&B.", file)
+    new = secrets.token_hex(8)
+    file.write_text(new, encoding="utf-8")
+    return new
 
 
 # --- what it holds ---------------------------------------------------------------------------------------------
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
+def _checkpoints(folder: Path) -> "CheckpointManager":
     from ludic.training.checkpoint import CheckpointConfig, CheckpointManager  # loads torch
 
-    return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS)).latest()
+    return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS))
 
 
-def latest_step(folder: Path) -> int:
-    newest = latest_checkpoint(folder)
-    manifest = None if newest is None else read_manifest(newest)
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest by name and size; its content is not read."""
+    return _checkpoints(folder).latest()
+
+
+def newest_undamaged(folder: Path) -> Path | None:
+    """The checkpoint to go on from, with a warning for each newer one that is damaged; None if none was ever saved."""
+    checkpoints = _checkpoints(folder)
+    if checkpoints.is_empty():
+        return None
+    try:
+        return checkpoints.find()
+    except CheckpointError as error:
+        raise ConfigError(
+            f"All checkpoints in {folder / CHECKPOINTS} are damaged, so {folder} cannot go on. Put a backup of one there; or, "
+            "to start over, remove them."
+        ) from error
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    manifest = None if checkpoint is None else read_manifest(checkpoint)
     return 0 if manifest is None else int(manifest["step"])
 
 

@@ -5,7 +5,7 @@ Nothing here knows of training; `ludic eval` uses the same functions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +22,9 @@ from ludic.models import SMOLLM2, TINY
 from ludic.models.loading import LoadedModel, best_dtype, load_model
 from ludic.models.tiny import character_tokenizer
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
-from ludic.training.durable import problem_with
+from ludic.training.durable import MANIFEST, CheckpointError, problem_with
 from ludic.training.model_files import ADAPTER_WEIGHTS, read_weights
+from ludic.training.state_files import STATE_FILE
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
 
 # --- weights ---------------------------------------------------------------------------------------------------
@@ -94,7 +95,9 @@ def load_tokenizer(settings: ModelSettings) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(checkpoint_in(Path(base.model)) or base.model))
+        return AutoTokenizer.from_pretrained(
+            str(checkpoint_in(Path(base.model)) or base.model), trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot find the tokenizer of {base.model!r}: {str(error).strip().splitlines()[0]}"
@@ -152,14 +155,27 @@ def pinned(config: RunConfig) -> RunConfig:
 
 
 def checkpoint_in(path: Path) -> Path | None:
-    """The checkpoint that a path means: itself, or the newest of a run folder; None where there is none."""
-    if problem_with(path, checksums=False) is None:
+    """The checkpoint that a path means: itself, or the newest undamaged one of a run folder, with a warning for each newer one
+    that is damaged; None where there is none. ConfigError where all are damaged."""
+    if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
+        _require_undamaged(path, (path / MANIFEST).stat().st_mtime_ns)
         return path
     for root in (path / CHECKPOINTS, path):
-        newest = CheckpointManager(CheckpointConfig(root)).latest()
-        if newest is not None:
-            return newest
+        checkpoints = CheckpointManager(CheckpointConfig(root))
+        if not checkpoints.is_empty():
+            try:
+                return checkpoints.find()
+            except CheckpointError as error:
+                raise ConfigError(f"All checkpoints in {root} are damaged. Take another run, or a backup.") from error
     return None
+
+
+@lru_cache
+def _require_undamaged(folder: Path, _written: int) -> None:
+    """Once for each checkpoint of a process: all of it is read."""
+    problem = problem_with(folder, checksums=True)
+    if problem is not None:
+        raise ConfigError(f"The checkpoint {folder} is damaged: {problem}. Take another one of that run.")
 
 
 def forked_checkpoint(path: Path) -> Path:
@@ -169,9 +185,6 @@ def forked_checkpoint(path: Path) -> Path:
             f"--fork-from {path}: there is no complete checkpoint. Give a folder such as runs/NAME/checkpoints/step_000020, or "
             "the run folder for its newest."
         )
-    problem = problem_with(folder, checksums=True)
-    if problem is not None:
-        raise ConfigError(f"--fork-from {folder}: {problem}. Take another checkpoint of that run.")
     return folder
 
 

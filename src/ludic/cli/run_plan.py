@@ -100,8 +100,8 @@ def _empty_model(source: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
-        make_template(AutoTokenizer.from_pretrained(source))
-        description = AutoConfig.from_pretrained(source)
+        make_template(AutoTokenizer.from_pretrained(source, trust_remote_code=False))
+        description = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot find the model {source!r}: {str(error).strip().splitlines()[0]}") from error
     with torch.device("meta"):

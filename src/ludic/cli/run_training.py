@@ -141,7 +141,7 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
             folder=folder,
             logger=logger,
             critic=_load(config, start) if parts.algorithm.critic is CriticKind.SEPARATE else None,
-            resume=start.first_step > 0,
+            resume_from=start.checkpoint,
         )
         asyncio.run(_until_done(trainer, config.train.steps, logger, parts.activity))
     except RedisGone:  # an OSError too, but nothing has to be fixed here

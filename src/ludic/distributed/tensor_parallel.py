@@ -21,7 +21,7 @@ def load_tensor_parallel(folder: str | Path, ranks: Ranks, *, dtype: torch.dtype
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     heads = config.get_text_config().num_key_value_heads
     if heads % ranks.world_size:
         raise ConfigError(
@@ -35,7 +35,11 @@ def load_tensor_parallel(folder: str | Path, ranks: Ranks, *, dtype: torch.dtype
             f"transformers has no plan for cutting the layers of {config.model_type}; spread it with FSDP (shard_model)."
         )
     loaded = AutoModelForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(tp_plan="auto"), **({} if dtype is None else {"dtype": dtype})
+        folder,
+        distributed_config=DistributedConfig(tp_plan="auto"),
+        use_safetensors=True,
+        trust_remote_code=False,
+        **({} if dtype is None else {"dtype": dtype}),
     )
     model: Any = loaded
     return model

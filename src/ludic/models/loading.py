@@ -55,15 +55,17 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     is_here = Path(folder).exists()  # a download shows its progress, reading a file need not
-    settings: dict[str, Any] = {"dtype": dtype}
+    settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}  # other weight files are pickles
     tokenizer_settings: dict[str, Any] = {}
     if gguf is not None:
         tokenizer_settings["gguf_file"] = gguf
         settings |= {"gguf_file": gguf, "quantization_config": _dequantised(gguf)}
     try:
         with no_progress_bar() if is_here else contextlib.nullcontext(), _reading_gguf_once():
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **tokenizer_settings)
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, **settings)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, **tokenizer_settings
+            )
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **settings)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
@@ -83,8 +85,8 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
-        config = AutoConfig.from_pretrained(path.parent)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path.parent)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot make a model from {path}: {str(error).strip().splitlines()[0]} It takes a config.json and, beside it, a "

@@ -18,15 +18,23 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from ludic.training.durable import finish_folder, problem_with, read_json, read_manifest, sync, write_json
+from ludic.training.durable import (
+    CheckpointError,
+    finish_folder,
+    problem_with,
+    read_manifest,
+    read_object,
+    sync,
+    write_json,
+)
 from ludic.training.model_files import read_weights, write_weights
 from ludic.training.rank_state import state_for
 from ludic.training.sharded_files import is_sharded, read_shards
 from ludic.training.state_files import (
-    CheckpointError,
     check_state,
     load_optimizer,
     read_optimizer,
+    read_saved_metrics,
     write_optimizer,
     write_state,
 )
@@ -38,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
-_FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_(\d+)")
+_BEST = "best.json"
+_FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_([0-9]{{1,18}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,16 @@ class _Saved:
     step: int
     serial: int
     """Counts saves: a run that went back to an older step and on from there has its newest checkpoint at a lower step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The checkpoint that best.json names."""
+
+    folder: Path
+    step: int
+    metric: str
+    value: float
 
 
 class CheckpointManager:
@@ -151,9 +170,11 @@ class CheckpointManager:
         return 1 + max((saved.serial for saved in self._finished()), default=0)
 
     def _commit(self, unfinished: Path, target: Path, step: int, metrics: Mapping[str, float]) -> None:
+        best = self._best()
         self._put_in_place(unfinished, target)
-        self._point_to(target, step, metrics)
-        self._prune()
+        write_json(self.root / "latest.json", {"path": target.name, "step": step})
+        best = self._note_best(best, target, step, metrics)
+        self._prune(None if best is None else best.folder)
 
     def _put_in_place(self, unfinished: Path, target: Path) -> None:
         replaced = self.root / f"{_REPLACED}{target.name}"
@@ -164,29 +185,30 @@ class CheckpointManager:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def _point_to(self, target: Path, step: int, metrics: Mapping[str, float]) -> None:
-        write_json(self.root / "latest.json", {"path": target.name, "step": step})
+    def _note_best(self, best: _Best | None, target: Path, step: int, metrics: Mapping[str, float]) -> _Best | None:
+        """Write which checkpoint is the best, now that `target` is there and `best` was the best before."""
         name = self.config.best_metric
-        if name is not None and name in metrics and self._is_best(float(metrics[name]), target):
-            pointer = {"path": target.name, "step": step, "metric": name, "value": float(metrics[name])}
-            write_json(self.root / "best.json", pointer)
+        if name is None:
+            return best
+        value = float(metrics.get(name, math.nan))
+        is_saved_again = best is not None and best.folder == target  # it is judged by its new value
+        if math.isfinite(value) and (
+            best is None or is_saved_again or best.metric != name or self._is_better(value, best.value)
+        ):
+            best = _Best(target, step, name, value)
+        elif is_saved_again:
+            best = self._best_of_saved(name)
+        if best is not None:
+            pointer = {"path": best.folder.name, "step": best.step, "metric": best.metric, "value": best.value}
+            write_json(self.root / _BEST, pointer)
+        return best
 
-    def _is_best(self, value: float, target: Path) -> bool:
-        if not math.isfinite(value):
-            return False
-        best = self.best()
-        # A step that is saved again is judged anew.
-        if best is None or best == target:
-            return True
-        so_far = read_json(self.root / "best.json")
-        if so_far["metric"] != self.config.best_metric:
-            return True
-        return bool(value > so_far["value"] if self.config.best_mode == "max" else value < so_far["value"])
+    def _is_better(self, value: float, other: float) -> bool:
+        return value > other if self.config.best_mode == "max" else value < other
 
-    def _prune(self) -> None:
+    def _prune(self, best: Path | None) -> None:
         if self.config.max_to_keep is None:
             return
-        best = self.best()
         for saved in list(self._finished())[self.config.max_to_keep :]:
             if saved.folder != best and not self._is_kept_for_good(saved.step):
                 # Renamed first: half a folder under its own name would look like damage.
@@ -228,21 +250,54 @@ class CheckpointManager:
         newest = next(self._finished(), None)
         return None if newest is None else newest.folder
 
+    def is_empty(self) -> bool:
+        """Whether no checkpoint was ever finished here; a damaged one is one."""
+        return next(self._folders(), None) is None
+
     def steps(self) -> list[int]:
         """Of all complete checkpoints, the newest first."""
         return [saved.step for saved in self._finished()]
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric so far."""
-        pointer = self.root / "best.json"
-        if not pointer.is_file():
+        best = self._best()
+        return None if best is None else best.folder
+
+    def _best(self) -> _Best | None:
+        """What best.json says. If that cannot be true, the best of the checkpoints that are there, by their own metrics."""
+        pointer = self.root / _BEST
+        if not pointer.exists():
             return None
-        folder = self.root / read_json(pointer)["path"]
-        problem = problem_with(folder, checksums=False)
+        try:
+            return self._named_best(pointer)
+        except CheckpointError as error:
+            name = self.config.best_metric
+            found = None if name is None else self._best_of_saved(name)
+            instead = (
+                "No other is known to be the best." if found is None else f"The best is {found.folder.name} instead."
+            )
+            self._warn(f"{error} {instead}")
+            return found
+
+    def _named_best(self, pointer: Path) -> _Best:
+        named = read_object(pointer)
+        folder, metric, value = (named.get(key) for key in ("path", "metric", "value"))
+        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder) or not isinstance(metric, str):
+            raise CheckpointError(f"{pointer} is damaged: it names no checkpoint and metric.")
+        problem = self._quick_problem(self.root / folder)
         if problem is not None:
-            logger.warning("best.json names %s, but %s.", folder, problem)
-            return None
-        return folder
+            raise CheckpointError(f"{pointer} names {folder}, but {problem}.")
+        if type(value) is not float or read_saved_metrics(self.root / folder).get(metric) != value:
+            raise CheckpointError(f"{pointer} is damaged: its value is not the one that {folder} has.")
+        return _Best(self.root / folder, _step_of(self.root / folder), metric, value)
+
+    def _best_of_saved(self, name: str) -> _Best | None:
+        best: _Best | None = None
+        for saved in self._finished():
+            value = read_saved_metrics(saved.folder).get(name)
+            if value is not None and (best is None or self._is_better(value, best.value)):
+                best = _Best(saved.folder, saved.step, name, value)
+        return best
 
     def load(
         self,
@@ -256,7 +311,7 @@ class CheckpointManager:
 
         The checkpoint is `path`, else that of `step`, else the newest that is undamaged.
         """
-        folder = self._chosen(step, path)
+        folder = self.find(step=step, path=path)
         state = state_for(folder)
         if is_sharded(folder):
             read_shards(model, optimizer, folder)
@@ -266,7 +321,9 @@ class CheckpointManager:
             load_optimizer(optimizer, read_optimizer(folder), folder)
         return state
 
-    def _chosen(self, step: int | None, path: str | Path | None) -> Path:
+    def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
+        """The checkpoint that `load` loads: `path`, else that of `step`, else the newest that is undamaged. It warns about
+        each one that it skips; CheckpointError if there is none."""
         is_asked_for = step is not None or path is not None
         for folder in self._candidates(step, path):
             problem = self._problem_with(folder)
@@ -285,7 +342,7 @@ class CheckpointManager:
         if step is not None:
             return [self.root / f"step_{step:06d}"]
         for folder in self._folders():
-            problem = problem_with(folder, checksums=False)
+            problem = self._quick_problem(folder)
             if problem is not None:
                 self._warn(f"Skipping the checkpoint {folder}: {problem}.")
         return [saved.folder for saved in self._finished()]
@@ -293,18 +350,31 @@ class CheckpointManager:
     def _problem_with(self, folder: Path) -> str | None:
         return problem_with(folder, checksums=True) if folder.is_dir() else "it does not exist"
 
+    def _quick_problem(self, folder: Path) -> str | None:
+        """Of a folder under its own name; the content of its files is not read."""
+        problem = problem_with(folder, checksums=False)
+        if problem is None and _step_of(folder) != (read_manifest(folder) or {}).get("step"):
+            return "its manifest.json is that of another step"
+        return problem
+
     def _warn(self, message: str) -> None:
         logger.warning("%s", message)
 
     def _folders(self) -> Iterator[Path]:
         if self.root.is_dir():
-            yield from (path for path in sorted(self.root.iterdir()) if path.is_dir() and _FOLDER.fullmatch(path.name))
+            yield from (path for path in sorted(self.root.iterdir()) if _FOLDER.fullmatch(path.name) and path.is_dir())
 
     def _finished(self) -> Iterator[_Saved]:
         """Complete checkpoints, the newest first."""
         found = []
         for folder in self._folders():
             manifest = read_manifest(folder)
-            if manifest is not None and problem_with(folder, checksums=False) is None:
+            if manifest is not None and self._quick_problem(folder) is None:
                 found.append(_Saved(folder, manifest["step"], manifest["serial"]))
         yield from sorted(found, key=lambda saved: saved.serial, reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    named = _FOLDER.fullmatch(folder.name)
+    assert named is not None, "only called for folders that are named so"
+    return int(named[1])

@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import save_file
 
 from ludic.models.loading import no_progress_bar
-from ludic.training.durable import finish_folder, problem_with, read_json, read_manifest, sync, write_json
+from ludic.training.durable import (
+    CheckpointError,
+    finish_folder,
+    problem_with,
+    read_manifest,
+    read_object,
+    sync,
+    write_json,
+)
 from ludic.training.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ludic.training.rank_state import state_for
 from ludic.training.sharded_files import SHARDS, is_sharded, read_tensors, read_whole_optimizer
@@ -23,8 +31,8 @@ from ludic.training.state_files import (
     OPTIMIZER_FILE,
     STATE_FILE,
     TENSOR_STATE_FILE,
-    CheckpointError,
     read_optimizer,
+    read_saved_metrics,
     read_state,
     write_optimizer,
     write_state,
@@ -63,7 +71,7 @@ def export_model(
     folder, target = Path(folder), Path(target)
     with _complete_or_absent(folder, target) as unfinished:
         write_pretrained(model, tokenizer, unfinished, max_shard_size=max_shard_size)
-        saved = read_json(folder / STATE_FILE)
+        saved = read_object(folder / STATE_FILE)
         write_json(unfinished / STATE_FILE, {**saved, "state": {}})
     return target
 
@@ -134,11 +142,12 @@ def _rebuilt(folder: Path) -> Any:
     """The transformers model; it knows under which names its family is shared."""
     import transformers
 
-    name = read_json(folder / "config.json")["architectures"][0]
-    if name not in dir(transformers):
+    name = str((read_object(folder / "config.json").get("architectures") or ["model without a name"])[0])
+    kind = getattr(transformers, name, None) if name in dir(transformers) else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ConfigError(f"{folder} holds a {name}, which transformers {transformers.__version__} does not have.")
     with torch.device("meta"):
-        model = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(folder))
+        model: Any = kind(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model.load_state_dict(read_tensors(folder, "model."), strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -152,7 +161,6 @@ def _rebuilt(folder: Path) -> Any:
 def _write_rest(folder: Path, target: Path, with_optimizer: bool) -> None:
     state = state_for(folder) if with_optimizer else {"step": read_state(folder)["step"]}  # weights alone do not go on
     step = state.pop("step")
-    metrics = read_json(folder / STATE_FILE)["metrics"]
-    write_state(target, step, state, {name: value for name, value in metrics.items() if value is not None})
+    write_state(target, step, state, read_saved_metrics(folder))
     if with_optimizer:
         write_optimizer(read_whole_optimizer(folder) if is_sharded(folder) else read_optimizer(folder), target)

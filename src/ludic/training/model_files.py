@@ -10,15 +10,16 @@ import logging
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_model
 
 from ludic.models.loading import no_progress_bar
-from ludic.training.durable import read_json, write_json
+from ludic.training.durable import CheckpointError, listed_files, read_object, write_json
 from ludic.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class _Stored(Mapping[str, torch.Tensor]):
         self._files = files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
+        with _readable(self._files[name]), safe_open(self._files[name], framework="pt") as file:
             return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -123,11 +124,21 @@ class _Stored(Mapping[str, torch.Tensor]):
         return len(self._files)
 
 
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """What goes wrong inside is the file's fault."""
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+
+
 def _stored_names(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            found |= dict.fromkeys(opened.keys(), file)
+    for file in listed_files(folder):
+        if file.parent == folder and file.match("model*.safetensors"):
+            with _readable(file), safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file)
     if not found:
         holds = sorted(path.name for path in folder.iterdir())
         advice = "Was it cleaned up?"
@@ -181,7 +192,9 @@ def check_same_kind(name: str, stored: Any, own: torch.Tensor, folder: Path) -> 
 def _converted(model: Any, folder: Path) -> Tensors:
     """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows."""
     with no_progress_bar():
-        loaded, report = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        loaded, report = type(model).from_pretrained(
+            folder, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
     problems = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
     if problems:
         raise ConfigError(
@@ -213,7 +226,8 @@ def _read_adapters(model: Any, folder: Path) -> None:
                 f"{', '.join(model.peft_config)}; a checkpoint of a whole model is loaded before it is wrapped by peft."
             )
         check_same_scale(model.peft_config[adapter].to_dict(), file.with_name(ADAPTER_CONFIG))
-        stored = load_file(file)
+        with _readable(file):
+            stored = load_file(file)
         own = adapter_tensors(model, adapter)
         differing = sorted(stored.keys() ^ own.keys())
         if differing:
@@ -247,7 +261,7 @@ def adapter_tensors(model: Any, adapter: str) -> dict[str, torch.Tensor]:
 
 def check_same_scale(own: Mapping[str, Any], file: Path) -> None:
     """The same tensors under another alpha are another adapter, and nothing else would tell."""
-    saved = read_json(file)
+    saved = read_object(file)
     differing = [name for name in _SCALE if saved.get(name) != own.get(name)]
     if differing:
         values = ", ".join(f"{name} is {saved.get(name)} there and {own.get(name)} here" for name in differing)
@@ -288,7 +302,7 @@ def check_base(model: torch.nn.Module, folder: Path) -> None:
     file = folder / BASE_FINGERPRINT
     if not file.is_file():
         raise ConfigError(f"{folder} is not the checkpoint of an adapter: it has no {BASE_FINGERPRINT}.")
-    saved = read_json(file)
+    saved = read_object(file)
     own = _fingerprint(model, lambda _: True)
     other = [name for name, value in saved.items() if own.get(name) != value]
     if other:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ludic.training.durable import read_manifest
+from ludic.training.durable import CheckpointError, read_manifest
 from ludic.training.rng import restore_rng, rng_state
 from ludic.training.sharded_files import is_sharded, read_rank_state
-from ludic.training.state_files import CheckpointError, read_state
+from ludic.training.state_files import read_state
 
 logger = logging.getLogger(__name__)
 

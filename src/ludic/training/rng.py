@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ludic.types import ConfigError
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,12 +36,18 @@ def rng_state() -> dict[str, Any]:
 
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Continue where `rng_state` was taken."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"].cpu())
-    _restore_cuda([each.cpu() for each in state["cuda"]])
+    try:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(state["torch"].cpu())
+        _restore_cuda([each.cpu() for each in state["cuda"]])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"The random state cannot be restored ({type(error).__name__}: {error}). Give what `rng_state` returned; checkpoints "
+            "of a Trainer have it."
+        ) from error
 
 
 def _restore_cuda(saved: list[torch.Tensor]) -> None:

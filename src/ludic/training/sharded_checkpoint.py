@@ -22,7 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ludic.training.checkpoint import UNFINISHED, CheckpointConfig, CheckpointManager
-from ludic.training.durable import files_in, problem_with, synced, write_manifest
+from ludic.training.durable import SHARDED, CheckpointError, files_in, problem_with, synced, write_manifest
 from ludic.training.model_files import (
     base_fingerprint,
     check_all_trained_is_in_an_adapter,
@@ -33,7 +33,6 @@ from ludic.training.model_files import (
 )
 from ludic.training.rank_state import RNG, state_for
 from ludic.training.sharded_files import (
-    SHARDED,
     is_sharded,
     model_tensors,
     optimizer_rest,
@@ -45,7 +44,6 @@ from ludic.training.sharded_files import (
     write_shards,
 )
 from ludic.training.state_files import (
-    CheckpointError,
     check_state,
     load_optimizer,
     read_optimizer,
@@ -217,7 +215,7 @@ class ShardedCheckpointManager(CheckpointManager):
     ) -> dict[str, Any]:
         """As in CheckpointManager; the state that comes back is rank 0's, with what is this rank's own."""
         self.finish()
-        folder = self._chosen(step, path)
+        folder = self.find(step=step, path=path)
         state = state_for(folder, rank=self.rank, world_size=self.world_size, per_rank=self.per_rank)
         if is_sharded(folder):
             read_shards(model, optimizer, folder, self._group)

@@ -10,16 +10,17 @@ can do without torch.distributed: then one process has all the parts.
 """
 
 import copy
-import pickle
+import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ludic.training.durable import read_json, read_manifest, write_json
+from ludic.training.durable import SHARDED, CheckpointError, listed_files, read_manifest, read_object, write_json
 from ludic.training.model_files import (
     ADAPTER_CONFIG,
     BASE_FINGERPRINT,
@@ -32,12 +33,13 @@ from ludic.training.model_files import (
     is_transformers,
     uncompiled,
 )
-from ludic.training.state_files import CheckpointError, load_optimizer, read_optimizer, read_tensor_file
+from ludic.training.state_files import load_optimizer, read_optimizer
+from ludic.training.tensor_files import Record, numbers, read_pickle, read_tensor, read_tensor_file
 from ludic.types import ConfigError
 
 SHARDS = "shards"
-SHARDED = "sharded"
-"""The manifest's `format` of such a checkpoint; that of one process has none."""
+_INDEX = ".metadata"
+_LARGEST_INDEX = 1 << 30
 
 Group: TypeAlias = Any
 """A process group whose ranks write or read together; None is one process alone."""
@@ -167,22 +169,21 @@ def read_shards(
     tensors = model_tensors(model)
     _check_model(uncompiled(model), tensors, stored, folder)
     if optimizer is None:
-        _load(tensors, folder, group)
+        _load(tensors, stored, folder, group)
         return
     rest = read_optimizer(folder)
     slots = _room_for_optimizer(optimizer, stored, folder)
-    _load(tensors | slots, folder, group)
+    _load(tensors | slots, stored, folder, group)
     load_optimizer(optimizer, _optimizer_state(rest, slots), folder)
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     """All tensors under a prefix ("model."), whole, in CPU memory, without it."""
+    stored = _stored(folder)
     found = {
-        name: torch.empty(about.shape, dtype=about.dtype)
-        for name, about in _stored(folder).items()
-        if name.startswith(prefix)
+        name: torch.zeros(about.shape, dtype=about.dtype) for name, about in stored.items() if name.startswith(prefix)
     }
-    _load(found, folder, None)
+    _load(found, stored, folder, None)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
@@ -195,64 +196,217 @@ def read_whole_optimizer(folder: Path) -> dict[str, Any]:
 def read_rank_state(folder: Path, rank: int) -> dict[str, Any]:
     """What a rank has saved for itself; empty if there was no such rank."""
     file = _rank_file(folder, rank)
-    state: dict[str, Any] = read_tensor_file(file) if file.exists() else {}
+    state = read_tensor_file(file) if file in listed_files(folder) else {}
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} cannot be read: it holds a {type(state).__name__}, and no dictionary.")
     return state
 
 
-class _About:
-    """What is known of a stored tensor without reading it."""
-
-    def __init__(self, metadata: Any) -> None:
-        self.shape: torch.Size = metadata.size
-        self.dtype: torch.dtype = metadata.properties.dtype
-
-
-def _stored(folder: Path) -> dict[str, _About]:
-    metadata = _reader(folder).read_metadata()
-    return {name: _About(about) for name, about in metadata.state_dict_metadata.items()}
-
-
-def _load(targets: dict[str, Tensor], folder: Path, group: Group) -> None:
+def _load(targets: dict[str, Tensor], stored: "Mapping[str, _About]", folder: Path, group: Group) -> None:
     import torch.distributed.checkpoint as dcp
 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-            dcp.load(targets, storage_reader=_reader(folder), process_group=group, no_dist=group is None)
+            dcp.load(
+                targets,
+                storage_reader=_reader(stored, folder),
+                planner=_planner(),
+                process_group=group,
+                no_dist=group is None,
+            )
     except dcp.CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {_reason(failure)}" for rank, failure in error.failures.items())
         raise CheckpointError(f"Cannot read {folder}: {reasons}") from error
 
 
-def _reader(folder: Path) -> Any:
-    """torch's own, but .metadata is a pickle, and only what belongs into it is let in: loading runs no code."""
+def _reader(stored: "Mapping[str, _About]", folder: Path) -> Any:
+    """torch's own, which knows who needs what; but index and tensors are read by us, since torch unpickles them."""
     import torch.distributed.checkpoint as dcp
+    from torch.futures import Future
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with (folder / SHARDS / ".metadata").open("rb") as file:
-                return _Metadata(file).load()
+            return _as_metadata(stored)
+
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            for item in plan.items:
+                index = item.storage_index
+                tensor = _read_chunk(stored[index.fqn], tuple(index.offset), folder / SHARDS)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    tensor = tensor.narrow(dim, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(tensor)
+                planner.commit_tensor(item, target)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
     return Reader(folder / SHARDS)
 
 
-class _Metadata(pickle.Unpickler):
-    _ALLOWED = (
-        *(("torch.distributed.checkpoint.metadata", name) for name in (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        )),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        ("pathlib", "PosixPath"),
-    )  # fmt: skip
+def _planner() -> Any:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)
-        if is_dtype or (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata; it was not run.")
+    class TensorsOnly(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            # torch would unpickle it
+            raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; it was not read.")
+
+    return TensorsOnly()
+
+
+# --- the index: which tensor is where -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk of a tensor lies."""
+
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What is known of a stored tensor without reading it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    chunks: dict[tuple[int, ...], _Place]
+    """By where they begin in the tensor."""
+
+
+def _stored(folder: Path) -> dict[str, _About]:
+    """The index, checked: torch pickles it, so everything in it could have been written by a stranger."""
+    file = folder / SHARDS / _INDEX
+    try:
+        if file.stat().st_size > _LARGEST_INDEX:
+            raise ValueError("it is too large for an index")
+        index = _state_of(read_pickle(file.read_bytes()), "Metadata")
+        places = _places(index["storage_data"])
+        stored = {_text(name): _about(name, about, places) for name, about in index["state_dict_metadata"].items()}
+        _check_files(places.values(), folder)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+        raise CheckpointError(f"{file} cannot be read: {reason}. Nothing in it was run.") from error
+    return stored
+
+
+def _state_of(value: Any, name: str) -> Any:
+    """What an object of torch.distributed.checkpoint consists of."""
+    if type(value) is not Record or not value.name.startswith("torch.distributed.checkpoint.") or value.arguments:
+        raise ValueError(f"{getattr(value, 'name', type(value).__name__)} stands where {name} belongs")
+    if value.name.rpartition(".")[2] != name:
+        raise ValueError(f"{value.name} stands where {name} belongs")
+    return value.state
+
+
+def _places(storage_data: Any) -> dict[tuple[str, tuple[int, ...]], Any]:
+    """(tensor, where the chunk begins in it) -> (file, offset, length)."""
+    found: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for key, value in storage_data.items():
+        index, info = _state_of(key, "MetadataIndex"), _state_of(value, "_StorageInfo")
+        file, (offset, length) = _text(info["relative_path"]), numbers((info["offset"], info["length"]))
+        if "/" in file or file in ("", ".", ".."):
+            raise ValueError(f"{file!r} is not a file of the folder {SHARDS}")
+        if info.get("transform_descriptors"):
+            raise ValueError("its tensors are encoded in a way that Ludic does not write")
+        found[_text(index["fqn"]), _size(index["offset"])] = (file, offset, length)
+    if len(found) != len(storage_data):
+        raise ValueError("it names a chunk twice")
+    return found
+
+
+def _about(name: str, about: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> _About:
+    tensor = _state_of(about, "TensorStorageMetadata")
+    dtype = _state_of(tensor["properties"], "TensorProperties")[0]
+    shape = _size(tensor["size"])
+    chunks: dict[tuple[int, ...], _Place] = {}
+    if type(dtype) is not torch.dtype:
+        raise ValueError(f"{name} has no dtype")
+    for each in tensor["chunks"]:
+        chunk = _state_of(each, "ChunkStorageMetadata")
+        begins, sizes = _size(chunk["offsets"]), _size(chunk["sizes"])
+        file, offset, length = places[name, begins]
+        ends = zip(begins, sizes, shape, strict=True)
+        if begins in chunks or any(first + count > whole for first, count, whole in ends):
+            raise ValueError(f"the chunks of {name} do not fit into it")
+        if math.prod(sizes) * dtype.itemsize > length:
+            raise ValueError(f"{length} bytes cannot hold {sizes} of {name}")
+        chunks[begins] = _Place(sizes, file, offset, length)
+    if sum(math.prod(place.sizes) for place in chunks.values()) != math.prod(shape):
+        raise ValueError(f"the chunks of {name} do not make up the whole")
+    return _About(torch.Size(shape), dtype, chunks)
+
+
+def _check_files(places: Any, folder: Path) -> None:
+    """Each range lies in a file of this checkpoint, and no byte belongs to two: what is allocated is there to be read."""
+    belongs = set(listed_files(folder))
+    used: dict[str, int] = {}
+    for name, offset, length in sorted(places):
+        file = folder / SHARDS / name
+        if file not in belongs or file.is_symlink():
+            raise ValueError(f"{name!r} is not a file of this checkpoint")
+        if offset < used.get(name, 0) or offset + length > file.stat().st_size:
+            raise ValueError(
+                f"bytes {offset} to {offset + length} of {name!r} are not there, or belong to another tensor"
+            )
+        used[name] = offset + length
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    if type(value) is not Record or value.name != "torch.Size" or len(value.arguments) != 1:
+        raise ValueError(f"{value!r} is no size")
+    return numbers(value.arguments[0])
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"a {type(value).__name__} stands where a name belongs")
+    return value
+
+
+def _read_chunk(about: _About, begins: tuple[int, ...], folder: Path) -> Tensor:
+    place = about.chunks[begins]
+    tensor = read_tensor(folder / place.file, offset=place.offset, length=place.length)
+    if tensor.shape != place.sizes or tensor.dtype != about.dtype:
+        raise CheckpointError(
+            f"{folder / place.file} has {tuple(tensor.shape)} {tensor.dtype} where the index says {place.sizes} {about.dtype}."
+        )
+    return tensor
+
+
+def _as_metadata(stored: Mapping[str, _About]) -> Any:
+    """As torch wants it; made here, of names and numbers."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            properties=TensorProperties(dtype=about.dtype),
+            size=about.shape,
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(begins), sizes=torch.Size(place.sizes))
+                for begins, place in about.chunks.items()
+            ],
+        )
+        for name, about in stored.items()
+    }
+    storage = {
+        MetadataIndex(name, begins): _StorageInfo(place.file, place.offset, place.length)
+        for name, about in stored.items()
+        for begins, place in about.chunks.items()
+    }
+    return Metadata(state_dict_metadata=tensors, storage_data=storage)
 
 
 # --- the optimizer ------------------------------------------------------------------------------------------------
@@ -283,7 +437,7 @@ def _room_for_optimizer(
                 )
             )
         room[name] = (
-            torch.empty_like(like, dtype=about.dtype) if is_whole else torch.empty(about.shape, dtype=about.dtype)
+            torch.zeros_like(like, dtype=about.dtype) if is_whole else torch.zeros(about.shape, dtype=about.dtype)
         )
     return room
 
@@ -342,7 +496,7 @@ def _saved_kind(folder: Path) -> str:
     if (folder / ADAPTER_CONFIG).is_file():
         return "an adapter"
     config = folder / "config.json"
-    return _described(read_json(config)) if config.is_file() else "a plain module"
+    return _described(read_object(config)) if config.is_file() else "a plain module"
 
 
 def _kind(model: Any) -> str:

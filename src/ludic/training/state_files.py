@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 
-from ludic.training.durable import read_json, write_json
-from ludic.types import ConfigError, LudicError
+from ludic.training.durable import CheckpointError, listed_files, read_object, write_json
+from ludic.training.tensor_files import read_tensor_file
+from ludic.types import ConfigError
 
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE = "trainer_state.json"
 TENSOR_STATE_FILE = "state.pt"
 _HOW = ("foreach", "fused", "capturable")
 """Settings of an optimizer that say how to compute, which this machine decides, and not what."""
-
-
-class CheckpointError(LudicError, RuntimeError):
-    """A checkpoint cannot be written or read."""
 
 
 # --- state --------------------------------------------------------------------------------------------------------
@@ -39,15 +36,26 @@ def write_state(folder: Path, step: int, state: Mapping[str, Any], metrics: Mapp
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What was written, with its `step`."""
-    saved = read_json(folder / STATE_FILE)
-    tensors = folder / TENSOR_STATE_FILE
-    state = {**saved["state"], **(read_tensor_file(tensors) if tensors.exists() else {})}
-    return {**state, "step": saved["step"]}
+    file, tensors = folder / STATE_FILE, folder / TENSOR_STATE_FILE
+    saved = read_object(file)
+    step, state = saved.get("step"), saved.get("state")
+    if type(step) is not int or type(state) is not dict or type(saved.get("metrics")) is not dict:
+        raise CheckpointError(f"{file} cannot be read: it does not have the step, the state and the metrics of a run.")
+    return {**state, **(_read_table(tensors) if tensors in listed_files(folder) else {}), "step": step}
 
 
-def read_tensor_file(path: Path, *, mapped: bool = False) -> Any:
-    """`mapped` tensors are read from the disk as they are used; they are for copying from."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+def read_saved_metrics(folder: Path) -> dict[str, float]:
+    """Those that are finite."""
+    metrics = read_object(folder / STATE_FILE).get("metrics")
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    return {name: float(value) for name, value in found if type(value) in (int, float)}
+
+
+def _read_table(file: Path, *, mapped: bool = False) -> dict[str, Any]:
+    found = read_tensor_file(file, mapped=mapped)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} cannot be read: it holds a {type(found).__name__}, and no dictionary.")
+    return found
 
 
 def check_state(step: int, state: Mapping[str, Any]) -> None:
@@ -79,7 +87,10 @@ def _check_storable(path: str, value: Any) -> None:
     elif type(value) in (list, tuple):
         for index, inner in enumerate(value):
             _check_storable(f"{path}[{index}]", inner)
-    elif not (value is None or isinstance(value, torch.Tensor) or type(value) in (str, int, float, bool)):
+    elif isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+            raise ConfigError(f"state[{path}] is a tensor of an unusual kind; give state[{path}].to_dense().clone().")
+    elif not (value is None or type(value) in (str, int, float, bool)):
         raise ConfigError(
             f"state[{path}] is a {type(value).__name__}; a checkpoint holds plain values, lists, tuples, dicts and tensors. "
             "Turn it into one of these (array.tolist(), torch.from_numpy(array))."
@@ -99,18 +110,20 @@ def write_optimizer(state: Mapping[str, Any], folder: Path) -> None:
 
 def read_optimizer(folder: Path, *, mapped: bool = False) -> dict[str, Any]:
     file = folder / OPTIMIZER_FILE
-    if not file.exists():
+    if file not in listed_files(folder):
         raise CheckpointError(
             f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to go on with a fresh one."
         )
-    state: dict[str, Any] = read_tensor_file(file, mapped=mapped)
+    state = _read_table(file, mapped=mapped)
+    if type(state.get("state")) is not dict or type(state.get("param_groups")) is not list:
+        raise CheckpointError(f"{file} cannot be read: it holds no state of an optimizer.")
     return state
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], folder: Path) -> None:
     try:
         optimizer.load_state_dict(_computed_as_here(optimizer, state))
-    except ValueError as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:  # torch trusts what it is given
         raise CheckpointError(
             f"The optimizer in {folder} does not fit: {error}. Train the same parameters, in the same groups, as when it was "
             "saved, or pass optimizer=None to go on with a fresh one."

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ludic.training.checkpoint import UNFINISHED, CheckpointManager
-from ludic.training.durable import finish_folder
-from ludic.training.state_files import CheckpointError, check_state, read_state, write_state
+from ludic.training.durable import CheckpointError, finish_folder
+from ludic.training.state_files import check_state, read_state, write_state
 
 
 class RemoteCheckpoints(CheckpointManager):
@@ -39,9 +39,9 @@ class RemoteCheckpoints(CheckpointManager):
     def read_path(self, where: int | str) -> tuple[str, dict[str, Any]]:
         """(where the weights are, the state beside them) of a step, of a folder, or of the "latest"."""
         if isinstance(where, int) or where.isdigit():
-            folder = self._chosen(int(where), None)
+            folder = self.find(step=int(where))
         else:
-            folder = self._chosen(None, None if where == "latest" else where)
+            folder = self.find(path=None if where == "latest" else where)
         state = read_state(folder)
         if "remote_path" not in state:
             raise CheckpointError(f"{folder} holds a model of its own, and no path at Tinker. Resume it with Trainer.")

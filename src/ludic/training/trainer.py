@@ -569,7 +569,7 @@ class Trainer:
         self._notify_source()
         if isinstance(self.logger, Resumable) and self.ranks.is_first:
             self.logger.resume(self.step)
-        restore_rng(state["rng"])
+        restore_rng(state.get("rng", {}))
         logger.info("resumed at step %d", self.step)
 
     # --- without asyncio ---

@@ -2,10 +2,10 @@
 
 Rollouts are kept in them (`ludic.types.rollout`, `ludic.batch_gen.writer`). A compressed file consists of gzip members of about
 256 KiB of text. Each append extends the last member and closes it again, so the file is whole between two appends, `zcat` reads
-it at any time, and a line can be found again without reading what lies before its member.
+it at any time, and a line can be found again without reading what lies before its member. A damaged member costs its own lines
+only: readers go on at the next.
 """
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 logger = logging.getLogger(__name__)
 
 MEMBER_BYTES = 1 << 18
 """Text after which a new gzip member begins: what one line costs to find again, against how well it compresses."""
 _LEVEL = 6
-_BLOCK = 1 << 16
+_BLOCK = 1 << 20
+"""More than a member of ours has, so that its checksum is known before a line of it is handed out."""
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
@@ -157,53 +158,68 @@ def _split(text: Iterator[bytes]) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _StoredMember:
-    """A gzip member that is being read; `size` and `is_whole` are known when its text has been read."""
+    """A gzip member that is being read; what follows `text` is known when that has been read. One that is neither whole nor
+    damaged is still being written, or its writer was killed."""
 
     start: int
     text: Iterator[bytes]
     size: int = 0
     is_whole: bool = False
+    is_damaged: bool = False
     rest: bytes = b""
     """Read from the file already, and part of the next member."""
 
 
 def _members(file: IO[bytes]) -> Iterator[_StoredMember]:
-    """One after the other; the text of each has to be read before the next is asked for. It ends at the first that is not whole."""
+    """One after the other; the text of each has to be read before the next is asked for. Behind one that is not whole, it goes
+    on where the next begins."""
     start, block = file.tell(), file.read(_BLOCK)
     while block:
         member = _StoredMember(start, iter(()))
         member.text = _inflated(file, block, member)
         yield member
-        if not member.is_whole:
-            return
-        start, block = start + member.size, member.rest or file.read(_BLOCK)
+        if member.is_whole:
+            start, block = start + member.size, member.rest or file.read(_BLOCK)
+        else:
+            start = _next_member(file, start + 1)
+            block = file.read(_BLOCK)
+
+
+def _next_member(file: IO[bytes], place: int) -> int:
+    """Where the first member behind `place` begins that a LineWriter wrote; the file stands there, or at its end."""
+    overlap = len(_HEADER) - 1
+    while True:
+        file.seek(place)
+        block = file.read(_BLOCK)
+        found = block.find(_HEADER)
+        if found >= 0:
+            return file.seek(place + found)
+        if len(block) <= overlap:
+            return file.seek(0, os.SEEK_END)
+        place += len(block) - overlap
 
 
 def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[bytes]:
     inflate = zlib.decompressobj(_GZIP)
+    is_readable = block.startswith(_HEADER[: len(block)])  # or written by other programs, and has text
     while not inflate.eof and (block := block or file.read(_BLOCK)):
         member.size += len(block)
-        before = inflate.copy()
         try:
             text = inflate.decompress(block)
         except zlib.error as error:
-            logger.info("%s is damaged behind byte %d: %s", file.name, member.start, error)
-            yield _readable(before, block)
+            # None of its lines can be trusted: what is wrong shows behind the place where it went wrong.
+            member.is_damaged = True
+            logger.warning("%s is damaged behind byte %d; lines there are left out: %s", file.name, member.start, error)
             return
         block = b""
         if text:
+            is_readable = True
             yield text
     member.is_whole, member.rest = inflate.eof, inflate.unused_data
+    if not member.is_whole and not is_readable:  # a wrong bit of the header can promise more than there is
+        member.is_damaged = True
+        logger.warning("%s is damaged behind byte %d; lines there are left out.", file.name, member.start)
     member.size -= len(member.rest)
-
-
-def _readable(inflate: Any, block: bytes) -> bytes:
-    """What can be read of a damaged block; zlib gives nothing of a piece in which it finds a mistake, so pieces are small."""
-    text = b""
-    with contextlib.suppress(zlib.error):
-        for number in range(len(block)):
-            text += inflate.decompress(block[number : number + 1])
-    return text
 
 
 @lru_cache(maxsize=8)
@@ -230,10 +246,10 @@ def repair(path: Path) -> None:
 
 
 def _repair_compressed(file: IO[bytes]) -> None:
-    """Write the last member again, if it is not whole, with the lines of it that are."""
+    """Write the last member again, if its end is missing, with the lines of it that are whole. A damaged one stays as it is."""
     for member in _members(file):
         lines = [line for line in _split(member.text) if line.endswith(b"\n") or _is_json(line)]
-    if member.is_whole:
+    if member.is_whole or member.is_damaged:
         return
     logger.warning("%s ends in the middle of a write; %d lines of its last part are kept.", file.name, len(lines))
     text = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)

@@ -5,6 +5,7 @@ alike, so a file grows with the conversation and not with its square.
 """
 
 import json
+import logging
 import os
 import sysconfig
 import traceback
@@ -16,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from ludic.types.errors import EnvContractError, LudicError
-from ludic.types.line_files import LineWriter, read_lines
+from ludic.types.line_files import Line, LineWriter, read_lines
 from ludic.types.messages import MessageView
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -194,10 +197,31 @@ def save_rollouts(rollouts: Iterable[Rollout], path: str | Path) -> None:
 
 
 def load_rollouts(path: str | Path) -> Iterator[Rollout]:
-    """The rollouts of a JSONL file, plain or compressed (*.gz), read one by one; a last line that is not whole is left out."""
-    for _, line in read_lines(path):
-        if line.strip():
-            yield Rollout.from_json(line)
+    """The rollouts of a JSONL file, plain or compressed (*.gz), read one by one; a last line that is not whole is left out, and
+    so is a damaged one, with a warning. ValueError for a file in which no line is a rollout."""
+    return (rollout for _, rollout in stored_rollouts(path))
+
+
+def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
+    """The same, with the place of each."""
+    num_read = 0
+    damaged: list[tuple[int, Exception]] = []
+    for number, (line, text) in enumerate(read_lines(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            rollout = Rollout.from_json(text)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, LudicError) as error:
+            damaged.append((number, error))
+            continue
+        num_read += 1
+        yield line, rollout
+    if not damaged:
+        return
+    number, error = damaged[0]
+    if not num_read:
+        raise ValueError(f"No line of {path} is a stored rollout. Line {number}: {error}") from error
+    logger.warning("%s: %d damaged lines are left out. Line %d: %s", path, len(damaged), number, error)
 
 
 def is_parse_failure(step: Step) -> bool:

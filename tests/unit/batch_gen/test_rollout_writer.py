@@ -305,6 +305,68 @@ def test_a_write_that_failed_half_way_does_not_spoil_the_next(tmp_path, monkeypa
     assert texts(path) == lines_of(1, 3)
 
 
+def test_fuzz_damage_in_a_compressed_file_costs_the_lines_of_its_member_only(tmp_path, monkeypatch, caplog, fuzz):
+    monkeypatch.setattr("ludic.types.line_files.MEMBER_BYTES", 1000)
+    path = tmp_path / "x.jsonl.gz"
+    writer, written = LineWriter(path), lines_of(*range(40))
+    for line in written:
+        writer.append(line)
+    whole = path.read_bytes()
+    member_of = {text: line.member for line, text in read_lines(path)}
+    starts = sorted(set(member_of.values()))
+    assert len(starts) == 8
+    for case in range(fuzz.cases(150)):
+        rng = fuzz.rng(case)
+        content = bytearray(whole)
+        place = rng.randrange(len(content))
+        length = min(rng.choice([1, 1, 1, 4, 40]), len(content) - place)
+        kind = rng.choice(["bit", "zeros", "noise", "cut out"])
+        if kind == "bit":
+            content[place] ^= 1 << rng.randrange(8)
+        elif kind == "cut out":
+            del content[place : place + length]
+        else:
+            content[place : place + length] = bytes(length) if kind == "zeros" else rng.randbytes(length)
+        path.write_bytes(content)
+        hurt = [a for a, b in zip(starts, [*starts[1:], len(whole)], strict=True) if a < place + length and place < b]
+        caplog.clear()
+        found = texts(path)
+        is_last = starts[-1] in hurt  # if its end is missing, it could be a write that goes on now, and has no checksum yet
+        assert is_last or [text for text in found if text in member_of] == found, f"{kind} at {place}. {fuzz.at(case)}"
+        assert {text for text in written if member_of[text] not in hurt} <= set(found), (
+            f"{kind} at {place}. {fuzz.at(case)}"
+        )
+        assert len(found) == 40 or caplog.messages or is_last, f"{kind} at {place}. {fuzz.at(case)}"
+        LineWriter(path).append(lines_of(99)[0])
+        assert texts(path)[-1:] == lines_of(99), f"{kind} at {place}. {fuzz.at(case)}"
+        assert is_last or texts(path)[:-1] == found, f"{kind} at {place}. {fuzz.at(case)}"
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"\n", b"\x00" * 50, b'{"format": 1, "id"', b"[]", b'{"id": "x"}', b'{"format": 2}', b"\xff"]
+)
+async def test_a_damaged_line_is_played_again_when_resumed(tmp_path, caplog, damaged):
+    path = tmp_path / "rollouts.jsonl"
+    requests = [request() for _ in range(4)]
+    whole = await make_engine(client=Counting(), jsonl_path=path).generate_rollouts(requests, max_steps=1)
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], damaged, *lines[2:]]) + b"\n")
+    client = Counting()
+    resumed = await make_engine(client, jsonl_path=path, resume=True).generate_rollouts(requests, max_steps=1)
+    assert client.num_calls == 1 and summary(resumed) == summary(whole)
+    assert len(list(load_rollouts(path))) == 4
+    assert not damaged.strip() or any("1 damaged lines are left out. Line 2" in message for message in caplog.messages)
+
+
+def test_a_file_without_any_rollout_is_no_empty_file_of_rollouts(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"question": "?"}\n')
+    with pytest.raises(
+        ValueError, match=r"No line of .*x.jsonl is a stored rollout. Line 1: This rollout has format None"
+    ):
+        list(load_rollouts(path))
+
+
 async def test_a_killed_run_is_resumed_from_a_compressed_file(tmp_path):
     path = tmp_path / "rollouts.jsonl.gz"
     requests = [request() for _ in range(6)]

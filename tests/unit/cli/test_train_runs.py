@@ -93,6 +93,47 @@ def test_resuming_goes_on_and_says_what_changed(ludic, tmp_path):
     assert refused.code == 2 and "lr: 0.01 there, 0.5 now" in refused.err and "steps" not in refused.err.split("`")[0]
 
 
+def flip_a_bit(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_a_damaged_run_goes_on_from_its_newest_undamaged_checkpoint(ludic, tmp_path, caplog):
+    ludic("train", *RUN, "--checkpoint-every", "1", "--steps", "3", "--checkpoint-keep", "3")
+    folder = tmp_path / "runs" / "first"
+    expected = rewards(folder)
+    saved = [folder / "checkpoints" / f"step_00000{step}" for step in (1, 2, 3)]
+    flip_a_bit(saved[2] / "manifest.json", 40)
+    flip_a_bit(saved[1] / "model.safetensors", -1)
+    flip_a_bit(next((folder / "rollouts").iterdir()), 50)
+    (folder / "checkpoints" / "best.json").write_bytes(bytes(100))
+    first, *later = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"\n" + first + bytes(30) + b"\n" + b"".join(later))
+
+    exported = ludic("export", "runs/first", "out")
+    assert exported.code == 0 and "out: the weights of runs/first/checkpoints/step_000001" in exported.out
+    asked_for = ludic("export", "runs/first", "other", "--step", "2")
+    assert asked_for.code == 2 and "model.safetensors is not what was written" in asked_for.err
+    caplog.clear()
+    ended = ludic("train", "runs/first", "--resume")
+    assert ended.code == 0 and "Going on after update 1." in ended.out, ended.err
+    skipped = [message for message in caplog.messages if message.startswith("Skipping")]
+    assert len(skipped) == 2 and "step_000003: it has no complete manifest.json" in skipped[0]
+    assert "step_000002: model.safetensors is not what was written" in skipped[1]
+    assert "2 damaged lines are left out, the first is line 1" in caplog.text and rewards(folder) == expected
+
+    for checkpoint in saved:
+        flip_a_bit(checkpoint / "state.pt", 100)
+    before = sorted(folder.rglob("*"))
+    for arguments in (["train", "runs/first", "--resume", "--steps", "5"], ["export", "runs/first", "other"]):
+        refused = ludic(*arguments)
+        assert refused.code == 2 and "All checkpoints in runs/first/checkpoints are damaged" in refused.err
+    assert ludic("train", *RUN).code == 2, "it is not started over, either"
+    assert sorted(folder.rglob("*")) == before and rewards(folder) == expected and not Path("other").exists()
+
+
 @pytest.mark.slow
 def test_a_schedule_that_ends_elsewhere_is_another_run(ludic):
     ludic("train", *RUN, "--schedule", "linear")

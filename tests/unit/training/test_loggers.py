@@ -26,6 +26,7 @@ from ludic.training.loggers import (
 from ludic.training.loggers.rich_live import sparkline
 from ludic.training.loggers.wandb import project_name
 from ludic.types import ConfigError, MissingExtra
+from tests.conftest import Fuzz
 
 STATS = {"train/loss": 0.123456, "train/num_samples": 8.0, "eval/accuracy": 0.5, "perf/step_s": 1e-7}
 
@@ -127,6 +128,67 @@ def test_a_killed_run_leaves_whole_lines_but_perhaps_the_last_which_nobody_reads
 def test_a_stat_that_would_hide_the_step_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="train/step"):
         JSONLLogger(tmp_path / "metrics.jsonl").log(1, {"step": 2.0})
+
+
+DAMAGED_LINES = {
+    "blank": b"\n",
+    "zeros": bytes(40) + b"\n",
+    "a zero in a line": b'{"step": 2, "ti\x00e": 0}\n',
+    "half a line": b'{"step": 2, "ti\n',
+    "no object": b"[2]\n",
+    "no step": b'{"stap": 2, "time": 0}\n',
+    "a step that is no number": b'{"step": "2", "time": 0}\n',
+    "a stat that is no number": b'{"step": 2, "train/x": "1"}\n',
+    "no text": b'{"step": 2, "tr\xff": 0}\n',
+    "carriage returns": b'{"step": 2,\r"time"\r0}\n',
+    "brackets without end": b"[" * 100_000 + b"\n",
+    "endless digits": b'{"step": 2, "train/x": ' + b"9" * 5000 + b"}\n",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_LINES)
+def test_a_damaged_line_is_left_out_with_a_warning_and_removed_by_resuming(tmp_path: Path, caplog, name: str):
+    path = tmp_path / "metrics.jsonl"
+    logger = JSONLLogger(path)
+    logger.log(1, {"train/x": 1.0})
+    with path.open("ab") as file:
+        file.write(DAMAGED_LINES[name])
+    logger.log(3, {"train/x": 3.0})
+    logger.log(4, {"train/x": 4.0})
+    assert [row["step"] for row in read_metrics(path)] == [1, 3, 4]
+    (warning,) = caplog.messages
+    assert str(path) in warning and "1 damaged lines are left out, the first is line 2" in warning
+    resumed = JSONLLogger(path)
+    resumed.resume(3)
+    resumed.log(4, {"train/x": 5.0})
+    caplog.clear()
+    assert [row["train/x"] for row in read_metrics(path)] == [1.0, 3.0, 5.0] and not caplog.messages
+
+
+def test_fuzz_any_damage_costs_its_own_lines_only(tmp_path: Path, fuzz: Fuzz):
+    whole = b"".join(b'{"step":%d,"time":17.5,"train/x":%d.25}\n' % (step, step) for step in range(1, 30))
+    for case in range(fuzz.cases(200)):
+        rng = fuzz.rng(case)
+        content = bytearray(whole)
+        place, length = rng.randrange(len(content)), rng.choice([1, 1, 1, 8, 80])
+        touched = content[:place].count(b"\n"), content[: place + length].count(b"\n") + 1
+        for position in range(place, min(place + length, len(content))):
+            content[position] = rng.choice([0, content[position] ^ 1 << rng.randrange(8)])
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(content)
+        logger = JSONLLogger(path, resume_step=99)
+        found = [row.get("train/x") for row in read_metrics(path)]
+        untouched = [step + 0.25 for step in range(1, 30) if not touched[0] <= step - 1 <= touched[1]]
+        assert set(untouched) <= set(found), fuzz.at(case)
+        logger.log(100, {"train/x": -1.0})
+        assert [row.get("train/x") for row in read_metrics(path)] == [*found, -1.0], fuzz.at(case)
+        logger.close()
+
+
+def test_metrics_that_cannot_be_written_are_named(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"Cannot write metrics to .*metrics.jsonl: Is a directory"):
+        JSONLLogger(tmp_path / "metrics.jsonl")
 
 
 # --- tensorboard ------------------------------------------------------------------------------------------------

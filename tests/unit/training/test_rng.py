@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ludic.training.rng import restore_rng, rng_state
+from ludic.types import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +48,13 @@ def test_a_state_from_a_machine_with_more_gpus_is_used_as_far_as_it_goes(caplog)
     restore_rng({**state, "cuda": [*state["cuda"], torch.get_rng_state()]})
     assert draw() == first
     assert "GPUs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {"python": (3, ("x",), None)}, {"python": None}, {"torch": torch.zeros(3)}, {"cuda": 5}]
+)
+def test_a_state_that_is_none_is_refused(broken):
+    state = {**rng_state(), **broken} if broken else {}
+    with pytest.raises(ConfigError, match="The random state cannot be restored"):
+        restore_rng(state)
+    restore_rng(rng_state())

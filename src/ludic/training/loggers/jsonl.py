@@ -1,10 +1,13 @@
 """Stats as JSON lines: the record of a run, one object per `log`, never more than its last line incomplete.
 
+A line that is damaged later, by a failing disk, is left out by `read_metrics` and removed by `resume`; both warn.
+
 A line is {"step": 7, "time": 1730000000.0, "train/loss": 0.1, …}; a number that JSON does not have (NaN, infinity) is null.
 Each line is one write to the file, so killing the process leaves whole lines. Resuming at step n removes what came later.
 """
 
 import json
+import logging
 import math
 import os
 import time
@@ -14,6 +17,8 @@ from typing import Any
 
 from ludic.types import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 class JSONLLogger:
     """Appends to a file that anybody may read meanwhile."""
@@ -21,9 +26,12 @@ class JSONLLogger:
     def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
         """`resume_step`: lines of later steps are removed, as by `resume`."""
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab", buffering=0)
-        self._drop_unfinished_line()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            self._drop_unfinished_line()
+        except OSError as error:
+            raise ConfigError(f"Cannot write metrics to {self.path}: {error.strerror}.") from error
         if resume_step is not None:
             self.resume(resume_step)
 
@@ -36,7 +44,7 @@ class JSONLLogger:
 
     def resume(self, step: int) -> None:
         """Remove the lines of steps after `step`: the resumed run writes them again."""
-        kept = [line for line in self.path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        kept = [line for line, row in _whole_lines(self.path) if row["step"] <= step]
         shorter = self.path.with_name(f".{self.path.name}.resumed")
         with shorter.open("wb") as file:
             file.writelines(kept)
@@ -59,15 +67,43 @@ class JSONLLogger:
         """A power cut can leave one, or a kill between two pages of a long line."""
         with self.path.open("rb") as file:
             content = file.read()
-        self._file.truncate(content.rfind(b"\n") + 1)
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            logger.warning(
+                "%s ends in the middle of a line; its last %d bytes are cut off.", self.path, len(content) - whole
+            )
+            self._file.truncate(whole)
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a metrics file, also of one that is being written."""
-    with Path(path).open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+    """The complete lines of a metrics file, also of one that is being written. It warns of damaged ones."""
+    return (row for _, row in _whole_lines(Path(path)))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    damaged = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            row = _row(line)
+            if row is None:
+                damaged.append(number)
+            else:
+                yield line, row
+    if damaged:
+        logger.warning("%s: %d damaged lines are left out, the first is line %d.", path, len(damaged), damaged[0])
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for what `log` cannot have written."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return row if all(value is None or type(value) in (int, float) for value in row.values()) else None
 
 
 def _json_number(value: float) -> float | None:

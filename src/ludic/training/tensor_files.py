@@ -261,7 +261,7 @@ class _SavedByTorch:
         if self._mapping is not None and size and start % _ALIGNED == 0:
             return torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=start)
         numbers = torch.empty(size, dtype=torch.uint8)
-        room = memoryview(numbers.numpy())
+        room = memoryview(numbers.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that an array is a buffer
         self._file.seek(start)
         while room:
             count = self._file.readinto(room)

@@ -218,10 +218,10 @@ def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
         yield line, rollout
     if not damaged:
         return
-    number, error = damaged[0]
+    number, reason = damaged[0]
     if not num_read:
-        raise ValueError(f"No line of {path} is a stored rollout. Line {number}: {error}") from error
-    logger.warning("%s: %d damaged lines are left out. Line %d: %s", path, len(damaged), number, error)
+        raise ValueError(f"No line of {path} is a stored rollout. Line {number}: {reason}") from reason
+    logger.warning("%s: %d damaged lines are left out. Line %d: %s", path, len(damaged), number, reason)
 
 
 def is_parse_failure(step: Step) -> bool:

@@ -10,10 +10,10 @@ from itertools import count
 import pytest
 import redis
 
-from ludic.batch_gen.pipeline.connection import RedisGone, shown
+from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.batch_gen.pipeline.lease import Lease, LeaseLost, LeaseTimes
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, PackedGroup, Settlement, new_actor_id
-from ludic.types import ConfigError
+from ludic.types import ConfigError, shown_url
 from tests.redis_fixtures import end_redis, start_redis
 from tests.unit.batch_gen.pipeline.queue_parts import (
     ACTOR,
@@ -444,7 +444,7 @@ async def test_a_payload_that_is_exchanged_after_the_look_is_not_read_beyond_the
 async def test_a_name_is_taken_over_only_after_its_lease_has_run_out(shared_redis, queue, key):
     old, new = Lease("learner-0"), Lease("learner-0")
     assert (await queue.acquire(old))[0] == old.token
-    holder, left_s = await queue.acquire(new)
+    holder, left_s, _ = await queue.acquire(new)
     assert holder == old.token
     assert 0 < left_s <= 15
     let_lease_run_out(shared_redis, key)
@@ -668,7 +668,7 @@ def test_an_address_that_cannot_be_read_is_named_without_its_password(url):
 
 def test_an_address_is_shown_without_user_password_and_options():
     url = "rediss://me:hunter2@example.org:6380/3?password=hunter3"
-    assert shown(url) == "rediss://example.org:6380/3"
+    assert shown_url(url) == "rediss://example.org:6380/3"
 
 
 @pytest.mark.parametrize("queue_key", ["", "a{b", "a}b"])

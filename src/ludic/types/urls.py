@@ -6,37 +6,45 @@ others, so there it must not stand: `shown_url` for messages, `refuse_login` for
 
 import base64
 import os
+import re
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ludic.types.errors import ConfigError
 
 LOGINS_VARIABLE = "LUDIC_HTTP_LOGINS"
 """URLs of HTTP servers with their logins, with spaces between them: http://user:password@host:8000 …"""
+PUT_LOGIN = (
+    f"Give it without, and put the whole URL into the environment variable {LOGINS_VARIABLE} (several with spaces between "
+    "them); a run that is resumed reads it there again."
+)
+_SECRET = re.compile("pass|pwd|secret|token|key|auth|user|cred|sig", re.IGNORECASE)
+"""In the name of a query's value."""
 
 
 def shown_url(url: str) -> str:
     """The address without user, password, query and fragment: keys stand in all of them."""
     try:
         parts = urlsplit(url)
-        return f"{parts.scheme}://{_place(url)}{parts.path}" if parts.scheme else "an address without a scheme"
+        host = parts.hostname or ""
+        place = (f"[{host}]" if ":" in host else host) + ("" if parts.port is None else f":{parts.port}")
     except ValueError:
         return "an address that cannot be read"
+    if url.count("@") != parts.netloc.count("@"):  # a password with / ? # in it has been taken for something else
+        return "an address that cannot be read"
+    return f"{parts.scheme}://{place}{parts.path}" if parts.scheme else "an address without a scheme"
 
 
 def holds_login(url: str) -> bool:
-    """Whether there is anything in it that may be secret: a user (a password is often written there), a password, a query."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "@" in url or "?" in url
-    return "@" in parts.netloc or bool(parts.query)
+    """Whether there is anything in it that may be secret: a user (a password is often written there), a password, a key."""
+    names = (pair.partition("=")[0] for pair in url.partition("?")[2].split("&"))
+    return "@" in url or any(_SECRET.search(name) and not name.endswith(("file", "certs")) for name in names)
 
 
 def refuse_login(setting: str, url: str, what_to_do: str) -> None:
     """ConfigError for a setting whose URL holds a login."""
     if holds_login(url):
         raise ConfigError(
-            f"{setting} = {shown_url(url)!r} came with a user, a password or a query, which config.toml, logs and `ps` would show. "
+            f"{setting} = {shown_url(url)!r} came with a user, a password or a key, which config.toml, logs and `ps` would show. "
             + what_to_do
         )
 

@@ -22,6 +22,15 @@ _SAY_AGAIN_S = 60.0
 _CODE = re.compile(
     r"\b(OOM|LOADING|BUSY|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF|WRONGTYPE|NOPERM|NOAUTH|WRONGPASS)\b"
 )
+_CODE_OF_TYPE = {
+    "OutOfMemoryError": "OOM",
+    "BusyLoadingError": "LOADING",
+    "ReadOnlyError": "READONLY",
+    "MasterDownError": "MASTERDOWN",
+    "ClusterDownError": "CLUSTERDOWN",
+    "TryAgainError": "TRYAGAIN",
+    "NoPermissionError": "NOPERM",
+}
 _PASSING = frozenset(
     {"LOADING", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MISCONF", "OOM"}
 )
@@ -96,9 +105,11 @@ class RedisAddress:
 
 
 def code_of(error: BaseException) -> str | None:
-    """The word by which Redis says what is wrong; in a script's error it stands in the middle of the text."""
-    found = _CODE.search(str(error))
-    return None if found is None else found[1]
+    """The word by which Redis says what is wrong: the client turns some into types, in a script's error it is in the text."""
+    known = _CODE_OF_TYPE.get(type(error).__name__)
+    if known is None and (found := _CODE.search(str(error))) is not None:
+        return found[1]
+    return known
 
 
 class Patience:
@@ -138,15 +149,19 @@ class Patience:
 
 
 def _what_is_wrong(error: Exception) -> str:
-    code = code_of(error)
+    code, said = code_of(error), str(error).rpartition("caused error: ")[2]  # without the command, which holds payloads
     if code == "OOM":
         return (
             "has no memory left (maxmemory), so groups wait with the actors until the learner has made room. Samples stay in Redis "
             "until a checkpoint has them: raise maxmemory, lower checkpoint_every or max_waiting, or use acknowledge = 'trained'"
         )
     if code == "MISCONF":
-        return f"cannot write to its disk ({error})"
-    return f"does not answer ({type(error).__name__}: {error})" if code is None else f"refuses for the moment ({error})"
+        return f"cannot write to its disk ({said})"
+    return (
+        f"does not answer ({type(error).__name__}: {said})"
+        if code is None
+        else f"refuses for the moment ({code}: {said})"
+    )
 
 
 def refuse_for_good(error: Exception, address: RedisAddress) -> None:

@@ -281,7 +281,9 @@ async def train_through(
     wanted = {f"good-{index}-{number}" for index in range(len(good)) for number in range(2)}
     async with ExperienceQueue(url, key) as queue:
         await push(queue, [*mixed, *(as_good(f"last-{index}-", rng) for index in range(4))])
-        source = RecordingSource(url, key, batch_size=4, max_lag=1000, acknowledge="trained", prefetch=rng.random() < 0.5)
+        source = RecordingSource(
+            url, key, batch_size=4, max_lag=1000, acknowledge="trained", prefetch=rng.random() < 0.5
+        )
         async with source:
             trainer = make_trainer(source, algorithm)
             while not wanted <= set(getattr(source, "handed_out", [])):

@@ -76,6 +76,8 @@ class TakenGroup:
     """Of its entry; what it is settled by."""
     num_items: int
     oldest_version: int | None
+    num_tries: int
+    """How many learners have died in an update that began with it."""
     payload: bytes
 
 
@@ -316,12 +318,12 @@ class ExperienceQueue:
         flat, cursor_after, is_empty, stale, dead = await self._learner_call(
             scripts.TAKE, lease, status, args, again=again
         )
-        ids = [id_.decode() for id_ in flat[::3]]
-        rows = zip(ids, flat[1::3], flat[2::3], await self._payloads(ids), strict=True)
+        ids = [id_.decode() for id_ in flat[::4]]
+        rows = zip(ids, flat[1::4], flat[2::4], flat[3::4], await self._payloads(ids), strict=True)
         return Taken(
             groups=[
-                TakenGroup(id=id_, num_items=int(n), oldest_version=_number(v), payload=payload)
-                for id_, n, v, payload in rows
+                TakenGroup(id=id_, num_items=int(n), oldest_version=_number(v), num_tries=int(tries), payload=payload)
+                for id_, n, v, tries, payload in rows
             ],
             cursor=cursor_after.decode(),
             is_empty=bool(is_empty),

@@ -302,6 +302,7 @@ local function look_at(id, fields)
   groups[#groups + 1] = id
   groups[#groups + 1] = whole(n)
   groups[#groups + 1] = v
+  groups[#groups + 1] = whole(tries)
 end
 
 local function may_go_on() return items < wanted and bytes < enough_bytes and looked < may_look end

@@ -59,13 +59,16 @@ _MAX_KINDS = 100
 _REFRESH_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ReadyGroup:
     """A group that can be handed out."""
 
     id: str
     items: list[SAWItem]
     oldest_version: int | None
+    is_alone: bool = False
+    """Learners have died of it, or of another group of its batch; its last try is a batch of its own, so that it costs no other
+    group."""
 
 
 class BuriedGroups:
@@ -177,14 +180,15 @@ class PipelineBatchSource:
     get_next_batch = next_batch
 
     async def _hand_out(self) -> SAWBatch:
-        groups = list(self._ready)
+        alone = [group for group in self._ready if group.is_alone]
+        groups = alone[:1] or list(self._ready)
         num_items = sum(len(group.items) for group in groups)
         # Redis confirms that the lease is still ours before anybody trains on these. The batch before was survived.
         begun, over = [group.id for group in groups], self._ledger.over(with_out=True)
         await self._queue.hand_out(self._lease, self._status(extra_in_hand=num_items), begun=begun, over=over)
         self._ledger.told_over(over)
         self._ledger.hand_out((group.id, len(group.items)) for group in groups)
-        self._ready = self._ready[len(groups) :]
+        self._ready = [group for group in self._ready if group not in groups]
         lags = self._lags_of(groups)
         with self._seen:
             self._lags.update(lags)
@@ -238,7 +242,14 @@ class PipelineBatchSource:
     @property
     def _is_filled(self) -> bool:
         fresh = [group for group in self._ready if not self._is_stale(group)]
-        return len(fresh) == len(self._ready) and sum(len(group.items) for group in fresh) >= self._share
+        return len(fresh) == len(self._ready) and self._num_missing <= 0
+
+    @property
+    def _num_missing(self) -> int:
+        """Items until there is a batch."""
+        if any(group.is_alone for group in self._ready):
+            return 0
+        return self._share - sum(len(group.items) for group in self._ready)
 
     def _start_filling(self) -> asyncio.Task[None]:
         self._filling = asyncio.create_task(self._fill(), name="fetch groups ahead")
@@ -256,7 +267,7 @@ class PipelineBatchSource:
 
     async def _fill(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        while (missing := self._share - sum(len(group.items) for group in self._ready)) > 0:
+        while (missing := self._num_missing) > 0:
             await self._reclaim_if_due()
             if await self._take(missing):
                 pause_s = _FIRST_PAUSE_S
@@ -291,7 +302,8 @@ class PipelineBatchSource:
         reasons: dict[str, str] = {}
         for group in taken:
             try:
-                groups.append(_ReadyGroup(group.id, self._items_of(group), group.oldest_version))
+                is_alone = 0 < group.num_tries == self._max_tries - 1
+                groups.append(_ReadyGroup(group.id, self._items_of(group), group.oldest_version, is_alone))
             except UnreadableGroup as error:
                 reasons[group.id] = str(error)
             except Exception as error:  # noqa: BLE001 - the trainer would raise the same, and die of it after every restart

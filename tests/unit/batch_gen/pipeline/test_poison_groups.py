@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -464,7 +465,7 @@ class Killed(Exception):
 
 async def fatal_life(url: str, key: str, *, how: str, **settings: Any) -> list[str]:
     """One life of a learner that dies in its update if the batch has the fatal sample; what it was given, in order."""
-    source = RecordingSource(url, key, batch_size=2, lease_times=SHORT, **settings)
+    source = RecordingSource(url, key, lease_times=SHORT, **{"batch_size": 2, **settings})
     try:
         async with source:
             for step in count(1):
@@ -504,6 +505,25 @@ async def test_a_group_that_three_learners_died_of_is_buried_and_the_next_goes_o
         [(_, letter)] = client.xrange(f"{{{key}}}:dead")
         assert b"was being trained on when a learner died, 3 times" in letter[b"reason"]
         assert not client.exists(f"{{{key}}}:tries"), "nothing is left of the count"
+
+
+@pytest.mark.parametrize("place", range(3))
+async def test_groups_beside_one_that_kills_its_learner_are_trained_on_once(shared_redis, key, place):
+    """Two learners die of the whole batch; then each of its groups is tried alone."""
+    names = ["good-", "fine-"]
+    names.insert(place, "fatal-")
+    settings = {"batch_size": 6, "acknowledge": "trained", "prefetch": place == 1}
+    async with ExperienceQueue(shared_redis.url, key) as queue:
+        await push(queue, [as_good(name, Random(0)) for name in [*names, "last-", "last-", "last-"]])
+        trained: list[str] = []
+        for _ in range(4):
+            life = await fatal_life(shared_redis.url, key, how="kill", **settings)
+            trained += [name for name in life if name[:5] in ("good-", "fine-")]
+            let_lease_run_out(shared_redis, key)
+        assert life[-1] == "last-1"
+        census = await queue.census()
+    assert (census.balance, census.dead, census.trained) == (0, 2, 10)
+    assert Counter(trained[-4:]) == {"good-0": 1, "good-1": 1, "fine-0": 1, "fine-1": 1}
 
 
 async def test_the_count_of_deaths_goes_with_a_group_to_another_learner(shared_redis, key):

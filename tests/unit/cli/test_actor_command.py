@@ -10,27 +10,22 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ludic.batch_gen.pipeline.actor import ActorReport
 from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.batch_gen.pipeline.lease import LeaseLost
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
-from ludic.batch_gen.pipeline.wire import decode_group, encode_group
-from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup
 from ludic.cli import run_actor
 from ludic.cli.pipeline_config import PipelineSettings
 from ludic.cli.run_config import ModelSettings, RunConfig, resolve
 from ludic.cli.run_env import find_env
 from ludic.cli.run_model import load_tokenizer, without_adapter
-from ludic.cli.run_pipeline import pipeline_algorithm, readable_by
+from ludic.cli.run_pipeline import pipeline_algorithm
 from ludic.cli.settings import with_values
-from ludic.models.tiny import make_tiny
 from ludic.training import stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
-from ludic.types import SAWItem
 from tests.redis_fixtures import RedisServer, shared_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import SMALL, command_in
 
@@ -58,19 +53,6 @@ def test_a_mistake_is_a_helpful_message(arguments, message, ludic, tmp_path):
     ended = ludic("actor", *arguments, "--model", "tiny")
     assert ended.code == 2 and message in " ".join(ended.err.replace("│", " ").split()), ended.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_learner_refuses_a_token_that_its_model_has_no_embedding_for():
-    loaded = make_tiny(seed=0)
-    limits = readable_by(loaded)
-    last = loaded.model.get_input_embeddings().num_embeddings - 1
-    assert decode_group(encode_group([item_ending_in(last)]), limits)
-    with pytest.raises(UnreadableGroup, match=f"0 to {last} are read"):
-        decode_group(encode_group([item_ending_in(last + 1)]), limits)
-
-
-def item_ending_in(token: int) -> SAWItem:
-    return SAWItem(input_ids=np.array([1, token]), attention_mask=None, action_mask=np.array([0, 1]), weight=1.0)
 
 
 # --- seeds ---

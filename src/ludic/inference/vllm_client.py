@@ -223,7 +223,10 @@ class VLLMChatClient:
 
     def _version_after_served(self) -> int:
         served = [
-            _version_in(msgspec.json.decode(_get_now(f"{server}/weight_info", _QUICK_S))) for server in self.servers
+            _version_in(
+                msgspec.json.decode(_get_now(f"{server}/weight_info", _QUICK_S, self._http.login_headers(server)))
+            )
+            for server in self.servers
         ]
         return max(served) + 1
 

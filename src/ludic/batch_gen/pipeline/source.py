@@ -181,7 +181,7 @@ class PipelineBatchSource:
 
     async def _hand_out(self) -> SAWBatch:
         alone = [group for group in self._ready if group.is_alone]
-        groups = alone[:1] or list(self._ready)
+        groups = alone[:1] or await asyncio.to_thread(self._trained_together, list(self._ready))
         num_items = sum(len(group.items) for group in groups)
         # Redis confirms that the lease is still ours before anybody trains on these. The batch before was survived.
         begun, over = [group.id for group in groups], self._ledger.over(with_out=True)
@@ -203,6 +203,17 @@ class PipelineBatchSource:
             "rollout_metrics": metrics,
         }
         return SAWBatch(items=[item for group in groups for item in group.items], meta=meta)
+
+    def _trained_together(self, groups: list[_ReadyGroup]) -> list[_ReadyGroup]:
+        """All of these, or the first alone where the trainer could train on each of them, but not on all at once."""
+        if self._sample_check is None or len(groups) == 1:
+            return groups
+        try:
+            self._sample_check([item for group in groups for item in group.items])
+        except Exception as error:  # noqa: BLE001 - what the trainer would raise, whatever it is
+            logger.info("groups of one batch are trained on one by one: %s", _in_one_line(error))
+            return groups[:1]
+        return groups
 
     def _lags_of(self, groups: Sequence[_ReadyGroup]) -> Counter[int]:
         lags: Counter[int] = Counter()
@@ -304,10 +315,8 @@ class PipelineBatchSource:
             try:
                 is_alone = 0 < group.num_tries == self._max_tries - 1
                 groups.append(_ReadyGroup(group.id, self._items_of(group), group.oldest_version, is_alone))
-            except UnreadableGroup as error:
-                reasons[group.id] = str(error)
             except Exception as error:  # noqa: BLE001 - the trainer would raise the same, and die of it after every restart
-                reasons[group.id] = f"{type(error).__name__}: {error}"
+                reasons[group.id] = _in_one_line(error)
         return groups, reasons
 
     def _items_of(self, group: TakenGroup) -> list[SAWItem]:
@@ -494,6 +503,12 @@ class PipelineBatchSource:
         # An update that raised counts against its groups as one that a kill has ended.
         self._has_failed = isinstance(error, Exception) and not isinstance(error, (LeaseLost, RedisGone))
         await self.close()
+
+
+def _in_one_line(error: Exception) -> str:
+    """Parts of it may have been written by the actor."""
+    said = str(error) if isinstance(error, UnreadableGroup) else f"{type(error).__name__}: {error}"
+    return "".join(letter if letter.isprintable() else " " for letter in said[:500])
 
 
 def _check(

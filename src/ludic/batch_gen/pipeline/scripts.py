@@ -218,6 +218,7 @@ PUSH = (
     + """
 -- actor, max_waiting, then per group: sequence, items, oldest version; its payload has just arrived under a name of its own.
 -- Nothing is taken after the first that finds no room: it must not be overtaken, or it would count as a repetition.
+pass_when_full()  -- Redis had room for the payloads; they must not be left behind without their entries
 local actor, max_waiting = ARGV[1], tonumber(ARGV[2])
 local waiting = num_waiting()
 local last = tonumber(redis.call('HGET', ACTORS, actor)) or 0

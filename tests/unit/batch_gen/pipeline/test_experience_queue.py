@@ -813,6 +813,26 @@ async def test_at_maxmemory_pushes_wait_and_the_learner_makes_room(redis_server,
     assert caplog.text.count("no memory left") == 1, "not at every try"
 
 
+async def test_a_push_that_fills_the_memory_leaves_nothing_half_done(redis_server):
+    """There was room when its payloads came, and none for its entries."""
+    async with ExperienceQueue(redis_server.url, max_waiting=10**6) as queue:
+        with raw_client(redis_server) as client:
+            client.config_set("maxmemory", client.info("memory")["used_memory"] + (3 << 20))
+            pushing = asyncio.create_task(
+                queue.push_many(
+                    ACTOR,
+                    [PackedGroup(sequence=n, payload=bytes(1 << 20), num_items=1, oldest_version=0) for n in (1, 2)],
+                )
+            )
+            await asyncio.wait([pushing], timeout=1)
+            names = payload_keys(client, "ludic_queue")
+            assert len(names) == client.xlen("{ludic_queue}") and not any(b"arriving" in name for name in names)
+            client.config_set("maxmemory", 0)
+        assert await pushing == 2
+        census = await queue.census()
+    assert (census.produced, census.waiting_groups, census.balance) == (2, 2, 0)
+
+
 async def test_a_replica_is_waited_for_until_it_is_a_master_again(redis_server, caplog):
     """As in a failover: everything that writes is refused for the moment."""
     async with ExperienceQueue(redis_server.url, patience_s=30) as queue:

@@ -95,7 +95,7 @@ def test_a_login_becomes_a_header_and_leaves_the_url():
 
 
 class Locked(http.server.BaseHTTPRequestHandler):
-    """Lets nobody in but me:hunter2."""
+    """Answers me:hunter2 alone."""
 
     seen: list[str | None]
 

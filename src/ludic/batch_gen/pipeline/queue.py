@@ -64,7 +64,7 @@ class PackedGroup:
         version = self.oldest_version
         if version is not None and (type(version) is not int or not 0 <= version < 10**15):
             raise ConfigError(
-                f"A group of version {version!r}; a policy version is a whole number from 0 on, or None where nobody said."
+                f"A group of version {version!r}; a policy version is a whole number from 0 on, or None if unknown."
             )
 
 

@@ -67,8 +67,7 @@ class _ReadyGroup:
     items: list[SAWItem]
     oldest_version: int | None
     is_alone: bool = False
-    """Learners have died of it, or of another group of its batch; its last try is a batch of its own, so that it costs no other
-    group."""
+    """Learners have died while they trained on its batch. It is handed out alone, so that a further death costs no other group."""
 
 
 class BuriedGroups:
@@ -183,7 +182,7 @@ class PipelineBatchSource:
         alone = [group for group in self._ready if group.is_alone]
         groups = alone[:1] or await asyncio.to_thread(self._trained_together, list(self._ready))
         num_items = sum(len(group.items) for group in groups)
-        # Redis confirms that the lease is still ours before anybody trains on these. The batch before was survived.
+        # Redis confirms that the lease is still ours before these are trained on. The learner has survived the batch before.
         begun, over = [group.id for group in groups], self._ledger.over(with_out=True)
         await self._queue.hand_out(self._lease, self._status(extra_in_hand=num_items), begun=begun, over=over)
         self._ledger.told_over(over)

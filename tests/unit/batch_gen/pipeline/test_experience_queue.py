@@ -776,7 +776,7 @@ async def test_a_forged_version_of_the_learner_lasts_until_it_speaks_again(share
     assert (await queue.beat_actor(ACTOR, 0)).version == 3
 
 
-async def test_counts_that_somebody_overwrote_are_missing_in_the_account_and_stop_nothing(shared_redis, queue, key):
+async def test_counts_that_another_program_overwrote_stop_nothing(shared_redis, queue, key):
     with raw_client(shared_redis) as client:
         client.hset(f"{{{key}}}:counts", "produced", "many")
         client.hset(f"{{{key}}}:actors", ACTOR, "the last one")
@@ -788,7 +788,7 @@ async def test_counts_that_somebody_overwrote_are_missing_in_the_account_and_sto
 
 
 async def test_at_maxmemory_pushes_wait_and_the_learner_makes_room(redis_server, caplog):
-    """Whatever frees memory, or says that somebody lives, gets through; a push has no limit of time, and happens once."""
+    """Calls that free memory, and signs of life, get through; a push waits without a limit, and happens once."""
     async with ExperienceQueue(redis_server.url, patience_s=0.1) as queue, ExperienceQueue(redis_server.url) as other:
         learner = Learner(other, version=1)
         assert await queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0)

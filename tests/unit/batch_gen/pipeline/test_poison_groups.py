@@ -239,7 +239,7 @@ def overwritten(fields: dict[str, Any], name: str, code: str, value: float, rng:
 
 
 class RecordingSource(PipelineBatchSource):
-    """Remembers whom it handed out."""
+    """Remembers the rollouts that it handed out."""
 
     handed_out: list[str]
 

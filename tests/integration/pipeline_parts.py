@@ -171,6 +171,8 @@ class LearnerSettings:
     """Or after_step (trained, not saved), or after_checkpoint (saved, nobody has been told)."""
     filter_every: int = 0
     """Every so manieth item of a batch is left out of the step."""
+    fatal: str | None = None
+    """The process is killed in a step that has the item of this name."""
 
 
 @dataclass(slots=True)
@@ -221,7 +223,7 @@ class Learner:
             self.source.load_state_dict(state)
 
     async def learn(self) -> None:
-        self.published.publish(self.weights.step)
+        self._publish(self.weights.step)
         self.source.notify_version(self.weights.step)
         self.record.write(resumed=self.weights.step, rank=self.settings.rank)
         async with self.source:
@@ -254,14 +256,22 @@ class Learner:
         self.record.write(begun=step, lags=batch.meta["lags"])
         await self._hold_if_due("in_step", step)
         await asyncio.sleep(self.settings.step_s)
+        if self.settings.fatal in ids:
+            os.kill(os.getpid(), signal.SIGKILL)
         self.record.write(applied=step, trained=trained, filtered=left_out)
         self.weights.step = step
         self.weights.trained += trained
         self.weights.filtered += left_out
         self.source.notify_trained(step, len(trained))
-        self.published.publish(step)
+        self._publish(step)
         self.source.notify_version(step)
         await self._hold_if_due("after_step", step)
+
+    def _publish(self, step: int) -> None:
+        """The first rank publishes, as in the Trainer. With two that did, the one ahead could publish last and both then wait for
+        groups: no actor begins one with a version that the first rank, whose version counts, has not reached."""
+        if self.settings.rank == 0:
+            self.published.publish(step)
 
     async def _save(self) -> None:
         self.weights.save(self.checkpoint, self.source)

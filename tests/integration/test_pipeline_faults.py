@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ pytest.importorskip("redis", reason="the pipeline extra is not installed")
 from ludic.batch_gen.pipeline.queue import ExperienceQueue, new_actor_id
 from ludic.batch_gen.pipeline.wire import encode_group
 from tests.integration.pipeline_harness import (
+    COUNTS,
     QUEUE_KEY,
     Launched,
     Network,
@@ -268,6 +270,39 @@ def test_poisoned_items_are_buried_and_training_goes_on(pipeline):
         reasons = [fields[b"reason"].decode() for _, fields in client.xrange(f"{STREAM}:dead")]
     assert len(reasons) == 6 and all(reasons)
     assert any("7 items" in reason for reason in reasons) and any("not written by push" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_that_kills_its_learner_again_and_again_is_buried_and_a_restart_goes_on(pipeline, world_size):
+    """It passes every check and kills the process that trains on it, with one learner and with two."""
+    ranks = range(world_size)
+    settings = {"world_size": world_size, "batch_size": 8 * world_size, "fatal": "fatal", "save_every": 1}
+    first = replace(item(1), meta={"rollout_id": "fatal"})
+    asyncio.run(
+        push_all(pipeline.server.url, {encode_group([first, replace(item(2), meta={"rollout_id": "beside it"})]): 2})
+    )
+    actor = pipeline.actor(concurrency=16)
+    lives = {rank: pipeline.learner(rank=rank, **settings) for rank in ranks}
+    deaths = 0
+    deadline = time.monotonic() + 120
+    while deaths < 3:
+        assert time.monotonic() < deadline, "the fatal group is tried three times"
+        for rank, life in lives.items():
+            if life.process.poll() is not None:
+                assert life.process.returncode == -signal.SIGKILL
+                deaths += 1
+                lives[rank] = pipeline.learner(rank=rank, **settings)
+        time.sleep(0.05)
+    pipeline.until(lambda: pipeline.count("dead") == 2, "it is buried", alive=(*lives.values(), actor))
+    for life in lives.values():
+        pipeline.until_step(life, life.step + 3, actor)
+    pipeline.stop(actor, *lives.values())
+    counts = pipeline.account().counts
+    assert counts["dead"] == 2
+    assert counts["produced"] == sum(counts[name] for name in COUNTS[1:]) + pipeline.account().in_queue
+    with pipeline.redis() as client:
+        [(_, letter)] = client.xrange(f"{STREAM}:dead")
+    assert b"when a learner died, 3 times" in letter[b"reason"]
 
 
 async def push_all(url: str, groups: dict[bytes, int]) -> None:

@@ -13,6 +13,7 @@ from ludic.cli.settings import MaybeFloat, MaybeInt, MaybeText, read_toml
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
 from ludic.types import ConfigError
+from ludic.types.urls import PUT_LOGIN, refuse_login
 
 DEFAULT_MODEL = SMOLLM2
 
@@ -40,6 +41,10 @@ class PolicySettings:
     """CPU threads of PyTorch. Default: its own choice."""
     max_model_len: MaybeInt = None
     """Tokens of a prompt and its reply together. Default: what the model can."""
+
+    def __post_init__(self) -> None:
+        if self.base_url is not None:
+            refuse_login("base_url", self.base_url, f"A key is given by --api-key-env NAME. Or: {PUT_LOGIN}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,13 @@ from typing import Any
 from ludic.cli.processes import LocalProcesses
 from ludic.cli.supervisor import Role, Running
 from ludic.types import ConfigError, MissingExtra
+from ludic.types.urls import LOGINS_VARIABLE
 
 _NODE_LOST = 134
 """Exit code of a role whose Ray actor has gone: its machine, or its worker, was lost."""
 _ANSWER_WITHIN_S = 60.0
 _NO_ROOM_AFTER_S = 30.0
-_FROM_US = ("PYTHONPATH", "LUDIC_REDIS_URL", "LUDIC_SERVER", "LUDIC_CONTROL_TOKEN", "OMP_NUM_THREADS")
+_FROM_US = ("PYTHONPATH", "LUDIC_REDIS_URL", "LUDIC_SERVER", "LUDIC_CONTROL_TOKEN", LOGINS_VARIABLE, "OMP_NUM_THREADS")
 """Variables of the launcher that the roles get wherever they run."""
 
 

@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 from ludic.cli.settings import MaybeInt, MaybeText
-from ludic.types import ConfigError
+from ludic.types import ConfigError, shown_url
+from ludic.types.urls import refuse_login
 
 REDIS_VARIABLE = "LUDIC_REDIS_URL"
 SERVER_VARIABLE = "LUDIC_SERVER"
@@ -53,16 +53,11 @@ class PipelineSettings:
 
 
 def _check_url(url: str) -> None:
-    from ludic.batch_gen.pipeline.connection import shown  # here, since every command reads these settings
-
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(f"redis = {shown(url)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://.")
-    if parts.password or "password=" in parts.query:
-        raise ConfigError(
-            f"redis = {shown(url)!r} holds a password, which would be written to config.toml and shown by `ps`. "
-            f"Put the URL into the environment variable {REDIS_VARIABLE} instead."
-        )
+    if url.partition("://")[0] not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"redis = {shown_url(url)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://.")
+    refuse_login(
+        "redis", url, f"Put the URL into the environment variable {REDIS_VARIABLE} instead, and for --resume again."
+    )
 
 
 def given_redis(settings: PipelineSettings) -> str | None:

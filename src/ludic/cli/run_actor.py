@@ -14,7 +14,7 @@ from typing import Any
 from ludic.batch_gen import GRPORequestStrategy, IdentityStrategy
 from ludic.batch_gen.groups import TooManyFailures
 from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
-from ludic.batch_gen.pipeline.connection import RedisGone, require_redis, shown
+from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
 from ludic.cli.assemble import Play, make_play, train_requests
 from ludic.cli.pipeline_config import TRY_AGAIN, redis_url, required_servers
 from ludic.cli.run_config import RunConfig, resolve
@@ -33,7 +33,7 @@ from ludic.cli.run_pipeline import pipeline_algorithm
 from ludic.cli.run_vllm import client_of, served_name, wait_for_servers
 from ludic.distributed.folder_weights import FolderFollower
 from ludic.training.stopping import StopWishes
-from ludic.types import ChatClient, PolicyGone, derive_seed
+from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
 
 _ACTOR_SEEDS = 201
 _SAY_EVERY_S = 30.0
@@ -57,7 +57,7 @@ def play(config: RunConfig, found: FoundEnv, *, index: int) -> int:
     require_redis("ludic actor")
     url = redis_url(config.pipeline)
     pipeline_algorithm(config)
-    _say(f"Actor {index} of {config.folder}, for the queue {config.queue_key} at {shown(url)}.")
+    _say(f"Actor {index} of {config.folder}, for the queue {config.queue_key} at {shown_url(url)}.")
     use_threads(config.model)
     try:
         with contextlib.ExitStack() as stack:

@@ -19,7 +19,8 @@ from ludic.cli.pipeline_config import DEFAULT_MAX_LAG, PipelineSettings
 from ludic.cli.run_env import FoundEnv
 from ludic.cli.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
 from ludic.models import TINY
-from ludic.types import ConfigError
+from ludic.types import ConfigError, shown_url
+from ludic.types.urls import PUT_LOGIN, refuse_login
 
 T = TypeVar("T")
 
@@ -169,6 +170,8 @@ class AlgoSettings:
 
     def __post_init__(self) -> None:
         _at_least(1, group_size=self.group_size)
+        if self.teacher is not None and self.teacher_is_served:
+            refuse_login("teacher", self.teacher, PUT_LOGIN)
         if self.teacher_tokenizer is not None and not self.teacher_is_served:
             raise ConfigError(
                 f"teacher_tokenizer = {self.teacher_tokenizer!r} is for a teacher behind a URL; teacher = {self.teacher!r} has one."
@@ -214,6 +217,8 @@ class RolloutSettings:
             raise ConfigError(
                 f"max_failed_share = {self.max_failed_share}; it is a share of the episodes, from 0 to 1."
             )
+        for url in self.server:
+            refuse_login("server", url, PUT_LOGIN)
         _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
         _at_least(0, max_lag=self.max_lag, temperature=self.temperature)
 
@@ -434,7 +439,7 @@ def _check_engine(config: RunConfig) -> None:
     if config.pipeline.redis and not config.is_pipeline:
         raise ConfigError(f"redis is for engine = 'pipeline', but the engine is {rollouts.engine!r}.")
     if rollouts.server and not config.samples_on_vllm:
-        servers = ", ".join(rollouts.server)
+        servers = ", ".join(map(shown_url, rollouts.server))
         who = "actor_engine" if config.is_pipeline else "engine"
         what = config.pipeline.actor_engine if config.is_pipeline else rollouts.engine
         raise ConfigError(f"server = {servers} is for {who} = 'vllm', but the {who.replace('_', ' ')} is {what!r}.")

@@ -14,7 +14,6 @@ from typing import Any
 from ludic.batch_gen.pipeline.connection import require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
-from ludic.batch_gen.pipeline.wire_limits import WireLimits
 from ludic.cli.assemble import TrainingParts, evaluator_of, make_algorithm, make_play
 from ludic.cli.pipeline_config import redis_url, required_servers
 from ludic.cli.run_config import RunConfig
@@ -24,7 +23,6 @@ from ludic.cli.run_model import ServedPolicy, local_engine, make_template
 from ludic.distributed.folder_weights import FolderPublisher
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
-from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
 from ludic.training import RLAlgorithm
@@ -84,7 +82,7 @@ def learner_parts(
         template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
         play = make_play(config.env, config.agent, found, served.client, template, served.model)
         evaluator = evaluator_of(config, served, play, stack)
-    source = make_pipeline_source(config, loaded)
+    source = make_pipeline_source(config)
     return TrainingParts(
         algorithm=pipeline_algorithm(config),
         source=source,
@@ -94,21 +92,14 @@ def learner_parts(
     )
 
 
-def make_pipeline_source(config: RunConfig, loaded: LoadedModel) -> PipelineBatchSource:
+def make_pipeline_source(config: RunConfig) -> PipelineBatchSource:
     return PipelineBatchSource(
         redis_url(config.pipeline),
         config.queue_key,
         config.rollouts.rollouts_per_update,
         max_lag=config.max_lag,
         acknowledge=config.pipeline.acknowledge,
-        limits=readable_by(loaded),
     )
-
-
-def readable_by(loaded: LoadedModel) -> WireLimits:
-    """A token that the model has no embedding for would kill the learner, and again after every restart: a group with one is
-    a dead letter instead."""
-    return WireLimits(vocab_size=plain_model(loaded.model).get_input_embeddings().num_embeddings)
 
 
 def begin(config: RunConfig, parts: TrainingParts, loaded: LoadedModel, start: Start, *, resume: bool) -> None:

@@ -96,6 +96,12 @@ def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
         except (LeaseLost, RedisGone) as error:
             say(f"{error} To go on: {how_to_resume(config)}")
             return TRY_AGAIN
+        except FloatingPointError as error:
+            if not config.is_pipeline:
+                raise RunFailed(f"{error} {_how_to_learn_slower(config)}") from error
+            # Perhaps of the batch, which is set aside when it has ended a few learners; if not, the launcher gives up.
+            say(f"{error} If another try ends the same way: {_how_to_learn_slower(config)}")
+            return TRY_AGAIN
     for line in _closing(config, trainer, time.perf_counter() - began, parts.status):
         say(line)
     reason = trainer.stop.reason
@@ -144,10 +150,8 @@ def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: 
             resume_from=start.checkpoint,
         )
         asyncio.run(_until_done(trainer, config.train.steps, logger, parts.activity))
-    except RedisGone:  # an OSError too, but nothing has to be fixed here
+    except (RedisGone, FloatingPointError):  # an OSError and a PolicyGone, too, but they end in another way
         raise
-    except FloatingPointError as error:
-        raise RunFailed(f"{error} {_how_to_learn_slower(config)}") from error
     except (CheckpointError, OSError, PolicyGone, TooManyFailures, WeightPushError) as error:
         raise RunFailed(f"{error} To go on: {how_to_resume(config)}") from error
     finally:

@@ -22,7 +22,7 @@ from ludic.inference.vllm_server import start_vllm_server
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
-from ludic.types import ConfigError, PolicyGone, PolicyPublisher
+from ludic.types import ConfigError, PolicyGone, PolicyPublisher, shown_url
 
 _START_S = 600.0
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -82,7 +82,7 @@ def wait_for_servers(servers: Sequence[str]) -> None:
     for server in servers:
         place = urlsplit(server)
         if place.hostname is None:
-            raise ConfigError(f"server = {server!r} is no URL; write http://HOST:PORT.")
+            raise ConfigError(f"server = {shown_url(server)!r} is no URL; write http://HOST:PORT.")
         wait_for_vllm_health(place.hostname, place.port or 80, timeout_s=_START_S)
 
 

@@ -7,12 +7,13 @@ connection, which is how a server learns that nobody waits any more.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ludic.inference.http_retry import NoAnswer, Unreachable
 from ludic.types import MissingExtra
+from ludic.types.urls import known_logins, login_of, origin_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -48,11 +49,17 @@ class Lane:
 
 
 class HttpSessions:
-    """Asks servers, from any event loop. `needed_for` is named where aiohttp is missing."""
+    """Asks servers, from any event loop. `needed_for` is named where aiohttp is missing.
 
-    def __init__(self, headers: Mapping[str, str] | None = None, *, needed_for: str) -> None:
+    `given` are the servers' URLs as the user wrote them, perhaps with logins; requests name them without (`without_login`), so
+    that no message or record can show one.
+    """
+
+    def __init__(self, headers: Mapping[str, str] | None = None, *, needed_for: str, given: Sequence[str] = ()) -> None:
         self._headers = dict(headers or {})
         self._needed_for = needed_for
+        own = {origin_of(url): login for url in given if (login := login_of(url)) is not None}
+        self._logins = {} if "Authorization" in self._headers else {**known_logins(), **own}
         self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
 
     async def ask(
@@ -70,7 +77,11 @@ class HttpSessions:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-        sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
+        sent = {
+            **({} if body is None else {"Content-Type": "application/json"}),
+            **self.login_headers(url),
+            **(headers or {}),
+        }
         try:
             async with session.request(
                 method, url, data=body, headers=sent, params=params, timeout=timeout
@@ -81,6 +92,11 @@ class HttpSessions:
             raise NoAnswer(f"{url} cannot be reached: no answer within {timeout_s or _CONNECT_S:g} s.") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{url} cannot be reached: {error or type(error).__name__}.") from error
+
+    def login_headers(self, url: str) -> dict[str, str]:
+        """What a request to this server has to say of who asks."""
+        login = self._logins.get(origin_of(url)) if self._logins else None
+        return {} if login is None else {"Authorization": login}
 
     async def lane(self) -> Lane:
         """That of the running loop."""

@@ -29,8 +29,10 @@ from ludic.types import (
     TokenArray,
     TokenCompletionRequest,
     logprob_array,
+    shown_url,
     token_array,
 )
+from ludic.types.urls import without_login
 
 __all__ = ["EndpointError", "OpenAIChatClient", "messages_of"]
 
@@ -44,11 +46,18 @@ class OpenAIChatClient:
     def __init__(self, base_url: str, *, api_key: str | None = None, max_retries: int = 5, wait_s: float = 0.5) -> None:
         """A busy or broken endpoint is asked again `max_retries` times, after `wait_s` and then twice as long each time."""
         if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={base_url!r}; it begins with http:// or https:// and usually ends in /v1.")
-        self.base_url = base_url.rstrip("/")
+            raise ConfigError(
+                f"base_url={shown_url(base_url)!r}; it begins with http:// or https:// and usually ends in /v1."
+            )
+        if "?" in base_url:
+            raise ConfigError(
+                f"base_url={shown_url(base_url)!r} came with a query; a path is put behind it. Give a key as api_key "
+                "(`ludic eval`: --api-key-env NAME)."
+            )
+        self.base_url = without_login(base_url).rstrip("/")
         self._retries = Retries(max_retries=max_retries, wait_s=wait_s)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = HttpSessions(headers, needed_for="An OpenAI-compatible endpoint")
+        self._http = HttpSessions(headers, needed_for="An OpenAI-compatible endpoint", given=[base_url])
 
     # --- what agents call ---
 

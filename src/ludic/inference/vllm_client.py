@@ -45,7 +45,9 @@ from ludic.types import (
     ReturnSpec,
     SamplingParams,
     TokenCompletionRequest,
+    shown_url,
 )
+from ludic.types.urls import without_login
 
 _QUICK_S = 10.0
 """For questions that a living server answers at once."""
@@ -77,7 +79,9 @@ class VLLMChatClient:
         $LUDIC_CONTROL_TOKEN where it is not given; only weights and other control calls need it. `require_alive` is called when a
         server cannot be reached, and raises if waiting for it is in vain: whoever started the server knows.
         """
-        self.servers = [_checked_url(url) for url in servers] or [_checked_url(f"http://{host}:{port}")]
+        given = list(servers) or [f"http://{host}:{port}"]
+        self.servers = [_checked_url(url) for url in given]
+        """Their URLs, without logins."""
         self.publisher = publisher
         self._require_alive = require_alive
         self._control_token = control_token if control_token is not None else os.environ.get(CONTROL_VARIABLE)
@@ -85,9 +89,9 @@ class VLLMChatClient:
         self._retries = Retries(max_retries=max_retries, wait_s=wait_s, longest_wait_s=_LONGEST_WAIT_S)
         self._pool = ServerPool(self.servers)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = HttpSessions(headers, needed_for="VLLMChatClient")
+        self._http = HttpSessions(headers, needed_for="VLLMChatClient", given=given)
         if connection_timeout_s > 0:
-            _wait_for_health(self.servers, connection_timeout_s)
+            _wait_for_health(self.servers, connection_timeout_s, self._http.login_headers)
 
     # --- completions ---
 
@@ -219,7 +223,10 @@ class VLLMChatClient:
 
     def _version_after_served(self) -> int:
         served = [
-            _version_in(msgspec.json.decode(_get_now(f"{server}/weight_info", _QUICK_S))) for server in self.servers
+            _version_in(
+                msgspec.json.decode(_get_now(f"{server}/weight_info", _QUICK_S, self._http.login_headers(server)))
+            )
+            for server in self.servers
         ]
         return max(served) + 1
 
@@ -282,10 +289,10 @@ class VLLMChatClient:
 
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"servers: {url!r} is no address; it begins with http:// or https://.")
-    if url.rstrip("/").endswith("/v1"):
-        raise ConfigError(f"servers: {url!r}; give the address alone, without /v1.")
-    return url.rstrip("/")
+        raise ConfigError(f"servers: {shown_url(url)!r} is no address; it begins with http:// or https://.")
+    if "?" in url or url.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"servers: {shown_url(url)!r}; give the address alone, without /v1 and without a query.")
+    return without_login(url).rstrip("/")
 
 
 def _probe_for(request: TokenCompletionRequest) -> TokenCompletionRequest:
@@ -350,10 +357,12 @@ def _control_refusal(url: str, answer: Answer, *, has_token: bool) -> LudicError
 # --- without an event loop ---
 
 
-def _wait_for_health(servers: Sequence[str], timeout_s: float) -> None:
+def _wait_for_health(
+    servers: Sequence[str], timeout_s: float, login_headers: Callable[[str], Mapping[str, str]]
+) -> None:
     deadline = time.monotonic() + timeout_s
     for server in servers:
-        while (problem := _problem_at(server)) is not None:
+        while (problem := _problem_at(server, login_headers(server))) is not None:
             if time.monotonic() >= deadline:
                 raise ConnectionError(
                     f"{server}/health: {problem}, after connection_timeout_s={timeout_s:g}. Is the server up, and is that its "
@@ -362,20 +371,20 @@ def _wait_for_health(servers: Sequence[str], timeout_s: float) -> None:
             time.sleep(min(2.0, max(0.0, deadline - time.monotonic())))
 
 
-def _problem_at(server: str) -> str | None:
+def _problem_at(server: str, headers: Mapping[str, str]) -> str | None:
     try:
-        _get_now(f"{server}/health", 2.0)
+        _get_now(f"{server}/health", 2.0, headers)
     except (OSError, http.client.HTTPException, EndpointError) as error:
         return str(error) or type(error).__name__
     return None
 
 
-def _get_now(url: str, timeout_s: float) -> bytes:
+def _get_now(url: str, timeout_s: float, headers: Mapping[str, str]) -> bytes:
     direct = urllib.request.build_opener(
         urllib.request.ProxyHandler({})
     )  # as aiohttp does: no proxy of the environment
     try:
-        with direct.open(url, timeout=timeout_s) as response:
+        with direct.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout_s) as response:
             data: bytes = response.read()
             return data
     except urllib.error.HTTPError as error:

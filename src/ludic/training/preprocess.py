@@ -62,7 +62,7 @@ def forget_temperature(batch: SAWBatch) -> SAWBatch:
     sampler's go with it: beside the model's own they would pass for a mismatch of sampler and trainer.
     """
     forgotten: dict[str, Any] = {"temperature": None, "supports": None, "unrepeatable": None}
-    if any(_is_processed(item.attachments) for item in batch.items):
+    if any(_is_processed(item.attachments) or item.actor_logps is None for item in batch.items):
         forgotten["actor_logps"] = None  # of all: a batch knows them of every sample or of none
     items = [replace(item, attachments=replace(item.attachments, **forgotten)) for item in batch.items]
     return SAWBatch(items=items, meta=dict(batch.meta))

@@ -54,6 +54,7 @@ from ludic.training.policy import TrainedPolicy
 from ludic.training.preparing import describe, fetch
 from ludic.training.publishing import Publishing
 from ludic.training.rng import restore_rng, rng_state
+from ludic.training.sample_check import TrainableSamples
 from ludic.training.sharded_checkpoint import ShardedCheckpointManager
 from ludic.training.stats import StatSum, added_up, prefixed
 from ludic.training.stopping import StopRequested, StopSignal, run_sync
@@ -69,6 +70,7 @@ from ludic.training.update import (
 from ludic.types import (
     AccountsForItems,
     BatchSource,
+    ChecksSamples,
     ConfigError,
     Evaluator,
     FollowsDrift,
@@ -171,6 +173,8 @@ class Trainer:
         self.stop = StopSignal()
         torch.manual_seed(self.cfg.seed + self.ranks.rank % self.roles.num_shares)
         check_model(model)
+        if isinstance(batch_source, ChecksSamples):
+            batch_source.use_sample_check(TrainableSamples(algo, self.cfg, model, reducers))
         self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
         if resume_from is not None:
             self._resume(resume_from)

@@ -36,6 +36,7 @@ from ludic.types.interfaces import (
     AdapterPublisher,
     BatchSource,
     ChatClient,
+    ChecksSamples,
     ChecksServers,
     CreditAssigner,
     Evaluator,
@@ -43,6 +44,7 @@ from ludic.types.interfaces import (
     FollowsVersions,
     InPlacePublisher,
     PolicyPublisher,
+    SampleCheck,
     SampleFilter,
     StateFromStepFn,
     Stateful,
@@ -99,10 +101,11 @@ from ludic.types.steps import (
 )
 from ludic.types.supports import TokenSupports
 from ludic.types.tokens import TokenLog, TokenTrace, VersionRun
+from ludic.types.urls import shown_url
 
 __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
-    "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
+    "ChecksSamples", "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "TokenSupports", "VersionRun", "token_array",
     "rounding_of", "spread_of",
     "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
@@ -114,10 +117,10 @@ __all__ = [
     "SAWItem", "SAWBatch", "SampleAttachments", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
     "RolloutStepKey",
     "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
-    "TeacherScorer", "SampleFilter", "TokenizeFn", "StateFromStepFn", "StepSelector",
+    "TeacherScorer", "SampleFilter", "SampleCheck", "TokenizeFn", "StateFromStepFn", "StepSelector",
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
     "result_names", "result_rates",
-    "derive_seed", "objective_of", "with_objective",
+    "derive_seed", "objective_of", "with_objective", "shown_url",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",
     "NotFinite",

@@ -96,6 +96,17 @@ class AccountsForItems(Protocol):
         ...
 
 
+SampleCheck: TypeAlias = Callable[[Sequence[SAWItem]], None]
+"""Raises, with the reason, if these samples cannot be trained on."""
+
+
+@runtime_checkable
+class ChecksSamples(Protocol):
+    """Hands out samples that other processes made, and sets aside what a trainer could not train on."""
+
+    def use_sample_check(self, check: SampleCheck) -> None: ...
+
+
 class CreditAssigner(Protocol):
     """From finished rollouts to one weight per step; it sees a whole batch, so siblings can be compared."""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,22 +17,21 @@ import pytest
 from ludic.batch_gen.pipeline.actor import ActorReport
 from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.batch_gen.pipeline.lease import LeaseLost
+from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
-from ludic.batch_gen.pipeline.wire import decode_group, encode_group
-from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup
-from ludic.cli import run_actor
+from ludic.batch_gen.pipeline.wire import encode_group
+from ludic.cli import run_actor, run_pipeline
 from ludic.cli.pipeline_config import PipelineSettings
 from ludic.cli.run_config import ModelSettings, RunConfig, resolve
 from ludic.cli.run_env import find_env
 from ludic.cli.run_model import load_tokenizer, without_adapter
-from ludic.cli.run_pipeline import pipeline_algorithm, readable_by
+from ludic.cli.run_pipeline import pipeline_algorithm
 from ludic.cli.settings import with_values
-from ludic.models.tiny import make_tiny
 from ludic.training import stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
-from ludic.types import SAWItem
-from tests.redis_fixtures import RedisServer, shared_redis  # noqa: F401 - a fixture
+from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
+from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import SMALL, command_in
 
 
@@ -58,19 +58,6 @@ def test_a_mistake_is_a_helpful_message(arguments, message, ludic, tmp_path):
     ended = ludic("actor", *arguments, "--model", "tiny")
     assert ended.code == 2 and message in " ".join(ended.err.replace("│", " ").split()), ended.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_learner_refuses_a_token_that_its_model_has_no_embedding_for():
-    loaded = make_tiny(seed=0)
-    limits = readable_by(loaded)
-    last = loaded.model.get_input_embeddings().num_embeddings - 1
-    assert decode_group(encode_group([item_ending_in(last)]), limits)
-    with pytest.raises(UnreadableGroup, match=f"0 to {last} are read"):
-        decode_group(encode_group([item_ending_in(last + 1)]), limits)
-
-
-def item_ending_in(token: int) -> SAWItem:
-    return SAWItem(input_ids=np.array([1, token]), attention_mask=None, action_mask=np.array([0, 1]), weight=1.0)
 
 
 # --- seeds ---
@@ -223,6 +210,78 @@ def test_a_learner_that_lost_what_it_needs_says_try_again(error, ludic, shared_r
     _, command = pipeline_config(shared_redis, "lost", ["letter.py:Letter", *SMALL, "--steps", "1"])
     ended = ludic(*command())
     assert ended.code == 75 and f"{error} To go on: ludic launch runs/lost --resume" in ended.out
+
+
+def test_a_gradient_that_is_not_finite_is_worth_another_try(ludic, shared_redis, monkeypatch):  # noqa: F811
+    """It may come from the batch, which is set aside when it has ended a few learners."""
+
+    async def fail(self: object) -> None:
+        raise FloatingPointError("The gradient is not finite.")
+
+    monkeypatch.setattr(PipelineBatchSource, "next_batch", fail)
+    _, command = pipeline_config(shared_redis, "diverged", ["letter.py:Letter", *SMALL, "--steps", "1"])
+    ended = ludic(*command())
+    assert ended.code == 75 and "The gradient is not finite. If another try ends the same way:" in ended.out
+    assert "--lr SMALLER" in ended.out
+
+
+def test_poison_in_the_queue_costs_a_run_nothing_but_itself(ludic, shared_redis, monkeypatch, caplog):  # noqa: F811
+    """Well-formed groups that the run's model and algorithm cannot train on, in front of all others."""
+    known = SAWItem(input_ids=[1, 2, 3], attention_mask=None, action_mask=[0, 0, 1], weight=1.0)
+    poisons = [
+        replace(known, weight=1e300),
+        replace(known, input_ids=np.array([1, 2, 10_000])),
+        known,  # without log-probs
+        replace(
+            known, meta={"total_reward": "a lot"}, attachments=SampleAttachments(actor_logps=ActorTokenLogps([-1.0]))
+        ),
+    ]
+    clear_queue = run_pipeline.clear_queue
+
+    async def clear_and_poison(config: RunConfig) -> None:
+        await clear_queue(config)
+        async with ExperienceQueue(shared_redis.url, config.queue_key) as queue:
+            for number, item in enumerate(poisons, start=1):
+                await queue.push(ActorId("bad"), number, encode_group([item]), num_items=1, oldest_version=None)
+
+    monkeypatch.setattr(run_pipeline, "clear_queue", clear_and_poison)
+    config, command = pipeline_config(shared_redis, "poisoned", ["letter.py:Letter", *SMALL, "--steps", "2"])
+    with actors_beside(config, 0):
+        ended = ludic(*command())
+    assert ended.code == 0, ended.err
+    account = ended.out.rpartition("Samples: ")[2]
+    assert "= 16 acknowledged + " in account and " 4 dead + " in account and "UNACCOUNTED" not in account
+    for reason in ("as large as 1e+300", "the id 10000", "no actor log-probs", "a reward is a finite number"):
+        assert reason in caplog.text
+
+
+def test_a_password_reaches_no_file_and_no_output(ludic, monkeypatch, tmp_path, caplog):
+    """It is in the variable, where a resumed run finds it again."""
+    server = start_redis("--requirepass", "hunter2", "--appendonly", "no")
+    url = f"unix://:hunter2@{server.socket}"
+    said = []
+    try:
+        said.append(
+            ludic("train", "letter.py:Letter", *SMALL, "--engine", "pipeline", "--redis", url, "--name", "secret")
+        )
+        assert said[-1].code == 2 and "LUDIC_REDIS_URL" in said[-1].err and not (tmp_path / "runs").exists()
+        monkeypatch.setenv("LUDIC_REDIS_URL", url)
+        run = ["letter.py:Letter", *SMALL, "--engine", "pipeline", "--name", "secret", "--steps", "1"]
+        config, _ = pipeline_config(server, "secret", ["letter.py:Letter", *SMALL, "--steps", "1"])
+        own = replace(config, pipeline=replace(config.pipeline, redis=None))
+        with actors_beside(own, 0):
+            said.append(ludic("train", *run))
+            assert said[-1].code == 0, said[-1].err
+            said.append(ludic("train", "runs/secret", "--resume", "--steps", "2"))
+            assert said[-1].code == 0, said[-1].err
+        monkeypatch.delenv("LUDIC_REDIS_URL")
+        said.append(ludic("train", "runs/secret", "--resume", "--steps", "3"))
+        assert said[-1].code == 2 and "LUDIC_REDIS_URL" in said[-1].err
+    finally:
+        end_redis(server)
+    assert not any("hunter2" in one.out + one.err for one in said) and "hunter2" not in caplog.text
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) > 5 and not any(b"hunter2" in file.read_bytes() for file in files)
 
 
 def test_settings_of_a_pipeline_check_themselves():

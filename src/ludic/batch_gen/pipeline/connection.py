@@ -2,12 +2,12 @@
 
 import logging
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from ludic.types import ConfigError, LudicError, MissingExtra
+from ludic.types import ConfigError, LudicError, MissingExtra, shown_url
 
 if TYPE_CHECKING:
     import redis
@@ -18,6 +18,25 @@ logger = logging.getLogger(__name__)
 SCHEMES = ("redis", "rediss", "unix")
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 2.0
+_SAY_AGAIN_S = 60.0
+_CODE = re.compile(
+    r"\b(OOM|LOADING|BUSY|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF|WRONGTYPE|NOPERM|NOAUTH|WRONGPASS)\b"
+)
+_CODE_OF_TYPE = {
+    "OutOfMemoryError": "OOM",
+    "BusyLoadingError": "LOADING",
+    "ReadOnlyError": "READONLY",
+    "MasterDownError": "MASTERDOWN",
+    "ClusterDownError": "CLUSTERDOWN",
+    "TryAgainError": "TRYAGAIN",
+    "NoPermissionError": "NOPERM",
+}
+_PASSING = frozenset(
+    {"LOADING", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MISCONF", "OOM"}
+)
+"""Refusals that end without anything being done here: it loads its data, runs a script, is a replica for the moment, cannot
+write to its disk, or has no memory left."""
+_LOGIN = frozenset({"NOPERM", "NOAUTH", "WRONGPASS"})
 
 
 class RedisGone(LudicError, ConnectionError):
@@ -29,18 +48,6 @@ def require_redis(needed_for: str) -> None:
         import redis.asyncio  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise MissingExtra("pipeline", needed_for) from error
-
-
-def shown(redis_url: str) -> str:
-    """The address without user, password and options, for messages."""
-    try:
-        parts = urlsplit(redis_url)
-        place = parts.hostname or ""
-        if parts.port is not None:
-            place += f":{parts.port}"
-    except ValueError:
-        return "an address that cannot be read"
-    return f"{parts.scheme}://{place}{parts.path}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class RedisAddress:
             ) from None
 
     def __str__(self) -> str:
-        return shown(self.url)
+        return shown_url(self.url)
 
     def async_client(self) -> "redis.asyncio.Redis":
         """Belongs to the event loop that first uses it. It waits for ever: whoever calls it says for how long, since its own
@@ -97,25 +104,40 @@ class RedisAddress:
         return {"decode_responses": False, "socket_connect_timeout": self.timeout_s}
 
 
-class Patience:
-    """How long a lost Redis is waited for, from the first failure on."""
+def code_of(error: BaseException) -> str | None:
+    """The word by which Redis says what is wrong: the client turns some into types, in a script's error it is in the text."""
+    known = _CODE_OF_TYPE.get(type(error).__name__)
+    if known is None and (found := _CODE.search(str(error))) is not None:
+        return found[1]
+    return known
 
-    def __init__(self, address: RedisAddress, patience_s: float) -> None:
-        self._address, self._patience_s = address, patience_s
+
+class Patience:
+    """How long a Redis that is away, or refuses for the moment, is waited for, from the first failure on.
+
+    `waits_for_room`: without an end while Redis is at maxmemory. For pushes: the learner makes room.
+    """
+
+    def __init__(self, address: RedisAddress, patience_s: float, *, waits_for_room: bool = False) -> None:
+        self._address, self._patience_s, self._waits_for_room = address, patience_s, waits_for_room
         self._since: float | None = None
+        self._say_at = 0.0
         self._wait_s = _FIRST_WAIT_S
 
     def wait_after(self, error: Exception) -> float:
-        """Seconds until the next try; what happened, where it is not worth one."""
-        refuse_login(error, self._address)
+        """Seconds until the next try. What another try would not help against is raised, as a sentence."""
+        refuse_for_good(error, self._address)
         now = time.monotonic()
+        is_full = code_of(error) == "OOM"
         if self._since is None:
             self._since = now
-            logger.warning("Redis at %s does not answer (%s); trying again", self._address, type(error).__name__)
-        if now - self._since >= self._patience_s:
+        if now >= self._say_at:
+            self._say_at = now + _SAY_AGAIN_S
+            logger.warning("Redis at %s %s; trying again", self._address, _what_is_wrong(error))
+        if now - self._since >= self._patience_s and not (is_full and self._waits_for_room):
             raise RedisGone(
-                f"Redis at {self._address} has not answered for {now - self._since:.0f} s ({type(error).__name__}: {error}). "
-                "Is it running, and can this machine reach it? Nothing is lost: start it again, and this process with it."
+                f"Redis at {self._address} has not answered for {now - self._since:.0f} s: it {_what_is_wrong(error)}. Is it "
+                "running, and can this machine reach it? Nothing is lost: start it again, and this process with it."
             ) from error
         wait, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
         # Not all who were cut off at the same moment should come back at the same moment.
@@ -126,28 +148,50 @@ class Patience:
             logger.warning("Redis at %s is back after %.1f s", self._address, time.monotonic() - self._since)
 
 
-def refuse_login(error: Exception, address: RedisAddress) -> None:
-    """A wrong password is a matter for the user, not for patience."""
+def _what_is_wrong(error: Exception) -> str:
+    code, said = code_of(error), str(error).rpartition("caused error: ")[2]  # without the command, which holds payloads
+    if code == "OOM":
+        return (
+            "has no memory left (maxmemory), so groups wait with the actors until the learner has made room. Samples stay in Redis "
+            "until a checkpoint has them: raise maxmemory, lower checkpoint_every or max_waiting, or use acknowledge = 'trained'"
+        )
+    if code == "MISCONF":
+        return f"cannot write to its disk ({said})"
+    return (
+        f"does not answer ({type(error).__name__}: {said})"
+        if code is None
+        else f"refuses for the moment ({code}: {said})"
+    )
+
+
+def refuse_for_good(error: Exception, address: RedisAddress) -> None:
+    """What only the user can mend: a wrong password, a command that this Redis does not have."""
     import redis.exceptions as failures
 
     reason: BaseException | None = error
     while reason is not None:  # the client may wrap it as a failed connection
-        if isinstance(reason, (failures.AuthenticationError, failures.AuthorizationError)):
+        is_login = isinstance(reason, (failures.AuthenticationError, failures.AuthorizationError))
+        if is_login or code_of(reason) in _LOGIN:
             raise ConfigError(
-                f"Redis at {address} refuses the login ({reason}). Check user and password in redis_url."
+                f"Redis at {address} refuses the login ({reason}). Check user and password in redis_url, and what that user "
+                "may do: the queue needs streams, hashes, strings and scripts."
             ) from error
         reason = reason.__cause__
+    if isinstance(error, failures.ResponseError) and code_of(error) not in _PASSING:
+        raise ConfigError(
+            f"Redis at {address} refuses what the queue asks for: {error}. The queue needs Redis 6.2 or newer, or Valkey, "
+            "and keys that no other program writes to; with another queue_key it begins afresh."
+        ) from error
 
 
 def away() -> tuple[type[Exception], ...]:
-    """What is worth another try: no connection, no answer, still loading, out of memory, a replica for the moment."""
+    """What is perhaps worth another try (`Patience.wait_after` knows): no connection, no answer, a refusal."""
     import redis.exceptions as failures
 
     return (
         failures.ConnectionError,
         failures.TimeoutError,
-        failures.OutOfMemoryError,
-        failures.ReadOnlyError,
+        failures.ResponseError,
         OSError,
         EOFError,
     )

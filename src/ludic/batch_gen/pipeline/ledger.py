@@ -45,12 +45,21 @@ class Ledger:
         """Those of them that may be."""
         self._done: dict[str, Settlement] = {}
         """Acknowledged, the latest of them: a Redis that was killed may have forgotten that."""
+        self._suspects: set[str] = set()
+        """Groups that Redis was told an update begins with, and not yet that it is over."""
 
     # --- what happens ---
 
     def hand_out(self, groups: Iterable[tuple[str, int]]) -> None:
+        new = dict(groups)
         with self._lock:
-            self._out.update(groups)
+            self._out.update(new)
+            self._suspects.update(new)
+
+    def told_over(self, ids: Iterable[str]) -> None:
+        """Redis knows that the updates of these groups are over."""
+        with self._lock:
+            self._suspects.difference_update(ids)
 
     def trained(self, step: int, num_items: int) -> None:
         """A step has used so many of the items that are out; the rest were left out of it."""
@@ -89,6 +98,12 @@ class Ledger:
             return True
 
     # --- how it stands ---
+
+    def over(self, *, with_out: bool = False) -> set[str]:
+        """Groups whose update is over, and Redis has not been told. `with_out`: also those that are handed out, and that the
+        trainer gave back alive: it asks for the next batch, or ends without an error."""
+        with self._lock:
+            return set(self._suspects) if with_out else self._suspects - self._out.keys()
 
     def due(self) -> list[Settlement]:
         with self._lock:

@@ -9,13 +9,14 @@ import asyncio
 import os
 import platform
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
 from ludic.batch_gen.pipeline import scripts
-from ludic.batch_gen.pipeline.connection import Patience, RedisAddress, away
+from ludic.batch_gen.pipeline.connection import Patience, RedisAddress, away, code_of
 from ludic.batch_gen.pipeline.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseTimes, lost
 from ludic.types import ConfigError
 
@@ -35,6 +36,8 @@ _MAX_LOOKED_AT = 1000
 """A take looks at so many entries at a time: Redis serves nobody else meanwhile."""
 _FORGET_ACTOR_S = 24 * 3600
 """An actor that was silent for so long will not repeat a push."""
+MAX_TRIES = 3
+"""A group is buried when so many learners have died while they trained on it."""
 
 
 def new_actor_id(name: str = "actor") -> ActorId:
@@ -58,6 +61,11 @@ class PackedGroup:
                 f"A group with sequence={self.sequence}, num_items={self.num_items} and {len(self.payload)} bytes; sequence "
                 "numbers begin at 1, and a group has from 1 to 999,999 items."
             )
+        version = self.oldest_version
+        if version is not None and (type(version) is not int or not 0 <= version < 10**15):
+            raise ConfigError(
+                f"A group of version {version!r}; a policy version is a whole number from 0 on, or None if unknown."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +76,8 @@ class TakenGroup:
     """Of its entry; what it is settled by."""
     num_items: int
     oldest_version: int | None
+    num_tries: int
+    """How many learners have died in an update that began with it."""
     payload: bytes
 
 
@@ -82,8 +92,11 @@ class Taken:
     """There was nothing more to take."""
     stale: dict[int, int]
     """Lag → items that were dropped because of it."""
+    buried: dict[str, int]
+    """Reason → groups that were moved to the dead letters: entries that are not like ours, payloads missing or too large, groups
+    that learners died of."""
     num_dead: int
-    """Items that were buried: entries that are not like ours, payloads missing or too large."""
+    """Their items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +246,7 @@ class ExperienceQueue:
                 _, accepted = await transaction.execute()
             return accepted
 
-        return await self._patiently(push)
+        return await self._patiently(push, waits_for_room=True)
 
     async def beat_actor(self, actor: ActorId, in_progress_items: int) -> LearnerState:
         """A sign of life, and how the learner stands."""
@@ -260,12 +273,14 @@ class ExperienceQueue:
 
     # --- learners ---
 
-    async def acquire(self, lease: Lease) -> tuple[str, float]:
-        """Whose the name is now, and for how many seconds still where it is another's."""
-        holder, left_ms = await self._call(
-            scripts.ACQUIRE, [lease.name, lease.token, round(self.lease_times.holds_s * 1000)]
-        )
-        return holder.decode(errors="replace"), int(left_ms) / 1000
+    async def acquire(self, lease: Lease, *, seen: bytes = b"") -> tuple[str, float, bytes]:
+        """Whose the name is now; where it is another's, for how many seconds still, and that lease as it is written.
+
+        `seen`: that lease as it was written a lease time ago or longer. If it still is, it has run out.
+        """
+        lease_ms = round(self.lease_times.holds_s * 1000)
+        holder, left_ms, written = await self._call(scripts.ACQUIRE, [lease.name, lease.token, lease_ms, seen])
+        return holder.decode(errors="replace"), int(left_ms) / 1000, written
 
     async def release(self, lease: Lease) -> None:
         """The name is free at once; its unacknowledged groups wait for whoever takes it next."""
@@ -275,6 +290,12 @@ class ExperienceQueue:
         """Tell actors how the learner stands."""
         await self._learner_call(scripts.ANNOUNCE, lease, status, [])
 
+    async def hand_out(
+        self, lease: Lease, status: LearnerStatus, *, begun: Collection[str], over: Collection[str]
+    ) -> None:
+        """An update begins with these groups; that of those is over. What an update never ends with counts against it."""
+        await self._learner_call(scripts.HAND_OUT, lease, status, hand_out_arguments(begun=begun, over=over))
+
     async def take(
         self,
         lease: Lease,
@@ -283,29 +304,32 @@ class ExperienceQueue:
         max_items: int,
         cursor: str = "",
         held: Collection[str] = (),
+        max_tries: int = MAX_TRIES,
     ) -> Taken:
         """Whole groups until there are `max_items` items or more: first one's own that are not yet acknowledged, from
-        `cursor` on, without those that are `held`; then new ones. What is too old is dropped on the way.
+        `cursor` on, without those that are `held`; then new ones. What is too old is dropped on the way, and what was being
+        trained on when `max_tries` learners died is buried.
 
         Whoever did not get to see the answer (it was cancelled) has to begin with cursor `START` again.
         """
-        limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT]
+        limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT, max_tries]
         args = [*limits, cursor, *(held if cursor else ())]
         again = [*limits, START, *held]  # after a lost reply, what was delivered is among our own
-        flat, cursor_after, is_empty, stale, num_dead = await self._learner_call(
+        flat, cursor_after, is_empty, stale, dead = await self._learner_call(
             scripts.TAKE, lease, status, args, again=again
         )
-        ids = [id_.decode() for id_ in flat[::3]]
-        rows = zip(ids, flat[1::3], flat[2::3], await self._payloads(ids), strict=True)
+        ids = [id_.decode() for id_ in flat[::4]]
+        rows = zip(ids, flat[1::4], flat[2::4], flat[3::4], await self._payloads(ids), strict=True)
         return Taken(
             groups=[
-                TakenGroup(id=id_, num_items=int(n), oldest_version=_number(v), payload=payload)
-                for id_, n, v, payload in rows
+                TakenGroup(id=id_, num_items=int(n), oldest_version=_number(v), num_tries=int(tries), payload=payload)
+                for id_, n, v, tries, payload in rows
             ],
             cursor=cursor_after.decode(),
             is_empty=bool(is_empty),
             stale=_summed(stale),
-            num_dead=num_dead,
+            buried=dict(Counter(reason.decode(errors="replace") for reason in dead[::2])),
+            num_dead=sum(dead[1::2]),
         )
 
     async def _payloads(self, ids: Sequence[str]) -> list[bytes]:
@@ -396,18 +420,38 @@ class ExperienceQueue:
 
         return await self._patiently(ask)
 
-    async def _patiently(self, ask: Callable[["redis.asyncio.Redis"], Awaitable[Any]]) -> Any:
-        """The answer; where the connection is lost it is asked again."""
-        patience = Patience(self.address, self.patience_s)
+    async def _patiently(
+        self, ask: Callable[["redis.asyncio.Redis"], Awaitable[Any]], *, waits_for_room: bool = False
+    ) -> Any:
+        """The answer; where the connection is lost, or Redis cannot do it for the moment, it is asked again."""
+        patience = Patience(self.address, self.patience_s, waits_for_room=waits_for_room)
         while True:
             try:
                 async with asyncio.timeout(self.address.timeout_s):
                     answer = await _unless_cancelled(ask(self._connected()))
             except away() as error:
+                if str(error).startswith(scripts.LEASE_LOST):
+                    raise
+                if code_of(error) == "WRONGTYPE":
+                    raise await self._wrong_type(error) from error
                 await asyncio.sleep(patience.wait_after(error))
             else:
                 patience.answered()
                 return answer
+
+    async def _wrong_type(self, error: Exception) -> ConfigError:
+        """Which of our keys holds something else; Redis does not say."""
+        client = self._connected()
+        found = {key: (await client.type(key)).decode() for key in self.keys.types}
+        wrong = [key for key, type_ in found.items() if type_ not in ("none", self.keys.types[key])]
+        what = "; ".join(
+            f"{key!r} holds a {found[key]}, the queue keeps a {self.keys.types[key]} there" for key in wrong
+        )
+        return ConfigError(
+            f"Redis at {self.address} has something else under keys of the queue {self.keys.queue_key!r}: {what or error}. Another "
+            "program has written there. Use another queue_key, or remove the key: redis-cli DEL "
+            f"{' '.join(repr(key) for key in wrong)}."
+        )
 
     def _connected(self) -> "redis.asyncio.Redis":
         loop = asyncio.get_running_loop()
@@ -429,6 +473,11 @@ async def _unless_cancelled(call: Awaitable[_Answer]) -> _Answer:
     finally:
         if task.cancelling() > num_before:
             raise asyncio.CancelledError
+
+
+def hand_out_arguments(*, begun: Collection[str], over: Collection[str]) -> list[Any]:
+    """The script's, after those that every learner's call has."""
+    return [len(over), *over, *begun]
 
 
 def settle_arguments(settlements: Sequence[Settlement]) -> list[Any]:

@@ -79,19 +79,30 @@ class Keys:
 
     @property
     def dead(self) -> str:
-        """Stream of what could not be read."""
+        """Stream of groups that cannot be trained on, each with the reason."""
         return f"{self.stream}:dead"
+
+    @property
+    def tries(self) -> str:
+        """Entry → how many learners' lives have begun an update with it and not ended that update, and the last such life."""
+        return f"{self.stream}:tries"
 
     @cached_property
     def all(self) -> list[str]:
         """In the order in which the scripts take them."""
         return [
-            self.stream, self.payloads, self.counts, self.actors, self.beats, self.learner, self.leases, self.dead,
+            self.stream, self.payloads, self.counts, self.actors, self.beats, self.learner, self.leases, self.dead, self.tries,
         ]  # fmt: skip
+
+    @property
+    def types(self) -> dict[str, str]:
+        """What Redis calls the type of each key, where it exists."""
+        hashes = (self.counts, self.actors, self.beats, self.learner, self.leases, self.tries)
+        return {self.stream: "stream", self.dead: "stream", **dict.fromkeys(hashes, "hash")}
 
 
 _PRELUDE = f"""
-local STREAM, PAYLOADS, COUNTS, ACTORS, BEATS, LEARNER, LEASES, DEAD = unpack(KEYS)
+local STREAM, PAYLOADS, COUNTS, ACTORS, BEATS, LEARNER, LEASES, DEAD, TRIES = unpack(KEYS)
 local GROUP = '{GROUP}'
 
 local function now_ms()
@@ -100,6 +111,10 @@ local function now_ms()
 end
 
 local function whole(number) return string.format('%.0f', number) end
+
+-- At maxmemory Redis refuses a script's first write if that takes memory, and no later one. This write takes none (there is no
+-- such key): scripts that free memory, or say that a process lives, begin with it.
+local function pass_when_full() redis.call('UNLINK', PAYLOADS) end
 
 local function payload_of(id) return PAYLOADS .. ':' .. id end
 
@@ -130,8 +145,17 @@ local function read_entry(fields)
   return tonumber(n), v
 end
 
+local function why_unreadable(fields)
+  if #fields ~= 6 or fields[1] ~= 'n' or fields[3] ~= 'v' then return 'the entry was not written by push' end
+  return 'the entry was not written by push: it says ' .. fields[2]:sub(1, 20) .. ' items of version ' .. fields[4]:sub(1, 20)
+    .. ', but there are 1 to 999999 items, of a version that is a whole number from 0 on'
+end
+
+-- A count that another program has overwritten begins again; the account then says how many items it misses.
 local function count(name, items)
-  if items > 0 then redis.call('HINCRBY', COUNTS, name, whole(items)) end
+  if items <= 0 then return end
+  local reply = redis.pcall('HINCRBY', COUNTS, name, whole(items))
+  if type(reply) == 'table' and reply.err then redis.call('HSET', COUNTS, name, whole(items)) end
 end
 
 -- True for the one caller who ends an entry's life; all others find it gone.
@@ -139,7 +163,14 @@ local function remove(id)
   if redis.call('XACK', STREAM, GROUP, id) == 0 then return false end
   redis.call('XDEL', STREAM, id)
   redis.call('UNLINK', payload_of(id))
+  redis.call('HDEL', TRIES, id)
   return true
+end
+
+-- In how many lives of learners it was being trained on when the learner died, and the last of these lives.
+local function tries_of(id)
+  local num, life = (redis.call('HGET', TRIES, id) or ''):match('^(%d+) (%S+)$')
+  return tonumber(num) or 0, life
 end
 
 -- Items that push has not counted are counted as produced here, so that the counts add up.
@@ -171,6 +202,7 @@ local function learner_calls()
   local name, token = ARGV[1], ARGV[2]
   local holder = read_lease(name)
   if holder and holder ~= token then return redis.error_reply('{LEASE_LOST} ' .. name .. ' belongs to ' .. holder) end
+  pass_when_full()
   write_lease(name, token)
   redis.call('HSET', LEARNER, 'items_per_update', ARGV[4], 'max_lag', ARGV[5],
     'waiting:' .. name, ARGV[6], 'in_hand:' .. name, ARGV[7])
@@ -186,9 +218,10 @@ PUSH = (
     + """
 -- actor, max_waiting, then per group: sequence, items, oldest version; its payload has just arrived under a name of its own.
 -- Nothing is taken after the first that finds no room: it must not be overtaken, or it would count as a repetition.
+pass_when_full()  -- Redis had room for the payloads; they must not be left behind without their entries
 local actor, max_waiting = ARGV[1], tonumber(ARGV[2])
 local waiting = num_waiting()
-local last = tonumber(redis.call('HGET', ACTORS, actor) or '0')
+local last = tonumber(redis.call('HGET', ACTORS, actor)) or 0
 local done, is_full = 0, false
 for i = 3, #ARGV, 3 do
   local sequence = tonumber(ARGV[i])
@@ -215,18 +248,23 @@ return done
 TAKE = (
     _PRELUDE
     + """
--- 8 items wanted, 9 bytes a payload may have, 10 bytes after which the answer ends, 11 entries to look at, 12 where to go on
--- among our own unacknowledged entries ('' for new ones only), 13… which of those we hold.
+-- 8 items wanted, 9 bytes a payload may have, 10 bytes after which the answer ends, 11 entries to look at, 12 learners that may
+-- die of an entry, 13 where to go on among our own unacknowledged entries ('' for new ones only), 14… which of those we hold.
 local lost = learner_calls()
 if lost then return lost end
 local name, version, max_lag = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[5])
 local wanted, max_bytes, enough_bytes, may_look = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
-local cursor = ARGV[12]
+local max_tries, cursor = tonumber(ARGV[12]), ARGV[13]
 local held = {}
-for i = 13, #ARGV do held[ARGV[i]] = true end
+for i = 14, #ARGV do held[ARGV[i]] = true end
 ensure_group()
 
-local groups, stale, items, bytes, dead, looked = {}, {}, 0, 0, 0, 0
+local groups, stale, items, bytes, dead, looked = {}, {}, 0, 0, {}, 0
+
+local function set_aside(id, fields, reason)
+  dead[#dead + 1] = reason
+  dead[#dead + 1] = bury(id, fields, reason)
+end
 
 local function look_at(id, fields)
   looked = looked + 1
@@ -236,17 +274,19 @@ local function look_at(id, fields)
   end
   local n, v = read_entry(fields)
   if not n then
-    dead = dead + bury(id, fields, 'the entry was not written by push')
-    return
+    return set_aside(id, fields, why_unreadable(fields))
   end
   local size = payload_size(id)
   if size == 0 then
-    dead = dead + bury(id, fields, 'the payload is missing')
-    return
+    return set_aside(id, fields, 'the payload is missing; if Redis evicts keys, set its maxmemory-policy to noeviction')
   end
   if size > max_bytes then
-    dead = dead + bury(id, fields, 'the payload has ' .. whole(size) .. ' bytes, the limit is ' .. whole(max_bytes))
-    return
+    return set_aside(id, fields, 'the payload has ' .. whole(size) .. ' bytes, the limit is ' .. whole(max_bytes))
+  end
+  local tries, life = tries_of(id)
+  if tries >= max_tries then
+    local times = whole(tries) .. ' times (the last was ' .. life .. ')'
+    return set_aside(id, fields, 'it was being trained on when a learner died, ' .. times)
   end
   local lag = v ~= '' and version and version - tonumber(v)
   -- A version of the future is of a life that ended after the checkpoint we began with: another policy than ours. One ahead
@@ -263,6 +303,7 @@ local function look_at(id, fields)
   groups[#groups + 1] = id
   groups[#groups + 1] = whole(n)
   groups[#groups + 1] = v
+  groups[#groups + 1] = whole(tries)
 end
 
 local function may_go_on() return items < wanted and bytes < enough_bytes and looked < may_look end
@@ -337,20 +378,41 @@ return 1
 """
 )
 
+HAND_OUT = (
+    _PRELUDE
+    + """
+-- 8 how many entries follow whose update is over, then these, then the entries that an update begins with now. A life counts
+-- once for an entry, however often this is sent.
+local lost = learner_calls()
+if lost then return lost end
+local token, num_over = ARGV[2], tonumber(ARGV[8])
+for i = 9, 8 + num_over do redis.call('HDEL', TRIES, ARGV[i]) end
+for i = 9 + num_over, #ARGV do
+  local tries, life = tries_of(ARGV[i])
+  if life ~= token then redis.call('HSET', TRIES, ARGV[i], whole(tries + 1) .. ' ' .. token) end
+end
+return 1
+"""
+)
+
 ACQUIRE = (
     _PRELUDE
     + """
--- name, token, how long a lease holds. Answers whose it is, and for how long still where that is not the caller.
-local name, token, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+-- name, token, how long a lease holds, the lease as the caller saw it so long ago. Answers whose it is, for how long still
+-- where that is not the caller, and the lease itself. One that has not changed since has not been renewed, whatever Redis's
+-- clock says: that may have been set back.
+local name, token, lease_ms, seen = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local holder, time = read_lease(name)
-if holder and holder ~= token then
-  local left = time + lease_ms - now_ms()
-  if left > 0 then return {holder, whole(left)} end
+local lease = redis.call('HGET', LEASES, name) or ''
+if holder and holder ~= token and lease ~= seen then
+  local left = math.min(time + lease_ms - now_ms(), lease_ms)
+  if left > 0 then return {holder, whole(left), lease} end
 end
+pass_when_full()
 ensure_group()
 write_lease(name, token)
 redis.call('HSET', LEARNER, 'waiting:' .. name, '0', 'in_hand:' .. name, '0')
-return {token, '0'}
+return {token, '0', ''}
 """
 )
 
@@ -359,6 +421,7 @@ RELEASE = (
     + """
 local name, token = ARGV[1], ARGV[2]
 if read_lease(name) ~= token then return 0 end
+pass_when_full()
 redis.call('HSET', LEARNER, 'waiting:' .. name, '0')
 return redis.call('HDEL', LEASES, name)
 """
@@ -374,11 +437,12 @@ if lost then return lost end
 ensure_group()
 local name, lease_ms, num_learners, left = ARGV[1], tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 
-local function is_gone(other, idle_ms)
+-- A lease of the future was written before the clock was set back; a learner that lives has renewed it by now.
+local function is_gone(other)
   local rank = tonumber(other:match('^learner%-(%d+)$'))
   if rank and rank < num_learners then return false end
   local _, time = read_lease(other)
-  return idle_ms >= lease_ms and (not time or time + lease_ms <= now_ms())
+  return not time or math.abs(now_ms() - time) >= lease_ms
 end
 
 local moved = 0
@@ -386,7 +450,7 @@ for _, row in ipairs(redis.call('XINFO', 'CONSUMERS', STREAM, GROUP)) do
   local facts = {}
   for i = 1, #row, 2 do facts[row[i]] = row[i + 1] end
   local other = facts['name']
-  if other ~= name and left > 0 and is_gone(other, facts['idle']) then
+  if other ~= name and left > 0 and is_gone(other) then
     local pending = redis.call('XPENDING', STREAM, GROUP, '-', '+', left, other)
     for _, entry in ipairs(pending) do
       redis.call('XCLAIM', STREAM, GROUP, name, '0', entry[1], 'JUSTID')
@@ -405,14 +469,15 @@ return moved
 )
 
 _LOOK_AROUND = """
--- Actors heard of lately, and the items they are making; those of long ago are forgotten.
+-- Actors heard of lately, and the items they are making; those of long ago are forgotten. A time of the future was written
+-- before the clock was set back: an actor that lives overwrites it within a second.
 local function living_actors(living_ms, forget_ms)
   local now, num, in_progress = now_ms(), 0, 0
   local beats = redis.call('HGETALL', BEATS)
   for i = 1, #beats, 2 do
     local time, making = beats[i + 1]:match('^(%d+) (%d+)$')
     local age = now - (tonumber(time) or 0)
-    if age <= living_ms then
+    if math.abs(age) <= living_ms then
       num, in_progress = num + 1, in_progress + tonumber(making)
     elseif forget_ms and age > forget_ms then
       redis.call('HDEL', BEATS, beats[i])
@@ -422,7 +487,7 @@ local function living_actors(living_ms, forget_ms)
   return num, in_progress
 end
 
-local function counted(name) return tonumber(redis.call('HGET', COUNTS, name) or '0') end
+local function counted(name) return tonumber(redis.call('HGET', COUNTS, name)) or 0 end
 
 -- What should be in the queue.
 local function accounted()
@@ -435,6 +500,7 @@ BEAT_ACTOR = (
     + _LOOK_AROUND
     + """
 -- actor, items it is making, for how long a beat counts, after how long an actor is forgotten, how long a lease holds
+pass_when_full()
 redis.call('HSET', BEATS, ARGV[1], whole(now_ms()) .. ' ' .. ARGV[2])
 local num_actors, in_progress = living_actors(tonumber(ARGV[3]), tonumber(ARGV[4]))
 local lease_ms = tonumber(ARGV[5])
@@ -447,7 +513,7 @@ for i = 1, #learner, 2 do
   if what == 'in_hand' then
     in_hand = in_hand + (tonumber(learner[i + 1]) or 0)
     local _, time = read_lease(name)
-    if time and time + lease_ms > now_ms() then num_learners = num_learners + 1 end
+    if time and math.abs(now_ms() - time) < lease_ms then num_learners = num_learners + 1 end
   end
 end
 local in_queue = accounted() - (tonumber(facts['missing']) or 0)
@@ -484,6 +550,7 @@ CENSUS = (
     + _LOOK_AROUND
     + """
 -- for how long a beat counts. What is in the queue is summed from its entries, not worked out from the counts.
+pass_when_full()
 ensure_group()
 local last = '0-0'
 for _, row in ipairs(redis.call('XINFO', 'GROUPS', STREAM)) do

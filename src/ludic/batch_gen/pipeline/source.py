@@ -8,10 +8,11 @@ while the last one is trained on.
 import asyncio
 import logging
 import math
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -30,17 +31,19 @@ from ludic.batch_gen.pipeline.lease import (
 )
 from ludic.batch_gen.pipeline.ledger import Acknowledge, Ledger
 from ludic.batch_gen.pipeline.queue import (
+    MAX_TRIES,
     START,
     Census,
     ExperienceQueue,
     Settlement,
     TakenGroup,
+    hand_out_arguments,
     read_census,
     settle_arguments,
 )
 from ludic.batch_gen.pipeline.stats import PipelineStats
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, WireLimits, decode_group, group_facts
-from ludic.types import ConfigError, SAWBatch, SAWItem
+from ludic.types import ConfigError, SampleCheck, SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +53,52 @@ _LOOKS_PER_POLL = 20
 _LEASES_TO_WAIT = 4
 """A learner that is still alive after so many lease times is no dead predecessor."""
 _CLOSING_PATIENCE_S = 5.0
+_NUMBERS = re.compile(r"-?\b\d[\w.,+-]*|\bnan\b|\binf\b")
+_MAX_KINDS = 100
+"""Kinds of bad groups that are told apart; reasons may hold any text."""
 _REFRESH_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ReadyGroup:
     """A group that can be handed out."""
 
     id: str
     items: list[SAWItem]
     oldest_version: int | None
+    is_alone: bool = False
+    """Learners have died while they trained on its batch. It is handed out alone, so that a further death costs no other group."""
+
+
+class BuriedGroups:
+    """Warns of each kind of bad group: of the first, the tenth, the hundredth. Reasons that differ in their numbers alone are of
+    one kind."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, reasons: Mapping[str, int]) -> None:
+        """Reason → groups."""
+        for reason, num_groups in reasons.items():
+            kind = _NUMBERS.sub("#", reason)[:300]
+            if kind not in self._counts and len(self._counts) >= _MAX_KINDS:
+                kind = "another reason"
+            before = self._counts[kind]
+            self._counts[kind] += num_groups
+            if len(str(self._counts[kind])) > len(str(before)) or not before:
+                logger.warning(
+                    "%d %s of this kind cannot be trained on and %s among the dead letters, with the reason: %s",
+                    self._counts[kind],
+                    *(("group", "is") if self._counts[kind] == 1 else ("groups", "are")),
+                    reason,
+                )
+
+    def summary(self) -> str | None:
+        """All of them, most frequent first."""
+        if not self._counts:
+            return None
+        kinds = "; ".join(f"{num} × {kind}" for kind, num in self._counts.most_common(10))
+        return f"{self._counts.total()} groups could not be trained on: {kinds}"
 
 
 class PipelineBatchSource:
@@ -68,7 +107,9 @@ class PipelineBatchSource:
     `batch_size` is items per update over all ranks; a rank's batch has its share of them or more, since groups stay together.
     `poll_timeout`: an empty queue is looked at 20 times in so many seconds. `max_lag`: groups with any token of a policy that
     is more versions away are dropped. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from any thread;
-    `acknowledge` says which of the last two removes a group from the queue. Close it, or use `async with`.
+    `acknowledge` says which of the last two removes a group from the queue. The trainer also says what it can train on
+    (`use_sample_check`); a group that it could not, and one that `max_tries` learners died of, goes to the dead letters. Use
+    `async with`, which knows whether the trainer failed.
     """
 
     def __init__(
@@ -86,20 +127,23 @@ class PipelineBatchSource:
         lease_times: LeaseTimes = LEASE_TIMES,
         patience_s: float = 120.0,
         prefetch: bool = True,
+        max_tries: int = MAX_TRIES,
     ) -> None:
-        _check(batch_size, poll_timeout, max_lag, acknowledge, rank, world_size)
+        _check(batch_size, poll_timeout, max_lag, acknowledge, rank, world_size, max_tries)
         self._queue = ExperienceQueue(
             redis_url, queue_key, max_bytes=limits.max_bytes, patience_s=patience_s, lease_times=lease_times
         )
         self._batch_size, self._poll_timeout, self._max_lag = batch_size, poll_timeout, max_lag
-        self._world_size, self._limits = world_size, limits
+        self._world_size, self._limits, self._max_tries = world_size, limits, max_tries
         self._share = math.ceil(batch_size / world_size)
         # With several ranks a group that one has fetched ahead is one that another waits for.
         self._prefetches = prefetch and world_size == 1
         self._lease = Lease(f"learner-{rank}")
         self._ledger = Ledger(Acknowledge(acknowledge))
         self._heartbeat = Heartbeat(self._queue.address, self._queue.keys, self._lease, lease_times, self._beat)
-        self._is_named = self._has_begun = self._is_closed = False
+        self._is_named = self._has_begun = self._is_closed = self._has_failed = False
+        self._sample_check: SampleCheck | None = None
+        self._buried = BuriedGroups()
         self._version: int | None = None
         self._is_waiting = False
         self._ready: list[_ReadyGroup] = []
@@ -135,12 +179,15 @@ class PipelineBatchSource:
     get_next_batch = next_batch
 
     async def _hand_out(self) -> SAWBatch:
-        groups = list(self._ready)
+        alone = [group for group in self._ready if group.is_alone]
+        groups = alone[:1] or await asyncio.to_thread(self._trained_together, list(self._ready))
         num_items = sum(len(group.items) for group in groups)
-        # Redis confirms that the lease is still ours before anybody trains on these.
-        await self._queue.announce(self._lease, self._status(extra_in_hand=num_items))
+        # Redis confirms that the lease is still ours before these are trained on. The learner has survived the batch before.
+        begun, over = [group.id for group in groups], self._ledger.over(with_out=True)
+        await self._queue.hand_out(self._lease, self._status(extra_in_hand=num_items), begun=begun, over=over)
+        self._ledger.told_over(over)
         self._ledger.hand_out((group.id, len(group.items)) for group in groups)
-        self._ready = self._ready[len(groups) :]
+        self._ready = [group for group in self._ready if group not in groups]
         lags = self._lags_of(groups)
         with self._seen:
             self._lags.update(lags)
@@ -155,6 +202,17 @@ class PipelineBatchSource:
             "rollout_metrics": metrics,
         }
         return SAWBatch(items=[item for group in groups for item in group.items], meta=meta)
+
+    def _trained_together(self, groups: list[_ReadyGroup]) -> list[_ReadyGroup]:
+        """All of these, or the first alone where the trainer could train on each of them, but not on all at once."""
+        if self._sample_check is None or len(groups) == 1:
+            return groups
+        try:
+            self._sample_check([item for group in groups for item in group.items])
+        except Exception as error:  # noqa: BLE001 - what the trainer would raise, whatever it is
+            logger.info("groups of one batch are trained on one by one: %s", _in_one_line(error))
+            return groups[:1]
+        return groups
 
     def _lags_of(self, groups: Sequence[_ReadyGroup]) -> Counter[int]:
         lags: Counter[int] = Counter()
@@ -194,7 +252,14 @@ class PipelineBatchSource:
     @property
     def _is_filled(self) -> bool:
         fresh = [group for group in self._ready if not self._is_stale(group)]
-        return len(fresh) == len(self._ready) and sum(len(group.items) for group in fresh) >= self._share
+        return len(fresh) == len(self._ready) and self._num_missing <= 0
+
+    @property
+    def _num_missing(self) -> int:
+        """Items until there is a batch."""
+        if any(group.is_alone for group in self._ready):
+            return 0
+        return self._share - sum(len(group.items) for group in self._ready)
 
     def _start_filling(self) -> asyncio.Task[None]:
         self._filling = asyncio.create_task(self._fill(), name="fetch groups ahead")
@@ -212,7 +277,7 @@ class PipelineBatchSource:
 
     async def _fill(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        while (missing := self._share - sum(len(group.items) for group in self._ready)) > 0:
+        while (missing := self._num_missing) > 0:
             await self._reclaim_if_due()
             if await self._take(missing):
                 pause_s = _FIRST_PAUSE_S
@@ -225,13 +290,16 @@ class PipelineBatchSource:
         held = self._ledger.ids() | {group.id for group in self._ready}
         # Until what it gives is in our hands: whoever interrupts us leaves it among our unacknowledged ones.
         cursor, self._cursor = self._cursor, START
-        taken = await self._queue.take(self._lease, self._status(), max_items=num_items, cursor=cursor, held=held)
+        taken = await self._queue.take(
+            self._lease, self._status(), max_items=num_items, cursor=cursor, held=held, max_tries=self._max_tries
+        )
+        self._buried.add(taken.buried)
         # Redis may have been killed and have lost its last moments: it offers as new what we hold, or have acknowledged.
         new = [group for group in taken.groups if group.id not in held and not self._ledger.forgotten(group.id)]
-        groups, unreadable = await asyncio.to_thread(self._read, new)
-        if unreadable:
-            logger.warning("%d groups cannot be read and are buried; one of them: %s", *_one_of(unreadable))
-            await self._queue.bury(self._lease, self._status(), unreadable)
+        groups, reasons = await asyncio.to_thread(self._read, new)
+        if reasons:
+            self._buried.add(Counter(reasons.values()))
+            await self._queue.bury(self._lease, self._status(), reasons)
         self._ready += groups
         self._cursor = taken.cursor
         with self._seen:
@@ -239,22 +307,27 @@ class PipelineBatchSource:
         return bool(taken.groups) or not taken.is_empty
 
     def _read(self, taken: Sequence[TakenGroup]) -> tuple[list[_ReadyGroup], dict[str, str]]:
-        """The groups, and why the others are none."""
+        """The groups, and why the others cannot be trained on."""
         groups: list[_ReadyGroup] = []
-        unreadable: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for group in taken:
             try:
-                items = decode_group(group.payload, self._limits)
-            except UnreadableGroup as error:
-                unreadable[group.id] = str(error)
-                continue
-            facts = group_facts(items)
-            if facts != (group.num_items, group.oldest_version):
-                said = f"{group.num_items} items from version {group.oldest_version}"
-                unreadable[group.id] = f"The entry says {said}, but the payload has {facts[0]} from {facts[1]}."
-                continue
-            groups.append(_ReadyGroup(group.id, items, group.oldest_version))
-        return groups, unreadable
+                is_alone = 0 < group.num_tries == self._max_tries - 1
+                groups.append(_ReadyGroup(group.id, self._items_of(group), group.oldest_version, is_alone))
+            except Exception as error:  # noqa: BLE001 - the trainer would raise the same, and die of it after every restart
+                reasons[group.id] = _in_one_line(error)
+        return groups, reasons
+
+    def _items_of(self, group: TakenGroup) -> list[SAWItem]:
+        """Where wire items become samples: their form is the wire format's matter, their meaning the trainer's."""
+        items = decode_group(group.payload, self._limits)
+        facts = group_facts(items)
+        if facts != (group.num_items, group.oldest_version):
+            said = f"{group.num_items} items from version {group.oldest_version}"
+            raise UnreadableGroup(f"The entry says {said}, but the payload has {facts[0]} from {facts[1]}.")
+        if self._sample_check is not None:
+            self._sample_check(items)
+        return items
 
     async def _reclaim_if_due(self) -> None:
         if time.monotonic() < self._reclaim_at:
@@ -267,6 +340,10 @@ class PipelineBatchSource:
             self._reclaim_at = time.monotonic() + self._queue.lease_times.holds_s
 
     # --- what the trainer tells, from any thread ---
+
+    def use_sample_check(self, check: SampleCheck) -> None:
+        """From the next group that is read on. It is called from a thread, one group at a time."""
+        self._sample_check = check
 
     def notify_version(self, version: int) -> None:
         """The policy is this one now."""
@@ -295,6 +372,10 @@ class PipelineBatchSource:
         due = self._ledger.due()[: scripts.CHUNK]
         call(scripts.SETTLE, [*self._status(leaving=due).arguments(self._lease), *settle_arguments(due)])
         self._ledger.settled(due)
+        over = self._ledger.over()
+        if over:
+            call(scripts.HAND_OUT, [*self._status().arguments(self._lease), *hand_out_arguments(begun=(), over=over)])
+            self._ledger.told_over(over)
         self._note(read_census(call(scripts.CENSUS, self._queue.census_arguments)))
 
     def _status(self, *, leaving: Sequence[Settlement] = (), extra_in_hand: int = 0) -> LearnerStatus:
@@ -356,12 +437,20 @@ class PipelineBatchSource:
         self._heartbeat.start()
 
     async def _acquire(self) -> None:
-        """Our name; if a learner that may be dead has it, wait until its lease has run out."""
-        give_up_at = time.monotonic() + _LEASES_TO_WAIT * self._queue.lease_times.holds_s
+        """Our name; if a learner that may be dead has it, wait until its lease has run out.
+
+        By our own clock, too, as long as it is not renewed: Redis's may have been set back.
+        """
+        holds_s = self._queue.lease_times.holds_s
+        give_up_at = time.monotonic() + _LEASES_TO_WAIT * holds_s
+        seen, seen_at = b"", time.monotonic()
         while True:
-            holder, left_s = await self._queue.acquire(self._lease)
+            is_old = bool(seen) and time.monotonic() >= seen_at + holds_s
+            holder, left_s, written = await self._queue.acquire(self._lease, seen=seen if is_old else b"")
             if holder == self._lease.token:
                 return
+            if written != seen:
+                seen, seen_at = written, time.monotonic()
             if time.monotonic() > give_up_at:
                 raise LeaseHeld(
                     f"{self._lease.name!r} of queue {self._queue.keys.queue_key!r} belongs to another learner ({holder}), which "
@@ -395,10 +484,14 @@ class PipelineBatchSource:
         try:
             if self._has_begun:
                 await self.flush()
+                over = self._ledger.over(with_out=not self._has_failed)
+                await self._queue.hand_out(self._lease, self._status(), begun=(), over=over)
             await self.refresh_stats()
             await self._queue.release(self._lease)
         except (LeaseLost, RedisGone) as error:
             logger.warning("closed without a last word to Redis; a resume settles what is open: %s", error)
+        if (summary := self._buried.summary()) is not None:
+            logger.warning("%s; see the stream %s", summary, self._queue.keys.dead)
 
     async def __aenter__(self) -> "PipelineBatchSource":
         return self
@@ -406,15 +499,25 @@ class PipelineBatchSource:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # An update that raised counts against its groups as one that a kill has ended.
+        self._has_failed = isinstance(error, Exception) and not isinstance(error, (LeaseLost, RedisGone))
         await self.close()
 
 
-def _one_of(unreadable: dict[str, str]) -> tuple[int, str]:
-    return len(unreadable), next(iter(unreadable.values()))
+def _in_one_line(error: Exception) -> str:
+    """Parts of it may have been written by the actor."""
+    said = str(error) if isinstance(error, UnreadableGroup) else f"{type(error).__name__}: {error}"
+    return "".join(letter if letter.isprintable() else " " for letter in said[:500])
 
 
 def _check(
-    batch_size: int, poll_timeout: float, max_lag: int | None, acknowledge: str, rank: int, world_size: int
+    batch_size: int,
+    poll_timeout: float,
+    max_lag: int | None,
+    acknowledge: str,
+    rank: int,
+    world_size: int,
+    max_tries: int,
 ) -> None:
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} of world_size={world_size}; ranks go from 0 to world_size - 1.")
@@ -424,5 +527,7 @@ def _check(
         raise ConfigError(f"poll_timeout={poll_timeout}; it must be more than 0 seconds.")
     if max_lag is not None and max_lag < 0:
         raise ConfigError(f"max_lag={max_lag}; it must be 0 or more, or None for no limit.")
+    if max_tries < 1:
+        raise ConfigError(f"max_tries={max_tries}; a group is tried once at least.")
     if acknowledge not in list(Acknowledge):
         raise ConfigError(f"acknowledge={acknowledge!r}; it must be one of {', '.join(Acknowledge)}.")

@@ -19,7 +19,7 @@ class PipelineStats:
     filtered: int = 0
     """Left out by the trainer: its filters, its length limit."""
     dead: int = 0
-    """Could not be read."""
+    """Could not be read or trained on, or learners died of them."""
     in_queue: int = 0
     """Items of all entries in the queue, counted one by one: those that wait, and those not yet acknowledged."""
     queue_groups: int = 0

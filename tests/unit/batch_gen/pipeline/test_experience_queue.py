@@ -10,10 +10,10 @@ from itertools import count
 import pytest
 import redis
 
-from ludic.batch_gen.pipeline.connection import RedisGone, shown
+from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.batch_gen.pipeline.lease import Lease, LeaseLost, LeaseTimes
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, PackedGroup, Settlement, new_actor_id
-from ludic.types import ConfigError
+from ludic.types import ConfigError, shown_url
 from tests.redis_fixtures import end_redis, start_redis
 from tests.unit.batch_gen.pipeline.queue_parts import (
     ACTOR,
@@ -444,7 +444,7 @@ async def test_a_payload_that_is_exchanged_after_the_look_is_not_read_beyond_the
 async def test_a_name_is_taken_over_only_after_its_lease_has_run_out(shared_redis, queue, key):
     old, new = Lease("learner-0"), Lease("learner-0")
     assert (await queue.acquire(old))[0] == old.token
-    holder, left_s = await queue.acquire(new)
+    holder, left_s, _ = await queue.acquire(new)
     assert holder == old.token
     assert 0 < left_s <= 15
     let_lease_run_out(shared_redis, key)
@@ -668,7 +668,7 @@ def test_an_address_that_cannot_be_read_is_named_without_its_password(url):
 
 def test_an_address_is_shown_without_user_password_and_options():
     url = "rediss://me:hunter2@example.org:6380/3?password=hunter3"
-    assert shown(url) == "rediss://example.org:6380/3"
+    assert shown_url(url) == "rediss://example.org:6380/3"
 
 
 @pytest.mark.parametrize("queue_key", ["", "a{b", "a}b"])
@@ -703,13 +703,223 @@ def test_a_queue_outlives_its_event_loop(shared_redis, key):
     assert asyncio.run(queue.census()).produced == 2
 
 
-async def test_an_error_that_is_no_outage_is_raised_at_once(shared_redis, queue, key):
-    with raw_client(shared_redis) as client:
-        client.set(f"{{{key}}}", "not a stream")
-    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-        await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
-
-
 def test_a_beat_that_is_too_slow_for_its_lease_is_refused():
     with pytest.raises(ConfigError, match="at most a third"):
         LeaseTimes(holds_s=5, beat_s=3)
+
+
+# --- Redis refuses ---
+
+
+async def use_everything(queue: ExperienceQueue) -> None:
+    """What actors and learners ask of Redis, one after the other."""
+    learner = Learner(queue, version=1)
+    assert await queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0)
+    await queue.beat_actor(ACTOR, 1)
+    await queue.acquire(learner.lease)
+    taken = await learner.take()
+    await queue.hand_out(learner.lease, learner.status, begun=[group.id for group in taken.groups], over=[])
+    await queue.bury(learner.lease, learner.status, {group.id: "as a test" for group in taken.groups})
+    await queue.census()
+
+
+@pytest.mark.parametrize("name", ["", ":counts", ":actors", ":beats", ":learner", ":leases", ":tries", ":dead"])
+async def test_a_key_that_holds_something_else_is_named(shared_redis, queue, key, name):
+    with raw_client(shared_redis) as client:
+        client.set(f"{{{key}}}{name}", "something else")
+        kind = "stream" if name in ("", ":dead") else "hash"
+        with pytest.raises(
+            ConfigError, match=rf"'\{{{key}\}}{name}' holds a string, the queue keeps a {kind} there.*queue_key"
+        ):
+            await use_everything(queue)
+        await queue.clear()
+        await use_everything(queue)
+
+
+async def test_payloads_of_another_type_are_buried(shared_redis, queue, key):
+    await queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0)
+    with raw_client(shared_redis) as client:
+        [name] = payload_keys(client, key)
+        client.delete(name)
+        client.lpush(name, "something else")
+    assert list((await Learner(queue).take()).buried) == [
+        "the payload is missing; if Redis evicts keys, set its maxmemory-policy to noeviction"
+    ]
+
+
+@pytest.mark.parametrize("version", [-1, 10**15, 1.5, float("nan"), "7", True])
+def test_a_version_that_is_none_is_refused_where_it_is_pushed(version):
+    with pytest.raises(ConfigError, match="whole number from 0 on"):
+        PackedGroup(sequence=1, payload=b"x", num_items=1, oldest_version=version)
+
+
+@pytest.mark.parametrize("version", ["-1", "nan", "text", "1e3", "9" * 16, "1.5", " 1"])
+async def test_an_entry_with_a_forged_version_is_buried_and_says_so(shared_redis, queue, key, version):
+    await queue.census()
+    with raw_client(shared_redis) as client:
+        client.xadd(f"{{{key}}}", {"n": "1", "v": version, "p": "1"})
+    [reason] = (await Learner(queue).take()).buried
+    assert f"1 items of version {version}" in reason and "whole number from 0 on" in reason
+    census = await queue.census()
+    assert (census.balance, census.dead) == (0, 1)
+
+
+@pytest.mark.parametrize("version", ["-3", "nan", "text", "", "9" * 30, "1e9"])
+async def test_a_forged_version_of_the_learner_lasts_until_it_speaks_again(shared_redis, queue, key, version):
+    learner = Learner(queue, version=3, items_per_update=8)
+    await queue.announce(learner.lease, learner.status)
+    with raw_client(shared_redis) as client:
+        client.hset(f"{{{key}}}:learner", "version", version)
+    await queue.beat_actor(ACTOR, 0)
+    await queue.census()
+    await queue.announce(learner.lease, learner.status)
+    assert (await queue.beat_actor(ACTOR, 0)).version == 3
+
+
+async def test_counts_that_another_program_overwrote_stop_nothing(shared_redis, queue, key):
+    with raw_client(shared_redis) as client:
+        client.hset(f"{{{key}}}:counts", "produced", "many")
+        client.hset(f"{{{key}}}:actors", ACTOR, "the last one")
+        client.hset(f"{{{key}}}:tries", "0-1", "often")
+    assert (await queue.census()).produced == 0
+    await use_everything(queue)
+    census = await queue.census()
+    assert (census.produced, census.dead, census.balance) == (1, 1, 0)
+
+
+async def test_at_maxmemory_pushes_wait_and_the_learner_makes_room(redis_server, caplog):
+    """Calls that free memory, and signs of life, get through; a push waits without a limit, and happens once."""
+    async with ExperienceQueue(redis_server.url, patience_s=0.1) as queue, ExperienceQueue(redis_server.url) as other:
+        learner = Learner(other, version=1)
+        assert await queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0)
+        with raw_client(redis_server) as client:
+            client.config_set("maxmemory", 1)
+            pushing = asyncio.create_task(queue.push(ACTOR, 2, payload([2]), num_items=1, oldest_version=0))
+            await other.beat_actor(ACTOR, 1)
+            assert (await other.acquire(learner.lease))[0] == learner.lease.token
+            [taken] = (await learner.take()).groups
+            await other.hand_out(learner.lease, learner.status, begun=[taken.id], over=[])
+            assert await learner.settle(Settlement(id=taken.id, trained=1)) == 1
+            census = await other.census()
+            assert (census.balance, census.trained) == (0, 1)
+            await other.release(learner.lease)
+            await asyncio.sleep(0.3)
+            assert not pushing.done(), "beyond its patience"
+            client.config_set("maxmemory", 0)
+        assert await pushing
+        census = await other.census()
+    assert (census.produced, census.waiting_groups, census.balance) == (2, 1, 0)
+    assert "no memory left (maxmemory)" in caplog.text and "checkpoint_every" in caplog.text
+    assert caplog.text.count("no memory left") == 1, "not at every try"
+
+
+async def test_a_push_that_fills_the_memory_leaves_nothing_half_done(redis_server):
+    """There was room when its payloads came, and none for its entries."""
+    async with ExperienceQueue(redis_server.url, max_waiting=10**6) as queue:
+        with raw_client(redis_server) as client:
+            client.config_set("maxmemory", client.info("memory")["used_memory"] + (3 << 20))
+            pushing = asyncio.create_task(
+                queue.push_many(
+                    ACTOR,
+                    [PackedGroup(sequence=n, payload=bytes(1 << 20), num_items=1, oldest_version=0) for n in (1, 2)],
+                )
+            )
+            await asyncio.wait([pushing], timeout=1)
+            names = payload_keys(client, "ludic_queue")
+            assert len(names) == client.xlen("{ludic_queue}") and not any(b"arriving" in name for name in names)
+            client.config_set("maxmemory", 0)
+        assert await pushing == 2
+        census = await queue.census()
+    assert (census.produced, census.waiting_groups, census.balance) == (2, 2, 0)
+
+
+async def test_a_replica_is_waited_for_until_it_is_a_master_again(redis_server, caplog):
+    """As in a failover: everything that writes is refused for the moment."""
+    async with ExperienceQueue(redis_server.url, patience_s=30) as queue:
+        with raw_client(redis_server) as client:
+            client.replicaof("127.0.0.1", 1)
+            using = asyncio.create_task(use_everything(queue))
+            while "READONLY" not in caplog.text:
+                await asyncio.sleep(0.01)
+                assert not using.done()
+            client.replicaof("NO", "ONE")
+        await using
+
+
+REFUSALS = [
+    redis.exceptions.BusyLoadingError("Redis is loading the dataset in memory"),
+    redis.ResponseError("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."),
+    redis.ResponseError("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
+    redis.ResponseError("CLUSTERDOWN The cluster is down"),
+    redis.ResponseError("TRYAGAIN Multiple keys request during rehashing of slot"),
+    redis.ResponseError("NOREPLICAS Not enough good replicas to write."),
+    redis.ResponseError(
+        "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk."
+    ),
+    redis.ResponseError(
+        "ERR Error running script (call to f_1): @user_script:1: -OOM command not allowed when used memory > x"
+    ),
+    redis.exceptions.ExecAbortError(
+        "Transaction discarded because of: OOM command not allowed when used memory > 'maxmemory'."
+    ),
+    redis.exceptions.ReadOnlyError("You can't write against a read only replica."),
+    redis.exceptions.MaxConnectionsError("max number of clients reached"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal)[:20])
+async def test_a_refusal_that_passes_is_waited_out(queue, refusal, caplog):
+    answers = [refusal, refusal, "an answer"]
+
+    async def ask(client):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert await queue._patiently(ask) == "an answer"
+    assert "trying again" in caplog.text
+
+    async def refuse(client):
+        raise refusal
+
+    queue.patience_s = 0.05
+    with pytest.raises(RedisGone, match="Nothing is lost"):
+        await queue._patiently(refuse)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        (redis.exceptions.NoPermissionError("NOPERM this user has no permissions to run the 'eval' command"), "refuses the login"),
+        (redis.exceptions.AuthenticationError("NOAUTH Authentication required."), "refuses the login"),
+        (redis.ResponseError("WRONGPASS invalid username-password pair or user is disabled."), "refuses the login"),
+        (redis.ResponseError("unknown command 'XREADGROUP'"), "Redis 6.2 or newer"),
+    ],
+)  # fmt: skip
+async def test_a_refusal_that_stays_is_a_sentence_at_once(queue, refusal, message):
+    async def refuse(client):
+        raise refusal
+
+    with pytest.raises(ConfigError, match=message):
+        await queue._patiently(refuse)
+
+
+# --- clocks ---
+
+
+@pytest.mark.parametrize("ahead_s", [60, 3600, 10**9])
+async def test_what_was_written_before_the_clock_was_set_back_counts_for_nothing(shared_redis, queue, key, ahead_s):
+    """A dead actor is not waited for, and a dead learner of another world is reclaimed."""
+    gone = Learner(queue, rank=1)
+    await queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0)
+    await queue.acquire(gone.lease)
+    await gone.take()
+    with raw_client(shared_redis) as client:
+        future = (client.time()[0] + ahead_s) * 1000
+        client.hset(f"{{{key}}}:beats", "dead", f"{future} 99")
+        client.hset(f"{{{key}}}:leases", "learner-1", f"{gone.lease.token} {future}")
+    state = await queue.beat_actor(ACTOR, 5)
+    assert (state.in_progress_items, state.num_actors, state.num_learners) == (5, 1, 0)
+    learner = Learner(queue)
+    assert await queue.reclaim(learner.lease, learner.status, num_learners=1) == 1

@@ -19,7 +19,7 @@ from ludic.batch_gen.pipeline import (
 )
 from ludic.batch_gen.pipeline.lease import Lease
 from ludic.batch_gen.pipeline.queue import ExperienceQueue, new_actor_id
-from ludic.types import AccountsForItems, ConfigError, FollowsVersions, Stateful
+from ludic.types import AccountsForItems, ChecksSamples, ConfigError, FollowsVersions, Stateful
 from tests.unit.batch_gen.pipeline.queue_parts import (
     ACTOR,
     SHORT,
@@ -91,6 +91,7 @@ def test_it_is_what_a_trainer_looks_for(shared_redis):
     assert isinstance(source, Stateful)
     assert isinstance(source, FollowsVersions)
     assert isinstance(source, AccountsForItems)
+    assert isinstance(source, ChecksSamples)
 
 
 async def test_waiting_for_data_leaves_the_event_loop_free(pusher, make_source):
@@ -464,6 +465,23 @@ async def test_a_new_learner_waits_until_the_lease_of_a_dead_one_has_run_out(pus
     assert "for its lease to run out" in caplog.text
 
 
+@pytest.mark.parametrize("set_back_s", [60, 3600, 10**9])
+async def test_a_new_learner_takes_over_though_the_clock_of_redis_was_set_back(
+    shared_redis, key, pusher, make_source, set_back_s
+):
+    """The dead learner's lease is of the future then; it runs out by the new one's own clock."""
+    tags = await pusher.push()
+    old = make_source(batch_size=2, lease_times=SHORT)
+    await old.next_batch()
+    await crash(old)
+    with raw_client(shared_redis) as client:
+        token, written_ms = client.hget(f"{{{key}}}:leases", "learner-0").split()
+        client.hset(f"{{{key}}}:leases", "learner-0", b"%s %d" % (token, int(written_ms) + 1000 * set_back_s))
+    new = make_source(batch_size=2, lease_times=SHORT)
+    async with asyncio.timeout(20):
+        assert tags_of(await new.next_batch()) == tags
+
+
 async def test_a_learner_that_lives_keeps_its_name(pusher, make_source):
     await pusher.push()
     times = LeaseTimes(holds_s=0.3, beat_s=0.05)
@@ -478,7 +496,7 @@ async def test_a_blocked_event_loop_does_not_lose_the_lease(queue, pusher, make_
     await source.next_batch()
     time.sleep(3 * SHORT.holds_s)
     async with ExperienceQueue(queue.address.url, queue.keys.queue_key, lease_times=SHORT) as other:
-        holder, left_s = await other.acquire(Lease("learner-0"))
+        holder, left_s, _ = await other.acquire(Lease("learner-0"))
     assert holder == source._lease.token
     assert left_s > 0
     assert tags_of(await source.next_batch()) == groups[1]
@@ -528,7 +546,7 @@ async def test_a_learner_that_is_stopped_while_it_begins_leaves_its_name(queue, 
         await asyncio.wait({task})
         await source.close()
     last = Lease("learner-0")
-    assert await queue.acquire(last) == (last.token, 0.0)
+    assert (await queue.acquire(last))[0] == last.token
 
 
 async def test_a_source_that_was_never_used_closes(make_source):

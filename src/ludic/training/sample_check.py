@@ -1,0 +1,136 @@
+"""Whether samples that another process sent can be trained on: asked before they are, so that a bad group costs itself and not the
+run.
+
+First the numbers, which a model or an optimizer would choke on; then a rehearsal of all that happens to samples before the model
+sees them, so that whatever the algorithm asks for is asked for here, in the algorithm's own words.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ludic.models.head import plain_model
+from ludic.training.algorithms import RLAlgorithm
+from ludic.training.config import TrainerConfig
+from ludic.training.packing import action_fields
+from ludic.training.preparing import prepare
+from ludic.training.stats import PREFIXES, batch_stats, prefixed
+from ludic.training.update import batch_facts
+from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
+
+MAX_WEIGHT = 1e9
+"""Times the largest ratio that losses let through (e^20), squared for a norm and summed, this stays finite in float32."""
+TEMPERATURES = (1e-4, 1e4)
+MAX_REWARD = 1e30
+ROUNDING = 0.01
+"""A log-prob may be above 0 by so much: samplers round."""
+_WEIGHED = ("token_weights", "token_rewards", "token_values", "token_returns")
+
+
+class UntrainableSamples(LudicError, ValueError):
+    """Samples that this run cannot train on."""
+
+
+class TrainableSamples:
+    """The check of one trainer: its algorithm, its limits, its model's vocabulary and positions."""
+
+    def __init__(
+        self, algo: RLAlgorithm, cfg: TrainerConfig, model: Any, reducers: Mapping[str, Reducer] | None = None
+    ) -> None:
+        self._algo, self._reducers = algo, reducers
+        self._cfg = replace(cfg, max_lag=None)  # how old samples may be is the source's matter
+        self._vocab_size, self._max_positions = vocabulary_of(model), positions_of(model)
+
+    def __call__(self, items: Sequence[SAWItem]) -> None:
+        for item in items:
+            self._check_ids(item)
+            _check_numbers(item)
+            _check_meta(item)
+        self._rehearse(items)
+
+    def _check_ids(self, item: SAWItem) -> None:
+        supports = item.attachments.supports
+        largest = max((int(ids.max()) for ids in _id_arrays(item) if len(ids)), default=0)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            where = "a token" if supports is None else "a token, or a candidate of one,"
+            raise UntrainableSamples(
+                f"A sample has {where} with the id {largest}; the model knows {self._vocab_size} tokens. Do actor and learner have "
+                "the same model?"
+            )
+        if self._max_positions is not None and len(item.input_ids) > self._max_positions:
+            raise UntrainableSamples(
+                f"A sample has {len(item.input_ids)} tokens; the model knows {self._max_positions} positions."
+            )
+
+    def _rehearse(self, items: Sequence[SAWItem]) -> None:
+        """What the trainer does with a batch, on the CPU and without the model."""
+        prepared = prepare(SAWBatch(items=list(items)), self._algo, self._cfg, 0)
+        kept = prepared.items
+        if not kept:
+            return  # filtered, which the trainer counts
+        if self._algo.advantages is not None:
+            kept = self._algo.advantages.credit(kept, [np.zeros(item.num_action_tokens, np.float32) for item in kept])
+        batch_facts(kept)
+        prefixed(batch_stats(kept, prepared.meta, self._reducers))
+        starts = np.cumsum([0, *(len(item.input_ids) for item in kept)])[:-1]
+        action_fields(kept, starts, torch.device("cpu"))
+
+
+def _id_arrays(item: SAWItem) -> Iterable[np.ndarray]:
+    yield item.input_ids
+    if item.attachments.supports is not None:
+        yield item.attachments.supports.ids
+
+
+def _check_numbers(item: SAWItem) -> None:
+    attached = item.attachments
+    arrays = {name: array for name in _WEIGHED if (array := getattr(attached, name)) is not None and len(array)}
+    sizes = {"weight": abs(item.weight), **{name: float(np.abs(array).max()) for name, array in arrays.items()}}
+    for name, size in sizes.items():
+        if not size <= MAX_WEIGHT:
+            raise UntrainableSamples(
+                f"{name} of a sample is as large as {size:g}; up to {MAX_WEIGHT:g} is trained on. Scale the rewards."
+            )
+    for name, logps in (("actor_logps", item.actor_logps), ("teacher_logps", attached.teacher_logps)):
+        if logps is not None and (logps > ROUNDING).any():
+            raise UntrainableSamples(f"{name} of a sample go up to {logps.max():g}; a log-probability is at most 0.")
+    low, high = TEMPERATURES
+    if attached.temperature and not low <= attached.temperature <= high:
+        raise UntrainableSamples(
+            f"A sample has the temperature {attached.temperature:g}; 0 and {low:g} to {high:g} are trained on."
+        )
+
+
+def _check_meta(item: SAWItem) -> None:
+    reward, result = item.meta.get("total_reward"), item.meta.get("result")
+    is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
+    if reward is not None and not (is_number and math.isfinite(reward) and abs(reward) <= MAX_REWARD):
+        raise UntrainableSamples(f"A sample says that its rollout earned {reward!r:.100}; a reward is a finite number.")
+    if isinstance(result, str) and result.startswith(PREFIXES):
+        raise UntrainableSamples(
+            f"A sample's rollout ended with the result {result!r:.100}, which would be taken for a metric."
+        )
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """Ids from here on have no embedding, or no logit; None where the model does not say."""
+    inner = plain_model(model)
+    if not hasattr(inner, "get_input_embeddings"):
+        return None
+    tables = (inner.get_input_embeddings(), inner.get_output_embeddings())
+    sizes = [getattr(table, name, None) for table, name in zip(tables, ("num_embeddings", "out_features"), strict=True)]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def positions_of(model: Any) -> int | None:
+    """How many positions a model with learned ones has; None for those that compute them (rotary)."""
+    tables = {
+        name.rpartition(".")[2]: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    }
+    return min((t.num_embeddings for name, t in tables.items() if name == "wpe" or "position" in name), default=None)

@@ -1,0 +1,87 @@
+"""Addresses with logins: what may be shown of a URL, and the login of a server that the user has put into the environment.
+
+A login is part of a URL by custom (http://user:password@host). Flags, settings, logs, error messages and metrics can be read by
+others, so there it must not stand: `shown_url` for messages, `refuse_login` for settings, `login_of` where a request is made.
+"""
+
+import base64
+import os
+import re
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from ludic.types.errors import ConfigError
+
+LOGINS_VARIABLE = "LUDIC_HTTP_LOGINS"
+"""URLs of HTTP servers with their logins, with spaces between them: http://user:password@host:8000 …"""
+PUT_LOGIN = (
+    f"Give it without, and put the whole URL into the environment variable {LOGINS_VARIABLE} (several with spaces between "
+    "them); a run that is resumed reads it there again."
+)
+_SECRET = re.compile("pass|pwd|secret|token|key|auth|user|cred|sig", re.IGNORECASE)
+"""In the name of a query's value."""
+
+
+def shown_url(url: str) -> str:
+    """The address without user, password, query and fragment: keys stand in all of them."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        place = (f"[{host}]" if ":" in host else host) + ("" if parts.port is None else f":{parts.port}")
+    except ValueError:
+        return "an address that cannot be read"
+    if url.count("@") != parts.netloc.count("@"):  # a password with / ? # in it has been taken for something else
+        return "an address that cannot be read"
+    return f"{parts.scheme}://{place}{parts.path}" if parts.scheme else "an address without a scheme"
+
+
+def holds_login(url: str) -> bool:
+    """Whether there is anything in it that may be secret: a user (a password is often written there), a password, a key."""
+    names = (pair.partition("=")[0] for pair in url.partition("?")[2].split("&"))
+    return "@" in url or any(_SECRET.search(name) and not name.endswith(("file", "certs")) for name in names)
+
+
+def refuse_login(setting: str, url: str, what_to_do: str) -> None:
+    """ConfigError for a setting whose URL holds a login."""
+    if holds_login(url):
+        raise ConfigError(
+            f"{setting} = {shown_url(url)!r} came with a user, a password or a key, which config.toml, logs and `ps` would show. "
+            + what_to_do
+        )
+
+
+def without_login(url: str) -> str:
+    """The URL that a request is made to; its login goes into a header (`login_of`)."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, _place(url), parts.path, parts.query, parts.fragment))
+
+
+def login_of(url: str) -> str | None:
+    """The Authorization header of a URL with a login; None for one without."""
+    parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return None
+    user, _, password = parts.netloc.rpartition("@")[0].partition(":")
+    return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+
+
+def known_logins() -> dict[str, str]:
+    """scheme://host:port → Authorization header, from the environment."""
+    found: dict[str, str] = {}
+    for url in os.environ.get(LOGINS_VARIABLE, "").split():
+        login = login_of(url)
+        if login is None or not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"${LOGINS_VARIABLE} holds {shown_url(url)!r}, which has no login; it is a list of URLs such as "
+                "http://user:password@host:8000, with spaces between them."
+            )
+        found[origin_of(url)] = login
+    return found
+
+
+def origin_of(url: str) -> str:
+    """scheme://host:port, without the login."""
+    return f"{urlsplit(url).scheme}://{_place(url)}"
+
+
+def _place(url: str) -> str:
+    return urlsplit(url).netloc.rpartition("@")[2]

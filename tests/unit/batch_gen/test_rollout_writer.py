@@ -331,7 +331,9 @@ def test_fuzz_damage_in_a_compressed_file_costs_the_lines_of_its_member_only(tmp
         hurt = [a for a, b in zip(starts, [*starts[1:], len(whole)], strict=True) if a < place + length and place < b]
         caplog.clear()
         found = texts(path)
-        is_last = starts[-1] in hurt  # if its end is missing, it could be a write that goes on now, and has no checksum yet
+        is_last = (
+            starts[-1] in hurt
+        )  # if its end is missing, it could be a write that goes on now, and has no checksum yet
         assert is_last or [text for text in found if text in member_of] == found, f"{kind} at {place}. {fuzz.at(case)}"
         assert {text for text in written if member_of[text] not in hurt} <= set(found), (
             f"{kind} at {place}. {fuzz.at(case)}"

@@ -441,7 +441,7 @@ class ExperienceQueue:
 
     async def _wrong_type(self, error: Exception) -> ConfigError:
         """Which of our keys holds something else; Redis does not say."""
-        client = self._connected()
+        client: Any = self._connected()
         found = {key: (await client.type(key)).decode() for key in self.keys.types}
         wrong = [key for key, type_ in found.items() if type_ not in ("none", self.keys.types[key])]
         what = "; ".join(

@@ -26,6 +26,7 @@ E = TypeVar("E", bound="LudicEnv[Any, Any, Any]")
 
 _FINISH_S, _INTERRUPTED_S = 1.0, 2.0
 """How long a call that is no longer wanted may take to end: by itself, and then after it was interrupted."""
+_HEARTBEAT_S = 1.0
 _CLOSE_S = 60.0
 """For an env's `async_close`."""
 _hung: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
@@ -47,6 +48,12 @@ class _Call:
         self.answer: asyncio.Future[tuple[BaseException | None, Any]] = self._loop.create_future()
         self.is_over = False
         self.ended: asyncio.Future[None] | None = None
+        self.beat()
+
+    def beat(self) -> None:
+        """Wake the event loop every second: a signal that comes while a thread computes may not end its sleep, and Ctrl-C is
+        handled between two sleeps."""
+        self.heartbeat = self._loop.call_later(_HEARTBEAT_S, self.beat)
 
     def execute(self) -> None:
         """The thread's side."""
@@ -105,7 +112,10 @@ class EnvThread:
         RuntimeError: they would end the program, and an env's error ends its episode only."""
         self._current = call = _Call(work)
         self._calls.put(call)
-        error, value = await call.answer
+        try:
+            error, value = await call.answer
+        finally:
+            call.heartbeat.cancel()
         if error is None:
             result: T = value
             return result

@@ -359,13 +359,12 @@ def test_a_worker_that_died_between_questions_costs_nobody_a_verdict(worker):
 
 
 def test_an_honest_answer_does_not_wait_until_slow_ones_are_given_up(worker):
-    worker._quick_s = 0.1
+    worker._quick_s, worker._max_wait_s = 0.1, 0.1
     with ThreadPoolExecutor(9) as pool:
-        slow = [pool.submit(worker.check, f"bomb {n}", "gold", timeout_s=60) for n in range(8)]
-        honest = pool.submit(worker.check, "right", "gold", timeout_s=60)
-        assert honest.result(timeout=50)  # eight bombs of a minute each, one after the other, would take longer
-        assert not any(check.done() and check.result() for check in slow)
-        worker.close()  # ends the bombs
+        slow = [pool.submit(worker.check, f"bomb {n}", "gold", timeout_s=3) for n in range(8)]
+        assert pool.submit(worker.check, "right", "gold", timeout_s=60).result()
+        assert not all(check.done() for check in slow), "the first one still has its three seconds"
+        assert not any(check.result() for check in slow)
 
 
 def test_an_answer_that_took_too_long_is_not_asked_about_again(worker):
@@ -384,10 +383,9 @@ def test_an_answer_that_took_too_long_is_not_asked_about_again(worker):
 def test_questions_that_wait_too_long_for_the_slow_worker_are_wrong(worker):
     worker._quick_s, worker._max_wait_s = 0.05, 0.1
     with ThreadPoolExecutor(3) as pool:
-        start = time.monotonic()
-        checks = [pool.submit(worker.check, f"bomb {n}", "gold", timeout_s=3.0) for n in range(3)]
+        checks = [pool.submit(worker.check, f"bomb {n}", "gold", timeout_s=2.0) for n in range(3)]
         assert not any(check.result() for check in checks)
-    assert time.monotonic() - start < 8, "one was tried for three seconds, the others not at all"
+    assert sum(map(len, worker._endless.values())) == 1, "the others were not tried"
 
 
 def test_waiting_for_others_does_not_count_as_thinking(worker):

@@ -114,7 +114,7 @@ def _read(text: str) -> _Reading:
 
 _TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it)|mbox)\s*"
 _WORD = re.compile(r"\(?\s*([A-Za-z]+(?:[' -][A-Za-z]+)*)\s*\)?")
-_BETWEEN_ITEMS = re.compile(r"\s*(?:[,;]\s*(?:(?:and|or)\s)?|\s(?:and|or)\s)\s*")
+_BETWEEN_ITEMS = re.compile(r"\s*[,;]\s*")
 _SHORT_WORDS = frozenset("yes no odd all one two six ten".split())  # noqa: SIM905
 
 
@@ -193,9 +193,9 @@ def _kind_of_list(text: str) -> Literal["set", "tuple", "list", ""]:
 
 
 def _items(text: str) -> list[str]:
-    """What stands between the commas (or `and`, `or`) that are in no bracket."""
+    """What stands between the commas that are in no bracket."""
     items, depth, start = [], 0, 0
-    for token in re.finditer(r"\\[{}]|\\begin|\\end|[][(){},;]|\s(?:and|or)\s", text):
+    for token in re.finditer(r"\\[{}]|\\begin|\\end|[][(){},;]", text):
         if token[0] in (r"\{", r"\begin", "(", "[", "{"):
             depth += 1
         elif token[0] in (r"\}", r"\end", ")", "]", "}"):
@@ -275,6 +275,7 @@ _REWRITES = [
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"√\s*(\d+|[A-Za-z])|√\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
         (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
+        (r"(?:\s*,)?\s*\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}\s*|(?:\s*,)?\s+(?:and|or)\s+", ", "),
         (r"^=", ""),
         (r"\s+", " "),
         (r" ?([^\w\s.,\\]) ?", r"\1"),  # not at a comma: 1, 000 is a list

@@ -278,7 +278,8 @@ _REWRITES = [
         (r"(?:\s*,)?\s*\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}\s*|(?:\s*,)?\s+(?:and|or)\s+", ", "),
         (r"^=", ""),
         (r"\s+", " "),
-        (r" ?([^\w\s.,\\]) ?", r"\1"),  # not at a comma: 1, 000 is a list
+        (r" ?([^\w\s.,\\}]) ?", r"\1"),  # not at a comma: 1, 000 is a list
+        (r" ?\}(?: (?![A-Za-z]))?", "}"),  # in \frac{3}{2} apples the space begins a unit
         (r"\s*\.?\s*$", ""),
     )
 ]

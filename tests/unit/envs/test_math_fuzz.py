@@ -192,7 +192,7 @@ TUPLES = [
 ]  # fmt: skip
 EXPRESSIONS = [
     gold for gold in MATH
-    if re.fullmatch(r"(?:\\(?:frac|sqrt|pi)|[-+{}0-9a-z^ ])+", gold) and re.search(r"[a-z]", gold) and _number(gold) is None
+    if re.fullmatch(r"(?:\\(?:frac|sqrt|pi)|[-+{}0-9a-z^ ])+", gold) and re.search(r"(?<![\\a-z])[a-z]", gold) and _number(gold) is None
 ]  # fmt: skip
 
 WRONG: list[tuple[Callable[[Random], str], list[Change]]] = [

@@ -15,7 +15,7 @@ from ludic.batch_gen.writer import FinishedEpisodes
 from ludic.types import StepOutcome, StopReason, load_rollouts
 from ludic.types.steps import MAX_INFO_CHARS, MAX_OBS_CHARS, MAX_REWARD
 from tests.conftest import Fuzz
-from tests.unit.batch_gen.parts import SeededEnv, make_engine, request, summary
+from tests.unit.batch_gen.parts import SeededEnv, Threaded, make_engine, request, summary
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,11 @@ async def check(odd: Odd, cls: type[OddEnv], at: str, path, alone, where: str) -
     path.unlink(missing_ok=True)
     seen = []
     engine = make_engine(
-        env_registry={"odd": cls}, jsonl_path=path, max_retries=0, max_failed_share=1, on_progress=seen.append
+        env_registry={"odd": cls, "seeded": Threaded},
+        jsonl_path=path,
+        max_retries=0,
+        max_failed_share=1,
+        on_progress=seen.append,
     )
     asked = [HONEST[0], request("odd", {"odd": odd, "at": at}, env_seed=7, sampling_seed=7), *HONEST[1:]]
     rollouts = await asyncio.wait_for(engine.generate_rollouts(asked, max_steps=1), 60)

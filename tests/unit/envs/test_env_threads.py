@@ -18,7 +18,7 @@ from ludic.envs import SingleAgentEnv, threads
 from ludic.envs.tic_tac_toe import TicTacToeEnv
 from ludic.types import StepOutcome, StopReason
 from tests.fakes import CountingEnv
-from tests.unit.batch_gen.parts import SeededEnv, make_engine, request, summary
+from tests.unit.batch_gen.parts import SeededEnv, Threaded, make_engine, request, summary
 
 ENOUGH = threading.Event()
 """Set at the end of a test: what hangs, ends."""
@@ -73,7 +73,7 @@ HANGS = [Spins, Waits, HangsInReset, HangsInConstructor, NeverAnswers]
 
 async def play(cls, **settings):
     """Five honest episodes beside a broken one; all six, the broken one third."""
-    engine = make_engine(env_registry={"odd": cls}, max_retries=0, **settings)
+    engine = make_engine(env_registry={"odd": cls, "seeded": Threaded}, max_retries=0, **settings)
     requests = [request(env_seed=n, sampling_seed=n) for n in range(5)]
     return await engine.generate_rollouts(
         [*requests[:2], request("odd", env_seed=9, sampling_seed=9), *requests[2:]], max_steps=2
@@ -194,7 +194,7 @@ async def test_all_calls_of_an_env_run_in_one_thread_and_one_context():
 
 
 async def test_threads_end_with_their_episodes():
-    await make_engine().generate_rollouts([request() for _ in range(20)], max_steps=1)
+    await make_engine(env_registry={"seeded": Threaded}).generate_rollouts([request() for _ in range(20)], max_steps=1)
     for _ in range(100):
         left = [t for t in threading.enumerate() if t.name == "ludic-env" and t not in threads._hung]
         if not left:
@@ -260,7 +260,7 @@ async def test_an_env_that_catches_its_interruption_fails_its_episode_too():
 
 SCRIPT = """
     import asyncio, logging, sys, time
-    from tests.unit.batch_gen.parts import SeededEnv, make_engine, request
+    from tests.unit.batch_gen.parts import SeededEnv, Threaded, make_engine, request
 
     class Hangs(SeededEnv):
         def env_step(self, action):

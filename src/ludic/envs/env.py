@@ -19,7 +19,6 @@ from ludic.types import Info, ResetNeeded, Snapshot, SnapshotUnsupported, StepOu
 AgentID = TypeVar("AgentID", bound=str)
 Obs = TypeVar("Obs")
 Action = TypeVar("Action")
-T = TypeVar("T")
 
 
 class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
@@ -61,14 +60,10 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         raise NotImplementedError(f"{type(self).__name__} must implement step (or async_step, if it does I/O).")
 
     async def async_reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
-        return await self._in_its_place(partial(self.reset, seed=seed))
+        return await thread_of(self).run(partial(self.reset, seed=seed)) if self.blocking else self.reset(seed=seed)
 
     async def async_step(self, actions: Mapping[AgentID, Action]) -> dict[AgentID, StepOutcome]:
-        return await self._in_its_place(partial(self.step, actions))
-
-    async def _in_its_place(self, call: Callable[[], T]) -> T:
-        """Run `call` in the env's thread; on the event loop if the env does not block."""
-        return await thread_of(self).run(call) if self.blocking else call()
+        return await thread_of(self).run(partial(self.step, actions)) if self.blocking else self.step(actions)
 
     async def async_close(self) -> None:
         """Give back what the env holds (processes, connections). It runs on the event loop, after the env's last call has ended;

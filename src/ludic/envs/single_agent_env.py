@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from ludic.envs.env import LudicEnv
+from ludic.envs.threads import thread_of
 from ludic.types import ConfigError, EnvContractError, Info, Observation, StepOutcome
 
 
@@ -40,11 +41,13 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
 
     async def async_env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
         """Override this one instead if starting an episode does asynchronous I/O."""
-        return await self._in_its_place(partial(self.env_reset, seed=seed))
+        if not self.blocking:
+            return self.env_reset(seed=seed)
+        return await thread_of(self).run(partial(self.env_reset, seed=seed))
 
     async def async_env_step(self, action: str) -> StepOutcome:
         """Override this one instead if a transition does asynchronous I/O."""
-        return await self._in_its_place(partial(self.env_step, action))
+        return await thread_of(self).run(partial(self.env_step, action)) if self.blocking else self.env_step(action)
 
     # --- what the kernel sees ---
 

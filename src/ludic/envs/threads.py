@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from queue import SimpleQueue
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -212,14 +213,28 @@ async def _closed(env: "LudicEnv[Any, Any, Any]") -> None:
         await env.async_close()
 
 
-@contextlib.asynccontextmanager
-async def time_limit(seconds: float | None, what: str, setting: str = "") -> AsyncIterator[None]:
-    """TimeoutError that names `what` and the setting, when the body takes longer; other errors of that type pass."""
-    try:
-        async with asyncio.timeout(seconds) as deadline:
-            yield
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        limit = f"{setting}={seconds:g}" if setting else f"{seconds:g} s"
-        raise TimeoutError(f"{what} took longer than {limit}.") from error
+class time_limit:
+    """TimeoutError that names `what` and the setting, when the body takes longer; other errors of that type pass.
+
+    A class, used like `asyncio.timeout`: a generator would take several times as long.
+    """
+
+    __slots__ = ("_limit", "_timeout", "_what")
+
+    def __init__(self, seconds: float | None, what: str, setting: str = "") -> None:
+        self._timeout = asyncio.timeout(seconds)
+        self._what = what
+        self._limit = (seconds, setting)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError as expired:
+            seconds, setting = self._limit
+            limit = f"{setting}={seconds:g}" if setting else f"{seconds:g} s"
+            raise TimeoutError(f"{self._what} took longer than {limit}.") from expired

@@ -66,6 +66,8 @@ class InteractionProtocol(ABC):
 
     async def _asked(self, env: AnyEnv, what: str, answer: Awaitable[T]) -> T:
         """What `env` answers to `what`, within `env_timeout_s`."""
+        if self.env_timeout_s is None:
+            return await answer
         async with time_limit(self.env_timeout_s, f"{type(env).__name__}.{what}", "env_timeout_s"):
             return await answer
 
@@ -165,20 +167,32 @@ def _plain_flag(flag: object, name: str, where: str) -> bool:
 def _plain_info(info: object, where: str) -> Info:
     if not isinstance(info, dict):
         raise EnvContractError(f"{where} info={info!r:.200} ({type(info).__name__}); info is a dict.")
-    if not info:
-        return {}
+    if len(info) < 100 and all(map(_is_plain_fact, info, info.values())):
+        return dict(info)
     try:
         text = _TO_JSON.encode(info)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvContractError(
-            f"{where} an info that is not JSON: {str(error).rstrip('.')}. Info holds text, finite numbers, None, and lists and dicts of them."
+            f"{where} an info that is not JSON: {str(error).rstrip('.')}. Info holds text, finite numbers, None, and lists and "
+            "dicts of them."
         ) from error
     if len(text) > MAX_INFO_CHARS:
         raise EnvContractError(
-            f"{where} an info of {len(text):,} characters of JSON; at most {MAX_INFO_CHARS:,} are kept. Its keys: {list(info)!r:.200}."
+            f"{where} an info of {len(text):,} characters of JSON; at most {MAX_INFO_CHARS:,} are kept. Its keys: "
+            f"{list(info)!r:.200}."
         )
     plain: Info = json.loads(encodable(text))
     return plain
+
+
+def _is_plain_fact(key: object, value: object) -> bool:
+    """What most infos are made of: a short text, a small whole number, True, False or None, which need no conversion."""
+    kind = type(value)
+    if type(key) is not str or not key.isascii() or len(key) > 100:
+        return False
+    if kind is str:
+        return value.isascii() and len(value) < 1000  # type: ignore[attr-defined,arg-type,no-any-return]
+    return value is None or kind is bool or (kind is int and -(2**63) <= value < 2**63)  # type: ignore[operator]
 
 
 _TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_number)

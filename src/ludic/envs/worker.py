@@ -41,8 +41,8 @@ W = TypeVar("W", bound="Worker | Workers")
 class Worker:
     """One child, started when first needed, asked one question at a time; safe to share between threads."""
 
-    def __init__(self, module: str, *, extra: str, needed_for: str) -> None:
-        """`module` is run with `python -m` and calls `serve`. What it cannot import is in `extra`."""
+    def __init__(self, module: str, *, extra: str | None = None, needed_for: str = "") -> None:
+        """`module` is run with `python -m` and calls `serve`. What it cannot import is in `extra`, if there is one."""
         self._module = module
         self._extra = extra
         self._needed_for = needed_for
@@ -94,7 +94,7 @@ class Worker:
         if hello is not None and hello["ready"]:
             return process
         _end(process)
-        if hello is not None:
+        if hello is not None and self._extra is not None:
             raise MissingExtra(self._extra, f"{self._needed_for} ({hello['error']})")
         raise RuntimeError(f"A worker did not start. See why with: python -m {self._module}")
 

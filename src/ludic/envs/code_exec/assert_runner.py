@@ -149,8 +149,7 @@ async def _judge_apart(assertion: str, functions: frozenset[str], told: list[tup
 
 
 def _make_judges() -> worker.Workers:
-    one = partial(worker.Worker, _JUDGES, extra="code", needed_for="Judging long answers of tested functions")
-    return worker.Workers(one, num=2, quick_s=1.0)
+    return worker.Workers(partial(worker.Worker, _JUDGES), num=2, quick_s=1.0)
 
 
 def _note(state: _State, served: Served) -> None:

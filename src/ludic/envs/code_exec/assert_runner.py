@@ -166,7 +166,10 @@ def _note(state: _State, served: Served) -> None:
         answers = json.loads(served.answers)
         if not all(isinstance(told, dict) and ("error" in told or "value" in told) for told in answers):
             raise ValueError("an answer is a value or an error")
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        if len(served.answers) <= _MAX_READ_HERE:  # a longer one is read by the judge
+            for told in answers:
+                decode(told.get("value"))
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         state.execution = replace(served.execution, run_status=RunStatus.KILLED)
         state.judgement = Judgement(details=f"Its answer cannot be read: {type(error).__name__}: {error}")
         return

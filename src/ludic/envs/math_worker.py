@@ -14,7 +14,7 @@ from typing import Any
 from ludic.envs import worker
 
 _MODULE = "ludic.envs.math_worker"
-_QUICK_S = 1.0
+_QUICK_S = 0.3
 """CPU time that nearly every question stays far below."""
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 r"""Of a variable; \pi and \frac have none."""

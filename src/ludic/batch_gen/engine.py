@@ -16,6 +16,7 @@ from pathlib import Path
 from ludic.batch_gen.assembly import Assembly, HasCreditAssigner, credit_of
 from ludic.batch_gen.bounded import Job, as_finished
 from ludic.batch_gen.episodes import (
+    DEFAULT_ENV_TIMEOUT_S,
     Episode,
     EpisodeLimits,
     EpisodePlan,
@@ -110,6 +111,7 @@ class RolloutEngine:
         resume: bool = False,
         seed: int = 0,
         episode_timeout_s: float | None = None,
+        env_timeout_s: float | None = DEFAULT_ENV_TIMEOUT_S,
         max_retries: int = 1,
         max_failed_share: float = 0.5,
         on_progress: OnProgress | None = None,
@@ -122,6 +124,7 @@ class RolloutEngine:
         self._finished = FinishedEpisodes(jsonl_path) if resume and jsonl_path is not None else None
         self._seed = seed
         self._episode_timeout_s = episode_timeout_s
+        self._env_timeout_s = env_timeout_s
         self._max_retries = max_retries
         self._max_failed_share = max_failed_share
         self._on_progress = on_progress
@@ -212,6 +215,7 @@ class RolloutEngine:
             max_steps=max_steps,
             timeout_s=timeout_s,
             episode_timeout_s=self._episode_timeout_s,
+            env_timeout_s=self._env_timeout_s,
             max_retries=self._max_retries,
         )
         for request in requests:

@@ -4,20 +4,22 @@ What a failure is and how it becomes data is `ludic.interaction.run_or_record`'s
 episode is tried and what is noted on its rollouts.
 """
 
-import asyncio
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ludic.batch_gen.factories import Factories
+from ludic.envs.threads import opened, time_limit
 from ludic.interaction import InteractionProtocol, run_or_record
 from ludic.types import ConfigError, Failure, Rollout, RolloutRequest, derive_seed, new_id
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_ENV_TIMEOUT_S = 600.0
 _ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
 
 
@@ -31,6 +33,8 @@ class EpisodeLimits:
     """For each model call."""
     episode_timeout_s: float | None = None
     """For the whole episode."""
+    env_timeout_s: float | None = DEFAULT_ENV_TIMEOUT_S
+    """For making the env, and for each of its resets and steps."""
     max_retries: int = 1
     """How often a failed episode is tried again, with the same seeds."""
 
@@ -39,7 +43,8 @@ class EpisodeLimits:
             raise ConfigError(f"max_steps={self.max_steps}; an episode needs at least one turn.")
         if self.max_retries < 0:
             raise ConfigError(f"max_retries={self.max_retries}; it must be 0 (never try again) or more.")
-        for name, seconds in (("timeout_s", self.timeout_s), ("episode_timeout_s", self.episode_timeout_s)):
+        for name in ("timeout_s", "episode_timeout_s", "env_timeout_s"):
+            seconds = getattr(self, name)
             if seconds is not None and seconds <= 0:
                 raise ConfigError(f"{name}={seconds}; give a positive number of seconds, or None for no limit.")
 
@@ -176,46 +181,25 @@ async def play_episode(
 async def _play_once(going_on: GoingOn, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
     plan = going_on.plan
     going_on.protocol = protocol = factories.make_protocol(plan.request)
+    protocol.env_timeout_s = limits.env_timeout_s
+
+    make, on_loop = partial(factories.make_env, plan.request), factories.makes_env_on_loop(plan.request)
 
     async def run() -> list[Rollout]:
-        return await _within_deadline(plan, protocol, factories, limits)
+        async with (
+            time_limit(limits.episode_timeout_s, "The episode", "episode_timeout_s"),
+            opened(make, on_loop=on_loop, timeout_s=limits.env_timeout_s) as env,
+        ):
+            return await protocol.run(
+                env=env,
+                max_steps=limits.max_steps,
+                env_seed=plan.env_seed,
+                sampling_seed=plan.sampling_seed,
+                inference=plan.request.inference,
+                timeout_s=limits.timeout_s,
+            )
 
     return await run_or_record(protocol, run, meta=_meta(plan, limits))
-
-
-async def _within_deadline(
-    plan: EpisodePlan, protocol: InteractionProtocol, factories: Factories, limits: EpisodeLimits
-) -> list[Rollout]:
-    try:
-        async with asyncio.timeout(limits.episode_timeout_s) as deadline:
-            return await _with_env(plan, protocol, factories, limits)
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise TimeoutError(f"The episode took longer than episode_timeout_s={limits.episode_timeout_s:g}.") from error
-
-
-async def _with_env(
-    plan: EpisodePlan, protocol: InteractionProtocol, factories: Factories, limits: EpisodeLimits
-) -> list[Rollout]:
-    env = factories.make_env(plan.request)
-    try:
-        return await protocol.run(
-            env=env,
-            max_steps=limits.max_steps,
-            env_seed=plan.env_seed,
-            sampling_seed=plan.sampling_seed,
-            inference=plan.request.inference,
-            timeout_s=limits.timeout_s,
-        )
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # Nobody cancelled us: a client or an env let its own cancellation escape. That is its failure, not our end.
-        raise RuntimeError("Something inside the episode was cancelled, and the episode with it.") from error
-    finally:
-        await env.async_close()
 
 
 def _meta(plan: EpisodePlan, limits: EpisodeLimits) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludic import registry
+from ludic.envs import LudicEnv
 from ludic.interaction import InteractionProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.types import ConfigError, RolloutRequest, UnknownName
@@ -20,6 +21,7 @@ class Factories:
         self._protocols = protocols or {}
         self._checked: set[tuple[Factory, tuple[str, ...]]] = set()
         """Calls known to fit: checking each one again would cost more than making the object."""
+        self._on_loop: dict[str, bool] = {}
 
     def check(self, request: RolloutRequest) -> None:
         """Unknown names are found before the first episode starts."""
@@ -30,6 +32,14 @@ class Factories:
             raise UnknownName.among(
                 "protocol", request.protocol.kind, self._protocols, "Add a factory to protocol_registry."
             )
+
+    def makes_env_on_loop(self, request: RolloutRequest) -> bool:
+        """The kind is a class of envs that do not block. Any other factory may do anything, and is called in a thread."""
+        kind = request.env.kind
+        if kind not in self._on_loop:
+            made_by = self._envs[kind] if kind in self._envs else registry.envs.spec(kind).load()
+            self._on_loop[kind] = isinstance(made_by, type) and issubclass(made_by, LudicEnv) and not made_by.blocking
+        return self._on_loop[kind]
 
     def make_env(self, request: RolloutRequest) -> AnyEnv:
         kind, kwargs = request.env.kind, request.env.kwargs

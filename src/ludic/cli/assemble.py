@@ -107,11 +107,13 @@ class Play:
     ) -> RolloutEngine:
         """`purpose` is what `activity` calls it."""
         self.engines[purpose] = RolloutEngine(
-            env_registry={self.env.id: self.found.factory},
+            env_registry={} if self.env.id in registry.envs else {self.env.id: self.found.factory},
             protocol_registry={PROTOCOL: lambda model=None: self.make_protocol(self.client)},
             jsonl_path=jsonl_path,
             resume=resume,
             seed=seed,
+            episode_timeout_s=self.env.episode_timeout or None,
+            env_timeout_s=self.env.env_timeout or None,
             max_failed_share=max_failed_share,
         )
         return self.engines[purpose]

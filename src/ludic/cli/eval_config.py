@@ -133,7 +133,7 @@ class EvalConfig:
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"model", "dtype", "device", "threads", "concurrency", "timeout_s", "num_tasks", "samples", "pass_k", "majority_k",
-     "success_reward", "name", "out", "api_key_env"}
+     "success_reward", "name", "out", "api_key_env", "episode_timeout", "env_timeout"}
 )  # fmt: skip
 """What the episodes that are there already do not depend on: more tasks, samples or models add to them."""
 

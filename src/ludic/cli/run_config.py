@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import tyro
 
 from ludic import registry
+from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Suggested, Unreadable
 from ludic.cli.pipeline_config import DEFAULT_MAX_LAG, PipelineSettings
 from ludic.cli.run_env import FoundEnv
@@ -67,9 +68,14 @@ class EnvSettings:
     hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train."""
     max_steps: MaybeInt = None
     """Turns after which an episode is cut off. Default: what suits the env, else 32."""
+    episode_timeout: float = 3600.0
+    """Seconds after which an episode counts as failed; 0 is no limit."""
+    env_timeout: float = DEFAULT_ENV_TIMEOUT_S
+    """Seconds for one reset or step of the env, after which its episode counts as failed; 0 is no limit."""
 
     def __post_init__(self) -> None:
         _at_least(1, max_steps=self.max_steps)
+        _at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +372,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
     {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "max_failed_share", "concurrency",
      "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start",
      "eval_in_background", "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
+     "episode_timeout", "env_timeout",
      "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
 )  # fmt: skip
 """What a run is not another run for."""

@@ -30,7 +30,7 @@ class FoundEnv:
             made = self.factory(**arguments)
         except LudicError:
             raise
-        except Exception as error:  # the env's own code may raise anything
+        except (Exception, SystemExit) as error:  # the env's own code may raise anything
             given = ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
             failure = Failure.from_exception(error)
             hint = ". Give arguments with --set NAME=VALUE." if isinstance(error, TypeError) and not arguments else ""

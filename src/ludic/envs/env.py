@@ -4,15 +4,16 @@ An env knows nothing of models, prompts or tokens. It says who must act (`active
 actions, and tells those who acted, and any others it wants to, what came of it. It owns its random numbers: all of them come from
 `reset(seed=…)`, so the same seed and the same actions give the same episode, whatever runs beside it.
 
-Protocols only ever await `async_reset` and `async_step`. An env that computes implements `reset` and `step`;
-one that does I/O overrides the awaitable pair instead.
+Protocols only ever await `async_reset` and `async_step`. An env that computes implements `reset` and `step`, which run in a
+thread of the env's own (ludic.envs.threads); one that does asynchronous I/O overrides the awaitable pair instead.
 """
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
+from ludic.envs.threads import thread_of
 from ludic.types import Info, ResetNeeded, Snapshot, SnapshotUnsupported, StepOutcome
 
 AgentID = TypeVar("AgentID", bound=str)
@@ -23,10 +24,16 @@ Action = TypeVar("Action")
 class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
     """Multi-agent by default; SingleAgentEnv is the convenient special case."""
 
-    blocking: ClassVar[bool] = False
-    """True when `reset` or `step` take so long that they should not run on the event loop."""
+    blocking: bool = True
+    """Whether `reset` and `step` run in the env's own thread. False is for envs that answer within microseconds: they run on the
+    event loop, which saves a thread's 0.1 ms per call, and one that hangs there stops every episode. Not inherited: each class
+    says it for itself."""
     full_reward: float | None = None
     """Total reward that `reference_action` earns; None when the env has no reference solution."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.blocking = cls.__dict__.get("blocking", True)
 
     @property
     @abstractmethod
@@ -53,17 +60,14 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         raise NotImplementedError(f"{type(self).__name__} must implement step (or async_step, if it does I/O).")
 
     async def async_reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
-        if self.blocking:
-            return await asyncio.to_thread(self.reset, seed=seed)
-        return self.reset(seed=seed)
+        return await thread_of(self).run(partial(self.reset, seed=seed)) if self.blocking else self.reset(seed=seed)
 
     async def async_step(self, actions: Mapping[AgentID, Action]) -> dict[AgentID, StepOutcome]:
-        if self.blocking:
-            return await asyncio.to_thread(self.step, actions)
-        return self.step(actions)
+        return await thread_of(self).run(partial(self.step, actions)) if self.blocking else self.step(actions)
 
     async def async_close(self) -> None:
-        """Give back what the env holds (processes, connections). Whoever made the env calls it, whatever happened."""
+        """Give back what the env holds (processes, connections). It runs on the event loop, after the env's last call has ended;
+        the engine calls it however the episode went, except when a call of the env hangs."""
         return None
 
     @property

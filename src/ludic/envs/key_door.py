@@ -57,6 +57,7 @@ def shortest_path(start: Cell, goal: Cell, free: frozenset[Cell]) -> list[str] |
 class KeyDoorEnv(SingleAgentEnv):
     """Reward 1 for opening the door, 0 for everything else; out of moves is a truncation."""
 
+    blocking = False
     full_reward = 1.0
 
     def __init__(self, *, size: int = 5, view_radius: int = 1, max_moves: int | None = None) -> None:

@@ -21,6 +21,8 @@ class MATHEnv(DatasetQAEnv):
     Reads records with problem and solution (the original), problem and answer, or question and answer.
     """
 
+    blocking = False  # what may take long is asked of a worker process
+
     def __init__(self, sample: Sample, *, system_prompt: str | None = SYSTEM_PROMPT) -> None:
         super().__init__(
             sample,

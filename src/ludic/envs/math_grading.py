@@ -8,18 +8,25 @@ algebra goes to math-verify in a worker process (ludic.envs.math_worker).
     18 apples = 18        a unit may be missing on one side, but two different units never match
     50% = 0.5, 50% = 50   a percent sign may be missing too, where the bare number could not be a share (above 1)
     0.333 ≠ 1/3           an approximation is not the number
+    on ≠ no, BAC ≠ ABC    letters without an operator or a digit are a word, and never a product
+    C, B ≠ B, C           a list of words has an order; one of numbers has none: 2, 1 = 1, 2
 """
 
 import asyncio
 import re
 import string
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from typing import Literal
 
 from ludic.envs.math_worker import worker_of_this_process
 from ludic.types import ConfigError
 
+_WAITING = ThreadPoolExecutor(256, "ludic-grading")
+"""Threads that wait for a worker. asyncio's own are few: slow questions would take them all."""
 _MAX_CHARS = 2_000
 """Longer answers are compared as text only: parsing them would take minutes, and no reference is that long."""
 
@@ -40,7 +47,8 @@ async def async_is_equivalent(answer: str, gold: str, *, timeout_s: float = 5.0)
     verdict = _verdict_without_algebra(answer, gold, timeout_s)
     if isinstance(verdict, bool):
         return verdict
-    return await asyncio.to_thread(worker_of_this_process().check, *verdict, timeout_s=timeout_s)
+    ask = partial(worker_of_this_process().check, *verdict, timeout_s=timeout_s)
+    return await asyncio.get_running_loop().run_in_executor(_WAITING, ask)
 
 
 def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool | tuple[str, str]:
@@ -58,11 +66,12 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
         return True
     if "base" in (a.unit[:4], g.unit[:4]):
         return False  # digits of another base are no algebra
-    if a.is_text or g.is_text or (len(a.word) > 3 and len(g.word) > 3):
-        return a.word == g.word != ""  # never as algebra: there, east and seat are the same product
-    if not (_is_readable(a.body) and _is_readable(g.body)) or _is_set_beside_tuple(a.body, g.body):
+    if a.is_text or g.is_text or max(map(len, g.words), default=0) > 1 or len(g.words) > 1:
+        return _same_words(a, g)  # never as algebra: there, east and seat are the same product
+    if not (_is_readable(a.body) and _is_readable(g.body)) or _factors_in_order(a.body) != _factors_in_order(g.body):
         return False
-    return _keep_meaning(a.latex, g.latex)
+    pair = _same_kind_of_list(a.latex, g.latex)
+    return pair is not None and _keep_meaning(*pair)
 
 
 # --- reading one side ---------------------------------------------------------------------------------------
@@ -78,8 +87,8 @@ class _Reading:
     """Canonical name ("cm", "foot^2", "%", "base 8"); empty when there is none."""
     value: Fraction | None
     """The exact number, if the body is one."""
-    word: str
-    """The answer as lower-case words; empty when it is something else."""
+    words: tuple[str, ...]
+    """The items of the answer, where each is a word, a phrase or a letter; empty when it is something else."""
     is_text: bool
     r"""Those words were marked as such, with \text{…}."""
 
@@ -93,14 +102,47 @@ def _read(text: str) -> _Reading:
     wrapped = re.fullmatch(rf"{_TEXT}\{{([^{{}}]*)\}}", body)
     if wrapped:
         body = wrapped[1].strip()
-    word = re.fullmatch(r"\(?([A-Za-z][A-Za-z' -]*)\)?", body)
+    words = _words(body)
     return _Reading(
         body=body,
         unit=unit,
         value=_number(body) if body.isdigit() or not unit.startswith("base") else None,  # 1E3_{16} has another E
-        word=word[1].casefold() if word else "",
-        is_text=bool(wrapped and word),
+        words=words,
+        is_text=bool(words) and (wrapped is not None or re.search(_TEXT, body) is not None),
     )
+
+
+_TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it)|mbox)\s*"
+_WORD = re.compile(r"\(?\s*([A-Za-z]+(?:[' -][A-Za-z]+)*)\s*\)?")
+_BETWEEN_ITEMS = re.compile(r"\s*[,;]\s*")
+_SHORT_WORDS = frozenset("yes no odd all one two six ten".split())  # noqa: SIM905
+
+
+def _words(body: str) -> tuple[str, ...]:
+    """`A, B and C` as its items, where each of them is made of letters; `x y` is one word, xy."""
+    plain = re.sub(r"\s+", " ", re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r"\1", body)).strip()
+    found = []
+    for item in _BETWEEN_ITEMS.split(plain):
+        word = _WORD.fullmatch(item)
+        if word is None or ("-" in word[1] and max(map(len, re.split("[ -]", word[1]))) < 4):  # p-q is a difference
+            return ()
+        is_spaced = all(len(part) == 1 for part in word[1].split(" "))
+        found.append(word[1].replace(" ", "") if is_spaced else word[1])
+    return tuple(found)
+
+
+def _same_words(a: _Reading, g: _Reading) -> bool:
+    """The same words in the same order. Case matters where the words may be names of points or variables (AB, pq)."""
+    words = a.words or _words(re.sub(r"\\(?:cdot|times)(?![A-Za-z])|\*", " ", a.body))  # x \cdot y may stand for xy
+    if not words or len(words) != len(g.words):
+        return False
+    for one, other in zip(words, g.words, strict=True):
+        if one.casefold() != other.casefold():
+            return False
+        is_word = a.is_text or g.is_text or len(one) > 3 or one.casefold() in _SHORT_WORDS
+        if not (is_word or one == other or (len(one) > 1 and {one, other} == {one.lower(), one.capitalize()})):
+            return False
+    return True
 
 
 def _same_number(a: _Reading, b: _Reading) -> bool:
@@ -123,14 +165,53 @@ def _is_readable(body: str) -> bool:
     return depth == 0 and not re.search(r"(?<![_^\d.])\d[\d.]*\s+[\d.]", plain)  # \log_2 8 is fine
 
 
-def _is_set_beside_tuple(a: str, b: str) -> bool:
-    r"""math-verify takes (1,2) for \{1,2\}."""
-    kinds = {
-        "set" if text.startswith(r"\{") and text.endswith(r"\}") else "tuple"
-        for text in (a, b)
-        if text.startswith((r"\{", "(")) and text.endswith((r"\}", ")")) and "," in text
-    }
-    return len(kinds) == 2
+_THOUSANDS = re.compile(r"\d,\d{3}(?!\d)")
+
+
+def _same_kind_of_list(a: str, b: str) -> tuple[str, str] | None:
+    r"""The pair, if both may be the same kind of collection; a bare list beside a tuple becomes one, since there order counts.
+
+    math-verify takes (1,2) for \{1,2\} and for the list 2, 1, and leaves out repeated items.
+    """
+    kinds = [_kind_of_list(text) for text in (a, b)]
+    if set(kinds) == {"set", "tuple"}:
+        return None
+    if set(kinds) == {"list", "tuple"}:
+        return tuple(f"({text})" if kind == "list" else text for text, kind in zip((a, b), kinds, strict=True))  # type: ignore[return-value]
+    if kinds == ["list", "list"] and not any(r"\pm" in text or _THOUSANDS.search(text) for text in (a, b)):
+        return (a, b) if len(_items(a)) == len(_items(b)) else None
+    return a, b
+
+
+def _kind_of_list(text: str) -> Literal["set", "tuple", "list", ""]:
+    items = _items(text)
+    if len(items) > 1:
+        return "list" if not re.search(r"[=<>]|\\(?:[lg]e|in|cup|cap)\b", text) else ""
+    if text.startswith(r"\{") and text.endswith(r"\}"):
+        return "set"
+    return "tuple" if text.startswith("(") and text.endswith(")") and len(_items(text[1:-1])) > 1 else ""
+
+
+def _items(text: str) -> list[str]:
+    """What stands between the commas that are in no bracket."""
+    items, depth, start = [], 0, 0
+    for token in re.finditer(r"\\[{}]|\\begin|\\end|[][(){},;]", text):
+        if token[0] in (r"\{", r"\begin", "(", "[", "{"):
+            depth += 1
+        elif token[0] in (r"\}", r"\end", ")", "]", "}"):
+            depth -= 1
+        elif depth == 0:
+            items.append(text[start : token.start()])
+            start = token.end()
+    return [item for item in (*items, text[start:]) if item.strip()]
+
+
+def _factors_in_order(body: str) -> list[list[str]]:
+    r"""Vectors and matrices of each term, in their order: \vec{a} \times \vec{b} is not \vec{b} \times \vec{a}."""
+    terms = [
+        re.findall(r"\\(?:vec|mathbf|bm|boldsymbol|overrightarrow)\s*\{?\s*(\w+)", t) for t in re.split("[+-]", body)
+    ]
+    return sorted(filter(None, terms))
 
 
 _COMMAND = r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+"
@@ -138,6 +219,7 @@ _COMMAND = r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+"
 
 def _keep_meaning(a: str, b: str) -> tuple[str, str]:
     r"""Letters as math-verify reads them: it ignores case (R^2 - r^2 would be zero), and I is its imaginary unit."""
+    a, b = _with_points(a), _with_points(b)
     plain = re.sub(_COMMAND, "", a + b)
     letters = set(plain) & set(string.ascii_letters)
     for upper in sorted(c for c in letters if c.isupper() and (c.lower() in letters or c == "I")):
@@ -149,6 +231,18 @@ def _keep_meaning(a: str, b: str) -> tuple[str, str]:
     return a, b
 
 
+def _with_points(latex: str) -> str:
+    """Capital letters side by side as one symbol: angle ABC is not angle BAC, and segment AB no product."""
+
+    def symbol(points: re.Match[str]) -> str:
+        return f"p_{{{int.from_bytes(points[0].encode())}}}"
+
+    parts = re.split(f"({_COMMAND})", latex)
+    return "".join(
+        part if part.startswith("\\") else re.sub(r"(?<![A-Za-z])[A-Z]{2,}(?![A-Za-z])", symbol, part) for part in parts
+    )
+
+
 def _rename(latex: str, letter: str, to: str) -> str:
     parts = re.split(f"({_COMMAND})", latex)  # commands keep their letters
     return "".join(part if part.startswith("\\") else part.replace(letter, to) for part in parts)
@@ -156,7 +250,6 @@ def _rename(latex: str, letter: str, to: str) -> str:
 
 # --- notation -----------------------------------------------------------------------------------------------
 
-_TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it)|mbox)\s*"
 _SYMBOLS = str.maketrans(
     {
         "−": "-", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "∪": r"\cup ", "°": r"^\circ ",
@@ -182,9 +275,11 @@ _REWRITES = [
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"√\s*(\d+|[A-Za-z])|√\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
         (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
+        (r"(?:\s*,)?\s*\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}\s*|(?:\s*,)?\s+(?:and|or)\s+", ", "),
         (r"^=", ""),
         (r"\s+", " "),
-        (r" ?([^\w\s.,\\]) ?", r"\1"),  # not at a comma: 1, 000 is a list
+        (r" ?([^\w\s.,\\}]) ?", r"\1"),  # not at a comma: 1, 000 is a list
+        (r" ?\}(?: (?![A-Za-z]))?", "}"),  # in \frac{3}{2} apples the space begins a unit
         (r"\s*\.?\s*$", ""),
     )
 ]

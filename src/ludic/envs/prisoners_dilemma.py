@@ -23,6 +23,8 @@ _VERSION = 1
 class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
     """Each round pays each player by both moves; a move that is missing or cannot be read counts as cooperate."""
 
+    blocking = False
+
     def __init__(self, *, rounds: int = 10, payoffs: Sequence[float] = (5.0, 3.0, 1.0, 0.0)) -> None:
         """`payoffs`: temptation (I defect, they cooperate), reward (both cooperate), punishment (both defect) and
         sucker (I cooperate, they defect), in falling order."""

@@ -1,11 +1,12 @@
 """Environments with one agent: write `env_reset` and `env_step`, the dictionaries come for free."""
 
-import asyncio
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ludic.envs.env import LudicEnv
+from ludic.envs.threads import thread_of
 from ludic.types import ConfigError, EnvContractError, Info, Observation, StepOutcome
 
 
@@ -39,16 +40,14 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
         raise NotImplementedError(f"{type(self).__name__} does not offer env_current_obs.")
 
     async def async_env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
-        """Override this one instead if starting an episode does I/O."""
-        if self.blocking:
-            return await asyncio.to_thread(self.env_reset, seed=seed)
-        return self.env_reset(seed=seed)
+        """Override this one instead if starting an episode does asynchronous I/O."""
+        if not self.blocking:
+            return self.env_reset(seed=seed)
+        return await thread_of(self).run(partial(self.env_reset, seed=seed))
 
     async def async_env_step(self, action: str) -> StepOutcome:
-        """Override this one instead if a transition does I/O."""
-        if self.blocking:
-            return await asyncio.to_thread(self.env_step, action)
-        return self.env_step(action)
+        """Override this one instead if a transition does asynchronous I/O."""
+        return await thread_of(self).run(partial(self.env_step, action)) if self.blocking else self.env_step(action)
 
     # --- what the kernel sees ---
 

@@ -58,6 +58,7 @@ def legal_moves(grid: Grid) -> list[str]:
 class TwentyFortyEightEnv(SingleAgentEnv):
     """Reward per move: the sum of the merged tiles / target. A move that changes nothing costs, and counts."""
 
+    blocking = False
     _rng = random.Random()  # replaced by every reset
 
     def __init__(

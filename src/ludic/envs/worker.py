@@ -2,20 +2,24 @@
 
 For other people's code that judges a model's answer: it may hang inside one call into C, eat all memory or crash, and
 none of that may touch the process that trains. Both ends of the pipe are here; what is asked is the caller's business.
-POSIX only.
+`Workers` is several of them, of which slow questions take one only. POSIX only.
 """
 
 import atexit
 import contextlib
+import ctypes
+import gc
 import json
 import logging
+import mmap
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.types import MissingExtra
 
@@ -24,7 +28,11 @@ _START_S = 120
 _MAX_BYTES = 4 << 30
 """Address space of the child: a tower of exponents must not eat the machine before its time is up."""
 
+_MAX_REMEMBERED = 4096
+_PR_SET_PDEATHSIG = 1
+
 Question = dict[str, Any]
+W = TypeVar("W", bound="Worker | Workers")
 
 
 # --- the parent's end ---------------------------------------------------------------------------------------
@@ -33,16 +41,16 @@ Question = dict[str, Any]
 class Worker:
     """One child, started when first needed, asked one question at a time; safe to share between threads."""
 
-    def __init__(self, module: str, *, extra: str, needed_for: str) -> None:
-        """`module` is run with `python -m` and calls `serve`. What it cannot import is in `extra`."""
+    def __init__(self, module: str, *, extra: str | None = None, needed_for: str = "") -> None:
+        """`module` is run with `python -m` and calls `serve`. What it cannot import is in `extra`, if there is one."""
         self._module = module
         self._extra = extra
         self._needed_for = needed_for
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, question: Question, *, timeout_s: float) -> Any | None:
-        """The child's answer; None when it takes too long or ends the child.
+    def ask(self, question: Question, *, timeout_s: float, cpu_s: float | None = None) -> Any | None:
+        """The child's answer; None when it takes too long (or more than `cpu_s` of CPU time) or ends the child.
 
         Waiting for the child to start, and for other threads' questions, does not count towards `timeout_s`.
         """
@@ -51,7 +59,8 @@ class Worker:
                 self.close()
                 self._process = self._start()
             try:
-                reply = _exchange(self._process, {"question": question, "timeout_s": timeout_s})
+                limits = {"timeout_s": timeout_s, "cpu_s": timeout_s if cpu_s is None else cpu_s}
+                reply = _exchange(self._process, {"question": question, **limits})
             except BaseException:
                 self.close()  # a reply may still be in the pipe; the next question must not receive it
                 raise
@@ -85,21 +94,74 @@ class Worker:
         if hello is not None and hello["ready"]:
             return process
         _end(process)
-        if hello is not None:
+        if hello is not None and self._extra is not None:
             raise MissingExtra(self._extra, f"{self._needed_for} ({hello['error']})")
         raise RuntimeError(f"A worker did not start. See why with: python -m {self._module}")
 
 
-def worker_of_this_process(module: str, make: Callable[[], Worker]) -> Worker:
-    """The one worker that runs `module`, made when it is first asked for."""
+class Workers:
+    """Several workers for questions of one kind; safe to share between threads.
+
+    Every question gets `quick_s` of CPU time. One that needs more is asked again of a worker apart, so that slow questions hold
+    up slow ones only; it waits for that worker at most `max_wait_s`. One that took too long there is given up at once from then
+    on, and so is every question about an answer that took too long beside two references.
+    """
+
+    def __init__(self, make: Callable[[], Worker], *, num: int, quick_s: float, max_wait_s: float = 60.0) -> None:
+        self._quick_s = quick_s
+        self._max_wait_s = max_wait_s
+        self._all = [make() for _ in range(num + 1)]
+        # Last in, first out: without company one worker is enough, and the others are never started.
+        self._quick: queue.LifoQueue[Worker] = queue.LifoQueue()
+        self._slow: queue.LifoQueue[Worker] = queue.LifoQueue()
+        for worker in self._all[1:]:
+            self._quick.put(worker)
+        self._slow.put(self._all[0])
+        self._endless: dict[str, set[str]] = {}
+
+    def ask(self, question: Question, *, answer: str, reference: str, timeout_s: float) -> Any | None:
+        """What a worker says; None when it takes too long. `answer` and `reference` are what the question is about."""
+        known = self._endless.get(answer, set())
+        if reference in known or len(known) > 1:
+            return None
+        verdict = self._asked(self._quick, None, question, timeout_s=timeout_s, cpu_s=min(self._quick_s, timeout_s))
+        if verdict is None and timeout_s > self._quick_s:
+            try:
+                verdict = self._asked(self._slow, self._max_wait_s, question, timeout_s=timeout_s, cpu_s=timeout_s)
+            except queue.Empty:
+                return None  # so many slow questions that this one was not asked
+        if verdict is None:
+            if len(self._endless) >= _MAX_REMEMBERED:
+                self._endless.clear()
+            self._endless.setdefault(answer, set()).add(reference)
+        return verdict
+
+    @staticmethod
+    def _asked(
+        workers: "queue.LifoQueue[Worker]", wait_s: float | None, question: Question, *, timeout_s: float, cpu_s: float
+    ) -> Any | None:
+        worker = workers.get(timeout=wait_s)
+        try:
+            return worker.ask(question, timeout_s=timeout_s, cpu_s=cpu_s)
+        finally:
+            workers.put(worker)
+
+    def close(self) -> None:
+        for worker in self._all:
+            worker.close()
+
+
+def worker_of_this_process(module: str, make: Callable[[], W]) -> W:
+    """The one worker (or `Workers`) that runs `module`, made when it is first asked for."""
     # Keyed by pid: a forked child inherits the dict, but the pipes in it (and perhaps a held lock) are its parent's.
     key = (os.getpid(), module)
     if key not in _workers:
         _workers.setdefault(key, make())
-    return _workers[key]
+    found: W = _workers[key]  # type: ignore[assignment]  # a module's worker is always made by the same function
+    return found
 
 
-_workers: dict[tuple[int, str], Worker] = {}
+_workers: dict[tuple[int, str], Worker | Workers] = {}
 
 
 @atexit.register
@@ -154,21 +216,54 @@ def serve(load: Callable[[], Callable[[Question], Any]], *, when_raised: Any) ->
         return
     signal.alarm(0)
     reply({"ready": True})
+    gc.freeze()
+    is_busy = mmap.mmap(-1, 1)  # shared with the child below
+    while _child_ended(lambda: _answer_all(answer_to, reply, when_raised, is_busy)):
+        if is_busy[0]:
+            reply({"answer": None})
+            is_busy[0] = 0
+
+
+def _child_ended(run: Callable[[], None]) -> bool:
+    """Whether `run` was ended in the middle. It runs in a forked child: what was imported stays imported."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] != 0
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            run()
+    finally:
+        os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
+def _answer_all(
+    answer_to: Callable[[Question], Any], reply: Callable[[dict[str, Any]], None], when_raised: Any, is_busy: mmap.mmap
+) -> None:
     for line in sys.stdin:
+        is_busy[0] = 1
         message = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, message["cpu_s"])
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"])
         try:
             answer = answer_to(message["question"])
         except Exception:  # noqa: BLE001 - other people's code raises whatever it likes at odd input
             answer = when_raised
-        signal.setitimer(signal.ITIMER_REAL, 0)  # before the reply, so that a late alarm cannot hit the next question
+        for timer in (
+            signal.ITIMER_PROF,
+            signal.ITIMER_REAL,
+        ):  # before the reply: a late alarm must not hit the next question
+            signal.setitimer(timer, 0)
+        is_busy[0] = 0
         reply({"answer": answer})
 
 
 def _prepare_process() -> None:
-    # The alarm's default action ends the process, even inside one endless call into C; no handler could.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    # The alarms' default action ends the process, even inside one endless call into C; no handler could.
+    for alarm in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(alarm, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us when it is done
     logging.disable(logging.CRITICAL)
     with contextlib.suppress(ImportError, OSError, ValueError):  # a platform without this limit does without

@@ -1,19 +1,26 @@
 """The contract of an interaction protocol, and the small rules that all of them share."""
 
+import json
 import logging
-import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from ludic.envs import LudicEnv
+from ludic.envs.threads import time_limit
 from ludic.interaction.collector import TraceCollector
 from ludic.parsers import ParseResult
 from ludic.types import ConfigError, EnvContractError, InferenceSpec, Info, Rollout, StepOutcome, ToolCall
+from ludic.types.messages import encodable
+from ludic.types.rollout import json_number
+from ludic.types.steps import MAX_INFO_CHARS, MAX_OBS_CHARS, MAX_REWARD
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 AnyEnv: TypeAlias = LudicEnv[Any, Any, Any]
 
 ToolAnswers: TypeAlias = Sequence[Mapping[str, Any]]
@@ -31,6 +38,8 @@ RESERVED_INFO_KEYS = frozenset(
 class InteractionProtocol(ABC):
     """How agents and an environment meet. It owns the loop; env and agents stay ignorant of each other."""
 
+    env_timeout_s: float | None = None
+    """Seconds for each reset and step of an env; None is no limit. An engine sets it."""
     _collector: TraceCollector | None = None
 
     @property
@@ -54,6 +63,13 @@ class InteractionProtocol(ABC):
         `timeout_s` bounds each model call, and a timeout leaves the protocol as an exception. Every model call gets
         a sampling seed of its own, derived from `sampling_seed`. The env is closed by whoever made it.
         """
+
+    async def _asked(self, env: AnyEnv, what: str, answer: Awaitable[T]) -> T:
+        """What `env` answers to `what`, within `env_timeout_s`."""
+        if self.env_timeout_s is None:
+            return await answer
+        async with time_limit(self.env_timeout_s, f"{type(env).__name__}.{what}", "env_timeout_s"):
+            return await answer
 
 
 def merge_step_info(
@@ -91,7 +107,7 @@ def told_outcomes(
 ) -> Mapping[str, StepOutcome]:
     """What `env.step` returned, with an outcome for everyone who acted; an env may leave the others out."""
     if not isinstance(outcomes, Mapping) or not outcomes.keys() >= set(actions):
-        got = sorted(outcomes) if isinstance(outcomes, Mapping) else type(outcomes).__name__
+        got = sorted(map(str, outcomes)) if isinstance(outcomes, Mapping) else type(outcomes).__name__
         raise EnvContractError(
             f"{type(env).__name__}.step must return an outcome for every agent that acted, {sorted(actions)}; it returned {got}."
         )
@@ -99,24 +115,87 @@ def told_outcomes(
 
 
 def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
-    """This agent's part of what `env.step` returned, checked."""
+    """This agent's part of what `env.step` returned, checked, and in plain types that the env cannot change any more."""
     outcome = outcomes[agent_id]
     if not isinstance(outcome, StepOutcome):
         raise EnvContractError(
             f"{type(env).__name__}.step returned {type(outcome).__name__} for {agent_id!r}; "
             "it must be a StepOutcome(obs, reward, truncated, terminated, info)."
         )
-    if not isinstance(outcome.obs, str) or not isinstance(outcome.info, dict) or not _is_finite(outcome.reward):
+    where = f"{type(env).__name__}.step told {agent_id!r}"
+    return StepOutcome(
+        _plain_obs(outcome.obs, where),
+        _plain_reward(outcome.reward, where),
+        truncated=_plain_flag(outcome.truncated, "truncated", where),
+        terminated=_plain_flag(outcome.terminated, "terminated", where),
+        info=_plain_info(outcome.info, where),
+        trace=outcome.trace,
+    )
+
+
+def _plain_obs(obs: object, where: str) -> str:
+    if not isinstance(obs, str):
+        raise EnvContractError(f"{where} obs={obs!r:.200} ({type(obs).__name__}); an observation is text.")
+    if len(obs) > MAX_OBS_CHARS:
         raise EnvContractError(
-            f"{type(env).__name__}.step told {agent_id!r} {outcome!r:.200}; obs must be text, reward a finite number, "
-            "info a dict."
+            f"{where} an observation of {len(obs):,} characters, {obs[:40]!r}…; at most {MAX_OBS_CHARS:,} are read. Shorten it."
         )
-    return outcome
+    return encodable(str.__str__(obs))
 
 
-def _is_finite(reward: object) -> bool:
-    is_number = type(reward) is float or isinstance(reward, numbers.Real)  # the abstract check is slow
-    return is_number and math.isfinite(reward)  # type: ignore[arg-type]
+def _plain_reward(reward: object, where: str) -> float:
+    if type(reward) is float and -MAX_REWARD <= reward <= MAX_REWARD:
+        return reward
+    number = reward.item() if isinstance(reward, np.generic) else reward
+    is_number = isinstance(number, numbers.Real)
+    if not is_number or not -MAX_REWARD <= number <= MAX_REWARD:  # type: ignore[operator]  # false for NaN
+        raise EnvContractError(
+            f"{where} reward={reward!r:.200} ({type(reward).__name__}); a reward is a finite number, at most {MAX_REWARD:g} "
+            "in size: larger ones overflow where advantages are computed."
+        )
+    return float(number)  # type: ignore[arg-type]
+
+
+def _plain_flag(flag: object, name: str, where: str) -> bool:
+    if flag is True or flag is False:
+        return flag
+    if isinstance(flag, np.bool_ | int) and flag in (0, 1):
+        return bool(flag)
+    raise EnvContractError(f"{where} {name}={flag!r:.200} ({type(flag).__name__}); it is True or False.")
+
+
+def _plain_info(info: object, where: str) -> Info:
+    if not isinstance(info, dict):
+        raise EnvContractError(f"{where} info={info!r:.200} ({type(info).__name__}); info is a dict.")
+    if len(info) < 100 and all(map(_is_plain_fact, info, info.values())):
+        return dict(info)
+    try:
+        text = _TO_JSON.encode(info)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvContractError(
+            f"{where} an info that is not JSON: {str(error).rstrip('.')}. Info holds text, finite numbers, None, and lists and "
+            "dicts of them."
+        ) from error
+    if len(text) > MAX_INFO_CHARS:
+        raise EnvContractError(
+            f"{where} an info of {len(text):,} characters of JSON; at most {MAX_INFO_CHARS:,} are kept. Its keys: "
+            f"{list(info)!r:.200}."
+        )
+    plain: Info = json.loads(encodable(text))
+    return plain
+
+
+def _is_plain_fact(key: object, value: object) -> bool:
+    """What most infos are made of: a short text, a small whole number, True, False or None, which need no conversion."""
+    kind = type(value)
+    if type(key) is not str or not key.isascii() or len(key) > 100:
+        return False
+    if kind is str:
+        return value.isascii() and len(value) < 1000  # type: ignore[attr-defined,arg-type]
+    return value is None or kind is bool or (kind is int and -(2**63) <= value < 2**63)  # type: ignore[operator]
+
+
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_number)
 
 
 def check_run(env: AnyEnv, max_steps: int) -> None:
@@ -130,15 +209,16 @@ def check_run(env: AnyEnv, max_steps: int) -> None:
 def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info] | None:
     """This agent's part of what `env.reset` returned, checked; None where the env says nothing to it yet."""
     if not isinstance(opening, Mapping) or (agent_id not in opening and agent_id in env.active_agents):
-        got = sorted(opening) if isinstance(opening, Mapping) else type(opening).__name__
+        got = sorted(map(str, opening)) if isinstance(opening, Mapping) else type(opening).__name__
         raise EnvContractError(
             f"{type(env).__name__}.reset must return (obs, info) for every agent that must act; {agent_id!r} is missing from {got}."
         )
     if agent_id not in opening:
         return None
     first = opening[agent_id]
-    if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], str)):
+    if not (isinstance(first, tuple) and len(first) == 2):
         raise EnvContractError(
             f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation text, info dict)."
         )
-    return first
+    where = f"{type(env).__name__}.reset told {agent_id!r}"
+    return _plain_obs(first[0], where), _plain_info(first[1], where)

@@ -9,10 +9,12 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ludic.agents import Agent
 from ludic.envs import LudicEnv, SingleAgentEnv
+from ludic.envs.threads import opened
 from ludic.interaction.base import AnyEnv, ToolAnswers
 from ludic.interaction.concurrently import all_or_none
 from ludic.interaction.episode import run_or_record
@@ -36,6 +38,8 @@ _CHILD_SEEDS = 0x0C41D  # keeps the seeds of children apart from those of the pa
 
 class TaskEnv(SingleAgentEnv):
     """A task in words; whatever the agent answers is the result. It gives no reward of its own."""
+
+    blocking = False
 
     def __init__(self, task: str) -> None:
         super().__init__()
@@ -217,7 +221,7 @@ class DelegatingProtocol(SingleAgentProtocol):
     # --- the child ---
 
     def _child_protocol(self, delegate: Delegate) -> "DelegatingProtocol":
-        return DelegatingProtocol(
+        protocol = DelegatingProtocol(
             delegate.make_agent(),
             delegates=self.delegates,
             max_depth=self.max_depth,
@@ -229,14 +233,17 @@ class DelegatingProtocol(SingleAgentProtocol):
             external_tool_timeout_s=self.external_tool_timeout_s,
             max_external_rounds=self.max_external_rounds,
         )
+        protocol.env_timeout_s = self.env_timeout_s
+        return protocol
 
     async def _child_episode(
         self, protocol: "DelegatingProtocol", delegate: Delegate, order: "_Order"
     ) -> list[Rollout]:
         assert self._episode is not None, "children run inside their parent's episode"
         episode = self._episode
-        env = delegate.make_env(order.task)
-        try:
+        async with opened(
+            partial(delegate.make_env, order.task), on_loop=delegate.make_env is TaskEnv, timeout_s=self.env_timeout_s
+        ) as env:
             return await protocol.run(
                 env=env,
                 max_steps=delegate.max_steps,
@@ -245,8 +252,6 @@ class DelegatingProtocol(SingleAgentProtocol):
                 inference=episode.inference,
                 timeout_s=episode.timeout_s,
             )
-        finally:
-            await env.async_close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """The one place where a failed episode becomes data."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,13 +15,16 @@ async def run_or_record(
 
     Nothing is logged here: the caller knows which episode it was, and how many failed before it. A ConfigError is no failed
     episode: the set-up is wrong, every other episode would fail the same way, so it travels on. So does PolicyGone, when no
-    server is left to play with.
+    server is left to play with. SystemExit is a failure: code that an episode runs does not end the program.
     """
     try:
         rollouts = await run()
-    except (ConfigError, PolicyGone):
-        raise
-    except Exception as error:  # noqa: BLE001 - one bad episode must not cancel its siblings
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        if isinstance(error, asyncio.CancelledError):
+            what = "Something inside the episode was cancelled, and the episode with it."
+            error = RuntimeError(what).with_traceback(error.__traceback__)
         rollouts = protocol.unfinished
         for rollout in rollouts:
             if rollout.stop is None:
@@ -30,3 +34,13 @@ async def run_or_record(
     for rollout in rollouts:
         rollout.meta = {**meta, **rollout.meta}
     return rollouts
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether the episode failed; else the set-up is wrong, or the program is being stopped."""
+    if isinstance(error, ConfigError | PolicyGone | KeyboardInterrupt | GeneratorExit):
+        return False  # Ctrl-C raises KeyboardInterrupt here; one that an env raises arrives as a RuntimeError (envs.threads)
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or not task.cancelling()  # a client or an env let a cancellation of its own escape
+    return True

@@ -73,7 +73,7 @@ class MultiAgentProtocol(InteractionProtocol):
             )
             for agent_id, agent in self.agents.items()
         ]
-        opening = await env.async_reset(seed=env_seed)
+        opening = await self._asked(env, "reset", env.async_reset(seed=env_seed))
         openings = [opening_for(env, seat.agent_id, opening) for seat in seats]
         seated: list[Seat] = []
         try:
@@ -106,7 +106,7 @@ class MultiAgentProtocol(InteractionProtocol):
             actions = {agent_id: turn.action for agent_id, turn in turns.items() if turn.action is not None}
             if turns and not actions and not any(seat.retired for seat in acting):
                 continue  # nothing readable was said, so the env does not move
-            outcomes = told_outcomes(env, await env.async_step(actions), actions)
+            outcomes = told_outcomes(env, await self._asked(env, "step", env.async_step(actions)), actions)
             for seat in seats:
                 if not seat.finished and seat.agent_id in outcomes:
                     turn = turns.get(seat.agent_id) if seat.retired is None else None

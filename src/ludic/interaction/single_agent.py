@@ -66,7 +66,7 @@ class SingleAgentProtocol(InteractionProtocol):
             max_external_rounds=self.max_external_rounds,
             max_tokens=self.max_tokens,
         )
-        opening = await env.async_reset(seed=env_seed)
+        opening = await self._asked(env, "reset", env.async_reset(seed=env_seed))
         seat.sit_down(opening_for(env, seat.agent_id, opening), env)
         try:
             seat.leave(await self._play(env, seat, max_steps))
@@ -87,7 +87,8 @@ class SingleAgentProtocol(InteractionProtocol):
                 if self.stop_on_parse_error:
                     return StopReason.PARSE_ERROR
                 continue
-            outcomes = told_outcomes(env, await env.async_step({seat.agent_id: turn.action}), [seat.agent_id])
+            moved = await self._asked(env, "step", env.async_step({seat.agent_id: turn.action}))
+            outcomes = told_outcomes(env, moved, [seat.agent_id])
             seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
             if seat.stop is not None:
                 return seat.stop

@@ -53,8 +53,3 @@ def _plain(value: Any) -> Any:
 
 def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def encodable(text: str) -> str:
-    """Lone surrogates replaced: tokenizers and files refuse them, and one odd byte must not cost the episode."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ludic.tools.arguments import BadArguments, convert, decode, in_words, unknown_keys
-from ludic.tools.running import encodable, in_daemon_thread, text_of
+from ludic.tools.running import in_daemon_thread, text_of
 from ludic.tools.signature import (
     by_keyword,
     default_of,
@@ -33,6 +33,7 @@ from ludic.tools.signature import (
     type_and_schema,
 )
 from ludic.types.errors import ConfigError
+from ludic.types.messages import encodable
 
 logger = logging.getLogger(__name__)
 

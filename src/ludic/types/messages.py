@@ -51,3 +51,8 @@ class MessageView(Sequence[Message]):
 
     def __repr__(self) -> str:
         return repr(list(self))
+
+
+def encodable(text: str) -> str:
+    """Lone surrogates replaced: tokenizers and files refuse them, and one odd byte must not cost the episode."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -18,7 +18,7 @@ import numpy as np
 
 from ludic.types.errors import EnvContractError, LudicError
 from ludic.types.line_files import Line, LineWriter, read_lines
-from ludic.types.messages import MessageView
+from ludic.types.messages import MessageView, encodable
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
 
@@ -43,16 +43,34 @@ class Failure:
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":
-        text = "".join(traceback.format_exception(error))
+        try:
+            message = str(error)
+        except BaseException as broken:  # noqa: BLE001 - an exception of the user's, whose __str__ raises
+            message = f"(its text cannot be shown: {type(broken).__name__})"
         # What Ludic raises on purpose says itself what broke which rule; the frame that noticed it explains nothing.
         user_traceback, place = ("", "") if isinstance(error, LudicError) else _user_part(error)
         return cls(
-            error=type(error).__name__, message=str(error), traceback=text, user_traceback=user_traceback, place=place
+            error=encodable(type(error).__name__),
+            message=_shortened(message, _MAX_MESSAGE),
+            traceback=_shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
+            user_traceback=_shortened(user_traceback, _MAX_TRACEBACK),
+            place=encodable(place),
         )
 
     @property
     def summary(self) -> str:
         return f"{self.error}: {self.message}"
+
+
+_MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 40_000
+"""Characters. An exception may hold megabytes, and every failed episode is stored."""
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Both ends of a long text, without lone surrogates, which no file takes."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} … ({len(text) - limit:,} characters) … {text[-limit // 2 :]}"
+    return encodable(text)
 
 
 _INSTALLED = tuple(

@@ -23,6 +23,13 @@ Info: TypeAlias = dict[str, Any]
 """Plain JSON values; never token arrays (they live in the trace)."""
 
 
+MAX_OBS_CHARS = 1_000_000
+"""Of an observation. A quarter of a million tokens: no context holds more, and tokenizing it would stop all episodes."""
+MAX_INFO_CHARS = 1_000_000
+"""Of a step's info, written as JSON."""
+MAX_REWARD = 1e15
+"""Of a step, in size: sums of squares of such rewards still fit a float32."""
+
 _id_numbers = itertools.count()
 _id_prefix = os.urandom(12).hex()
 

@@ -16,6 +16,7 @@ RL = InferenceSpec(return_=ReturnSpec.for_rl())
 class SeededEnv(SingleAgentEnv):
     """Shows a number drawn from its seed; the reward is whether the reply is that number's parity."""
 
+    blocking = False  # tests count what runs at the same time
     open_envs = 0
 
     def __init__(self, fail_on: int | None = None) -> None:
@@ -35,6 +36,10 @@ class SeededEnv(SingleAgentEnv):
 
     async def async_close(self) -> None:
         type(self).open_envs -= 1
+
+
+class Threaded(SeededEnv):
+    """The same in a thread, as most envs are."""
 
 
 def coin_client() -> ScriptedClient:

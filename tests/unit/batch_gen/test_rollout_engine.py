@@ -149,7 +149,7 @@ async def test_at_most_that_many_episodes_run_and_only_as_many_tasks_exist():
 
 
 async def test_streaming_yields_episodes_as_they_finish():
-    engine = make_engine(Slow(0.005))
+    engine = make_engine(Slow(0.05))
     order = [
         rollouts[0].meta["episode_idx"]
         async for rollouts in engine.stream_rollouts([request() for _ in range(6)], max_steps=1, concurrency=3)

@@ -320,6 +320,38 @@ def test_an_env_that_raises_shows_its_own_line_once_and_how_often(ludic, caplog)
     assert "To go on: ludic train runs/first --resume" in ended.err and "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize(
+    ("cls", "told"),
+    [
+        ("Exits", "RuntimeError: The env raised SystemExit(0)."),
+        ("Overflows", "Overflows.step told 'agent_0' reward=1e+300"),
+        ("Circular", "an info that is not JSON: Circular reference"),
+    ],
+)
+def test_an_env_that_exits_or_returns_what_it_may_not_ends_its_run_with_the_reason(ludic, cls, told):
+    ended = ludic("train", f"letter.py:{cls}", *SMALL, "--steps", "1")
+    assert ended.code == 2 and "more than max_failed_share=0.5 allows" in ended.err and told in ended.err
+
+
+def test_an_env_whose_constructor_exits_is_named(ludic):
+    ended = ludic("train", "letter.py:ExitsWhenMade", *SMALL)
+    assert ended.code == 2 and "cannot be made with no arguments: SystemExit: 0" in ended.err
+
+
+def test_an_env_that_hangs_ends_its_run_with_the_limit_it_passed(ludic, monkeypatch):
+    monkeypatch.setattr("ludic.envs.threads._FINISH_S", 0.05)
+    monkeypatch.setattr("ludic.envs.threads._INTERRUPTED_S", 0.05)
+    ended = ludic("train", "letter.py:Hangs", *SMALL, "--steps", "1", "--env-timeout", "1")
+    assert ended.code == 2 and "Hangs.step took longer than env_timeout_s=1." in ended.err
+    ended = ludic("train", "letter.py:Hangs", *SMALL, "--steps", "1", "--episode-timeout", "1", "--name", "other")
+    assert ended.code == 2 and "The episode took longer than episode_timeout_s=1." in ended.err
+
+
+def test_time_limits_are_numbers_from_0_on(ludic):
+    ended = ludic("train", "letter.py:Letter", *SMALL, "--env-timeout", "-1")
+    assert ended.code == 2 and "env_timeout = -1" in ended.err
+
+
 def test_the_share_of_episodes_that_may_fail_is_a_setting(ludic):
     ended = ludic("train", "letter.py:Breaks", *SMALL, "--steps", "1", "--max-failed-share", "1")
     assert ended.code == 2 and "max_failed_share" not in ended.err and "nothing to train on" in ended.err

@@ -10,6 +10,8 @@ import pytest
 from ludic.cli.main import main
 
 ENV = '''
+import time
+
 from ludic.envs import SingleAgentEnv
 from ludic.types import StepOutcome
 
@@ -48,6 +50,33 @@ class Flat(Letter):
 class Breaks(Letter):
     def env_step(self, action):
         return helper({}, action)
+
+
+class Exits(Letter):
+    def env_step(self, action):
+        raise SystemExit(0)
+
+
+class ExitsWhenMade(Letter):
+    def __init__(self):
+        raise SystemExit(0)
+
+
+class Hangs(Letter):
+    def env_step(self, action):
+        time.sleep(20)
+
+
+class Overflows(Letter):
+    def env_step(self, action):
+        return StepOutcome("", reward=1e300, terminated=True)
+
+
+class Circular(Letter):
+    def env_step(self, action):
+        info = {}
+        info["info"] = info
+        return StepOutcome("", reward=1.0, terminated=True, info=info)
 
 
 def helper(table, action):

@@ -72,8 +72,37 @@ EXACT_AND_RIGHT = [
     ("2½", "2.5"),
     ("5 cm²", "5 cm^2"),
     ("= 18", "18"),
+    ("No", "no"),
+    ("YES", "yes"),
+    ("Two", "two"),
+    ("x-axis", "x-axis"),
+    ("A, B and C", "A, B, C"),
+    (r"\text{A and B}", "A, B"),
+    (r"x \cdot y", "xy"),
+    ("x y", "xy"),
+    ("HTH", r"\text{HTH}"),
 ]
 EXACT_AND_WRONG = [
+    ("on", "no"),
+    ("tow", "two"),
+    ("BAC", "ABC"),
+    ("TFF", "FTF"),
+    ("IV", "VI"),
+    ("yx", "xy"),
+    (r"y \cdot x", "xy"),
+    ("pq", "PQ"),
+    ("C, B, A", "A, B, C"),
+    ("B and A", "A and B"),
+    (r"\text{A}, \text{B}", r"\text{B}, \text{A}"),
+    ("HT, TH", "TH, HT"),
+    ("A, B", "A, B, C"),
+    ("no solution", "no"),
+    ("solution", "no solution"),
+    ("1", "one"),
+    ("12", "AB"),
+    ("A+B", "AB"),
+    ("1,1,2", "1,2"),
+    (r"\vec{b} \times \vec{a}", r"\vec{a} \times \vec{b}"),
     ("17", "18"),
     ("-18", "18"),
     ("1.8", "18"),
@@ -150,6 +179,12 @@ ALGEBRA_AND_RIGHT = [
     (r"-2 \le x \le 7", r"x \in [-2,7]"),
     (r"\{2, 1\}", r"\{1,2\}"),
     ("7, 5 and 3", "3, 5, 7"),
+    ("1+2yx", "2xy+1"),
+    ("ba + c", "c + ab"),
+    ("BC + AB", "AB + BC"),
+    (r"\frac{ab}{2}", r"\frac12 ba"),
+    ("(1,2)", "1,2"),
+    (r"\vec{b} + \vec{a}", r"\vec{a} + \vec{b}"),
     (r"1 + \sqrt{19}, 1 - \sqrt{19}", r"1 \pm \sqrt{19}"),
     (r"\begin{bmatrix} -\frac13 \\ 2 \end{bmatrix}", r"\begin{pmatrix} -1/3 \\ 2 \end{pmatrix}"),
 ]
@@ -169,6 +204,12 @@ ALGEBRA_AND_WRONG = [
     ("1, 000", "1000"),
     ("1,2", "1.2"),
     ("(2,1)", "(1,2)"),
+    ("(-2,1)", "1,-2"),
+    ("2, 1", "(1,2)"),
+    (r"\angle BAC", r"\angle ABC"),
+    (r"\triangle ACB", r"\triangle ABC"),
+    ("2BA+1", "2AB+1"),
+    ("(y,x)", "(x,y)"),
     ("(1,2]", "(1,2)"),
     ("[1,2]", "(1,2)"),
     ("1 < x < 2", "(1,2)"),
@@ -280,6 +321,7 @@ def parse(text, *args, **settings):
 
 def verify(gold, answer, **settings):
     if "hang" in answer: time.sleep(60)
+    while "bomb" in answer: pass
     if "crash" in answer: os._exit(1)
     if "raise" in answer: raise RecursionError
     return "gold" in gold and "right" in answer.lower()  # an i is the imaginary unit by then
@@ -310,9 +352,40 @@ def test_a_worker_that_breaks_says_no_and_is_replaced(worker, answer):
 
 def test_a_worker_that_died_between_questions_costs_nobody_a_verdict(worker):
     assert worker.check("right", "gold", timeout_s=5)
-    worker._process.kill()
-    worker._process.wait()
+    (process,) = [one._process for one in worker._all if one._process is not None]
+    process.kill()
+    process.wait()
     assert worker.check("right", "gold", timeout_s=5)
+
+
+def test_an_honest_answer_does_not_wait_until_slow_ones_are_given_up(worker):
+    worker._quick_s, worker._max_wait_s = 0.1, 0.1
+    with ThreadPoolExecutor(9) as pool:
+        slow = [pool.submit(worker.check, f"bomb {n}", "gold", timeout_s=3) for n in range(8)]
+        assert pool.submit(worker.check, "right", "gold", timeout_s=60).result()
+        assert not all(check.done() for check in slow), "the first one still has its three seconds"
+        assert not any(check.result() for check in slow)
+
+
+def test_an_answer_that_took_too_long_is_not_asked_about_again(worker):
+    worker._quick_s = 0.1
+    assert not worker.check("bomb", "gold", timeout_s=0.3)
+    asked = []
+    for one in worker._all:
+        one.ask = lambda question, **limits: asked.append(question)
+    assert not worker.check("bomb", "gold", timeout_s=0.3) and not asked
+    assert not worker.check("bomb", "gold two", timeout_s=0.3) and asked, "the reference may have been at fault"
+    asked.clear()
+    assert not worker.check("bomb", "gold three", timeout_s=0.3) and not asked, "two references were not"
+    assert not worker.check("right", "gold", timeout_s=0.3) and asked
+
+
+def test_questions_that_wait_too_long_for_the_slow_worker_are_wrong(worker):
+    worker._quick_s, worker._max_wait_s = 0.05, 0.1
+    with ThreadPoolExecutor(3) as pool:
+        checks = [pool.submit(worker.check, f"bomb {n}", "gold", timeout_s=2.0) for n in range(3)]
+        assert not any(check.result() for check in checks)
+    assert sum(map(len, worker._endless.values())) == 1, "the others were not tried"
 
 
 def test_waiting_for_others_does_not_count_as_thinking(worker):
@@ -338,7 +411,8 @@ def test_a_forked_child_has_its_own_worker_and_none_outlives_its_process(tmp_pat
 
         def grade():
             right = is_equivalent("right + 1", "gold + 1")
-            print(worker_of_this_process()._process.pid, right, flush=True)
+            (process,) = [one._process for one in worker_of_this_process()._all if one._process is not None]
+            print(process.pid, right, flush=True)
 
         grade()
         if (pid := os.fork()):
@@ -347,7 +421,7 @@ def test_a_forked_child_has_its_own_worker_and_none_outlives_its_process(tmp_pat
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))},
         capture_output=True,
         text=True,
         check=True,

@@ -259,8 +259,11 @@ async def test_one_agent_cannot_be_in_two_episodes_at_once():
             await asyncio.sleep(0)
             return await super().complete_tokens(request)
 
+    class OnTheLoop(CountingEnv):  # so that the second episode begins in the middle of the first
+        blocking = False
+
     protocol = SingleAgentProtocol(make_agent(GivesWay(lambda request: "<a>inc</a>")))
-    runs = [protocol.run(env=CountingEnv(2), max_steps=5) for _ in range(2)]
+    runs = [protocol.run(env=OnTheLoop(2), max_steps=5) for _ in range(2)]
     results = await asyncio.gather(*runs, return_exceptions=True)
     assert isinstance(results[1], ValueError) and "one agent" in str(results[1])
     assert results[0][0].stop is StopReason.TERMINATED
@@ -284,7 +287,7 @@ async def test_an_outcome_with_wrong_fields_is_named(outcome):
         def env_step(self, action):
             return outcome
 
-    with pytest.raises(EnvContractError, match="obs must be text, reward a finite number"):
+    with pytest.raises(EnvContractError, match=r"Wrong\.step told 'agent_0' (obs|reward|info)="):
         await run(["<a>inc</a>"], env=Wrong())
 
 

@@ -5,15 +5,19 @@ outside: expressions here (`assertions`), anything more by a test program in a s
 program never was (`program_judge`). Rounds of calls go on until no judge needs another answer.
 """
 
+import asyncio
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from ludic.envs.code_exec.assertions import Answer, Call, Judgement, is_plain, judge
+from ludic.envs import worker
+from ludic.envs.code_exec.assertions import Call, Judgement, is_plain, judge_told
 from ludic.envs.code_exec.batch import Served, Task, serve
 from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult
-from ludic.envs.code_exec.plain_data import decode, shown
+from ludic.envs.code_exec.plain_data import decode, shown, to_json
 from ludic.envs.code_exec.program_judge import judge_by_program
 from ludic.envs.code_exec.runner import batch_result, ended
 from ludic.envs.code_exec.verifiers import OutputVerifier
@@ -23,7 +27,14 @@ from ludic.types import ConfigError
 _MAX_ROUNDS = 64
 """A round asks for one call of each assert that is not decided yet."""
 _MAX_ANSWER = 128 * 1024
-"""Characters. Reading an answer takes time quadratic in its length where all hashes are the same, and holds everybody up."""
+"""Characters of what the calls of one test return."""
+_MAX_READ_HERE = 4 * 1024
+"""Characters of answers that are read and judged in this process, where even the worst take a millisecond or two. Reading an
+answer, and a test that makes a set of it, take time quadratic in its length where all hashes are the same."""
+_JUDGE_S = 5.0
+_JUDGES = "ludic.envs.code_exec.assertions"
+_WAITING = ThreadPoolExecutor(64, "ludic-judging")
+"""Threads that wait for a worker process."""
 _NOT_ASKED = ExecutionResult(compile_result=CompileResult(status=CompileStatus.SUCCESS))
 
 
@@ -33,7 +44,10 @@ class _State:
 
     test: TestCase
     functions: frozenset[str]
-    answers: list[tuple[Call, Answer]] = field(default_factory=list)
+    answers: list[tuple[Call, dict[str, Any]]] = field(default_factory=list)
+    """As the program sent them: a hostile one may take long to read."""
+    num_chars: int = 0
+    """Of the answers."""
     execution: ExecutionResult = _NOT_ASKED
     judgement: Judgement | None = None
     """None while it waits to be judged."""
@@ -108,11 +122,34 @@ def _functions(test: TestCase) -> frozenset[str]:
 
 async def _judge(sandbox: Sandbox, state: _State) -> None:
     if is_plain(state.test.expected, state.functions):
-        state.judgement = judge(state.test.expected, state.functions, state.answers)
+        here = state.num_chars <= _MAX_READ_HERE
+        told = (state.test.expected, state.functions, state.answers)
+        state.judgement = judge_told(*told) if here else await _judge_apart(*told)
         return
     state.judgement, failed = await judge_by_program(sandbox, state.test, state.functions, state.answers)
     if failed is not None:
         state.execution = failed
+
+
+async def _judge_apart(assertion: str, functions: frozenset[str], told: list[tuple[Call, dict[str, Any]]]) -> Judgement:
+    """`judge_told` in a worker process, which a time limit ends."""
+    question = {
+        "assertion": assertion,
+        "functions": sorted(functions),
+        "told": [[call.function, call.arguments, answer] for call, answer in told],
+    }
+    judges = worker.worker_of_this_process(_JUDGES, _make_judges)
+    text = json.dumps(question["told"])
+    ask = partial(judges.ask, question, answer=text, reference=assertion, timeout_s=_JUDGE_S)
+    verdict = await asyncio.get_running_loop().run_in_executor(_WAITING, ask)
+    if verdict is None:
+        return Judgement(details=f"Its answer could not be compared within {_JUDGE_S:g} s.")
+    needs = tuple(Call(function, arguments) for function, arguments in verdict["needs"])
+    return Judgement(passed=verdict["passed"], details=verdict["details"], needs=needs)
+
+
+def _make_judges() -> worker.Workers:
+    return worker.Workers(partial(worker.Worker, _JUDGES), num=2, quick_s=1.0)
 
 
 def _note(state: _State, served: Served) -> None:
@@ -126,19 +163,19 @@ def _note(state: _State, served: Served) -> None:
         state.judgement = Judgement(details="Its answer is too long.")
         return
     try:
-        answers = [_answer(told) for told in json.loads(served.answers)]
+        answers = json.loads(served.answers)
+        if not all(isinstance(told, dict) and ("error" in told or "value" in told) for told in answers):
+            raise ValueError("an answer is a value or an error")
+        if len(served.answers) <= _MAX_READ_HERE:  # a longer one is read by the judge
+            for told in answers:
+                decode(told.get("value"))
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         state.execution = replace(served.execution, run_status=RunStatus.KILLED)
         state.judgement = Judgement(details=f"Its answer cannot be read: {type(error).__name__}: {error}")
         return
     # Fewer answers than calls when one raised: what it would have made of the others is asked if it still matters.
     state.answers += zip(calls, answers, strict=False)
-
-
-def _answer(told: dict[str, Any]) -> Answer:
-    if "error" in told:
-        return Answer(error=str(told["error"]), error_type=str(told["type"]))
-    return Answer(value=decode(told["value"]))
+    state.num_chars += len(served.answers)
 
 
 def _result(state: _State) -> TestResult:
@@ -151,18 +188,27 @@ def _result(state: _State) -> TestResult:
     return TestResult(
         test_case=state.test,
         passed=judgement.passed,
-        actual=_told(state.answers),
+        actual=_told(state),
         execution=execution,
         comparison_details=judgement.details,
     )
 
 
-def _status_of(answer: Answer) -> RunStatus:
-    if answer.error is None:
+def _status_of(answer: dict[str, Any]) -> RunStatus:
+    if "error" not in answer:
         return RunStatus.SUCCESS  # it ran, and is wrong
-    return RunStatus.MEMORY_EXCEEDED if answer.error_type == "MemoryError" else RunStatus.RUNTIME_ERROR
+    return RunStatus.MEMORY_EXCEEDED if answer.get("type") == "MemoryError" else RunStatus.RUNTIME_ERROR
 
 
-def _told(answers: list[tuple[Call, Answer]]) -> str:
+def _told(state: _State) -> str:
     """The answers, one per line."""
-    return "\n".join(shown(answer.value) if answer.error is None else f"raised {answer.error}" for _, answer in answers)
+    return "\n".join(_shown(answer, is_short=state.num_chars <= _MAX_READ_HERE) for _, answer in state.answers)
+
+
+def _shown(answer: dict[str, Any], *, is_short: bool) -> str:
+    if "error" in answer:
+        return f"raised {answer['error']}"
+    try:
+        return shown(decode(answer["value"])) if is_short else f"{to_json(answer['value']):.200}…"
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return "what cannot be read"

@@ -3,6 +3,9 @@
 The calls of the functions under test are not made here. They are looked up among the answers that the candidate gave in
 its sandbox, or reported as missing. The rest (literals, arithmetic, comparisons, a few builtins) is computed on the
 answers here, outside, where the right answer is. What this evaluator does not know is left to `check_program`.
+
+`judge_told` reads the answers first. On a long one that may take seconds (numbers with equal hashes make a set quadratic), so
+`assert_runner` has those judged by this module in a worker process.
 """
 
 import ast
@@ -13,7 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ludic.envs.code_exec.plain_data import dumps, shown
+from ludic.envs import worker
+from ludic.envs.code_exec.plain_data import decode, dumps, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,25 @@ def judge(assertion: str, functions: frozenset[str], answers: Answers) -> Judgem
     except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         return Judgement(details=f"{book.told}; {type(error).__name__}: {error}")
     return Judgement(passed=passed, details=None if passed else book.told)
+
+
+Told = Sequence[tuple[Call, Mapping[str, Any]]]
+"""The same with each answer as the candidate sent it: {value: plain data} or {error, type}."""
+
+
+def judge_told(assertion: str, functions: frozenset[str], told: Told) -> Judgement:
+    """`judge` over answers that have not been read yet."""
+    try:
+        answers = [(call, _read(answer)) for call, answer in told]
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        return Judgement(details=f"Its answer cannot be read: {type(error).__name__}: {error}")
+    return judge(assertion, functions, answers)
+
+
+def _read(told: Mapping[str, Any]) -> Answer:
+    if "error" in told:
+        return Answer(error=str(told["error"]), error_type=str(told["type"]))
+    return Answer(value=decode(told["value"]))
 
 
 def is_plain(assertion: str, functions: frozenset[str]) -> bool:
@@ -275,3 +298,17 @@ def _bounded(op: ast.operator, left: Any, right: Any) -> Any:
     ):
         raise ValueError("the power is too large")
     return _BINARY[type(op)](left, right)
+
+
+# --- in a worker process ------------------------------------------------------------------------------------
+
+
+def _answer_to(question: worker.Question) -> dict[str, Any]:
+    told = [(Call(function, arguments), answer) for function, arguments, answer in question["told"]]
+    judgement = judge_told(question["assertion"], frozenset(question["functions"]), told)
+    needs = [[call.function, call.arguments] for call in judgement.needs]
+    return {"passed": judgement.passed, "details": judgement.details, "needs": needs}
+
+
+if __name__ == "__main__":
+    worker.serve(lambda: _answer_to, when_raised=None)

@@ -5,12 +5,10 @@ The candidate itself is not in that run, only the plain data that it answered; s
 """
 
 import json
-from typing import Any
 
-from ludic.envs.code_exec.assertions import Answer, Answers, Call, Judgement
+from ludic.envs.code_exec.assertions import Call, Judgement, Told
 from ludic.envs.code_exec.batch import program
 from ludic.envs.code_exec.cases import TestCase
-from ludic.envs.code_exec.plain_data import encode
 from ludic.sandbox import ExecutionResult, RunStatus, Sandbox
 from ludic.types import ConfigError
 
@@ -22,7 +20,7 @@ _first_calls: dict[tuple[str, str, frozenset[str]], Judgement] = {}
 
 
 async def judge_by_program(
-    sandbox: Sandbox, test: TestCase, functions: frozenset[str], answers: Answers
+    sandbox: Sandbox, test: TestCase, functions: frozenset[str], answers: Told
 ) -> tuple[Judgement, ExecutionResult | None]:
     """Its verdict, or the calls that it needs; and, where the sandbox failed, what that said."""
     setup = str(test.metadata.get("setup", ""))
@@ -33,7 +31,7 @@ async def judge_by_program(
         "setup": setup,
         "test": test.expected,
         "functions": sorted(functions),
-        "answers": [[call.function, call.arguments, _told(answer)] for call, answer in answers],
+        "answers": [[call.function, call.arguments, answer] for call, answer in answers],
     }
     result = await sandbox.execute(
         program("check_program", sandbox.python_version),
@@ -56,13 +54,7 @@ async def judge_by_program(
     return judgement, None
 
 
-def _told(answer: Answer) -> dict[str, Any]:
-    if answer.error is not None:
-        return {"error": answer.error, "type": answer.error_type}
-    return {"value": encode(answer.value)}
-
-
-def _not_finished(test: TestCase, answers: Answers, result: ExecutionResult) -> Judgement:
+def _not_finished(test: TestCase, answers: Told, result: ExecutionResult) -> Judgement:
     last_line = result.stderr.strip().rpartition("\n")[2]
     if not answers:
         raise ConfigError(

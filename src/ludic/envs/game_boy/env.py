@@ -7,7 +7,7 @@ What to make of the game (memory, maps, plans) is the agent's business: see ludi
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ludic.envs.game_boy.actions import read_buttons
 from ludic.envs.game_boy.demo_rom import demo_rom
@@ -27,10 +27,6 @@ _MAX_WALKABLE = 64
 
 class GameBoyEnv(SingleAgentEnv):
     """A Game Boy game on PyBoy: buttons, screen text, facts from memory; reward for milestones."""
-
-    blocking: ClassVar[bool] = (
-        True  # the emulator runs without the interpreter's lock, so that episodes run side by side
-    )
 
     def __init__(
         self,

@@ -41,6 +41,8 @@ _ENDINGS: dict[Result, str] = {"win": "you won", "loss": "you lost", "draw": "a 
 class TicTacToeDuel(LudicEnv[str, Observation, str]):
     """Win +1, loss −1, draw 0. An illegal or missing move ends the game: −1 for the offender, 0 for the other."""
 
+    blocking = False
+
     def __init__(self, *, view: View = "text", random_plies: int = 0) -> None:
         """`view="compact"` shows ten words to whoever is to move, as in TicTacToeEnv: its mark, then the nine cells.
 

@@ -53,6 +53,7 @@ def _view(board: str, mark: Mark, opponent_cell: int | None, view: View) -> tupl
 class TicTacToeEnv(SingleAgentEnv):
     """Win +1, forced draw +1, other draw +0.5, loss 0; an illegal move costs 1 and ends the game."""
 
+    blocking = False
     _rng = random.Random()  # replaced by every reset
     full_reward = 1.0
 

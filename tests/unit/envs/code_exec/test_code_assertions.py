@@ -1,7 +1,14 @@
+from typing import Any
+
 import pytest
 
+from ludic.envs.code_exec import assert_runner
+from ludic.envs.code_exec.assert_runner import _judge, _note, _result, _State
 from ludic.envs.code_exec.assertions import Answer, Call, calls_in, is_plain, judge
-from ludic.envs.code_exec.plain_data import Opaque, dumps
+from ludic.envs.code_exec.batch import Served
+from ludic.envs.code_exec.cases import TestCase
+from ludic.envs.code_exec.plain_data import Opaque, dumps, encode, to_json
+from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
 
 F = frozenset({"f"})
 
@@ -105,3 +112,63 @@ def test_a_function_under_test_may_have_the_name_of_a_builtin():
     mine = frozenset({"sum"})
     call = Call("sum", dumps((([1, 2],), {})))
     assert not judge("assert sum([1, 2]) == 3", mine, [(call, Answer(4))]).passed
+
+
+# --- long answers ---
+
+MODULUS = 2**61 - 1
+"""Of Python's hash of an integer: its multiples all have the hash 0."""
+
+
+def told(data: Any, test: str) -> _State:
+    """A test whose program has answered f(1) with `data`, as it is after its first round."""
+    return noted(to_json([{"value": data}]), test)
+
+
+def noted(answers: str, test: str) -> _State:
+    state = _State(TestCase(input="", expected=test, id="t", metadata={"functions": ["f"]}), F)
+    state.judgement = judge(test, F, [])
+    ran = ExecutionResult(compile_result=CompileResult(status=CompileStatus.SUCCESS), run_status=RunStatus.SUCCESS)
+    _note(state, Served(execution=ran, answers=answers))
+    return state
+
+
+COLLIDING = [number * MODULUS for number in range(1, 5000)]
+
+
+@pytest.mark.parametrize(
+    ("data", "test"),
+    [
+        ({"set": COLLIDING}, "assert f(1) == {1}"),
+        ({"dict": [[number, 0] for number in COLLIDING[:4000]]}, "assert f(1) == {1: 1}"),
+        (COLLIDING, "assert set(f(1)) == {1}"),
+        ([[1]] * 30_000, "assert sum(f(1), []) == [1]"),
+    ],
+)
+async def test_a_long_answer_is_judged_in_a_worker_and_has_a_time_limit(data, test, monkeypatch):
+    def not_here(*args: object) -> None:
+        raise AssertionError("it was judged on the event loop")
+
+    monkeypatch.setattr(assert_runner, "judge_told", not_here)
+    monkeypatch.setattr(assert_runner, "_JUDGE_S", 1.0)
+    state = told(data, test)
+    await _judge(None, state)
+    assert state.judgement is not None and not state.judgement.passed
+    assert not _result(state).passed
+
+
+@pytest.mark.parametrize(("length", "passed"), [(5000, True), (5001, False)])
+async def test_an_honest_long_answer_gets_its_verdict(length, passed):
+    state = told(encode(list(range(length))), f"assert f(1) == {list(range(5000))}")
+    await _judge(None, state)
+    assert state.judgement.passed is passed and (passed or "f(1) returned [0, 1," in state.judgement.details)
+
+
+@pytest.mark.parametrize(
+    "answers", ['["value"]', "[1]", '[{"values": 1}]', "{}", '[{"value": {"no": 1}}]', '[{"value": {"set": [[1]]}}]']
+)
+async def test_an_answer_of_another_form_fails_its_test(answers):
+    state = noted(answers, "assert f(1) == 1")
+    if state.judgement is None:
+        await _judge(None, state)
+    assert not _result(state).passed

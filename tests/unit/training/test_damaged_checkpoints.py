@@ -427,7 +427,7 @@ def forge(saved: Callable[[str], Saved], root: Path, change: Callable[[Metadata,
 
 
 def put_code_into_a_bytes_entry(metadata: Metadata, shards: Path) -> None:
-    """torch unpickles what is said to be bytes; the fields of a tensor get it past whoever asks for a size."""
+    """torch unpickles what is said to be bytes; the fields of a tensor get it past the code that asks for a size."""
     payload = io.BytesIO()
     torch.save(Trap(shards.parents[2] / "was run"), payload)
     (shards / "__1_0.distcp").write_bytes(payload.getvalue())

@@ -283,23 +283,6 @@ def is_alive(engine: Any) -> bool:
 
 
 VOCAB = 500
-EXTREMES: list[dict[str, Any]] = [
-    {"temperature": 1e-3},
-    {"temperature": 1e6},
-    {"top_p": 1e-50},
-    {"top_p": 5e-324},
-    {"top_k": 2**31 - 1},
-    {"top_k": 1, "top_p": 1e-300, "min_p": 0.999},
-    {"min_p": 5e-324},
-    {"min_p": 1 - 1e-16},
-    {"repetition_penalty": 0.01},
-    {"repetition_penalty": 100},
-    {"repetition_penalty": 0.01, "temperature": 1e-3, "frequency_penalty": -2, "presence_penalty": -2, "top_p": 1e-50},
-    {"repetition_penalty": 100, "temperature": 1e-3, "frequency_penalty": 2, "presence_penalty": 2, "min_p": 0.999},
-    {"min_tokens": 40},
-    {"stop_token_ids": tuple(range(VOCAB))},
-    {"stop_token_ids": tuple(range(1, VOCAB)), "min_tokens": 3},
-]
 
 
 @pytest.mark.parametrize("compile_layers", [False, True])
@@ -308,14 +291,17 @@ def test_settings_at_their_limits_draw_tokens(dtype, compile_layers):
     from ludic.inference.local import LocalEngine
 
     engine = LocalEngine(tiny(getattr(torch, dtype)), kv_tokens=40_000, compile_layers=compile_layers)
+    from tests.unit.inference.local.tiny_models import extreme_settings
+
+    settings = extreme_settings(VOCAB, length=40)
     everything = list(range(VOCAB))  # a prompt that every penalty applies to
     for greedy in ({}, {"temperature": 0.0}):
-        asked = [plain(everything, seed, **{**setting, **greedy}) for seed, setting in enumerate(EXTREMES)]
+        asked = [plain(everything, seed, **{**setting, **greedy}) for seed, setting in enumerate(settings)]
         for response in ask_together(engine, asked):
             assert not isinstance(response, BaseException), response
             ids = response.completion_token_ids
             assert len(ids) and ids.min() >= 0 and ids.max() < VOCAB and np.isfinite(response.completion_logprobs).all()
-        for setting in EXTREMES:  # alone as well: rounds without the host are taken where every row is plain
+        for setting in settings:  # alone as well: rounds without the host are taken where every row is plain
             (response,) = ask_together(engine, [plain(everything, 1, **{**setting, **greedy})])
             assert np.isfinite(response.completion_logprobs).all()
     assert is_alive(engine)

@@ -26,8 +26,8 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
 
     blocking: bool = True
     """Whether `reset` and `step` run in the env's own thread. False is for envs that answer within microseconds: they run on the
-    event loop, which saves a thread's 0.1 ms per call, and one that hangs there stops every episode. Not inherited: each class
-    says it for itself."""
+    event loop, which saves the thread's share of each call (under 0.1 ms). One that hangs there stops every episode. Not
+    inherited: each class says it for itself."""
     full_reward: float | None = None
     """Total reward that `reference_action` earns; None when the env has no reference solution."""
 

@@ -42,5 +42,5 @@ def _is_failure(error: BaseException) -> bool:
         return False  # Ctrl-C raises KeyboardInterrupt here; one that an env raises arrives as a RuntimeError (envs.threads)
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
-        return task is None or not task.cancelling()  # a client or an env let a cancellation of its own escape
+        return task is None or not task.cancelling()  # raised by a client or an env, not by us
     return True

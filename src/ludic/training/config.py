@@ -92,7 +92,7 @@ class TrainerConfig:
                 "or more, a finite eps above 0, and betas from 0 to below 1."
             )
         if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed}; torch takes seeds from -2^63 to 2^63 - 1.")
+            raise ConfigError(f"seed={self.seed}; a seed lies between -2^63 and 2^63 - 1.")
         if self.max_empty_batches < 1 or self.log_every < 1:
             raise ConfigError(
                 f"max_empty_batches={self.max_empty_batches} and log_every={self.log_every} must be at least 1."

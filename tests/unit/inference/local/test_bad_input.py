@@ -20,6 +20,7 @@ from tests.unit.inference.local.tiny_models import (
     ask,
     ask_all,
     eventually,
+    extreme_settings,
     family_greedy,
     in_time,
     make_engine,
@@ -321,29 +322,14 @@ async def test_a_crash_leaves_nobody_waiting_even_when_the_books_are_in_disorder
 
 # --- settings at their limits ---
 
-EXTREMES: list[dict[str, Any]] = [
-    {"temperature": 1e-3},
-    {"temperature": 1e6},
-    {"top_p": 1e-50},
-    {"top_p": 5e-324},
-    {"top_k": 2**31 - 1},
-    {"top_k": 1, "top_p": 1e-300, "min_p": 0.999},
-    {"min_p": 5e-324},
-    {"min_p": 1 - 1e-16},
-    {"repetition_penalty": 0.01},
-    {"repetition_penalty": 100},
-    {"repetition_penalty": 0.01, "temperature": 1e-3, "frequency_penalty": -2, "presence_penalty": -2, "top_p": 1e-50},
-    {"repetition_penalty": 100, "temperature": 1e-3, "frequency_penalty": 2, "presence_penalty": 2, "min_p": 0.999},
-    {"min_tokens": 16},
-    {"stop_token_ids": tuple(range(VOCAB))},
-    {"stop_token_ids": tuple(range(1, VOCAB)), "min_tokens": 3},
-]
-
 
 @pytest.mark.parametrize("greedy", [False, True])
 async def test_settings_at_their_limits_draw_tokens_and_leave_the_neighbours_alone(greedy):
     everything = tuple(range(VOCAB))  # a prompt that every penalty applies to
-    settings = [{"temperature": 1.0, **setting, **({"temperature": 0.0} if greedy else {})} for setting in EXTREMES]
+    settings = [
+        {"temperature": 1.0, **setting, **({"temperature": 0.0} if greedy else {})}
+        for setting in extreme_settings(VOCAB, length=16)
+    ]
     async with make_engine() as engine:
         extreme = [request(everything, seed=n, **setting) for n, setting in enumerate(settings)]
         answers = await ask_all(engine, [*extreme, *(request(some_prompt(5 + n)) for n in range(6))])

@@ -77,6 +77,15 @@ def head(length: int | str, path: str = "completions") -> bytes:
     return f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{size}\r\n\r\n".encode()
 
 
+async def post_and_measure(address: str, body: bytes) -> tuple[int, Any, int]:
+    """Status, answer, and the most memory that Python held meanwhile."""
+    tracemalloc.start()
+    try:
+        return *await post(address, body), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 # --- what one body asks for --------------------------------------------------------------------------------------
 
 
@@ -84,12 +93,7 @@ async def test_a_fan_out_of_millions_is_refused_before_anything_is_built():
     engine = Waiting()
     body = json.dumps({"prompt": ["a"] * 20_000, "n": 128}).encode()
     async with serving(engine) as address:
-        tracemalloc.start()
-        try:
-            status, answer = await post(address, body)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        status, answer, peak = await post_and_measure(address, body)
     assert status == 400 and "20000 prompts with n=128 are 2560000 completions" in answer["error"]["message"]
     assert engine.num_asked == 0 and peak < 20 * 2**20, f"{peak / 2**20:.0f} MB"
 
@@ -159,12 +163,7 @@ async def test_a_request_at_a_limit_is_served_and_one_beyond_it_is_told_the_limi
 async def test_a_body_of_millions_of_values_is_refused_before_it_is_parsed(values):
     body = b'{"prompt": [' + (values + b",") * (2**20 + 1) + values + b"]}"
     async with serving(Waiting()) as address:
-        tracemalloc.start()
-        try:
-            status, answer = await post(address, body)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        status, answer, peak = await post_and_measure(address, body)
     assert status == 400 and "more than 1048576 values" in answer["error"]["message"]
     assert peak < 4 * len(body) + 2**20, "the body as it was sent, received and put together"
 

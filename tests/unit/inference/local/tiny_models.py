@@ -185,3 +185,30 @@ class Gate:
     def open(self) -> None:
         self._handle.remove()
         self._opened.set()
+
+
+def extreme_settings(vocab_size: int, length: int) -> list[dict[str, Any]]:
+    """Sampling parameters at their limits, for completions of `length` tokens."""
+    return [
+        {"temperature": 1e-3},
+        {"temperature": 1e6},
+        {"top_p": 1e-50},
+        {"top_p": 5e-324},
+        {"top_k": 2**31 - 1},
+        {"top_k": 1, "top_p": 1e-300, "min_p": 0.999},
+        {"min_p": 5e-324},
+        {"min_p": 1 - 1e-16},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100},
+        {
+            "repetition_penalty": 0.01,
+            "temperature": 1e-3,
+            "frequency_penalty": -2,
+            "presence_penalty": -2,
+            "top_p": 1e-50,
+        },
+        {"repetition_penalty": 100, "temperature": 1e-3, "frequency_penalty": 2, "presence_penalty": 2, "min_p": 0.999},
+        {"min_tokens": length},
+        {"stop_token_ids": tuple(range(vocab_size))},
+        {"stop_token_ids": tuple(range(1, vocab_size)), "min_tokens": 3},
+    ]

@@ -27,10 +27,10 @@ from ludic.distributed.fsdp import FSDPSettings, shard_model
 from ludic.distributed.ranks import OneProcess, Ranks, join_ranks, leave_ranks
 from ludic.models.lora import dense_parameters
 from ludic.training import Trainer, TrainerConfig, make_grpo
+from ludic.training.learner.gradients import accumulate_gradients, batch_facts
+from ludic.training.learner.packing import balanced_shares
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
-from ludic.training.packing import balanced_shares
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients, batch_facts
 from ludic.types import SAWBatch, SAWItem
 
 ON_GPU = torch.cuda.is_available()

@@ -19,13 +19,13 @@ import torch
 from engine import make, qwen, smollm2
 from training import samples
 
-from ludic.models.compiling import compile_layers
+from ludic.models.execution import compile_layers
 from ludic.scaling.memory import GIB, TrainingSetup, training_memory
 from ludic.scaling.shapes import ModelShape, shape_from_config
-from ludic.training.full_precision import FullPrecisionAdamW
+from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.optimizer import FullPrecisionAdamW
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients
 
 LENGTH, PROMPT_SHARE, MICRO_BATCHES = 1024, 0.3, 2
 MODELS: dict[str, Callable[[], Any]] = {"135m": smollm2, "1.5b": qwen}

@@ -23,7 +23,7 @@ from ludic.sandbox import (
     PodmanSandboxPool,
     SubprocessSandboxPool,
 )
-from ludic.sandbox.interpreter import find_interpreter
+from ludic.sandbox.bubblewrap import find_interpreter
 
 PROGRAM = "print(int(input()) + 1)"
 

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from engine import make, qwen, smollm2, tiny
 
-from ludic.models.compiling import compile_layers
+from ludic.models.execution import compile_layers
 from ludic.models.finite import FiniteCheck
 from ludic.models.head import Head, chosen_logps
+from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 ON_GPU = torch.cuda.is_available()

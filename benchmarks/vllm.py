@@ -24,7 +24,7 @@ import aiohttp
 import numpy as np
 
 from ludic.inference import VLLMChatClient
-from ludic.inference.vllm_wire import GENERATE, generate_body
+from ludic.inference.vllm.wire import GENERATE, generate_body
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 32

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane
-from ludic.distributed.interfaces import TensorCommunicator
-from ludic.distributed.vllm_publisher import make_communicator
-from ludic.inference.vllm_buckets import Bucket
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.distributed.publish.interfaces import TensorCommunicator
+from ludic.distributed.publish.vllm import make_communicator
+from ludic.inference.vllm.buckets import Bucket
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm_server import start_vllm_server, wait_for_vllm_health
 
 

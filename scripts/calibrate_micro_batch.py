@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ludic.models.compiling import decoder_layers
+from ludic.models.execution import decoder_layers
 from ludic.models.head import plain_model
 from ludic.models.loading import SMOLLM2, load_model
-from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
+from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.optimizer import FullPrecisionAdamW, is_narrow
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients
 from ludic.types import ActorTokenLogps, ConfigError, LudicError, MissingExtra, SampleAttachments, SAWItem
 
 TINY = "tiny"

@@ -27,7 +27,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-from ludic.training.durable import MANIFEST, problem_with
+from ludic.training.checkpoint.atomic import MANIFEST, problem_with
 from ludic.types import ConfigError, LudicError
 
 NOT_SENT = ("*.pt", "trainer_state.json", "base_fingerprint.json", MANIFEST, ".*")

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ludic.inference.vllm_command import free_port
+from ludic.inference.vllm.command import free_port
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.modeling_auto", "transformers.generation", "peft", "ludic.cli.main", "ludic.cli.run_training",
+    "transformers.models.auto.modeling_auto", "transformers.generation", "peft", "ludic.cli.main", "ludic.run.training",
     "ludic.inference.local", "ludic.training.trainer", "ludic.distributed.fsdp",
 ]  # fmt: skip
 """What cannot be imported is left to the processes, which then say so themselves."""

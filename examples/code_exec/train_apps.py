@@ -22,7 +22,7 @@ import tyro
 from ludic import registry
 from ludic.agents import Agent
 from ludic.batch_gen import RolloutBatchSource, RolloutEngine, make_dataset_sequence_requests_fn
-from ludic.batch_gen.samples import read_samples
+from ludic.batch_gen.requests.samples import read_samples
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
 from ludic.eval import EngineEvaluator

@@ -24,7 +24,7 @@ import tyro
 
 from ludic.agents import Agent, ReActAgent
 from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource, RolloutEngine
-from ludic.batch_gen.samples import read_samples
+from ludic.batch_gen.requests.samples import read_samples
 from ludic.context import FullDialog
 from ludic.envs.musique_search import MuSiQueSample
 from ludic.inference import (

@@ -31,23 +31,23 @@ from ludic.batch_gen import (
     RolloutEngine,
     make_dataset_sequence_requests_fn,
 )
-from ludic.batch_gen.samples import read_samples
+from ludic.batch_gen.requests.samples import read_samples
 from ludic.context import FullDialog
 from ludic.distributed import ClientPublisher, create_vllm_publisher
 from ludic.distributed.fsdp import FSDPSettings, load_sharded
 from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
 from ludic.eval import EngineEvaluator
 from ludic.inference import ChatTemplate, HFChatTemplate
-from ludic.inference.control_token import read_control_token
 from ludic.inference.local import LocalEngine
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.control_token import read_control_token
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.loading import LoadedModel, load_model
 from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.training import CheckpointConfig, JSONLLogger, PrintLogger, TeeLogger, Trainer, TrainerConfig, make_grpo
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.checkpoint import CheckpointManager
-from ludic.training.export import export_checkpoint
+from ludic.training.checkpoint.export import export_checkpoint
+from ludic.training.checkpoint.manager import CheckpointManager
 from ludic.types import (
     ChatClient,
     ConfigError,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ludic import registry
 from ludic.agents import Agent
 from ludic.batch_gen import RolloutEngine
-from ludic.batch_gen.samples import read_samples
+from ludic.batch_gen.requests.samples import read_samples
 from ludic.context import FullDialog
 from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.interaction import SingleAgentProtocol

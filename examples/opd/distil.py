@@ -41,11 +41,11 @@ from ludic.inference import HFChatTemplate, LocalTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.loading import LoadedModel, load_model
+from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.models.tiny import character_tokenizer, tiny_llama
-from ludic.models.vocabulary_kl import KLDirection, VocabularyKL
 from ludic.parsers import ParseResult
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig, make_opd
-from ludic.training.policy import TrainedPolicy
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import (
     BatchSource,
     ConfigError,

@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludic.inference.control_token import read_control_token
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.control_token import read_control_token
 from ludic.training import RLAlgorithm, make_cispo
 from ludic.types import InferenceSpec, ReturnSpec, SamplingParams
 

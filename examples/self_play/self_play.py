@@ -41,9 +41,9 @@ from ludic.eval import Estimate, elo_table, fit_elo, matches_of, round_robin, sh
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.inference.local import League, LocalEngine
 from ludic.interaction import Policies
-from ludic.models.adapters import adapters_on
+from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
-from ludic.models.threads import use_fastest_num_threads
+from ludic.models.lora import adapters_on
 from ludic.parsers import ParseResult
 from ludic.training import (
     CheckpointConfig,
@@ -56,8 +56,8 @@ from ludic.training import (
     make_sft,
     train_policies,
 )
+from ludic.training.learner.stop import StopSignal
 from ludic.training.schedules import LRSchedule
-from ludic.training.stopping import StopSignal
 from ludic.types import (
     ChatClient,
     ConfigError,

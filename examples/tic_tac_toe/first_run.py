@@ -33,8 +33,8 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.eval import Estimate, evaluate, share_estimate
 from ludic.inference import HFChatTemplate
 from ludic.inference.local import LocalEngine
+from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
-from ludic.models.threads import use_fastest_num_threads
 from ludic.training import (
     CheckpointConfig,
     JSONLLogger,

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from ludic.types.errors import ConfigError, ParserContractError
-from ludic.types.latex import extract_last_boxed_content
+from ludic.types.messages import extract_last_boxed_content
 
 __all__ = [
     "ParseResult", "Parser", "raw_parser", "compose_parsers", "xml_parser", "xml_tag_parser",

@@ -31,6 +31,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": BASE | {"inference", "models"},
     "training": BASE | {"models", "distributed"},
     "eval": BASE | {"batch_gen"},
+    "tinker": BASE | {"training", "inference", "distributed", "models"},
+    "run": BASE
+    | {
+        "agents",
+        "batch_gen",
+        "distributed",
+        "envs",
+        "eval",
+        "inference",
+        "interaction",
+        "models",
+        "tinker",
+        "training",
+    },
 }
 """What may import everything: minimal (all but cli) and cli. A row for a part that is not built yet is checked as
 soon as it is there. `interaction` also sees `parsers`, since a step's parse result is one of its types."""
@@ -54,7 +68,7 @@ def ludic_imports(file: Path) -> set[str]:
             assert node.level == 0, f"{file}: imports are absolute"
             module = node.module or ""
             if module == "ludic":
-                found |= {alias.name for alias in node.names}
+                found |= {alias.name for alias in node.names} - {"__version__"}
             elif module.startswith("ludic."):
                 found.add(module.split(".")[1])
         elif isinstance(node, ast.Import):

@@ -37,13 +37,16 @@ WITHOUT_CODE = {"GenerationConfig", "PeftConfig", "PeftModel"}
 RANKS = "ranks of one job exchange objects; a job's ports must be closed to others, as torch.distributed requires"
 SANDBOX = "runs inside the sandbox, which is made for programs of strangers"
 ALLOWED = {
-    ("src/ludic/cli/launch_ray.py", "ray"): "a cluster runs what its users send it; its ports must be closed to others",
+    (
+        "src/ludic/cli/pipeline/ray.py",
+        "ray",
+    ): "a cluster runs what its users send it; its ports must be closed to others",
     ("src/ludic/distributed/fsdp.py", "pickle"): f"rank 0 sends the modules of a model without weights: {RANKS}",
     ("src/ludic/distributed/fsdp.py", "all_gather_object"): RANKS,
     ("src/ludic/distributed/ranks.py", "gather_object"): RANKS,
     ("src/ludic/distributed/ranks.py", "scatter_object_list"): RANKS,
     ("src/ludic/distributed/ranks.py", "broadcast_object_list"): RANKS,
-    ("src/ludic/training/sharded_checkpoint.py", "all_gather_object"): RANKS,
+    ("src/ludic/training/checkpoint/sharded.py", "all_gather_object"): RANKS,
     ("src/ludic/envs/check.py", "pickle"): "copies an env of this process; the bytes never leave it",
     (
         "src/ludic/envs/code_exec/batch.py",
@@ -53,8 +56,8 @@ ALLOWED = {
     ("src/ludic/envs/code_exec/inside/serve_tests.py", "exec"): SANDBOX,
     ("src/ludic/envs/code_exec/inside/check_program.py", "exec"): SANDBOX,
     ("src/ludic/registry.py", "exec_module"): "imports the file that a user names as their env: env.py:Class",
-    ("src/ludic/sandbox/cell.py", "marshal"): "starts the supervisor, which is Ludic's own code",
-    ("src/ludic/sandbox/job.py", "marshal"): "writes a job for the supervisor; nothing is read back so",
+    ("src/ludic/sandbox/runner_process.py", "marshal"): "starts the supervisor, which is Ludic's own code",
+    ("src/ludic/sandbox/run.py", "marshal"): "writes a job for the supervisor; nothing is read back so",
     ("src/ludic/sandbox/supervisor.py", "marshal"): "reads the job that Ludic wrote, before the program runs",
     ("src/ludic/sandbox/supervisor.py", "exec"): SANDBOX,
 }
@@ -95,7 +98,7 @@ def test_nothing_that_runs_the_code_of_a_stranger_is_used_without_a_reason():
     found = {(file.relative_to(ROOT).as_posix(), use) for file in SOURCES for use in uses(file)}
     new = sorted(found - ALLOWED.keys())
     assert not new, (
-        f"{new}: read plain data instead (JSON, safetensors, ludic.training.tensor_files), or give a reason in ALLOWED"
+        f"{new}: read plain data instead (JSON, safetensors, ludic.training.checkpoint.tensor_files), or give a reason in ALLOWED"
     )
     assert not sorted(ALLOWED.keys() - found), "these are gone; take them out of ALLOWED"
 

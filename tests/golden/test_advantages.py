@@ -9,8 +9,8 @@ from ludic.agents import FoldingReActAgent
 from ludic.batch_gen import stitch_rollout
 from ludic.context import SummarisedDialog
 from ludic.interaction import SingleAgentProtocol
-from ludic.training.advantages import TokenGAE, TurnGAE
 from ludic.training.credit_assignment import GAE, EpisodicReturn
+from ludic.training.critic.gae import TokenGAE, TurnGAE
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SampleAttachments, SAWItem
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.training.samples import random_items

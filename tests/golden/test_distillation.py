@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ludic.models.head import Head
-from ludic.models.vocabulary_kl import KLDirection, VocabularyKL, vocabulary_kl
+from ludic.models.teacher_kl import KLDirection, VocabularyKL, vocabulary_kl
 from ludic.training.algorithms import make_grpo_opd, make_mopd, make_opd
 from ludic.training.credit_assignment import KLCreditModifier
-from ludic.training.packing import collate_saw_items
+from ludic.training.learner.packing import collate_saw_items
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 
 PROMPT = 0

@@ -15,6 +15,7 @@ from math import exp, log, sqrt
 import pytest
 import torch
 
+from ludic.training.learner.gradients import batch_facts
 from ludic.training.losses import (
     ActionTokens,
     BatchFacts,
@@ -42,8 +43,7 @@ from ludic.training.losses import (
     ValueLoss,
     mismatch_stats,
 )
-from ludic.training.losses.mismatch import effective_share
-from ludic.training.update import batch_facts
+from ludic.training.losses.corrections import effective_share
 from ludic.types import SAWItem
 
 LN_1_5, LN_2 = 0.4054651081081644, 0.6931471805599453

@@ -14,12 +14,11 @@ import torch
 
 from ludic.distributed.ranks import OneProcess
 from ludic.models import head as head_module
-from ludic.models.head import Head, chosen_logps
-from ludic.models.supports import Supports
+from ludic.models.head import Head, Supports, chosen_logps
+from ludic.training.learner.gradients import FrozenReference, accumulate_gradients
+from ludic.training.learner.packing import fit_length
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, ReinforceLoss, TokenKLLoss
-from ludic.training.packing import fit_length
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import FrozenReference, accumulate_gradients
 from ludic.types import (
     ReturnSpec,
     SamplingParams,

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ludic.models import vocabulary_kl as module
+from ludic.models import teacher_kl as module
 from ludic.models.head import Head
-from ludic.models.vocabulary_kl import KLDirection, VocabularyKL, vocabulary_kl
+from ludic.models.teacher_kl import KLDirection, VocabularyKL, vocabulary_kl
 from ludic.training.losses import ActionTokens, BatchFacts, CorrectedLoss, DistillationLoss, TokenMask
 from ludic.types import ConfigError
 

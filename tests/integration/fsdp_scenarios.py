@@ -25,6 +25,9 @@ from ludic.training import (
     make_spo,
     mix_objectives,
 )
+from ludic.training.learner.gradients import AdapterOff, FrozenReference, accumulate_gradients, batch_facts
+from ludic.training.learner.packing import balanced_shares
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import (
     CISPOLoss,
     ClippedSurrogateLoss,
@@ -41,10 +44,7 @@ from ludic.training.losses import (
     TokenClippedSurrogateLoss,
     TokenKLLoss,
 )
-from ludic.training.losses.batch_normalized import BatchNormalized
-from ludic.training.packing import balanced_shares
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import AdapterOff, FrozenReference, accumulate_gradients, batch_facts
+from ludic.training.losses.base import BatchNormalized
 from ludic.types import RequestsExhausted, SAWBatch, SAWItem, with_objective
 from tests.unit.training.samples import random_items
 

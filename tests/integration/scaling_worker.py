@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludic.distributed.fsdp import FSDPSettings, shard_model, sync_gradients
 from ludic.distributed.ranks import join_ranks, leave_ranks
-from ludic.training.full_precision import FullPrecisionAdamW
+from ludic.training.learner.gradients import action_tokens, batch_facts
+from ludic.training.learner.optimizer import FullPrecisionAdamW
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import action_tokens, batch_facts
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 CONFIG = LlamaConfig(

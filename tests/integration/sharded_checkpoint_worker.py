@@ -25,15 +25,15 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import fully_shard
 
-from ludic.cli.run_export import Asked, export_run
 from ludic.distributed.fsdp import FSDPSettings, shard_model
 from ludic.models.tiny import word_tokenizer
-from ludic.training.checkpoint import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.export import export_checkpoint
-from ludic.training.full_precision import FullPrecisionAdamW
-from ludic.training.rng import restore_rng, rng_state
-from ludic.training.sharded_checkpoint import ShardedCheckpointManager
-from ludic.training.sharded_files import read_tensors
+from ludic.run.export import Asked, export_run
+from ludic.training.checkpoint.export import export_checkpoint
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
+from ludic.training.checkpoint.shard_files import read_tensors
+from ludic.training.checkpoint.sharded import ShardedCheckpointManager
+from ludic.training.learner.optimizer import FullPrecisionAdamW
+from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 
 VOCAB = 37
@@ -513,7 +513,7 @@ def only_the_adapter_is_stored(folder: Path) -> None:
 def loading_runs_no_code(folder: Path) -> None:
     import pickle
 
-    from ludic.training.durable import finish_folder
+    from ludic.training.checkpoint.atomic import finish_folder
 
     class Harm:
         def __reduce__(self) -> Any:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, ReinforceLoss
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients
 from ludic.types import (
     ReturnSpec,
     SamplingParams,
@@ -105,7 +105,7 @@ def test_scores_are_those_of_the_model():
 @pytest.mark.parametrize("top_k", [None, 4])
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_the_kl_to_a_teacher_and_its_gradient_are_those_of_the_cpu(direction, top_k, autocast):
-    from ludic.models.vocabulary_kl import KLDirection, VocabularyKL
+    from ludic.models.teacher_kl import KLDirection, VocabularyKL
 
     items, how = random_items([9, 17, 5, 12], vocab=60), VocabularyKL(KLDirection(direction), top_k=top_k)
 

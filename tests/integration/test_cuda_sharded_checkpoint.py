@@ -10,8 +10,8 @@ pytest.importorskip("peft", reason="the lora extra is not installed")
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
-from ludic.training.rng import rng_state
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.learner.rng import rng_state
 from tests.integration.sharded_checkpoint_worker import (
     VARIANTS,
     adamw,

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 import torch
 
+from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CISPOLoss, CompositeLoss, EntropyBonus, LossTerm
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.samples import random_items
 
@@ -23,7 +23,7 @@ def gradients(family, device, dtype=torch.float32, compiled=False, autocast=None
     model = new_model(family, initializer_range=0.1, hidden_size=64, head_dim=16).to(device, dtype).requires_grad_(True)
     policy = TrainedPolicy(model, mixed_precision_dtype=autocast)
     if compiled:
-        from ludic.models.compiling import compile_layers
+        from ludic.models.execution import compile_layers
 
         compile_layers(model)
     loss = CompositeLoss(

@@ -12,7 +12,7 @@ import pytest
 
 from ludic.batch_gen import RolloutEngine
 from ludic.inference import HFChatTemplate, LocalTeacher, OpenAIChatClient, VLLMChatClient, VLLMTeacher
-from ludic.inference.http_retry import EndpointError
+from ludic.inference.http import EndpointError
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.types import (

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from tests import forked
 from tests.integration.sharded_checkpoint_worker import PHASES
 

@@ -18,10 +18,9 @@ from ludic.distributed import (
     WeightPushError,
     create_vllm_publisher,
 )
-from ludic.distributed.adapter_control import AdapterControlPlane
-from ludic.distributed.adapter_folder import AdapterFolder
-from ludic.distributed.peft_adapter import base_parameters, read_adapter
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.distributed.publish.adapter import AdapterControlPlane, AdapterFolder
+from ludic.distributed.publish.peft import base_parameters, read_adapter
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.integration.conftest import running
 from tests.integration.test_vllm_weights import (

@@ -18,9 +18,9 @@ from ludic.distributed import (
     WeightPushError,
     create_vllm_publisher,
 )
-from ludic.distributed.staged import SharedMemoryCommunicator
-from ludic.inference.vllm_buckets import describe, split_into_buckets
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.distributed.publish.staged_transports import SharedMemoryCommunicator
+from ludic.inference.vllm.buckets import describe, split_into_buckets
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.models.lora import dense_parameters
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 

@@ -15,7 +15,7 @@ import numpy as np
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.context import ContextStrategy
 from ludic.inference import ChatTemplate, Conversation, Prompt
-from ludic.inference.chat_template import ToolSchemas
+from ludic.inference.templates.chat import ToolSchemas
 from ludic.parsers import Parser, ParseResult
 from ludic.types import (
     ChatClient,

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent, ModelCall
-from ludic.inference.chat_template import shows_tools
-from ludic.inference.tool_parser import READABLE_CALLS, ToolParseResult
+from ludic.inference.templates.chat import shows_tools
+from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParseResult
 from ludic.parsers import ParseResult
 from ludic.tools import Tool, ToolResult, as_tool
 from ludic.types import ActionTarget, ConfigError, InferenceSpec, Info, Observation, OutOfRoom, ToolCall, derive_seed

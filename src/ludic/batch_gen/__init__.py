@@ -1,24 +1,18 @@
 """From requests to training batches: playing episodes, crediting them, stitching their tokens into items."""
 
-from ludic.batch_gen.async_source import AsyncRolloutBatchSource
 from ludic.batch_gen.chat_items import make_chat_template_step_to_item
-from ludic.batch_gen.curriculum import (
+from ludic.batch_gen.engine import Progress, RolloutEngine
+from ludic.batch_gen.groups import TooManyFailures
+from ludic.batch_gen.requests.curriculum import (
     Curriculum,
     EasiestFirstCurriculum,
+    KnowsSuccess,
+    PrioritisedCurriculum,
     SuccessBandCurriculum,
     TaskCurriculum,
     UniformCurriculum,
 )
-from ludic.batch_gen.domain_teachers import DomainTeachers
-from ludic.batch_gen.dynamic_sampling import DynamicSampling
-from ludic.batch_gen.engine import Progress, RolloutEngine
-from ludic.batch_gen.groups import TooManyFailures
-from ludic.batch_gen.mixed_source import MixedBatchSource, MixedPart
-from ludic.batch_gen.offline import OfflineBatchSource
-from ludic.batch_gen.prioritised import KnowsSuccess, PrioritisedCurriculum
-from ludic.batch_gen.privileged_teacher import PrivilegedTeacher, told_first
-from ludic.batch_gen.replay import ReplayBatchSource
-from ludic.batch_gen.requests import (
+from ludic.batch_gen.requests.dataset import (
     DatasetRequests,
     MixedRequests,
     RequestsFn,
@@ -26,13 +20,23 @@ from ludic.batch_gen.requests import (
     make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue,
 )
-from ludic.batch_gen.seated_requests import SeatedRequests, seated
-from ludic.batch_gen.shared_rollouts import PolicyBatchSource, SharedRollouts
-from ludic.batch_gen.sources import RolloutBatchSource
+from ludic.batch_gen.requests.roles import SeatedRequests, seated
+from ludic.batch_gen.requests.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.batch_gen.sources.asynchronous import AsyncRolloutBatchSource
+from ludic.batch_gen.sources.dynamic_sampling import DynamicSampling
+from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart
+from ludic.batch_gen.sources.offline import OfflineBatchSource
+from ludic.batch_gen.sources.replay import ReplayBatchSource
+from ludic.batch_gen.sources.rollouts import RolloutBatchSource
+from ludic.batch_gen.sources.shared import PolicyBatchSource, SharedRollouts
+from ludic.batch_gen.sources.teachers import (
+    DomainTeachers,
+    PrivilegedTeacher,
+    TeacherAnnotatedBatchSource,
+    Teachers,
+    told_first,
+)
 from ludic.batch_gen.stitching import stitch_rollout, stitch_rollouts
-from ludic.batch_gen.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
-from ludic.batch_gen.teacher_annotated import TeacherAnnotatedBatchSource
-from ludic.batch_gen.teachers import Teachers
 from ludic.types import RequestsExhausted
 
 __all__ = [

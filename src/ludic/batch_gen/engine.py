@@ -13,24 +13,23 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ludic.batch_gen.assembly import Assembly, HasCreditAssigner, credit_of
-from ludic.batch_gen.bounded import Job, as_finished
+from ludic.batch_gen.build_batch import Assembly, HasCreditAssigner, credit_of
+from ludic.batch_gen.concurrency import Job, as_finished
 from ludic.batch_gen.episodes import (
     DEFAULT_ENV_TIMEOUT_S,
     Episode,
     EpisodeLimits,
     EpisodePlan,
+    Factories,
+    Factory,
     FailureLog,
     GoingOn,
     num_sampled_tokens,
     plan_episodes,
     play_episode,
 )
-from ludic.batch_gen.factories import Factories, Factory
 from ludic.batch_gen.groups import FailureLimit
-from ludic.batch_gen.request_key import request_key
-from ludic.batch_gen.resume import read_episode, resume_plans
-from ludic.batch_gen.writer import FinishedEpisodes, RolloutWriter
+from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter, read_episode, request_key, resume_plans
 from ludic.types import ConfigError, CreditAssigner, Rollout, RolloutRequest, SampleFilter, SAWBatch
 
 DEFAULT_MAX_STEPS = 512

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import typer
 
 from ludic.cli.run_command import Target, as_pipeline, need_extras, read_run_command
-from ludic.cli.run_env import find_env
+from ludic.run.env import find_env
 from ludic.types import ConfigError
 
 DESCRIPTION = (
@@ -36,7 +36,7 @@ def actor(context: typer.Context) -> None:
     words, config = read_run_command(Words, context.args, prog="ludic actor", description=DESCRIPTION)
     found = find_env(config.env.id)
     need_extras("train,pipeline", "ludic actor")
-    from ludic.cli import run_actor
+    from ludic.cli.pipeline import actor as run_actor
 
     code = run_actor.play(as_pipeline(config), found, index=words.actor_index)
     if code:

@@ -9,9 +9,9 @@ from pathlib import Path
 import typer
 import tyro
 
-from ludic.cli.eval_config import EvalConfig, of_run, resolve, trains_on
-from ludic.cli.run_env import find_env
-from ludic.cli.settings import parse_flags
+from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
+from ludic.run.env import find_env
+from ludic.run.settings import parse_flags
 from ludic.types import ConfigError
 
 DESCRIPTION = (
@@ -41,7 +41,7 @@ def evaluate(context: typer.Context) -> None:
         )
     found = find_env(config.env.id)
     config = resolve(config, found)
-    from ludic.cli import eval_run
+    from ludic.cli.eval import run as eval_run
 
     code = eval_run.run(config, found, resume=words.resume)
     if code:

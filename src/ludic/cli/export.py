@@ -37,7 +37,7 @@ def export(
     """Write a trained model in the format of Hugging Face."""
     need_extras("train", "ludic export")
     # Here and not above: torch takes seconds to load, and `ludic --help` should not.
-    from ludic.cli.run_export import Asked, export_run
+    from ludic.run.export import Asked, export_run
 
     asked = Asked(
         run=run, target=target, step=step, adapter=adapter or with_optimizer, base=base, with_optimizer=with_optimizer

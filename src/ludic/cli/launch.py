@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import typer
 
 from ludic.cli.run_command import Target, as_pipeline, need_extras, read_run_command
-from ludic.cli.run_env import find_env
-from ludic.cli.settings import MaybeText, Switch
+from ludic.run.env import find_env
+from ludic.run.settings import MaybeText, Switch
 
 DESCRIPTION = (
     "Train with actors and a learner in processes of their own: starts all of them, and a Redis and a vLLM server where they are "
@@ -42,7 +42,7 @@ def launch(context: typer.Context) -> None:
     words, config = read_run_command(Words, context.args, prog="ludic launch", description=DESCRIPTION)
     found = find_env(config.env.id)
     need_extras("train,pipeline", "ludic launch")
-    from ludic.cli import run_launch
+    from ludic.cli.pipeline import launch as run_launch
 
     code = run_launch.launch(words, as_pipeline(config), found)
     if code:

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
-from ludic.batch_gen.samples import is_on_hub, read_lines, read_sample, read_samples
+from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample, read_samples
 from ludic.cli.play_tools import Toolbox
-from ludic.cli.run_env import find_env
 from ludic.cli.scripted import reference_or_random, scripted_protocol
-from ludic.cli.settings import read_pair
 from ludic.interaction.base import AnyEnv, outcome_for, told_outcomes
+from ludic.run.env import find_env
+from ludic.run.settings import read_pair
 from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
 
 _UNCUT = InferenceSpec(sampling=SamplingParams(max_tokens=1_000_000))

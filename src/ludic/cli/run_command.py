@@ -8,8 +8,8 @@ from typing import Annotated, Protocol, TypeAlias, TypeVar
 
 import tyro
 
-from ludic.cli.run_config import RunConfig
-from ludic.cli.settings import parse_flags, read_toml
+from ludic.run.config import RunConfig
+from ludic.run.settings import parse_flags, read_toml
 from ludic.types import ConfigError, MissingExtra
 
 Target: TypeAlias = Annotated[str, tyro.conf.arg(metavar="TARGET", help_behavior_hint=""), tyro.conf.Positional]

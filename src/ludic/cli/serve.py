@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ludic.cli.run_command import need_extras
-from ludic.inference.vllm_command import check_host, check_port
+from ludic.inference.vllm.command import check_host, check_port
 from ludic.models import SMOLLM2, TINY
-from ludic.training.stopping import StopWishes
+from ludic.training.learner.stop import StopWishes
 from ludic.types import ConfigError
 
 
@@ -113,7 +113,7 @@ def _load(model: str, max_sequences: int | None, max_model_len: int | None, dtyp
 
 
 async def _serve_until_stopped(engine: Any, host: str, port: int, api_key: str | None, insecure: bool) -> None:
-    from ludic.inference.local.server import serve
+    from ludic.inference.local.http.server import serve
 
     def announce(address: str) -> None:
         print(f"Serving {engine.name} at {address}/v1 (Ctrl-C stops)", flush=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import typer
 
 from ludic.cli.run_command import Target, need_extras, read_run_command
-from ludic.cli.run_env import find_env
-from ludic.cli.settings import Switch
+from ludic.run.env import find_env
+from ludic.run.settings import Switch
 
 DESCRIPTION = (
     "Train a model on an environment. Settings come from flags, from a TOML file with the sections below, or from both: flags "
@@ -34,7 +34,7 @@ def train(context: typer.Context) -> None:
     words, config = read_run_command(Words, context.args, prog="ludic train", description=DESCRIPTION)
     found = find_env(config.env.id)
     need_extras("train", "ludic train")
-    from ludic.cli import run_training
+    from ludic.run import training as run_training
 
     if words.dry_run:
         run_training.show_plan(config, found, resume=words.resume)

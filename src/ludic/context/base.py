@@ -82,3 +82,15 @@ class ContextStrategy(ABC):
 
     def _append(self, message: Message) -> None:
         self._messages.append(message)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The plain transcript: everything is kept, everything is shown.
+# ----------------------------------------------------------------------------------------------------
+
+
+class FullDialog(ContextStrategy):
+    """Observations are user messages, replies assistant messages; nothing is dropped."""
+
+    def on_before_act(self) -> list[Message]:
+        return list(self._messages)

@@ -1,16 +1,16 @@
 """Getting new weights to whatever serves the policy."""
 
-from ludic.distributed.adapter_publisher import VllmAdapterPublisher
-from ludic.distributed.broadcast import BroadcastPolicyPublisher
-from ludic.distributed.client_publisher import ClientPublisher
-from ludic.distributed.folder_weights import FolderFollower, FolderPublisher
-from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
-from ludic.distributed.rank0 import Rank0OnlyPublisher
-from ludic.distributed.shared_weights import SharedWeightsPublisher
-from ludic.distributed.tinker_policy import TinkerPolicy
-from ludic.distributed.vllm_control import VllmControlPlane
-from ludic.distributed.vllm_publisher import create_vllm_publisher
-from ludic.inference.vllm_buckets import WeightMetadata
+import importlib
+from typing import Any
+
+from ludic.distributed.publish.adapter import VllmAdapterPublisher
+from ludic.distributed.publish.folder import FolderFollower, FolderPublisher
+from ludic.distributed.publish.in_process import ClientPublisher, Rank0OnlyPublisher, SharedWeightsPublisher
+from ludic.distributed.publish.interfaces import ControlPlane, TensorCommunicator, WeightPushError
+from ludic.distributed.publish.push import BroadcastPolicyPublisher
+from ludic.distributed.publish.vllm import create_vllm_publisher
+from ludic.distributed.publish.vllm_control import VllmControlPlane
+from ludic.inference.vllm.buckets import WeightMetadata
 
 InProcessPublisher = SharedWeightsPublisher
 """The embedded engine holds the trainer's own parameters; this is the name of the documents for it."""
@@ -21,3 +21,12 @@ __all__ = [
     "ControlPlane", "TensorCommunicator", "WeightMetadata", "WeightPushError",
     "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher", "TinkerPolicy",
 ]  # fmt: skip
+
+_ABOVE = {"TinkerPolicy": "ludic.tinker.policy"}
+
+
+def __getattr__(name: str) -> Any:
+    """Tinker's names, which live above this package, are loaded when they are asked for."""
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ABOVE[name]), name)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ludic.distributed.ranks import Ranks, difference
-from ludic.models.compiling import decoder_layers
+from ludic.models.execution import decoder_layers
 from ludic.models.head import plain_model
 from ludic.types import ConfigError
 

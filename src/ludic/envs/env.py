@@ -8,13 +8,14 @@ Protocols only ever await `async_reset` and `async_step`. An env that computes i
 thread of the env's own (ludic.envs.threads); one that does asynchronous I/O overrides the awaitable pair instead.
 """
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ludic.envs.threads import thread_of
-from ludic.types import Info, ResetNeeded, Snapshot, SnapshotUnsupported, StepOutcome
+from ludic.types import JSON, ConfigError, Info, ResetNeeded, Snapshot, SnapshotUnsupported, StepOutcome
 
 AgentID = TypeVar("AgentID", bound=str)
 Obs = TypeVar("Obs")
@@ -106,3 +107,27 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         """For `step`: refuse to go on before reset or after the end."""
         if not self.active_agents:
             raise ResetNeeded(f"{type(self).__name__}.step was called, but no episode is running. Call reset first.")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What envs with snapshots share: opening one of the right kind, and dice as plain JSON.
+# ----------------------------------------------------------------------------------------------------
+
+
+def world_of(snapshot: Snapshot, *, kind: str, version: int) -> dict[str, Any]:
+    """The stored world, if it was taken of this kind of env and in this version."""
+    if (snapshot.env_kind, snapshot.version) != (kind, version):
+        raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {kind} v{version}.")
+    return dict(snapshot.world)
+
+
+def dice_to_json(rng: random.Random) -> JSON:
+    version, words, gauss = rng.getstate()
+    return [version, list(words), gauss]
+
+
+def dice_from_json(stored: Any) -> random.Random:
+    version, words, gauss = stored
+    rng = random.Random()
+    rng.setstate((version, tuple(words), gauss))
+    return rng

@@ -8,8 +8,8 @@ import random
 from collections import deque
 from typing import Final, TypeAlias
 
+from ludic.envs.env import world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.envs.snapshots import world_of
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Cell: TypeAlias = tuple[int, int]

@@ -7,7 +7,7 @@ ludic.envs.math_grading's business, and reading it out of the reply the agent's 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, Sample
 from ludic.envs.math_grading import async_is_equivalent, is_equivalent
 from ludic.types import StepOutcome
-from ludic.types.latex import extract_last_boxed_content
+from ludic.types.messages import extract_last_boxed_content
 
 SYSTEM_PROMPT = (
     "You solve competition math problems. Reason step by step, then give the final answer in its simplest exact form "

@@ -7,8 +7,7 @@ the seed changes nothing.
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
-from ludic.envs.env import LudicEnv
-from ludic.envs.snapshots import world_of
+from ludic.envs.env import LudicEnv, world_of
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Move: TypeAlias = Literal["cooperate", "defect"]

@@ -7,8 +7,8 @@ import random
 from functools import lru_cache
 from typing import Final, TypeAlias
 
+from ludic.envs.env import dice_from_json, dice_to_json, world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.envs.snapshots import dice_from_json, dice_to_json, world_of
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
 Row: TypeAlias = tuple[int, ...]

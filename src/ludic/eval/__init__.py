@@ -1,6 +1,5 @@
 """How good a policy is: episodes played for their outcome, and what can be said of it with what certainty."""
 
-from ludic.eval.elo import Match, Rating, elo_table, fit_elo
 from ludic.eval.evaluator import (
     EngineEvaluator,
     SnapshotEvaluator,
@@ -8,10 +7,9 @@ from ludic.eval.evaluator import (
     run_eval,
     run_eval_sync,
 )
-from ludic.eval.outcome import Outcome, outcome_of, outcomes_of
-from ludic.eval.records import step_records
+from ludic.eval.outcome import Outcome, outcome_of, outcomes_of, step_records
+from ludic.eval.ratings import Match, Rating, elo_table, fit_elo, matches_of, round_robin
 from ludic.eval.report import EvalReport, Grading, make_report, paired_difference
-from ludic.eval.round_robin import matches_of, round_robin
 from ludic.eval.statistics import Estimate, majority_at_k, mean_estimate, pass_at_k, share_estimate
 
 __all__ = [

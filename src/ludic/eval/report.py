@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ludic.eval.outcome import Outcome, outcomes_of
-from ludic.eval.records import all_records
+from ludic.eval.outcome import Outcome, all_records, outcomes_of
 from ludic.eval.statistics import Estimate, check_k, majority_at_k, mean_estimate, pass_at_k, share_estimate
 from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers, result_names
 

@@ -3,17 +3,18 @@
 Loads without torch, transformers or vllm: HFChatTemplate is handed a tokenizer, it does not make one.
 """
 
-from ludic.inference.byte_template import ByteTemplate
-from ludic.inference.chat_template import ChatTemplate, TemplateResult
-from ludic.inference.conversation import Conversation, Prompt
-from ludic.inference.hf_template import HFChatTemplate, tool_parser_for
+import importlib
+from typing import Any
+
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
 from ludic.inference.teachers import LocalTeacher, VLLMTeacher
-from ludic.inference.tinker_client import TinkerChatClient
-from ludic.inference.tinker_service import TinkerConfig
-from ludic.inference.tokenizer_fingerprint import tokenizer_fingerprint
-from ludic.inference.tool_parser import (
+from ludic.inference.templates.byte import ByteTemplate
+from ludic.inference.templates.chat import ChatTemplate, TemplateResult
+from ludic.inference.templates.conversation import Conversation, Prompt
+from ludic.inference.templates.fingerprint import tokenizer_fingerprint
+from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
+from ludic.inference.templates.tool_calls import (
     HermesToolParser,
     Llama3ToolParser,
     ToolParser,
@@ -21,7 +22,7 @@ from ludic.inference.tool_parser import (
     XMLToolParser,
     make_tool_call,
 )
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.types import (
     BackendExtensions,
     ChatClient,
@@ -44,3 +45,12 @@ __all__ = [
     "tokenizer_fingerprint", "ToolParser", "ToolParseResult", "HermesToolParser", "Llama3ToolParser", "XMLToolParser",
     "make_tool_call", "tool_parser_for",
 ]  # fmt: skip
+
+_ABOVE = {"TinkerChatClient": "ludic.tinker.client", "TinkerConfig": "ludic.tinker.service"}
+
+
+def __getattr__(name: str) -> Any:
+    """Tinker's names, which live above this package, are loaded when they are asked for."""
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ABOVE[name]), name)

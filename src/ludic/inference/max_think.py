@@ -2,7 +2,7 @@
 
 Nothing here is remembered between tokens: what to force follows from the tokens of the reply alone, so a request that is
 preempted and resumed, or moved within the batch, needs no care. Once twice: for the token lists of one request, and
-for a batch of requests on a device. `ludic.inference.vllm_max_think` puts both into vLLM.
+for a batch of requests on a device. `ludic.inference.vllm.worker.max_think` puts both into vLLM.
 """
 
 from collections.abc import Mapping, Sequence

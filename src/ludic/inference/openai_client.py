@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.byte_template import ByteTemplate
-from ludic.inference.http_retry import Busy, EndpointError, Retries
-from ludic.inference.http_session import Answer, HttpSessions, error_of
+from ludic.inference.http import Answer, Busy, EndpointError, HttpSessions, Retries, error_of
+from ludic.inference.templates.byte import ByteTemplate
 from ludic.types import (
     ChatResponse,
     ConfigError,

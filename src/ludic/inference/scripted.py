@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.byte_template import ByteTemplate
+from ludic.inference.templates.byte import ByteTemplate
 from ludic.types import (
     ChatResponse,
     ConfigError,

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from ludic.inference.http_retry import EndpointError
-from ludic.inference.tokenizer_fingerprint import HasVocabulary, tokenizer_fingerprint
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.http import EndpointError
+from ludic.inference.templates.fingerprint import HasVocabulary, tokenizer_fingerprint
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.types import (
     ConfigError,
     LogprobArray,

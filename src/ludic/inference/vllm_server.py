@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ludic.inference.control_token import CONTROL_VARIABLE, TOKEN_FILE
-from ludic.inference.vllm_command import (
+from ludic.inference.vllm.command import (
     ServerCommand,
     api_keys,
     check_host,
@@ -23,8 +22,9 @@ from ludic.inference.vllm_command import (
     is_loopback,
     server_command,
 )
-from ludic.inference.vllm_install import find_vllm, supported_range
-from ludic.inference.vllm_process import (
+from ludic.inference.vllm.control_token import CONTROL_VARIABLE, TOKEN_FILE
+from ludic.inference.vllm.install import find_vllm, supported_range
+from ludic.inference.vllm.process import (
     ServerDied,
     ServerNotReady,
     VLLMServerProcess,

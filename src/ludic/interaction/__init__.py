@@ -9,7 +9,7 @@ from ludic.interaction.base import (
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.delegating import Delegate, DelegatingProtocol, TaskEnv
-from ludic.interaction.episode import run_or_record
+from ludic.interaction.failures import run_or_record
 from ludic.interaction.multi_agent import MultiAgentProtocol
 from ludic.interaction.policies import Policies, Roster, Seating
 from ludic.interaction.single_agent import SingleAgentProtocol, SingleAgentSyncProtocol

@@ -16,8 +16,7 @@ from ludic.agents import Agent
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.envs.threads import opened
 from ludic.interaction.base import AnyEnv, ToolAnswers
-from ludic.interaction.concurrently import all_or_none
-from ludic.interaction.episode import run_or_record
+from ludic.interaction.failures import all_or_none, run_or_record
 from ludic.interaction.single_agent import SingleAgentProtocol
 from ludic.types import (
     AgentStep,

@@ -14,8 +14,8 @@ from ludic.interaction.base import (
     told_outcomes,
 )
 from ludic.interaction.collector import TraceCollector
-from ludic.interaction.concurrently import all_or_none
-from ludic.interaction.seat import Seat, Turn, call_handler
+from ludic.interaction.failures import all_or_none
+from ludic.interaction.session import Seat, Turn, call_handler
 from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall, derive_seed
 
 

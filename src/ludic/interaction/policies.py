@@ -2,7 +2,7 @@
 
 A policy is a name, somebody who answers under it, and perhaps a trainer. Which policy has which seat is said by each
 request, and every rollout says who played it (its agent's `model`): seats can change from episode to episode, and what a
-policy has played finds its trainer (`ludic.batch_gen.shared_rollouts`).
+policy has played finds its trainer (`ludic.batch_gen.sources.shared`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -12,7 +12,7 @@ from ludic.interaction.base import (
     told_outcomes,
 )
 from ludic.interaction.collector import TraceCollector
-from ludic.interaction.seat import Seat, call_handler
+from ludic.interaction.session import Seat, call_handler
 from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall
 
 

@@ -5,7 +5,7 @@
 Every stage is a Protocol; only `local_backend` and `tinker_backend` load torch and the Tinker SDK. More in docs/minimal.md.
 """
 
-from ludic.inference.dialogue import ClientPolicy
+from ludic.inference.templates.conversation import ClientPolicy
 from ludic.minimal.data import DataLoader, HuggingFaceDataLoader
 from ludic.minimal.generation import CompletionOutput, Generator, Policy, RolloutGenerator
 from ludic.minimal.logging import MetricsLogger, TensorBoardLogger, run_logger

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from ludic.batch_gen.passes import Passes
-from ludic.batch_gen.samples import read_samples
+from ludic.batch_gen.requests.dataset import Passes
+from ludic.batch_gen.requests.samples import read_samples
 from ludic.minimal.rl import Example
 from ludic.types import ConfigError
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from ludic.batch_gen.bare_calls import BareCall, rollout_of_calls
+from ludic.batch_gen.external_rollouts import BareCall, rollout_of_calls
 from ludic.minimal.generation import Policy
 from ludic.minimal.rl import Reward, Trajectory
 from ludic.types import Rollout, SAWBatch

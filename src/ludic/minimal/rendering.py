@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from ludic.inference.chat_template import ChatTemplate
-from ludic.inference.conversation import Prompt
-from ludic.inference.dialogue import ChatDialogue
+from ludic.inference.templates.chat import ChatTemplate
+from ludic.inference.templates.conversation import ChatDialogue, Prompt
 from ludic.minimal.message import Message
 from ludic.types import TokenIds, TokenTrace
 

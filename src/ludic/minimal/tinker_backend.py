@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ludic.batch_gen.bare_calls import GivenBatch
+from ludic.batch_gen.external_rollouts import GivenBatch
 from ludic.distributed import TinkerPolicy
 from ludic.inference import TinkerConfig
-from ludic.inference.dialogue import ClientPolicy, up_to_stop
-from ludic.inference.tinker_template import CookbookTemplate, tinker_template
+from ludic.inference.templates.conversation import ClientPolicy, up_to_stop
 from ludic.minimal.model import TrainingBatch, UpdateResult
 from ludic.minimal.rendering import ChatRenderer
+from ludic.tinker.template import CookbookTemplate, tinker_template
 from ludic.training import TinkerTrainer, TrainerConfig, make_dr_grpo
 from ludic.types import SamplingParams
 

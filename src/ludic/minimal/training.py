@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from ludic.batch_gen.bare_calls import weighed_batch
+from ludic.batch_gen.external_rollouts import weighed_batch
 from ludic.eval.statistics import pass_at_k
 from ludic.minimal.data import DataLoader
 from ludic.minimal.generation import Generator

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.lean import LeanForward, is_lean
-from ludic.models.packing import MIN_ROWS_PACKED, MIN_ROWS_PLAIN, PackedLinear, is_packable
+from ludic.models.fused_llama import MIN_ROWS_PACKED, MIN_ROWS_PLAIN, LeanForward, PackedLinear, is_lean, is_packable
 
 logger = logging.getLogger(__name__)
 

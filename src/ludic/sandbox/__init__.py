@@ -9,23 +9,26 @@ from ludic.sandbox.backends import (
     is_docker_available,
     is_podman_available,
     is_podman_hpc_available,
+    shared_pool,
 )
 from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool
-from ludic.sandbox.cache import LRUCache
 from ludic.sandbox.containers import DockerSandboxConfig, DockerSandboxPool, PodmanConfig, PodmanSandboxPool
 from ludic.sandbox.interface import (
     Bind,
+    CommandResult,
     CommandSandbox,
+    CompileResult,
+    CompileStatus,
+    ExecutionResult,
+    RunStatus,
     Sandbox,
     SandboxError,
+    SandboxLimits,
     SandboxPool,
     SandboxPoolExhaustedError,
 )
-from ludic.sandbox.limits import SandboxLimits
-from ludic.sandbox.plain import SubprocessConfig, SubprocessSandboxPool
-from ludic.sandbox.pool import BaseSandboxPool
-from ludic.sandbox.results import CommandResult, CompileResult, CompileStatus, ExecutionResult, RunStatus
-from ludic.sandbox.shared import shared_pool
+from ludic.sandbox.pool import BaseSandboxPool, LRUCache
+from ludic.sandbox.subprocess_backend import SubprocessConfig, SubprocessSandboxPool
 
 __all__ = [
     "CompileStatus", "RunStatus", "CompileResult", "ExecutionResult", "CommandResult", "SandboxLimits",

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ludic.sandbox.cell import Cell, start_cell, supervisor_command
-from ludic.sandbox.interface import Bind, SandboxError
-from ludic.sandbox.limits import MB, SandboxLimits
+from ludic.sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic.sandbox.runner_process import Cell, start_cell, supervisor_command
 from ludic.types import ConfigError
 
 Engine = Literal["docker", "podman", "podman-hpc"]

@@ -11,12 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ludic.sandbox.cell import Cell, Seen
-from ludic.sandbox.interface import Bind, SandboxError
-from ludic.sandbox.job import PROGRAM, Job
-from ludic.sandbox.limits import SandboxLimits
-from ludic.sandbox.results import CommandResult, CompileResult, CompileStatus, ExecutionResult, RunStatus
-from ludic.sandbox.verdict import compile_verdict, run_verdict, termination
+from ludic.sandbox.interface import (
+    Bind,
+    CommandResult,
+    CompileResult,
+    CompileStatus,
+    ExecutionResult,
+    RunStatus,
+    SandboxError,
+    SandboxLimits,
+)
+from ludic.sandbox.run import PROGRAM, Job
+from ludic.sandbox.runner_process import Cell, Seen, compile_verdict, run_verdict, termination
 from ludic.types import ConfigError
 
 BASE_ENV = {

@@ -1,7 +1,7 @@
 """The part that lives inside the sandbox: takes one job, runs it as a child, reports what happened, ends.
 
 Its source is handed to the sandbox's own Python (3.9 or newer), so it imports nothing of Ludic, and few modules at all:
-every run pays for them. The harness's end of the conversation is ludic.sandbox.cell.
+every run pays for them. The harness's end of the conversation is ludic.sandbox.runner_process.
 
 The program gets the rest of this process's stdin, pipes that are pumped from here as stdout and stderr, and nothing else.
 It cannot write to the stream of frames on our stdout: the descriptor is closed in the child, and this process is not

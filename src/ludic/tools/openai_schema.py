@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ludic.tools.signature import inlined
+from ludic.tools.schema import inlined
 from ludic.tools.tool import Tool, as_tool
 from ludic.types.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 _NAMES_BY_MODULE = {
     "ludic.types": "EnvSpec ProtocolSpec CtxSpec RolloutRequest SAWItem SAWBatch SampleAttachments ActorTokenLogps Rollout "
     "Reducer default_reducers apply_reducers_to_records",
-    "ludic.training.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
+    "ludic.training.learner.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource MixedBatchSource MixedPart "
     "ReplayBatchSource TeacherAnnotatedBatchSource DomainTeachers PrivilegedTeacher told_first GRPORequestStrategy "
     "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
@@ -31,12 +31,12 @@ _NAMES_BY_MODULE = {
     "make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft "
     "make_rft mix_objectives Objective make_spo "
     "make_opd make_grpo_opd make_mopd make_gigpo",
-    "ludic.training.advantages": "TokenGAE TurnGAE",
+    "ludic.training.critic.gae": "TokenGAE TurnGAE",
     "ludic.training.trainer": "Trainer",
-    "ludic.training.several_policies": "train_policies common_step",
-    "ludic.training.tinker_trainer": "TinkerTrainer",
+    "ludic.training.multi_policy": "train_policies common_step",
+    "ludic.tinker.trainer": "TinkerTrainer",
     "ludic.training.config": "TrainerConfig",
-    "ludic.training.checkpoint": "CheckpointConfig CheckpointManager",
+    "ludic.training.checkpoint.manager": "CheckpointConfig CheckpointManager",
     "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

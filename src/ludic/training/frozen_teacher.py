@@ -5,7 +5,7 @@ from typing import Any
 from ludic.models.loading import LoadedModel
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
-from ludic.training.policy import TrainedPolicy
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ConfigError
 
 

@@ -16,10 +16,10 @@ import torch
 from ludic.models.head import plain_model
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
-from ludic.training.packing import action_fields
-from ludic.training.preparing import prepare
-from ludic.training.stats import PREFIXES, batch_stats, prefixed
-from ludic.training.update import batch_facts
+from ludic.training.learner.gradients import batch_facts
+from ludic.training.learner.metrics import PREFIXES, batch_stats, prefixed
+from ludic.training.learner.packing import action_fields
+from ludic.training.learner.prepare import prepare
 from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
 
 MAX_WEIGHT = 1e9

@@ -22,15 +22,15 @@ import torch
 from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.ranks import OneProcess, RankFailed, Ranks, check_together
 from ludic.distributed.tensor_parallel import is_tensor_parallel
-from ludic.models.compiling import compile_layers
+from ludic.models.execution import compile_layers, recompute_activations
 from ludic.models.finite import FiniteCheck
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel
-from ludic.models.recomputing import recompute_activations
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.sharded import ShardedCheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.crediting import (
+from ludic.training.critic.train import (
     explained_variance,
     give_own_rate,
     make_critic,
@@ -38,28 +38,11 @@ from ludic.training.crediting import (
     value_moments,
     with_advantages,
 )
-from ludic.training.data_position import data_states, load_data_states
-from ludic.training.dealing import Ending, EndKind, Prepared, Share, deal
-from ludic.training.drift import DriftProbe
-from ludic.training.evaluating import Evaluating
 from ludic.training.frozen_teacher import frozen_teacher
-from ludic.training.full_precision import FullPrecisionAdamW, is_narrow
 from ludic.training.guards import check_model, check_parity, require_finite
-from ludic.training.local_adamw import LocalAdamW
-from ludic.training.loggers import Resumable
-from ludic.training.losses import BatchFacts
-from ludic.training.losses.mismatch import effective_share
-from ludic.training.meeting import Told, meet
-from ludic.training.policy import TrainedPolicy
-from ludic.training.preparing import describe, fetch
-from ludic.training.publishing import Publishing
-from ludic.training.rng import restore_rng, rng_state
-from ludic.training.sample_check import TrainableSamples
-from ludic.training.sharded_checkpoint import ShardedCheckpointManager
-from ludic.training.stats import StatSum, added_up, prefixed
-from ludic.training.stopping import StopRequested, StopSignal, run_sync
-from ludic.training.trainer_checks import GivenParts, check_parts
-from ludic.training.update import (
+from ludic.training.learner.checks import GivenParts, check_parts
+from ludic.training.learner.evaluation import Evaluating
+from ludic.training.learner.gradients import (
     AdapterOff,
     FrozenReference,
     Reference,
@@ -67,6 +50,19 @@ from ludic.training.update import (
     batch_facts,
     equal_micro_batches,
 )
+from ludic.training.learner.metrics import DriftProbe, StatSum, added_up, prefixed
+from ludic.training.learner.optimizer import FullPrecisionAdamW, LocalAdamW, is_narrow
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.learner.prepare import data_states, describe, fetch, load_data_states
+from ludic.training.learner.publish import Publishing
+from ludic.training.learner.rank_batches import Ending, EndKind, Prepared, Share, deal
+from ludic.training.learner.rank_setup import Told, meet
+from ludic.training.learner.rng import restore_rng, rng_state
+from ludic.training.learner.stop import StopRequested, StopSignal, run_sync
+from ludic.training.loggers import Resumable
+from ludic.training.losses import BatchFacts
+from ludic.training.losses.corrections import effective_share
+from ludic.training.sample_check import TrainableSamples
 from ludic.types import (
     AccountsForItems,
     BatchSource,

@@ -20,17 +20,6 @@ from ludic.types.errors import (
     TokenMismatch,
     UnknownName,
 )
-from ludic.types.inference import (
-    BackendExtensions,
-    ChatResponse,
-    InferenceSpec,
-    ReturnSpec,
-    SamplingConfig,
-    SamplingParams,
-    TokenCompletionRequest,
-    ToolRequest,
-    VLLMExtensions,
-)
 from ludic.types.interfaces import (
     AccountsForItems,
     AdapterPublisher,
@@ -56,8 +45,7 @@ from ludic.types.interfaces import (
     VersionedClient,
 )
 from ludic.types.messages import JSON, Message, MessageView, ToolCall
-from ludic.types.objectives import objective_of, with_objective
-from ludic.types.reducers import (
+from ludic.types.metrics import (
     NormalizeBy,
     Reducer,
     ReducerKind,
@@ -67,8 +55,7 @@ from ludic.types.reducers import (
     result_names,
     result_rates,
 )
-from ludic.types.repeating import require_repeatable_reply, unrepeatable_settings
-from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, prompt_key
+from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, derive_seed, prompt_key
 from ludic.types.rollout import (
     Failure,
     Rollout,
@@ -85,8 +72,22 @@ from ludic.types.samples import (
     SAWBatch,
     SAWItem,
     has_actor_logps,
+    objective_of,
+    with_objective,
 )
-from ludic.types.seeds import derive_seed
+from ludic.types.sampling import (
+    BackendExtensions,
+    ChatResponse,
+    InferenceSpec,
+    ReturnSpec,
+    SamplingConfig,
+    SamplingParams,
+    TokenCompletionRequest,
+    ToolRequest,
+    VLLMExtensions,
+    require_repeatable_reply,
+    unrepeatable_settings,
+)
 from ludic.types.steps import (
     ActionTarget,
     AgentStep,
@@ -99,8 +100,7 @@ from ludic.types.steps import (
     StopReason,
     new_id,
 )
-from ludic.types.supports import TokenSupports
-from ludic.types.tokens import TokenLog, TokenTrace, VersionRun
+from ludic.types.tokens import TokenLog, TokenSupports, TokenTrace, VersionRun
 from ludic.types.urls import shown_url
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Files of JSON lines that are appended to while they are read: plain text, or gzip where the name ends in .gz.
 
-Rollouts are kept in them (`ludic.types.rollout`, `ludic.batch_gen.writer`). A compressed file consists of gzip members of about
+Rollouts are kept in them (`ludic.types.rollout`, `ludic.batch_gen.store`). A compressed file consists of gzip members of about
 256 KiB of text. Each append extends the last member and closes it again, so the file is whole between two appends, `zcat` reads
 it at any time, and a line can be found again without reading what lies before its member. A damaged member costs its own lines
 only: readers go on at the next.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ludic.batch_gen.writer import FinishedEpisodes
+from ludic.batch_gen.store import FinishedEpisodes
 from ludic.types import StepOutcome, StopReason, load_rollouts
 from ludic.types.steps import MAX_INFO_CHARS, MAX_OBS_CHARS, MAX_REWARD
 from tests.conftest import Fuzz

@@ -9,7 +9,7 @@ import pytest
 from ludic import registry
 from ludic.batch_gen import GRPORequestStrategy, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodePlan
-from ludic.batch_gen.writer import FinishedEpisodes, RolloutWriter
+from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter
 from ludic.inference import ScriptedClient
 from ludic.interaction import MultiAgentProtocol
 from ludic.types import ConfigError, EnvSpec, ProtocolSpec, Rollout, RolloutRequest, load_rollouts

@@ -13,7 +13,7 @@ from ludic.batch_gen import (
     TeacherAnnotatedBatchSource,
     told_first,
 )
-from ludic.batch_gen.domain_teachers import domain_of
+from ludic.batch_gen.sources.teachers import domain_of
 from ludic.inference import ByteTemplate
 from ludic.types import (
     AccountsForItems,

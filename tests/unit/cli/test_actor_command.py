@@ -20,14 +20,15 @@ from ludic.batch_gen.pipeline.lease import LeaseLost
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.batch_gen.pipeline.wire import encode_group
-from ludic.cli import run_actor, run_pipeline
-from ludic.cli.pipeline_config import PipelineSettings
-from ludic.cli.run_config import ModelSettings, RunConfig, resolve
-from ludic.cli.run_env import find_env
-from ludic.cli.run_model import load_tokenizer, without_adapter
-from ludic.cli.run_pipeline import pipeline_algorithm
-from ludic.cli.settings import with_values
-from ludic.training import stopping
+from ludic.cli.pipeline import actor as run_actor
+from ludic.run import pipeline_learner as run_pipeline
+from ludic.run.config import ModelSettings, RunConfig, resolve
+from ludic.run.env import find_env
+from ludic.run.model import load_tokenizer, without_adapter
+from ludic.run.pipeline import PipelineSettings
+from ludic.run.pipeline_learner import pipeline_algorithm
+from ludic.run.settings import with_values
+from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem

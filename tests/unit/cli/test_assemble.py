@@ -7,7 +7,10 @@ import torch
 
 from ludic import registry
 from ludic.agents import ToolAgent
-from ludic.cli.assemble import (
+from ludic.inference import ByteTemplate, ScriptedClient
+from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
+from ludic.models.tiny import character_tokenizer
+from ludic.run.build import (
     Play,
     agent_factory,
     fixed_requests,
@@ -17,13 +20,10 @@ from ludic.cli.assemble import (
     train_requests,
     trainer_config,
 )
-from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig, resolve
-from ludic.cli.run_env import find_env
-from ludic.cli.run_model import dtype_of, load_policy, make_template, serve_locally
-from ludic.cli.settings import with_values
-from ludic.inference import ByteTemplate, ScriptedClient
-from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
-from ludic.models.tiny import character_tokenizer
+from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig, resolve
+from ludic.run.env import find_env
+from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
+from ludic.run.settings import with_values
 from ludic.training.losses import ActionTokens, BatchFacts, Loss
 from ludic.types import ConfigError, ReturnSpec, TemplateError, load_rollouts
 
@@ -62,7 +62,7 @@ def test_algorithms_that_compare_nothing_need_no_groups():
     ],
 )
 def test_a_run_is_named_after_env_model_and_algorithm(values, name):
-    from ludic.cli.run_config import default_name
+    from ludic.run.config import default_name
 
     assert default_name(with_values(RunConfig(), values)) == name
 

@@ -5,13 +5,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli.eval_config import EvalConfig
+from ludic.cli.eval.config import EvalConfig
 from ludic.cli.main import app
 from ludic.cli.play_tools import Toolbox
-from ludic.cli.run_config import AgentSettings, EnvSettings, resolve_play
-from ludic.cli.run_env import find_env
 from ludic.inference import HermesToolParser, HFChatTemplate, tool_parser_for
 from ludic.models.tiny import make_tiny
+from ludic.run.config import AgentSettings, EnvSettings, resolve_play
+from ludic.run.env import find_env
 from ludic.types import load_rollouts
 
 pytest.importorskip("bm25s", reason="the search extra is not installed")

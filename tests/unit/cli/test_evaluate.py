@@ -14,18 +14,18 @@ from click.testing import Result
 from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
-from ludic.cli import eval_run
-from ludic.cli.eval_config import PolicySettings
-from ludic.cli.eval_folder import slug
-from ludic.cli.eval_policy import contenders, load
+from ludic.cli.eval import run as eval_run
+from ludic.cli.eval.config import PolicySettings
+from ludic.cli.eval.folder import slug
+from ludic.cli.eval.models import contenders, load
 from ludic.cli.evaluate import read_command
 from ludic.cli.main import app
-from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig
-from ludic.cli.settings import to_toml, with_values
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.server import serve
+from ludic.inference.local.http.server import serve
 from ludic.models.tiny import tiny_llama, word_tokenizer
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.run.settings import to_toml, with_values
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError, LudicError, load_rollouts
 
 WORDS = ["yes", "no", "maybe", "q0", "q1", "q2", "q3"]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.cli.run_config import ModelSettings
-from ludic.cli.run_model import load_policy
 from ludic.models.tiny import character_tokenizer
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.run.config import ModelSettings
+from ludic.run.model import load_policy
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from tests.unit.cli.train_parts import RUN, command_in
 from tests.unit.inference.local.tiny_models import new_model
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.launch_roles import LUDIC, Sizes, make_roles, reachable_socket
-from ludic.cli.pipeline_config import PipelineSettings, given_redis, redis_url, required_servers
-from ludic.cli.run_config import RunConfig, resolve
-from ludic.cli.run_env import find_env
-from ludic.cli.run_folder import Start, prepare_folder
-from ludic.cli.run_launch import prepare
-from ludic.cli.settings import with_values
-from ludic.cli.supervisor import WhenDone
+from ludic.cli.pipeline.launch import prepare
+from ludic.cli.pipeline.roles import LUDIC, Sizes, make_roles, reachable_socket
+from ludic.cli.pipeline.supervisor import WhenDone
+from ludic.run.config import RunConfig, resolve
+from ludic.run.env import find_env
+from ludic.run.folder import Start, prepare_folder
+from ludic.run.pipeline import PipelineSettings, given_redis, redis_url, required_servers
+from ludic.run.settings import with_values
 from ludic.types import ConfigError
 from tests.unit.cli.train_parts import ENV, SMALL, command_in
 
@@ -112,7 +112,7 @@ def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://here")
     own = make_roles(config_with(tmp_path, actor_engine="vllm", actors=1))
     assert [role.name for role in own] == ["server", "learner", "actor-0"] and own[1].needs == ("server",)
-    assert own[0].command[:3] == (sys.executable, "-m", "ludic.cli.run_server")
+    assert own[0].command[:3] == (sys.executable, "-m", "ludic.cli.pipeline.server")
     assert own[2].environment["LUDIC_SERVER"] == f"http://127.0.0.1:{own[0].command[-1]}"
     given = make_roles(config_with(tmp_path, actor_engine="vllm", actors=1, server=("http://there:8000",)))
     assert [role.name for role in given] == ["learner", "actor-0"]

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.cli import assemble
-from ludic.cli.assemble import make_loggers
-from ludic.cli.run_config import AgentSettings, EnvSettings, ModelSettings, RunConfig, RunSettings, resolve
-from ludic.cli.run_env import find_env
-from ludic.cli.run_folder import Start, prepare_folder
-from ludic.cli.run_model import load_policy, pinned
-from ludic.cli.run_plan import plan_lines
-from ludic.cli.settings import to_toml, with_values
 from ludic.models.tiny import character_tokenizer, tiny_llama
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.run import build as assemble
+from ludic.run.build import make_loggers
+from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig, RunSettings, resolve
+from ludic.run.dry_run import plan_lines
+from ludic.run.env import find_env
+from ludic.run.folder import Start, prepare_folder
+from ludic.run.model import load_policy, pinned
+from ludic.run.settings import to_toml, with_values
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError
 
 ADAPTER = ModelSettings(model="tiny", lora_rank=2)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.run_config import AlgoSettings, RunConfig
-from ludic.cli.settings import read_toml
 from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.run.config import AlgoSettings, RunConfig
+from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
 from tests.unit.cli.train_parts import RUN, command_in

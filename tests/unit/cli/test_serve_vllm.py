@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ludic.cli.main import app
-from ludic.inference.vllm_install import VLLMInstall
+from ludic.inference.vllm.install import VLLMInstall
 from ludic.types import ConfigError
 
 runner = CliRunner()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ludic.cli.run_config import MAY_CHANGE_ON_RESUME, RunConfig
-from ludic.cli.settings import (
+from ludic.run.config import MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.settings import (
     Arguments,
     MaybeInt,
     MaybePath,

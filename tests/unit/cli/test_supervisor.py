@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.merged_output import MergedOutput
-from ludic.cli.processes import LocalProcesses
-from ludic.cli.supervisor import Outcome, RestartLimit, Role, Supervisor, WhenDone, how_it_ended
-from ludic.training import stopping
+from ludic.cli.pipeline.processes import LocalProcesses
+from ludic.cli.pipeline.supervisor import MergedOutput, Outcome, RestartLimit, Role, Supervisor, WhenDone, how_it_ended
+from ludic.training.learner import stop as stopping
 
 FAST = RestartLimit(max_restarts=2, within_s=60, delay_s=0.01)
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
@@ -217,8 +216,8 @@ def test_nothing_outlives_a_supervisor_that_was_killed_and_the_order_is_kept(tmp
     program = f"""
 import sys
 from pathlib import Path
-from ludic.cli.processes import LocalProcesses
-from ludic.cli.supervisor import Role, Supervisor
+from ludic.cli.pipeline.processes import LocalProcesses
+from ludic.cli.pipeline.supervisor import Role, Supervisor
 ends = "import signal, sys, time, pathlib\\nname, delay = sys.argv[1], float(sys.argv[2])\\n" \\
     "def end(*_):\\n    time.sleep(delay); open({str(tmp_path / "order")!r}, 'a').write(name + ' '); sys.exit(0)\\n" \\
     "signal.signal(signal.SIGTERM, end); print('up', flush=True)\\nwhile True: time.sleep(1)"

@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from ludic.distributed import VllmAdapterPublisher, WeightPushError
-from ludic.distributed.peft_adapter import base_parameters
-from ludic.inference.vllm_buckets import checksum
+from ludic.distributed.publish.peft import base_parameters
+from ludic.inference.vllm.buckets import checksum
 from ludic.models.tiny import tiny_llama
 from ludic.types import ConfigError
 

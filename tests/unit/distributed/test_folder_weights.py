@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the local extra is not installed")
 
 from ludic.distributed import FolderFollower, FolderPublisher  # noqa: E402
-from ludic.distributed.folder_weights import published_files  # noqa: E402
+from ludic.distributed.publish.folder import published_files  # noqa: E402
 from ludic.types import ChecksServers, ConfigError  # noqa: E402
 from tests.unit.inference.local.tiny_models import (  # noqa: E402
     Gate,
@@ -229,7 +229,7 @@ def test_an_unreadable_newest_version_is_no_reason_to_go_back(folder):
 
 
 def test_a_version_that_vanished_after_it_was_seen_is_skipped_for_the_newer_one(folder, monkeypatch):
-    import ludic.distributed.folder_weights as module
+    import ludic.distributed.publish.folder as module
 
     server = StillServer(new_model())
     publisher = FolderPublisher(folder, keep=1)

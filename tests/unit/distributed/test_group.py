@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ludic.distributed import WeightPushError
-from ludic.distributed.grouped import finish
-from ludic.inference.vllm_group import Meeting, address_towards, broadcast, join, open_store, reach_store
+from ludic.distributed.publish.process_group import finish
+from ludic.inference.vllm.worker.group import Meeting, address_towards, broadcast, join, open_store, reach_store
 
 
 def test_a_worker_receives_what_the_trainer_sends():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ludic.distributed import VllmAdapterPublisher
-from ludic.distributed.adapter_control import fitting_rank
-from ludic.distributed.peft_adapter import base_parameters, differing, read_adapter, require_servable
+from ludic.distributed.publish.adapter import fitting_rank
+from ludic.distributed.publish.peft import base_parameters, differing, read_adapter, require_servable
 from ludic.models.tiny import tiny_llama
 from ludic.types import ConfigError
 

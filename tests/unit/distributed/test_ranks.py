@@ -9,10 +9,10 @@ import torch
 from torch import distributed as dist
 
 from ludic.distributed.ranks import OneProcess, ProcessRanks, RankFailed, difference, join_ranks, launched, require_same
-from ludic.training.dealing import Ending, EndKind, NothingToTrainOn, Prepared, deal, recredited
-from ludic.training.packing import balanced_shares
-from ludic.training.stats import StatSum, added_up
-from ludic.training.stopping import StopRequested
+from ludic.training.learner.metrics import StatSum, added_up
+from ludic.training.learner.packing import balanced_shares
+from ludic.training.learner.rank_batches import Ending, EndKind, NothingToTrainOn, Prepared, deal, recredited
+from ludic.training.learner.stop import StopRequested
 from ludic.types import ConfigError, RequestsExhausted
 from tests import forked
 from tests.unit.training.samples import random_items

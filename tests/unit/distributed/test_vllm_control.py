@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher, WeightPushError, create_vllm_publisher
-from ludic.distributed.staged import FileCommunicator, SharedMemoryCommunicator
-from ludic.distributed.vllm_control import VllmControlPlane, misfit
-from ludic.distributed.vllm_publisher import is_here, make_communicator
-from ludic.inference.vllm_buckets import Bucket, checksum, sampled, unpack
+from ludic.distributed.publish.staged_transports import FileCommunicator, SharedMemoryCommunicator
+from ludic.distributed.publish.vllm import is_here, make_communicator
+from ludic.distributed.publish.vllm_control import VllmControlPlane, misfit
+from ludic.inference.vllm.buckets import Bucket, checksum, sampled, unpack
 from ludic.types import ConfigError
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.arange(4.0)}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ludic.eval import Match, elo_table, fit_elo
-from ludic.eval.elo import SCALE
+from ludic.eval.ratings import SCALE
 from ludic.types import ConfigError
 
 

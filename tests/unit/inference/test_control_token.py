@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ludic.inference.control_token import make_control_token, read_control_token
+from ludic.inference.vllm.control_token import make_control_token, read_control_token
 from ludic.types import ConfigError
 
 

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ludic.cli.run_model import make_template
 from ludic.inference import (
     Conversation,
     HermesToolParser,
@@ -27,9 +26,10 @@ from ludic.inference import (
     XMLToolParser,
     make_tool_call,
 )
-from ludic.inference.dialogue import ChatDialogue
-from ludic.inference.local.openai_body import Fields, read_tools
-from ludic.inference.local.server import _Server
+from ludic.inference.local.http.request import Fields, read_tools
+from ludic.inference.local.http.server import _Server
+from ludic.inference.templates.conversation import ChatDialogue
+from ludic.run.model import make_template
 from ludic.types import ConfigError, TemplateError
 
 _PACKAGES = {"trl": "chat_templates", "axolotl": "utils/chat_templates/templates"}

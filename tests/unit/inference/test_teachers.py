@@ -8,7 +8,7 @@ import torch
 from aiohttp import web
 
 from ludic.inference import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
-from ludic.inference.http_retry import EndpointError
+from ludic.inference.http import EndpointError
 from ludic.inference.local import LocalEngine
 from ludic.types import ConfigError, TeacherScorer
 from tests.unit.inference.vllm_fake import FakeVLLM, client_of

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.inference import ByteTemplate, TinkerChatClient
-from ludic.inference.http_retry import EndpointError, NoAnswer
-from ludic.inference.tinker_service import TinkerConfig, sdk
+from ludic.inference.http import EndpointError, NoAnswer
+from ludic.tinker.service import TinkerConfig, sdk
 from ludic.types import (
     ConfigError,
     MissingExtra,

@@ -13,9 +13,8 @@ pytest.importorskip(
 )
 
 from ludic.inference import HFChatTemplate
-from ludic.inference.conversation import Conversation
-from ludic.inference.dialogue import ChatDialogue
-from ludic.inference.tinker_template import CookbookTemplate, tinker_template
+from ludic.inference.templates.conversation import ChatDialogue, Conversation
+from ludic.tinker.template import CookbookTemplate, tinker_template
 from ludic.types import ConfigError, SamplingParams, TokenTrace
 from tests.chat_templates import make_tokenizer
 

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from ludic.inference.http_retry import EndpointError, Retries
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_wire import read_completion
+from ludic.inference.http import EndpointError, Retries
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.wire import read_completion
 from ludic.types import (
     BackendExtensions,
     ChatClient,
@@ -443,7 +443,7 @@ async def test_several_event_loops_share_a_client_and_leave_nothing_open():
 
 
 def test_importing_it_needs_neither_vllm_nor_torch_nor_aiohttp():
-    probe = "import sys, ludic.inference.vllm_client; print({'torch', 'vllm', 'aiohttp', 'transformers'} & set(sys.modules))"
+    probe = "import sys, ludic.inference.vllm.client; print({'torch', 'vllm', 'aiohttp', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ludic.inference.vllm_pool import ServerPool
+from ludic.inference.vllm.routing import ServerPool
 from tests.unit.inference.vllm_fake import a_request, client_of, fake
 
 NOTHING = np.array([], np.int32)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ludic.inference import vllm_install
-from ludic.inference.control_token import CONTROL_VARIABLE
-from ludic.inference.vllm_command import check_port, default_flags, free_port, server_command
-from ludic.inference.vllm_install import VLLMInstall, check_supported, find_vllm, probe
+from ludic.inference.vllm import install as vllm_install
+from ludic.inference.vllm.command import check_port, default_flags, free_port, server_command
+from ludic.inference.vllm.control_token import CONTROL_VARIABLE
+from ludic.inference.vllm.install import VLLMInstall, check_supported, find_vllm, probe
 from ludic.inference.vllm_server import announcement, read_command
 from ludic.types import ConfigError
 
@@ -52,7 +52,9 @@ def test_the_command_names_model_address_and_guard(tmp_path):
     assert command.arguments[0] == sys.executable
     assert (value_of(command, "--model"), value_of(command, "--port")) == ("some/model", "8031")
     assert value_of(command, "--dtype") == "float32"
-    assert command.arguments[-1] == "ludic.inference.vllm_guard.ControlGuard", "the outermost middleware comes last"
+    assert command.arguments[-1] == "ludic.inference.vllm.worker.guard.ControlGuard", (
+        "the outermost middleware comes last"
+    )
     assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert command.control_token == (tmp_path / "control_token").read_text().strip()
     assert command.control_token not in repr(command) + " ".join(command.arguments)

@@ -1,7 +1,7 @@
 import pytest
 
-from ludic.inference.control_token import CONTROL_HEADER, CONTROL_VARIABLE
-from ludic.inference.vllm_guard import ControlGuard
+from ludic.inference.vllm.control_token import CONTROL_HEADER, CONTROL_VARIABLE
+from ludic.inference.vllm.worker.guard import ControlGuard
 from ludic.types import ConfigError
 
 TOKEN = "s3cret"

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from ludic.inference.vllm_command import ServerCommand, free_port
-from ludic.inference.vllm_process import (
+from ludic.inference.vllm.command import ServerCommand, free_port
+from ludic.inference.vllm.process import (
     ServerDied,
     ServerNotReady,
     VLLMServerProcess,
@@ -203,8 +203,8 @@ def test_a_flag_that_vllm_does_not_know_is_quoted():
 PROGRAM = """
     import os, sys
     from pathlib import Path
-    from ludic.inference.vllm_command import ServerCommand
-    from ludic.inference.vllm_process import VLLMServerProcess, wait_for_vllm_health
+    from ludic.inference.vllm.command import ServerCommand
+    from ludic.inference.vllm.process import VLLMServerProcess, wait_for_vllm_health
     arguments = (sys.executable, "-c", sys.argv[2])
     server = VLLMServerProcess(
         ServerCommand(arguments=arguments, environment=os.environ, host="127.0.0.1", port=int(sys.argv[1])),
@@ -220,7 +220,9 @@ PROGRAM = """
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
 def test_a_server_ends_with_the_program_that_started_it_however_that_ended(tmp_path, number):
     port = free_port()
-    watched = f"from ludic.inference.parent_watch import watch_parent; watch_parent()\n{textwrap.dedent(HEALTHY)}"
+    watched = (
+        f"from ludic.inference.vllm.worker.parent_watch import watch_parent; watch_parent()\n{textwrap.dedent(HEALTHY)}"
+    )
     program = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), watched.replace("PORT", str(port))],
         cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 NOT_FOUND = {"detail": "Not Found"}

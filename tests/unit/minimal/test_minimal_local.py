@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.batch_gen import stitch_rollouts
-from ludic.batch_gen.bare_calls import weighed_batch
+from ludic.batch_gen.external_rollouts import weighed_batch
 from ludic.minimal import (
     Action,
     GRPOConfig,

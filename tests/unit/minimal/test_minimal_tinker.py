@@ -15,8 +15,8 @@ from ludic.minimal.examples import gsm8k
 from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig, TinkerRenderer
 from ludic.models.tiny import character_tokenizer, tiny_llama, word_tokenizer
 from ludic.training import make_dr_grpo
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients
+from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ConfigError, SamplingParams, SAWBatch, TokenTrace
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.lora_model import LoraSettings, with_lora

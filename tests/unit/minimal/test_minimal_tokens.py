@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ludic.batch_gen.bare_calls import weighed_batch
+from ludic.batch_gen.external_rollouts import weighed_batch
 from ludic.inference import ByteTemplate, HermesToolParser
 from ludic.minimal import (
     Action,

@@ -7,9 +7,8 @@ from torch import nn
 from ludic.inference.local.kv import PrefillState, Span
 from ludic.models.attention import route_attention
 from ludic.models.forward import ModuleForward, make_forward
-from ludic.models.lean import LeanForward
-from ludic.models.packing import PackedLinear, packed_bytes
-from ludic.models.view import WeightsWatch, shared_view
+from ludic.models.fused_llama import LeanForward, PackedLinear, packed_bytes
+from ludic.models.shared_view import WeightsWatch, shared_view
 from tests.unit.inference.local.tiny_models import FAMILIES, new_model
 
 LEAN = {"llama", "llama-mha-tied", "qwen2", "qwen3", "mistral-sliding"}

@@ -1,6 +1,6 @@
 import torch
 
-from ludic.models import threads
+from ludic.models import execution as threads
 
 
 def test_the_fastest_number_of_threads_is_used(monkeypatch):

@@ -12,8 +12,7 @@ from ludic.sandbox import (
     get_backend_info,
 )
 from ludic.sandbox.backends import backend_problem
-from ludic.sandbox.bubblewrap import bubblewrap_problem
-from ludic.sandbox.interpreter import find_interpreter
+from ludic.sandbox.bubblewrap import bubblewrap_problem, find_interpreter
 from ludic.types import ConfigError, UnknownName
 
 

@@ -5,9 +5,8 @@ import signal
 import pytest
 
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
-from ludic.sandbox.cell import Seen
-from ludic.sandbox.job import Ending, read_compile_record, read_ending
-from ludic.sandbox.verdict import compile_verdict, run_verdict, termination
+from ludic.sandbox.run import Ending, read_compile_record, read_ending
+from ludic.sandbox.runner_process import Seen, compile_verdict, run_verdict, termination
 
 GOOD = CompileResult(status=CompileStatus.SUCCESS)
 

@@ -12,10 +12,10 @@ from ludic.models import head as head_module  # noqa: E402
 from ludic.scaling import SHAPES, ModelShape, TrainingSetup, training_memory  # noqa: E402
 from ludic.scaling.memory import CHUNK_ELEMENTS, kept_activations  # noqa: E402
 from ludic.scaling.shapes import shape_from_config  # noqa: E402
-from ludic.training.full_precision import FullPrecisionAdamW  # noqa: E402
+from ludic.training.learner.gradients import accumulate_gradients, action_tokens, batch_facts  # noqa: E402
+from ludic.training.learner.optimizer import FullPrecisionAdamW  # noqa: E402
+from ludic.training.learner.policy import TrainedPolicy  # noqa: E402
 from ludic.training.losses import TokenClippedSurrogateLoss  # noqa: E402
-from ludic.training.policy import TrainedPolicy  # noqa: E402
-from ludic.training.update import accumulate_gradients, action_tokens, batch_facts  # noqa: E402
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem  # noqa: E402
 
 LENGTH, NUM_PROMPT, NUM_SAMPLES = 64, 16, 4

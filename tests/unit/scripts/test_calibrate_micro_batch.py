@@ -58,7 +58,7 @@ def test_the_recommendation_keeps_a_tenth_and_holds_a_sample(best, recommended):
 
 @pytest.mark.parametrize("num_tokens", [64, 65, 66, 100])
 def test_the_samples_of_a_trial_fill_two_micro_batches(num_tokens):
-    from ludic.training.packing import split_packed
+    from ludic.training.learner.packing import split_packed
 
     items = script.samples(num_tokens, 32, 16) * 2
     bins = split_packed(items, num_tokens)

@@ -193,7 +193,7 @@ def checkpoint(folder: Path, **files: str) -> Path:
     }  # fmt: skip
     for name, text in contents.items():
         (folder / name).write_text(text)
-    from ludic.training.durable import finish_folder
+    from ludic.training.checkpoint.atomic import finish_folder
 
     finish_folder(folder, {"step": 1, "serial": 1})
     return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first optimizer would load it, which takes a second, in every process again
 
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 
 
 def make_parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

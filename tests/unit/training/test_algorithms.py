@@ -40,6 +40,7 @@ from ludic.training.credit_assignment import (
     TrackedValueReturn,
     observation_before,
 )
+from ludic.training.learner.packing import collate_saw_items
 from ludic.training.losses import (
     BatchNormalized,
     CISPOLoss,
@@ -55,8 +56,7 @@ from ludic.training.losses import (
     TokenKLLoss,
     tokens_from_logits,
 )
-from ludic.training.losses.mismatch import effective_share
-from ludic.training.packing import collate_saw_items
+from ludic.training.losses.corrections import effective_share
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.training.hand_made import item, rollout, turn_weights
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 
-from ludic.training.checkpoint import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.rng import restore_rng, rng_state
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
+from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 from tests import forked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
@@ -497,7 +497,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, what: str):
 
 FULL_DISK = """
 import sys, torch
-from ludic.training.checkpoint import CheckpointConfig, CheckpointError, CheckpointManager
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
 checkpoints = CheckpointManager(CheckpointConfig(sys.argv[1], max_to_keep=2))
 model = torch.nn.Linear(300, 300)
 checkpoints.save(1, model=model)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ludic.training import CheckpointConfig, TrainerConfig, make_grpo, make_ppo
-from ludic.training.crediting import explained_variance, make_critic, saved_critic, value_moments
-from ludic.training.stats import StatSum
+from ludic.training.critic.train import explained_variance, make_critic, saved_critic, value_moments
+from ludic.training.learner.metrics import StatSum
 from ludic.types import ConfigError, SampleAttachments, SAWItem
 from tests.unit.training.bandit import bandit_trainer, tiny_llama
 from tests.unit.training.samples import random_items

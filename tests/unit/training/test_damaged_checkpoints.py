@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ludic.training.checkpoint import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.durable import MANIFEST, finish_folder, problem_with, read_manifest
-from ludic.training.export import export_checkpoint
-from ludic.training.model_files import base_fingerprint, is_peft
-from ludic.training.sharded_files import (
+from ludic.training.checkpoint.atomic import MANIFEST, finish_folder, problem_with, read_manifest
+from ludic.training.checkpoint.export import export_checkpoint
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
+from ludic.training.checkpoint.model_files import base_fingerprint, is_peft
+from ludic.training.checkpoint.shard_files import (
     model_tensors,
     optimizer_rest,
     optimizer_tensors,
@@ -44,8 +44,8 @@ from ludic.training.sharded_files import (
     write_rank_state,
     write_shards,
 )
-from ludic.training.state_files import write_optimizer, write_state
-from ludic.training.tensor_files import read_tensor_file
+from ludic.training.checkpoint.state_files import write_optimizer, write_state
+from ludic.training.checkpoint.tensor_files import read_tensor_file
 from ludic.types import ConfigError
 from tests.conftest import Fuzz
 from tests.unit.inference.local.tiny_models import new_model

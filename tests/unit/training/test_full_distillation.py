@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.models import vocabulary_kl as kl_module
+from ludic.models import teacher_kl as kl_module
 from ludic.models.loading import LoadedModel
 from ludic.training import TrainerConfig, make_grpo, make_opd
 from ludic.training.algorithms import Objective, mix_objectives
 from ludic.training.frozen_teacher import frozen_teacher
+from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import (
     BatchNormalized,
     CISPOLoss,
@@ -19,8 +21,6 @@ from ludic.training.losses import (
     RoutedLoss,
     TokenMask,
 )
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.bandit import bandit_trainer, tiny_llama

@@ -3,7 +3,7 @@
 import torch
 
 from ludic.training import CheckpointConfig
-from ludic.training.full_precision import FullPrecisionAdamW
+from ludic.training.learner.optimizer import FullPrecisionAdamW
 from tests.unit.training.bandit import tiny_llama
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_trainer import hand_trainer

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludic.training.learner.packing import collate_saw_items, pack
 from ludic.training.losses import (
     ActionTokens,
     BatchFacts,
@@ -39,7 +40,6 @@ from ludic.training.losses import (
     mismatch_stats,
     tokens_from_logits,
 )
-from ludic.training.packing import collate_saw_items, pack
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem
 
 REDUCTIONS = [

@@ -18,9 +18,9 @@ from ludic.training import (
     mix_objectives,
 )
 from ludic.training.credit_assignment import ConstantCredit, EpisodicReturn, RoutedCredit
-from ludic.training.packing import pack
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import accumulate_gradients, batch_facts
+from ludic.training.learner.gradients import accumulate_gradients, batch_facts
+from ludic.training.learner.packing import pack
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem, objective_of, with_objective
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.training.packing import (
+from ludic.training.learner.packing import (
     MicroBatch,
     TooLong,
     check_budget,

@@ -16,10 +16,11 @@ from ludic.batch_gen import AsyncRolloutBatchSource
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference.local import LocalEngine
 from ludic.models.forward import ModuleForward
-from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_grpo, stopping
-from ludic.training.durable import read_json
+from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_grpo
+from ludic.training.checkpoint.atomic import read_json
+from ludic.training.learner import stop as stopping
+from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
-from ludic.training.stopping import StopRequested, StopSignal
 from ludic.types import ConfigError, NotFinite, RequestsExhausted, SAWBatch
 from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, hide_nan_queries, tiny_llama
 from tests.unit.training.samples import random_items

@@ -5,8 +5,7 @@ import pytest
 
 from ludic.batch_gen import ReplayBatchSource
 from ludic.training import make_rft
-from ludic.training.preprocess import forget_temperature
-from ludic.training.rejection import keep_distinct, keep_few_per_group, keep_rewarded
+from ludic.training.preprocess import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem, TokenSupports
 from tests.unit.training.bandit import bandit_trainer
 

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
-from ludic.models.adapters import adapters_on
+from ludic.models.lora import adapters_on
 from ludic.training import JSONLLogger, TrainerConfig, common_step, train_policies
-from ludic.training.stopping import StopSignal
+from ludic.training.learner.stop import StopSignal
 from ludic.types import ConfigError, RequestsExhausted, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.unit.training.bandit import tiny_llama
 from tests.unit.training.two_players import SWAPPED, players, trained_weights

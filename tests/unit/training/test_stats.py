@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ludic.training.guards import why_nothing_was_learned
-from ludic.training.stats import StatSum, batch_stats, prefixed
+from ludic.training.learner.metrics import StatSum, batch_stats, prefixed
 from ludic.types import ConfigError, Reducer, SAWItem
 
 # --- names ------------------------------------------------------------------------------------------------------

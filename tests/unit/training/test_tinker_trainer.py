@@ -18,7 +18,8 @@ pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource
 from ludic.distributed import TinkerPolicy
-from ludic.inference.http_retry import EndpointError
+from ludic.inference.http import EndpointError
+from ludic.tinker.data import built_in_of
 from ludic.training import (
     CheckpointConfig,
     ConstantCredit,
@@ -42,7 +43,6 @@ from ludic.training import (
 )
 from ludic.training.losses import Loss
 from ludic.training.schedules import LRSchedule
-from ludic.training.tinker_data import built_in_of
 from ludic.types import (
     ActorTokenLogps,
     ConfigError,

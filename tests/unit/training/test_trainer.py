@@ -32,7 +32,7 @@ from ludic.training import (
     make_scalerl,
     make_sft,
 )
-from ludic.training.dealing import NothingToTrainOn
+from ludic.training.learner.rank_batches import NothingToTrainOn
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.types import ConfigError, RequestsExhausted, SAWBatch
 from tests import forked

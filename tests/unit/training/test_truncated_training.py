@@ -20,10 +20,10 @@ from ludic.training import (
     make_rft,
     make_sft,
 )
+from ludic.training.learner.checks import require_repeatable
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.learner.prepare import prepare
 from ludic.training.losses import tokens_from_logits
-from ludic.training.policy import TrainedPolicy
-from ludic.training.preparing import prepare
-from ludic.training.repeatable import require_repeatable
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, SAWBatch, TokenSupports
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, rollout_engine, tiny_llama
 from tests.unit.training.samples import random_items

@@ -11,6 +11,9 @@ from torch import nn
 from ludic.models import head as head_module
 from ludic.models.head import whole_logits
 from ludic.training import ConstantCredit, RLAlgorithm
+from ludic.training.learner.gradients import FrozenReference, accumulate_gradients
+from ludic.training.learner.packing import collate_saw_items
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import (
     BatchNormalized,
     CISPOLoss,
@@ -24,9 +27,6 @@ from ludic.training.losses import (
     TokenKLLoss,
     as_loss,
 )
-from ludic.training.packing import collate_saw_items
-from ludic.training.policy import TrainedPolicy
-from ludic.training.update import FrozenReference, accumulate_gradients
 from ludic.types import ConfigError, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.samples import random_items

@@ -20,7 +20,7 @@ from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.league import League
 from ludic.interaction import Policies
-from ludic.models.adapters import adapters_on
+from ludic.models.lora import adapters_on
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
 from ludic.types import InferenceSpec, ReturnSpec, SamplingParams, Snapshot, StepOutcome
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama, whatever

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from ludic.types.latex import extract_last_boxed_content
+from ludic.types.messages import extract_last_boxed_content
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ludic.cli.eval_config import PolicySettings
-from ludic.cli.pipeline_config import PipelineSettings
-from ludic.cli.run_config import AlgoSettings, RolloutSettings
-from ludic.inference.http_retry import EndpointError
+from ludic.cli.eval.config import PolicySettings
+from ludic.inference.http import EndpointError
 from ludic.inference.openai_client import OpenAIChatClient
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.run.config import AlgoSettings, RolloutSettings
+from ludic.run.pipeline import PipelineSettings
 from ludic.types import ConfigError, shown_url
 from ludic.types.urls import LOGINS_VARIABLE, holds_login, login_of, without_login
 

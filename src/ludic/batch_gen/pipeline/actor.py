@@ -13,16 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludic.batch_gen.assembly import Assembly, HasCreditAssigner, credit_of
+from ludic.batch_gen.build_batch import Assembly, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import RolloutEngine
+from ludic.batch_gen.pipeline.episodes import GroupPlayer, RecentFailures
 from ludic.batch_gen.pipeline.pacing import is_too_late, may_begin
-from ludic.batch_gen.pipeline.playing import GroupPlayer, RecentFailures
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, LearnerState, new_actor_id
 from ludic.batch_gen.pipeline.wire import WireLimits, encode_group, group_facts
-from ludic.batch_gen.request_stream import RequestGroup, RequestStream
-from ludic.batch_gen.requests import RequestsFn
-from ludic.batch_gen.strategies import RequestStrategy
-from ludic.inference.http_retry import Busy
+from ludic.batch_gen.requests.dataset import RequestsFn
+from ludic.batch_gen.requests.strategies import RequestStrategy
+from ludic.batch_gen.requests.stream import RequestGroup, RequestStream
+from ludic.inference.http import Busy
 from ludic.types import (
     ChatClient,
     ConfigError,

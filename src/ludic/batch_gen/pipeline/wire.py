@@ -23,18 +23,22 @@ from ludic.batch_gen.pipeline.wire_columns import (
     U2,
     BoolArray,
     FloatColumn,
+    SupportColumn,
+    UnreadableGroup,
+    UnwritableGroup,
+    WireLimits,
     decode_floats,
     decode_mask,
+    decode_supports,
     encode_floats,
     encode_mask,
+    encode_supports,
     packed,
     raw,
     read,
     unpacked,
 )
-from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup, UnwritableGroup, WireLimits
 from ludic.batch_gen.pipeline.wire_meta import decode_metas, encode_metas
-from ludic.batch_gen.pipeline.wire_supports import SupportColumn, decode_supports, encode_supports
 from ludic.types import ActorTokenLogps, MissingExtra, SampleAttachments, SAWItem, TokenArray, VersionRun
 from ludic.types.errors import how_to_install
 

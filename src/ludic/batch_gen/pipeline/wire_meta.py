@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ludic.batch_gen.pipeline.wire_limits import UnreadableGroup, UnwritableGroup
+from ludic.batch_gen.pipeline.wire_columns import UnreadableGroup, UnwritableGroup
 
 MAX_DEPTH = 32
 """Lists and maps inside one another. Readers of meta recurse; this keeps them far from Python's own limit."""

@@ -7,8 +7,7 @@ function of yours. The seed goes to the env's `reset`; termination and truncatio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-from ludic.envs.adapters.choices import Choices
-from ludic.envs.adapters.plain import in_words, plain, uncoloured
+from ludic.envs.adapters.plain import Choices, in_words, plain, uncoloured
 from ludic.envs.adapters.replayed import ReplayedEnv
 from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome
 

@@ -9,8 +9,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from ludic.envs.adapters.choices import Choices
-from ludic.envs.adapters.plain import board_or_words, plain
+from ludic.envs.adapters.plain import Choices, board_or_words, plain
 from ludic.envs.adapters.replayed import ReplayedEnv
 from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from ludic.envs.env import LudicEnv
-from ludic.envs.snapshots import world_of
+from ludic.envs.env import LudicEnv, world_of
 from ludic.types import JSON, Info, Observation, ResetNeeded, Snapshot, StepOutcome, new_id
 
 _VERSION = 1

@@ -1,14 +1,18 @@
 """Programming problems: the agent writes code, tests in a sandbox decide. See docs/envs/code_exec.md."""
 
-from ludic.envs.code_exec.adapters import ProgramTestAdapter, TestAdapter
-from ludic.envs.code_exec.apps import APPS_SYSTEM_PROMPT, APPSTestAdapter
 from ludic.envs.code_exec.assert_runner import AssertRunner
 from ludic.envs.code_exec.batch import BatchExecutionSpec
 from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult, compute_hash, hash_tests
 from ludic.envs.code_exec.config import CodeExecConfig, Feedback
+from ludic.envs.code_exec.datasets import (
+    APPS_SYSTEM_PROMPT,
+    APPSTestAdapter,
+    HumanEvalTestAdapter,
+    MBPPTestAdapter,
+    ProgramTestAdapter,
+    TestAdapter,
+)
 from ludic.envs.code_exec.env import CodeExecEnv
-from ludic.envs.code_exec.humaneval import HumanEvalTestAdapter
-from ludic.envs.code_exec.mbpp import MBPPTestAdapter
 from ludic.envs.code_exec.runner import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.tasks import APPSEnv, HumanEvalEnv, MBPPEnv, ProgrammingEnv
 from ludic.envs.code_exec.verifiers import (

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ludic.envs.code_exec.adapters import ProgramTestAdapter, Sample, TestAdapter
-from ludic.envs.code_exec.apps import APPSTestAdapter
 from ludic.envs.code_exec.config import CodeExecConfig
+from ludic.envs.code_exec.datasets import (
+    APPSTestAdapter,
+    HumanEvalTestAdapter,
+    MBPPTestAdapter,
+    ProgramTestAdapter,
+    Sample,
+    TestAdapter,
+)
 from ludic.envs.code_exec.env import CodeExecEnv
-from ludic.envs.code_exec.humaneval import HumanEvalTestAdapter
-from ludic.envs.code_exec.mbpp import MBPPTestAdapter
 from ludic.sandbox import SandboxPool
 
 Config = CodeExecConfig | Mapping[str, Any] | None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ludic.envs.env import world_of
 from ludic.envs.game_boy.actions import read_buttons
 from ludic.envs.game_boy.demo_rom import demo_rom
 from ludic.envs.game_boy.emulator import BUTTONS, Emulator, booted_state, read_rom, require_pyboy, title_of
@@ -17,7 +18,6 @@ from ludic.envs.game_boy.memory_map import MemoryMap, load_map
 from ludic.envs.game_boy.milestones import Milestone, Progress
 from ludic.envs.game_boy.screen import screen_text
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.envs.snapshots import world_of
 from ludic.types import ConfigError, Info, Observation, Snapshot, StepOutcome, UnknownName, new_id
 
 _KIND = "game_boy"

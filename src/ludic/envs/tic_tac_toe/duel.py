@@ -8,8 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import get_args
 
-from ludic.envs.env import LudicEnv
-from ludic.envs.snapshots import world_of
+from ludic.envs.env import LudicEnv, world_of
 from ludic.envs.tic_tac_toe.board import (
     CELLS,
     EMPTY,

@@ -8,8 +8,8 @@ import random
 from functools import cache
 from typing import Literal, TypeAlias, get_args
 
+from ludic.envs.env import dice_from_json, dice_to_json, world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.envs.snapshots import dice_from_json, dice_to_json, world_of
 from ludic.envs.tic_tac_toe.board import (
     CELLS,
     EMPTY,

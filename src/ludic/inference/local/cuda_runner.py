@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.kv import KVPool, KVShape
+from ludic.inference.local.runner import Scoring
 from ludic.inference.local.sampling import sample
-from ludic.inference.local.scoring import Scoring
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import paged_decode, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.compiling import allow_cases, decoder_layers
+from ludic.models.execution import allow_cases, decoder_layers
 from ludic.models.varlen import varlen_attention
 
 

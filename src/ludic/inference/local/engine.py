@@ -23,20 +23,17 @@ import numpy as np
 import torch
 
 from ludic.inference.local.blocks import BlockPool
-from ludic.inference.local.memory import free_memory
-from ludic.inference.local.runner import CPURunner, Runner
+from ludic.inference.local.kv import check_rope, eos_ids, free_memory, kv_shape, num_blocks
+from ludic.inference.local.runner import CPURunner, Runner, Scoring, take_batch
 from ludic.inference.local.scheduler import Limits, Plan, Scheduler
-from ludic.inference.local.scoring import Scoring, take_batch
-from ludic.inference.local.sequence import Sampled, Sequence
-from ludic.inference.local.sizing import check_rope, eos_ids, kv_shape, num_blocks
-from ludic.inference.local.stopping import StopRule
+from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
 from ludic.models.finite import FiniteCheck, not_finite
 from ludic.models.forward import make_forward
+from ludic.models.fused_llama import packed_bytes
 from ludic.models.loading import load_model
-from ludic.models.packing import packed_bytes
-from ludic.models.view import WeightsWatch, shared_view
+from ludic.models.shared_view import WeightsWatch, shared_view
 from ludic.types import (
     ChatResponse,
     ConfigError,

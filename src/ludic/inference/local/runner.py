@@ -7,6 +7,8 @@ aarch64). Where they do, logits differ by rounding, and `sampling` keeps the tok
 """
 
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +17,47 @@ from torch import Tensor
 
 from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span, padded_length
 from ludic.inference.local.sampling import sample
-from ludic.inference.local.scoring import Scoring
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import AttentionState
 from ludic.models.forward import Forward
+
+# ----------------------------------------------------------------------------------------------------
+# Texts that wait to be scored, and how many of them go through the model together.
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """A text whose end is to be scored, and who waits for it."""
+
+    tokens: np.ndarray[Any, Any]
+    num_prompt: int
+    """Tokens at the start whose own log-probs nobody asked for."""
+    temperature: float
+    answer: Future[np.ndarray[Any, Any]] = field(default_factory=Future)
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def predictors(self, start: int) -> range:
+        """Where the logits are that predict the scored tokens, if the text begins at flat position `start`."""
+        return range(start + self.num_prompt - 1, start + len(self.tokens) - 1)
+
+
+def take_batch(waiting: list[Scoring], *, max_tokens: int, max_logits: int) -> list[Scoring]:
+    """Take out the first, and whoever has its temperature and still fits; one alone always fits."""
+    batch: list[Scoring] = []
+    num_tokens = num_logits = 0
+    for scoring in list(waiting):
+        if batch and scoring.temperature != batch[0].temperature:
+            continue
+        num_tokens, num_logits = num_tokens + len(scoring.tokens), num_logits + scoring.num_scored
+        if batch and (num_tokens > max_tokens or num_logits > max_logits):
+            break
+        batch.append(scoring)
+        waiting.remove(scoring)
+    return batch
 
 
 class Runner(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ludic.inference.local.sequence import Sequence
 from ludic.types import TokenArray
-from ludic.types.seeds import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
+from ludic.types.requests import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
 
 CHUNK = 128
 """Tokens that race as one, in the first stage. Part of what a seed means: another value draws other tokens."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ludic.inference.local.sampling import CHUNK
 from ludic.models.attention import AttentionRules
-from ludic.types.seeds import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
+from ludic.types.requests import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _STEP_FACTOR = tl.constexpr(STEP_FACTOR)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ludic.batch_gen.samples import read_samples
+from ludic.batch_gen.requests.samples import read_samples
 from ludic.envs.gsm8k import SYSTEM_PROMPT
 from ludic.envs.gsm8k import GSM8KEnv as LibraryEnv
 from ludic.envs.math_grading import is_equivalent

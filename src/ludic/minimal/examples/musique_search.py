@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ludic.batch_gen.samples import read_samples
+from ludic.batch_gen.requests.samples import read_samples
 from ludic.envs.musique_search import MuSiQueSample, exact_match, normalized, token_f1
 from ludic.minimal import (
     Action,

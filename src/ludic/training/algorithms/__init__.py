@@ -1,24 +1,17 @@
 """Algorithms: a credit rule and a loss each, one short file per idea."""
 
 from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.cispo import make_cispo
-from ludic.training.algorithms.dapo import make_dapo
-from ludic.training.algorithms.dr_grpo import make_dr_grpo
+from ludic.training.algorithms.cispo import make_cispo, make_scalerl
 from ludic.training.algorithms.gigpo import make_gigpo
 from ludic.training.algorithms.gmpo import make_gmpo
-from ludic.training.algorithms.grpo import make_grpo
+from ludic.training.algorithms.grpo import make_dapo, make_dr_grpo, make_grpo
 from ludic.training.algorithms.gspo import make_gspo
+from ludic.training.algorithms.imitation import make_rft, make_sft
 from ludic.training.algorithms.mixed import Objective, mix_objectives
-from ludic.training.algorithms.mopd import make_mopd
-from ludic.training.algorithms.opd import make_grpo_opd, make_opd
+from ludic.training.algorithms.opd import make_grpo_opd, make_mopd, make_opd
 from ludic.training.algorithms.ppo import make_ppo
-from ludic.training.algorithms.reinforce import make_reinforce, make_reinforce_baseline
-from ludic.training.algorithms.reinforce_pp import make_reinforce_pp
-from ludic.training.algorithms.rft import make_rft
-from ludic.training.algorithms.rloo import make_rloo
+from ludic.training.algorithms.reinforce import make_reinforce, make_reinforce_baseline, make_reinforce_pp, make_rloo
 from ludic.training.algorithms.sapo import make_sapo
-from ludic.training.algorithms.scalerl import make_scalerl
-from ludic.training.algorithms.sft import make_sft
 from ludic.training.algorithms.spo import make_spo, spo_algorithm
 
 __all__ = [

@@ -2,14 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from ludic.models.head import whole_logits
-from ludic.training.advantages import Advantages
-from ludic.training.critic import CriticKind
-from ludic.training.losses import Loss, as_loss
+from ludic.training.critic.critic import CriticKind
+from ludic.training.critic.gae import Advantages
+from ludic.training.losses import CompositeLoss, Loss, LossTerm, TokenKLLoss, as_loss
+from ludic.training.preprocess import (
+    compose_preprocess,
+    drop_zero_weight_samples,
+    filter_zero_variance_groups,
+    validate_actor_logps,
+)
 from ludic.types import CreditAssigner, SAWBatch
 
 Preprocess: TypeAlias = Callable[[SAWBatch], SAWBatch]
@@ -40,3 +47,27 @@ class RLAlgorithm:
     def compute_loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one padded batch with a single forward pass; the trainer packs instead."""
         return self.loss.compute(whole_logits(model, batch["input_ids"], batch["attention_mask"]), batch)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the presets share: which checks and filters run before a batch is used.
+# ----------------------------------------------------------------------------------------------------
+
+
+def checked(
+    *, drop_zero_weight: bool = False, drop_zero_weight_eps: float = 1e-4, zvp_filter_eps: float | None = None
+) -> Preprocess:
+    """Zero-variance groups out, zero weights out, then the log-probs that the loss needs must be there."""
+    steps: list[Preprocess] = []
+    if zvp_filter_eps is not None:
+        steps.append(partial(filter_zero_variance_groups, eps=zvp_filter_eps))
+    if drop_zero_weight:
+        steps.append(partial(drop_zero_weight_samples, eps=drop_zero_weight_eps))
+    return compose_preprocess(*steps, validate_actor_logps)
+
+
+def with_kl(loss: Loss, kl_coeff: float) -> Loss:
+    """The loss, and a KL term to the policy that sampled, if asked for."""
+    if kl_coeff == 0:
+        return loss
+    return CompositeLoss([LossTerm(name="policy", loss=loss), LossTerm(name="kl", loss=TokenKLLoss(coeff=kl_coeff))])

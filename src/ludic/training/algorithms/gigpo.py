@@ -1,7 +1,6 @@
 """GiGPO (arXiv 2505.10978): GRPO, and within the group a second comparison of turns taken in the same state."""
 
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.common import checked
+from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import StateFn, StateGroupReturn, observation_before
 from ludic.training.losses import Reduction, TokenClippedSurrogateLoss
 

@@ -1,7 +1,6 @@
 """GMPO (arXiv 2507.20673): the geometric mean of token ratios, each clipped in log space."""
 
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.common import checked
+from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses import GMPOLoss
 

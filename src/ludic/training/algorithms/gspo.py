@@ -1,7 +1,6 @@
 """GSPO (arXiv 2507.18071): the ratio, and the clip, of whole samples (geometric mean over their tokens)."""
 
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.common import checked
+from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses import ClippedSurrogateLoss
 

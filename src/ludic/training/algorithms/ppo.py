@@ -2,11 +2,10 @@
 
 from typing import Literal, TypeAlias, get_args
 
-from ludic.training.advantages import TokenGAE, TurnGAE
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.common import checked
+from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import PerStepReward
-from ludic.training.critic import CriticKind
+from ludic.training.critic.critic import CriticKind
+from ludic.training.critic.gae import TokenGAE, TurnGAE
 from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, Reduction, TokenClippedSurrogateLoss, ValueLoss
 from ludic.types import ConfigError
 

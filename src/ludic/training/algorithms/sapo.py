@@ -1,7 +1,6 @@
 """SAPO (arXiv 2511.20347): a soft gate around ratio 1, steeper for negative weights."""
 
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.common import checked
+from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses import Reduction, SAPOLoss
 

@@ -3,8 +3,7 @@
 The tracker is a part of the algorithm that others may look at: a curriculum prefers prompts that it is unsure of.
 """
 
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.common import checked
+from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import TrackedValueReturn
 from ludic.training.losses import BatchNormalized, TokenClippedSurrogateLoss
 from ludic.training.value_tracker import BetaValueTracker

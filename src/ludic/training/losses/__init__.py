@@ -1,10 +1,16 @@
 """Losses: from action tokens to a scalar. One file per idea."""
 
-from ludic.training.losses.base import ForeignLoss, Loss, as_loss, selective_log_softmax, tokens_from_logits
-from ludic.training.losses.batch_normalized import BatchNormalized
+from ludic.training.losses.base import (
+    BatchNormalized,
+    ForeignLoss,
+    Loss,
+    as_loss,
+    selective_log_softmax,
+    tokens_from_logits,
+)
 from ludic.training.losses.cispo import CISPOLoss
 from ludic.training.losses.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
-from ludic.training.losses.composite import CompositeLoss, LossTerm
+from ludic.training.losses.composite import CompositeLoss, LossTerm, RoutedLoss
 from ludic.training.losses.corrections import (
     CorrectedLoss,
     Correction,
@@ -14,14 +20,12 @@ from ludic.training.losses.corrections import (
     TokenMask,
     TokenRejection,
     TokenTruncation,
+    mismatch_stats,
 )
 from ludic.training.losses.distillation import DistillationLoss
-from ludic.training.losses.entropy import EntropyBonus
 from ludic.training.losses.gmpo import GMPOLoss
-from ludic.training.losses.kl import KLEstimator, KLLoss, TokenKLLoss
-from ludic.training.losses.mismatch import mismatch_stats
+from ludic.training.losses.kl import EntropyBonus, KLEstimator, KLLoss, TokenKLLoss
 from ludic.training.losses.reinforce import ReinforceBaselineLoss, ReinforceLoss
-from ludic.training.losses.routed import RoutedLoss
 from ludic.training.losses.sapo import SAPOLoss
 from ludic.training.losses.supervised import MaskedCausalLMCrossEntropyLoss
 from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ludic.models.vocabulary_kl import VocabularyKL
-from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
+from ludic.models.teacher_kl import VocabularyKL
+from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats, over_items, over_tokens
 from ludic.types import ConfigError, spread_of
 
 E = TypeVar("E", bound=StrEnum)
@@ -218,3 +218,36 @@ def require_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{name}={value}; it must be above 0.")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Statistics that every policy-gradient loss reports.
+# ----------------------------------------------------------------------------------------------------
+
+
+def common_stats(tokens: ActionTokens) -> Stats:
+    weights_B = tokens.item_weights
+    return {
+        "adv_mean": over_items(weights_B),
+        "adv_abs_mean": over_items(weights_B.abs()),
+        "logp_mean": over_tokens(tokens.logps),
+        "avg_action_tokens": (tokens.logps.new_full((), tokens.logps.shape[0]), float(tokens.num_items)),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# Weights centred and scaled by the whole batch before another loss sees them.
+# ----------------------------------------------------------------------------------------------------
+
+
+class BatchNormalized(Loss):
+    """(A − batch mean) / batch standard deviation, over samples; then the inner loss."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss = as_loss(loss)
+        self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
+        self.needs_old_logps, self.needs_values = loss.needs_old_logps, loss.needs_values
+        self.distils, self.needs_logits = loss.distils, loss.needs_logits
+
+    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        return self.loss.of(tokens.centred())

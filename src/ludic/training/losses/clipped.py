@@ -7,9 +7,8 @@ it the other way, the gradient brings it back.
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, chosen_reduction, require_not_negative, require_positive
-from ludic.training.losses.common import common_stats
-from ludic.training.losses.mismatch import log_ratio
+from ludic.training.losses.base import Loss, chosen_reduction, common_stats, require_not_negative, require_positive
+from ludic.training.losses.corrections import log_ratio
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, over_items, over_tokens
 
 

@@ -6,7 +6,7 @@ sampled token (`KLCreditModifier`) estimates it: its expectation without the noi
 
 from torch import Tensor
 
-from ludic.models.vocabulary_kl import KLDirection, VocabularyKL
+from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.training.losses.base import Loss, chosen_reduction, named, require_not_negative
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, over_tokens
 

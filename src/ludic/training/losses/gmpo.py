@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, require_not_negative, require_positive
-from ludic.training.losses.common import common_stats
-from ludic.training.losses.mismatch import log_ratio
+from ludic.training.losses.base import Loss, common_stats, require_not_negative, require_positive
+from ludic.training.losses.corrections import log_ratio
 from ludic.training.losses.tokens import ActionTokens, Stats, over_items, over_tokens
 
 

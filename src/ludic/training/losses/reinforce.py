@@ -7,9 +7,8 @@ capped.
 
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, chosen_reduction, require_positive
-from ludic.training.losses.common import common_stats
-from ludic.training.losses.mismatch import log_ratio
+from ludic.training.losses.base import Loss, chosen_reduction, common_stats, require_positive
+from ludic.training.losses.corrections import log_ratio
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, over_items
 
 

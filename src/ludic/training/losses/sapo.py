@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, chosen_reduction, require_positive
-from ludic.training.losses.common import common_stats
-from ludic.training.losses.mismatch import log_ratio
+from ludic.training.losses.base import Loss, chosen_reduction, common_stats, require_positive
+from ludic.training.losses.corrections import log_ratio
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, over_tokens
 
 

@@ -14,7 +14,7 @@ from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.batch_gen.pipeline.lease import LearnerStatus, Lease
 from ludic.batch_gen.pipeline.queue import ExperienceQueue, Settlement
 from ludic.batch_gen.pipeline.wire import decode_group
-from ludic.inference.http_retry import Unreachable
+from ludic.inference.http import Unreachable
 from ludic.types import ConfigError, PolicyGone, RequestsExhausted
 from tests.unit.batch_gen.parts import TotalReward, coin_client, make_engine, other_tasks, request
 

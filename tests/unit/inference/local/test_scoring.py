@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.scoring import Scoring, take_batch
+from ludic.inference.local.runner import Scoring, take_batch
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 
 

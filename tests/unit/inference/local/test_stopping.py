@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.inference.local.sequence import Sequence
-from ludic.inference.local.stopping import StopRule
+from ludic.inference.local.sequence import Sequence, StopRule
 from tests.chat_templates import make_tokenizer
 from tests.unit.inference.local.tiny_models import ask, ask_all, make_engine, new_model, request, tokens
 

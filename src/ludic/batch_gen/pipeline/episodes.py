@@ -1,0 +1,124 @@
+"""Playing groups side by side: many groups, a bounded number of episodes at a time, none of them waiting for a whole group.
+
+A group is over when its slowest episode is; meanwhile its other places are free for the next group. What is left of failed
+episodes is a sentence each. Whether too many have failed is judged over the last groups, since an actor has no last one.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ludic.batch_gen.concurrency import as_finished
+from ludic.batch_gen.engine import RolloutEngine
+from ludic.batch_gen.episodes import Episode, EpisodeLimits
+from ludic.batch_gen.groups import TooManyFailures
+from ludic.batch_gen.requests.stream import RequestGroup
+from ludic.types import ConfigError, RolloutRequest, derive_seed
+
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlayedGroup:
+    """What became of one group."""
+
+    episodes: list[Episode]
+    """Those that were finished, in order."""
+    failures: list[str]
+    """Why the others were not."""
+    is_whole: bool
+    """False when an episode is missing that the others would have been compared with."""
+
+
+class GroupPlayer:
+    """Plays groups with one engine."""
+
+    def __init__(
+        self, engine: RolloutEngine, *, max_steps: int, concurrency: int, timeout_s: float | None = None
+    ) -> None:
+        if concurrency < 1:
+            raise ConfigError(f"concurrency={concurrency}; at least one episode must run at a time.")
+        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # a wrong limit is named here, not by every episode
+        self._engine = engine
+        self._max_steps, self._timeout_s, self._concurrency = max_steps, timeout_s, concurrency
+        self._places = asyncio.Semaphore(concurrency)
+        self.freed = asyncio.Event()
+        """Set whenever an episode has ended; whoever waits for it clears it."""
+        self._num_planned = 0
+        self._num_open = 0
+        """Episodes of all groups that have been begun, playing or waiting for a place."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether an episode of another group could begin at once."""
+        return self._num_open < self._concurrency
+
+    async def play(self, group: RequestGroup) -> PlayedGroup:
+        members = list(single_episodes(group))
+        first_index, self._num_planned = self._num_planned, self._num_planned + len(members)
+        jobs = [partial(self._play_one, request, first_index + number) for number, request in enumerate(members)]
+        num_left = len(jobs)
+        self._num_open += num_left
+        episodes: list[Episode] = []
+        failures: list[str] = []
+        try:
+            playing = as_finished(jobs, limit=len(jobs))
+            async with aclosing(playing):
+                async for played in playing:
+                    num_left -= 1
+                    self._num_open -= 1
+                    self.freed.set()
+                    failures += [played] if isinstance(played, str) else []
+                    episodes += [played] if isinstance(played, Episode) else []
+        finally:
+            self._num_open -= num_left
+        episodes.sort(key=lambda episode: episode.plan.index)
+        is_compared = any("group_id" in request.meta for request in group)
+        return PlayedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
+
+    async def _play_one(self, request: RolloutRequest, index: int) -> Episode | str:
+        async with self._places:
+            try:
+                [episode] = await self._engine.play(
+                    [request], max_steps=self._max_steps, timeout_s=self._timeout_s, concurrency=1, first_index=index
+                )
+            except TooManyFailures as error:  # one of one: what is too many is not for a single episode to say
+                return str(error)
+        failure = episode.failure
+        return episode if failure is None else f"episode {index}: {failure.error}: {failure.message}"
+
+
+def single_episodes(group: RequestGroup) -> Iterator[RolloutRequest]:
+    """One request per episode, with the seeds that the engine gives the episodes of one request."""
+    for request in group:
+        if request.num_episodes == 1:
+            yield request
+            continue
+        for repeat in range(request.num_episodes):
+            seed = None if request.sampling_seed is None else derive_seed(request.sampling_seed, repeat)
+            yield replace(request, num_episodes=1, sampling_seed=seed)
+
+
+class RecentFailures:
+    """Ends a run in which most of the last groups have failed."""
+
+    def __init__(self, max_failed_share: float, *, window: int = 32) -> None:
+        if not 0 <= max_failed_share <= 1:
+            raise ConfigError(f"max_failed_share={max_failed_share}; it is a share of the groups, from 0 to 1.")
+        self._share = max_failed_share
+        self._recent: deque[Sequence[str]] = deque(maxlen=window)
+
+    def count(self, failures: Sequence[str]) -> None:
+        """`failures` of one group; TooManyFailures once the last `window` groups say so."""
+        self._recent.append(failures)
+        failed = [reasons for reasons in self._recent if reasons]
+        window = self._recent.maxlen
+        if len(failed) > self._share * (window or 0):
+            shown = "; ".join(reasons[0] for reasons in failed[-_NUM_SHOWN:])
+            raise TooManyFailures(
+                f"{len(failed)} of the last {len(self._recent)} groups failed, more than max_failed_share={self._share:g} of "
+                f"{window} allows. The last: {shown}. Fix what they name, or raise max_failed_share."
+            )

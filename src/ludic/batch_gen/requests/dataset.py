@@ -1,0 +1,319 @@
+"""Where requests come from: functions that return the requests of the next batch.
+
+Made from a queue (each sample once) or from a sequence (over and over, in a new order each pass). What they return can
+be resumed where it has a position: see `DatasetRequests`.
+"""
+
+import asyncio
+import inspect
+import queue
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from ludic.batch_gen.requests.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.types import (
+    ConfigError,
+    EnvSpec,
+    InferenceSpec,
+    ProtocolSpec,
+    RequestsExhausted,
+    RolloutRequest,
+    Stateful,
+    derive_seed,
+)
+
+# ----------------------------------------------------------------------------------------------------
+# In which order the samples of a dataset are drawn: pass after pass, each shuffled by its own seed.
+# ----------------------------------------------------------------------------------------------------
+
+
+class Passes:
+    """Positions in a dataset, for ever; where it stands survives a resume."""
+
+    def __init__(self, num_samples: int, *, shuffle: bool, seed: int) -> None:
+        if num_samples < 1:
+            raise ConfigError("There are no samples to draw from.")
+        self.num_drawn = 0
+        self._num_samples, self._shuffle, self._seed = num_samples, shuffle, seed
+        self._order_of: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def epoch(self) -> int:
+        """How many passes are complete."""
+        return self.num_drawn // self._num_samples
+
+    def next_index(self) -> int:
+        epoch, position = divmod(self.num_drawn, self._num_samples)
+        self.num_drawn += 1
+        return self._order(epoch)[position]
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._order_of[0] != epoch:
+            order = list(range(self._num_samples))
+            if self._shuffle:
+                random.Random(derive_seed(self._seed, epoch)).shuffle(order)
+            self._order_of = (epoch, order)
+        return self._order_of[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_drawn": self.num_drawn, "num_samples": self._num_samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["num_samples"] != self._num_samples:
+            raise ConfigError(
+                f"The saved position is in a dataset of {state['num_samples']} samples, this one has {self._num_samples}. "
+                "Resume with the data that the run was started with."
+            )
+        self.num_drawn = state["num_drawn"]
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+RequestsFn: TypeAlias = Callable[[], list[RolloutRequest]]
+OnEmpty: TypeAlias = Literal["raise", "return_empty"]
+Sample: TypeAlias = Any
+
+
+class TakesItems(Protocol[T_co]):
+    """`queue.Queue` and `asyncio.Queue` both are such a thing."""
+
+    def get_nowait(self) -> T_co: ...
+
+
+# --- from a queue ---
+
+
+def make_requests_fn_from_queue(
+    q: TakesItems[T],
+    *,
+    batch_size: int,
+    build_request: Callable[[T], RolloutRequest],
+    strategy: RequestStrategy | None = None,
+    on_empty: OnEmpty = "raise",
+) -> RequestsFn:
+    """Up to `batch_size` items per call, never waiting; the last batch may be smaller."""
+    _check_batch_size(batch_size)
+    if on_empty not in ("raise", "return_empty"):
+        raise ConfigError(f"on_empty={on_empty!r}; it must be 'raise' or 'return_empty'.")
+    expand = (strategy or IdentityStrategy()).expand
+
+    def next_requests() -> list[RolloutRequest]:
+        items = _take(q, batch_size)
+        if not items and on_empty == "raise":
+            raise RequestsExhausted("The queue of samples is empty.")
+        return expand([build_request(item) for item in items])
+
+    return next_requests
+
+
+def _take(q: TakesItems[T], limit: int) -> list[T]:
+    items: list[T] = []
+    while len(items) < limit:
+        try:
+            items.append(q.get_nowait())
+        except (queue.Empty, asyncio.QueueEmpty):
+            break
+    return items
+
+
+# --- from a dataset ---
+
+
+def _as_sample(sample: Sample) -> Mapping[str, Any]:
+    return {"sample": sample}
+
+
+def _no_meta(index: int, sample: Sample) -> Mapping[str, Any]:
+    return {}
+
+
+def _index(index: int, sample: Sample = None) -> int:
+    return index
+
+
+SeedFn: TypeAlias = Callable[[int, Sample], int] | Callable[[int], int]
+"""(index, sample) -> seed; one that takes the index alone is given that."""
+
+
+def _seed(seed_fn: Callable[..., int], index: int, sample: Sample) -> int:
+    try:
+        parameters = inspect.signature(seed_fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin, such as hash
+        return seed_fn(index)
+    needed = [p for p in parameters if p.kind is not p.KEYWORD_ONLY and (p.default is p.empty)]
+    takes_both = len(needed) > 1 or any(p.kind is p.VAR_POSITIONAL for p in needed)
+    return seed_fn(index, sample) if takes_both else seed_fn(index)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestBuilder:
+    """How a sample of a dataset becomes a request."""
+
+    env_kind: str
+    protocol_kind: str
+    inference: InferenceSpec | None = None
+    env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample
+    protocol_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta
+    """(index, sample) -> facts for the rollout's meta; `sample_index` is always among them."""
+    env_seed_fn: SeedFn = _index
+    """(index, sample) -> the env's seed, or (index) alone."""
+    sampling_seed_fn: SeedFn | None = None
+    """The same for sampling. None: a new seed each time the sample is drawn, so that a second pass does not repeat the first."""
+
+    def build(self, index: int, sample: Sample, *, fresh_seed: int) -> RolloutRequest:
+        return RolloutRequest(
+            env=EnvSpec(self.env_kind, self.env_kwargs_fn(sample)),
+            protocol=ProtocolSpec(self.protocol_kind, self.protocol_kwargs),
+            env_seed=_seed(self.env_seed_fn, index, sample),
+            sampling_seed=fresh_seed if self.sampling_seed_fn is None else _seed(self.sampling_seed_fn, index, sample),
+            inference=self.inference,
+            meta={"sample_index": index, **self.request_meta_fn(index, sample)},
+        )
+
+
+def make_dataset_queue_requests_fn(
+    samples_q: TakesItems[tuple[int, Sample]],
+    *,
+    batch_size: int,
+    env_kind: str,
+    protocol_kind: str,
+    inference: InferenceSpec | None = None,
+    env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample,
+    protocol_kwargs: Mapping[str, Any] | None = None,
+    request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta,
+    env_seed_fn: SeedFn = _index,
+    sampling_seed_fn: SeedFn = _index,
+    group_size: int = 1,
+    on_empty: OnEmpty = "raise",
+) -> RequestsFn:
+    """Requests from a queue of (index, sample); a group size other than 1 expands each into a group."""
+    builder = RequestBuilder(
+        env_kind=env_kind,
+        protocol_kind=protocol_kind,
+        inference=inference,
+        env_kwargs_fn=env_kwargs_fn,
+        protocol_kwargs=protocol_kwargs or {},
+        request_meta_fn=request_meta_fn,
+        env_seed_fn=env_seed_fn,
+        sampling_seed_fn=sampling_seed_fn,
+    )
+    return make_requests_fn_from_queue(
+        samples_q,
+        batch_size=batch_size,
+        build_request=lambda pair: builder.build(pair[0], pair[1], fresh_seed=0),
+        strategy=_strategy_for(group_size),
+        on_empty=on_empty,
+    )
+
+
+def make_dataset_sequence_requests_fn(
+    samples: Sequence[Sample],
+    *,
+    batch_size: int,
+    env_kind: str,
+    protocol_kind: str,
+    inference: InferenceSpec | None = None,
+    env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample,
+    protocol_kwargs: Mapping[str, Any] | None = None,
+    request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta,
+    env_seed_fn: SeedFn = _index,
+    sampling_seed_fn: SeedFn | None = None,
+    group_size: int = 1,
+    shuffle: bool = False,
+    rng_seed: int = 0,
+) -> "DatasetRequests":
+    """Requests from a sequence, for ever; with `shuffle` in a new order each pass."""
+    builder = RequestBuilder(
+        env_kind=env_kind,
+        protocol_kind=protocol_kind,
+        inference=inference,
+        env_kwargs_fn=env_kwargs_fn,
+        protocol_kwargs=protocol_kwargs or {},
+        request_meta_fn=request_meta_fn,
+        env_seed_fn=env_seed_fn,
+        sampling_seed_fn=sampling_seed_fn,
+    )
+    return DatasetRequests(
+        samples,
+        builder,
+        batch_size=batch_size,
+        strategy=_strategy_for(group_size),
+        shuffle=shuffle,
+        rng_seed=rng_seed,
+    )
+
+
+class DatasetRequests:
+    """Goes through a sequence of samples again and again; its position survives a resume."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        builder: RequestBuilder,
+        *,
+        batch_size: int,
+        strategy: RequestStrategy,
+        shuffle: bool,
+        rng_seed: int,
+    ) -> None:
+        _check_batch_size(batch_size)
+        self._samples = samples
+        self._builder = builder
+        self._batch_size = batch_size
+        self._strategy = strategy
+        self._rng_seed = rng_seed
+        self._passes = Passes(len(samples), shuffle=shuffle, seed=rng_seed)
+
+    @property
+    def epoch(self) -> int:
+        """How many passes are complete."""
+        return self._passes.epoch
+
+    def __call__(self) -> list[RolloutRequest]:
+        return self._strategy.expand([self._next() for _ in range(self._batch_size)])
+
+    def _next(self) -> RolloutRequest:
+        fresh_seed = derive_seed(self._rng_seed, self._passes.num_drawn)
+        index = self._passes.next_index()
+        return self._builder.build(index, self._samples[index], fresh_seed=fresh_seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        strategy = self._strategy.state_dict() if isinstance(self._strategy, Stateful) else {}
+        return {**self._passes.state_dict(), "strategy": strategy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._passes.load_state_dict(state)
+        if isinstance(self._strategy, Stateful):
+            self._strategy.load_state_dict(state["strategy"])
+
+
+class MixedRequests:
+    """Several request functions side by side: every batch holds requests of each, so it may mix envs."""
+
+    def __init__(self, *parts: RequestsFn) -> None:
+        if not parts:
+            raise ConfigError("MixedRequests needs at least one request function.")
+        self._parts = parts
+
+    def __call__(self) -> list[RolloutRequest]:
+        return [request for part in self._parts for request in part()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() if isinstance(part, Stateful) else {} for part in self._parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, own in zip(self._parts, state["parts"], strict=True):
+            if isinstance(part, Stateful):
+                part.load_state_dict(own)
+
+
+def _strategy_for(group_size: int) -> RequestStrategy:
+    return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}; a batch needs at least one request.")

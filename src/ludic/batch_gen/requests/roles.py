@@ -1,0 +1,58 @@
+"""Which policy plays which seat, request by request (see `ludic.interaction.policies`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ludic.batch_gen.requests.dataset import RequestsFn
+from ludic.interaction import Policies, Seating
+from ludic.types import ConfigError, RolloutRequest, Stateful, derive_seed
+
+_WHICH_SEATING, _WHICH_VERSION = 0, 1
+
+
+def seated(request: RolloutRequest, seating: Seating) -> RolloutRequest:
+    """The request with these policies in its seats. Its meta says so too: every rollout knows who the others were."""
+    who = {"policies": dict(seating)}
+    protocol = replace(request.protocol, kwargs={**request.protocol.kwargs, **who})
+    return replace(request, protocol=protocol, meta={**request.meta, **who})
+
+
+class SeatedRequests:
+    """Requests with a seating each, one of `seatings`; a league's name becomes one of its members.
+
+    Both are drawn by the request's env seed and nothing else: the members of a group, which share it, meet the same
+    opponent in the same seats, and a resumed run draws what it would have drawn.
+    """
+
+    def __init__(
+        self, requests_fn: RequestsFn, seatings: Sequence[Seating], policies: Policies, *, seed: int = 0
+    ) -> None:
+        if not seatings:
+            raise ConfigError('SeatedRequests needs at least one seating, such as {"X": "first", "O": "second"}.')
+        self._requests_fn = requests_fn
+        self._seatings = [dict(seating) for seating in seatings]
+        self._policies = policies
+        self._seed = seed
+
+    def __call__(self) -> list[RolloutRequest]:
+        return [seated(request, self._seating(request)) for request in self._requests_fn()]
+
+    def _seating(self, request: RolloutRequest) -> Seating:
+        if request.env_seed is None:
+            raise ConfigError(
+                "SeatedRequests draws seats by a request's env_seed, and this request has none. Give it one."
+            )
+        seed = derive_seed(self._seed, request.env_seed)
+        chosen = self._seatings[derive_seed(seed, _WHICH_SEATING) % len(self._seatings)]
+        return {
+            agent_id: self._policies.draw(name, derive_seed(seed, _WHICH_VERSION, index))
+            for index, (agent_id, name) in enumerate(chosen.items())
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._requests_fn.state_dict() if isinstance(self._requests_fn, Stateful) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self._requests_fn, Stateful):
+            self._requests_fn.load_state_dict(state)

@@ -1,0 +1,239 @@
+"""`OfflineBatchSource`: training items from rollouts on disk.
+
+Files are indexed once (where each rollout lies, which group it belongs to) and then read a chunk at a time, so memory
+holds a chunk and not the data. A chunk consists of whole groups, so that credit can compare siblings.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ludic.batch_gen.build_batch import HasCreditAssigner, credit_of
+from ludic.batch_gen.chat_items import StepToItem
+from ludic.batch_gen.stitching import stitch_rollouts
+from ludic.batch_gen.store import index_lines
+from ludic.types import (
+    ConfigError,
+    CreditAssigner,
+    Rollout,
+    SampleFilter,
+    SAWBatch,
+    SAWItem,
+    Step,
+    StepSelector,
+    derive_seed,
+    is_parse_failure,
+)
+from ludic.types.line_files import Line
+
+_ORDER, _WITHIN_CHUNK = 0, 1
+
+
+def acts_on_env(step: Step) -> bool:
+    """The default selector: env steps, and replies to the env that could not be read."""
+    return step.kind == "env" or is_parse_failure(step)
+
+
+class OfflineBatchSource:
+    """Endless passes over stored rollouts, in a new order each time.
+
+    Without `step_to_item` the items are those that an online run would have made of the rollouts' own tokens. With it,
+    each step that `step_selector` picks becomes an item (for instance rendered with another model's chat template).
+    """
+
+    def __init__(
+        self,
+        jsonl_paths: Sequence[str | Path] | str | Path,
+        step_to_item: StepToItem | None = None,
+        credit_assigner: CreditAssigner | None = None,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        sample_filter: SampleFilter | None = None,
+        seed: int = 42,
+        drop_last: bool = False,
+        step_selector: StepSelector | None = None,
+        *,
+        algorithm: HasCreditAssigner | None = None,
+        per_turn: bool = False,
+        chunk_rollouts: int = 64,
+    ) -> None:
+        """`chunk_rollouts`: how many rollouts (at least) are credited, shuffled and held at a time."""
+        if batch_size < 1 or chunk_rollouts < 1:
+            raise ConfigError(f"batch_size={batch_size}, chunk_rollouts={chunk_rollouts}; both must be at least 1.")
+        if step_selector is not None and step_to_item is None:
+            raise ConfigError("step_selector picks steps for step_to_item; without that, whole rollouts become items.")
+        self._credit = credit_of(credit_assigner, algorithm)
+        self._step_to_item = step_to_item
+        self._step_selector = step_selector or acts_on_env
+        self._sample_filter = sample_filter
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._per_turn = per_turn
+        self._chunk_rollouts = chunk_rollouts
+        paths = [jsonl_paths] if isinstance(jsonl_paths, (str, Path)) else list(jsonl_paths)
+        self._groups = _index(paths)
+        self._num_items: int | None = None
+        # Where the next batch begins: pass, group within its order, item within the chunk that starts there.
+        self._epoch, self._group, self._item = 0, 0, 0
+        self._kept_chunk: tuple[tuple[int, int], tuple[list[SAWItem], int]] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the next batch begins in."""
+        return self._epoch
+
+    @property
+    def num_rollouts(self) -> int:
+        """Usable rollouts in the files; failed ones are left out."""
+        return sum(map(len, self._groups))
+
+    @property
+    def target_rollouts(self) -> int:
+        return self.num_rollouts
+
+    def __len__(self) -> int:
+        """Items of one pass. Counting them takes a pass over the files, once."""
+        if self._num_items is None:
+            order = self._order(0)
+            self._num_items, position = 0, 0
+            while position < len(order):
+                items, position = self._read_chunk(order, 0, position)
+                self._num_items += len(items)
+        return self._num_items
+
+    @property
+    def num_batches_per_epoch(self) -> int:
+        whole, rest = divmod(len(self), self._batch_size)
+        return whole + (rest > 0 and not self._drop_last)
+
+    async def next_batch(self) -> SAWBatch:
+        for _ in range(2):  # the current pass may be at its end
+            batch = await self._next_in_epoch()
+            if batch is not None:
+                return batch
+        raise ValueError(
+            "A whole pass over the rollouts gave no batch: no item passed the sample_filter, or drop_last dropped what "
+            f"there was (batch_size={self._batch_size})."
+        )
+
+    get_next_batch = next_batch
+
+    async def iter_epoch(self) -> AsyncGenerator[SAWBatch, None]:
+        """The batches that are left of the current pass."""
+        while (batch := await self._next_in_epoch()) is not None:
+            yield batch
+
+    # --- one batch ---
+
+    async def _next_in_epoch(self) -> SAWBatch | None:
+        """The next batch of this pass; None at its end, and the next pass has begun then."""
+        epoch, order = self._epoch, self._order(self._epoch)
+        items: list[SAWItem] = []
+        while self._group < len(order) and len(items) < self._batch_size:
+            chunk, after = await self._chunk(order)
+            wanted = self._batch_size - len(items)
+            items += chunk[self._item : self._item + wanted]
+            if self._item + wanted < len(chunk):
+                self._item += wanted
+            else:
+                self._group, self._item = after, 0
+        if not items or (len(items) < self._batch_size and self._drop_last):
+            self._epoch, self._group, self._item = epoch + 1, 0, 0
+            return None
+        return SAWBatch(items=items, meta=self._meta(items, epoch))
+
+    async def _chunk(self, order: list[int]) -> tuple[list[SAWItem], int]:
+        """The items of the chunk that begins at the current group, and where the next one begins."""
+        place = (self._epoch, self._group)
+        if self._kept_chunk is None or self._kept_chunk[0] != place:
+            self._kept_chunk = (place, await asyncio.to_thread(self._read_chunk, order, *place))
+        return self._kept_chunk[1]
+
+    def _read_chunk(self, order: list[int], epoch: int, position: int) -> tuple[list[SAWItem], int]:
+        start, lines = position, list[Line]()
+        while position < len(order) and len(lines) < self._chunk_rollouts:
+            lines += self._groups[order[position]]
+            position += 1
+        items = self._items([Rollout.from_json(line.read()) for line in lines])
+        if self._shuffle:
+            random.Random(derive_seed(self._seed, _WITHIN_CHUNK, epoch, start)).shuffle(items)
+        return items, position
+
+    def _items(self, rollouts: list[Rollout]) -> list[SAWItem]:
+        weights = self._credit.compute(rollouts)
+        to_item = self._step_to_item
+        if to_item is None:
+            items = stitch_rollouts(rollouts, weights, per_turn=self._per_turn)
+        else:
+            items = [
+                to_item(rollout, step, weights[rollout.id, step.index])
+                for rollout in rollouts
+                for step in rollout.steps
+                if self._step_selector(step)
+            ]
+        return items if self._sample_filter is None else [item for item in items if self._sample_filter(item)]
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self._groups)))
+        if self._shuffle:
+            random.Random(derive_seed(self._seed, _ORDER, epoch)).shuffle(order)
+        return order
+
+    def _meta(self, items: list[SAWItem], epoch: int) -> dict[str, Any]:
+        num_actions = [item.num_action_tokens for item in items]
+        averages = {
+            "avg_completion_length": fmean(num_actions),
+            "avg_prompt_length": fmean(len(i.input_ids) - n for i, n in zip(items, num_actions, strict=True)),
+        }
+        return {
+            "source": "offline",
+            "epoch": epoch,
+            "num_samples": len(items),
+            "target_rollouts": len({item.meta.get("rollout_id") for item in items}),
+            **averages,
+            "rollout_metrics": averages,
+        }
+
+    # --- resume ---
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "group": self._group,
+            "item": self._item,
+            "num_rollouts": self.num_rollouts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["num_rollouts"] != self.num_rollouts:
+            raise ConfigError(
+                f"The saved position is in {state['num_rollouts']} rollouts, the files now have {self.num_rollouts}. "
+                "Resume with the files that the run was started with."
+            )
+        self._epoch, self._group, self._item = state["epoch"], state["group"], state["item"]
+
+
+def _index(paths: Sequence[str | Path]) -> list[list[Line]]:
+    """Where the rollouts lie, those of one group together."""
+    groups: dict[str, list[Line]] = {}
+    num_failed = 0
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ConfigError(f"There is no file {path} to read rollouts from.")
+        for line, head in index_lines(path):
+            if head.failure is not None:
+                num_failed += 1
+                continue
+            group_id = (head.meta.get("request_meta") or {}).get("group_id")
+            groups.setdefault(f"rollout {head.id}" if group_id is None else f"group {group_id}", []).append(line)
+    if not groups:
+        raise ConfigError(
+            f"There are no usable rollouts in {', '.join(map(str, paths)) or 'no files at all'} "
+            f"({num_failed} failed ones were left out)."
+        )
+    return list(groups.values())

@@ -1,0 +1,209 @@
+"""One stream of episodes for several trainers: each gets what its own policy has played, credited by its own rule.
+
+A round of episodes is played when one of the trainers asks and has none waiting; all of them get their part of it. Whoever
+has no trainer (a frozen opponent, a league) is played and not trained on. Failed episodes and broken groups are left out for
+everybody, before anything is dealt.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ludic.batch_gen.build_batch import Assembly, HasCreditAssigner, credit_of
+from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
+from ludic.batch_gen.episodes import Episode, EpisodeLimits
+from ludic.batch_gen.groups import policy_of
+from ludic.batch_gen.requests.dataset import RequestsFn
+from ludic.batch_gen.requests.strategies import RequestStrategy
+from ludic.batch_gen.requests.stream import RequestStream
+from ludic.types import ConfigError, CreditAssigner, FollowsVersions, SampleFilter, SAWBatch, Stateful
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Round:
+    """Episodes that were played together."""
+
+    number: int
+    before: dict[str, Any]
+    """Where the stream stood: a resume plays the round again from here."""
+    episodes: list[Episode]
+    generation_s: float
+
+    @property
+    def players(self) -> list[str]:
+        """By name, as they were seated."""
+        return sorted({str(policy_of(rollout)) for episode in self.episodes for rollout in episode.rollouts})
+
+
+class SharedRollouts:
+    """Plays rounds; `batches_for` gives one batch source per trained policy.
+
+    The trainers take turns (`ludic.training.train_policies`).
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        requests_fn: RequestsFn,
+        strategy: RequestStrategy | None = None,
+        max_steps: int = DEFAULT_MAX_STEPS,
+        timeout_s: float | None = None,
+        concurrency: int = 8,
+    ) -> None:
+        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # a wrong limit is named here, not at the first batch
+        self._engine = engine
+        self._requests = RequestStream(requests_fn, strategy, {"requests": requests_fn})
+        self._max_steps, self._timeout_s, self._concurrency = max_steps, timeout_s, concurrency
+        self._num_rounds = 0
+        self._num_episodes = 0
+        self._is_playing = False
+        self._sources: dict[str, PolicyBatchSource] = {}
+        self._resumed: list[dict[str, Any]] = []
+        """Where each policy that was loaded since the last round has to go on."""
+
+    def batches_for(
+        self,
+        policy: str,
+        *,
+        credit_assigner: CreditAssigner | None = None,
+        algorithm: HasCreditAssigner | None = None,
+        sample_filter: SampleFilter | None = None,
+        per_turn: bool = False,
+        followers: Sequence[FollowsVersions] = (),
+    ) -> "PolicyBatchSource":
+        """What `policy` plays, for its trainer. `followers` (a league) are told of its versions, and saved with it."""
+        if policy in self._sources:
+            raise ConfigError(f"The policy {policy!r} has a batch source already; one trainer trains one policy.")
+        credit = credit_of(credit_assigner, algorithm)
+        assembly = Assembly(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        self._sources[policy] = PolicyBatchSource(policy, self, assembly, followers)
+        return self._sources[policy]
+
+    async def play_round(self) -> None:
+        """Play the next episodes and deal them out. One that is broken off has not been begun."""
+        if self._is_playing:
+            raise ConfigError(
+                "Two trainers asked one SharedRollouts for a batch at the same time. Let them take turns: train_policies."
+            )
+        before, started = self.position(), time.perf_counter()
+        self._is_playing, self._resumed = True, []
+        try:
+            episodes = await self._play()
+        except BaseException:
+            self._go_to(before)
+            raise
+        finally:
+            self._is_playing = False
+        generation_s = time.perf_counter() - started
+        played = _Round(number=self._num_rounds, before=before, episodes=episodes, generation_s=generation_s)
+        self._num_rounds += 1
+        for source in self._sources.values():
+            source.offer(played)
+
+    async def _play(self) -> list[Episode]:
+        requests = [request for group in self._requests.take_draw() for request in group]
+        first_index = self._num_episodes
+        self._num_episodes += sum(request.num_episodes for request in requests)
+        return await self._engine.play(
+            requests,
+            max_steps=self._max_steps,
+            timeout_s=self._timeout_s,
+            concurrency=self._concurrency,
+            first_index=first_index,
+        )
+
+    def position(self) -> dict[str, Any]:
+        return {
+            "num_rounds": self._num_rounds,
+            "num_episodes": self._num_episodes,
+            "requests": self._requests.state_dict(),
+        }
+
+    def resume_at(self, position: dict[str, Any]) -> None:
+        """Where one policy has to go on; the stream does where the first of them has to."""
+        self._resumed.append(position)
+        self._go_to(min(self._resumed, key=lambda resumed: resumed["num_rounds"]))
+
+    def _go_to(self, position: dict[str, Any]) -> None:
+        self._num_rounds, self._num_episodes = position["num_rounds"], position["num_episodes"]
+        self._requests.load_state_dict(position["requests"])
+
+
+class PolicyBatchSource:
+    """One policy's part of every round.
+
+    Where it needs a second round (nothing in the first to train on), the others find that one waiting. Only the newest waits:
+    older ones are dropped and counted, or they would fall further behind with every such round.
+    """
+
+    def __init__(
+        self, policy: str, shared: SharedRollouts, assembly: Assembly, followers: Sequence[FollowsVersions]
+    ) -> None:
+        self.policy = policy
+        self._shared = shared
+        self._assembly = assembly
+        self._followers = list(followers)
+        credit = assembly.credit_assigner
+        self._stateful_credit = credit if isinstance(credit, Stateful) else None
+        self._waiting: _Round | None = None
+        self._next_round = 0
+        self._num_skipped = 0
+
+    async def next_batch(self) -> SAWBatch:
+        while (played := self._waiting) is None:  # after a resume the stream may be several rounds behind this policy
+            await self._shared.play_round()
+        self._waiting = None
+        self._next_round = played.number + 1
+        batch = self._assembly.batch(played.episodes, policy=self.policy)
+        if not batch.meta["num_rollouts"]:
+            logger.warning("%r played nothing in round %d; who did: %s", self.policy, played.number, played.players)
+        counts = {"round": played.number, "num_rounds_skipped": self._num_skipped}
+        batch.meta |= {
+            "source": "shared_rollouts",
+            "policy": self.policy,
+            **counts,
+            "generation_s": played.generation_s,
+        }
+        batch.meta["rollout_metrics"] |= {name: float(value) for name, value in counts.items()}
+        return batch
+
+    get_next_batch = next_batch
+
+    def offer(self, played: _Round) -> None:
+        """From SharedRollouts. After a resume a round may come again that this policy was trained on."""
+        if played.number >= self._next_round:
+            self._num_skipped += self._waiting is not None
+            self._waiting = played
+
+    def notify_version(self, version: int) -> None:
+        for follower in self._followers:
+            follower.notify_version(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Take it between batches. A round that waits is played again after a resume."""
+        state: dict[str, Any] = {
+            "position": self._shared.position() if self._waiting is None else self._waiting.before,
+            "num_skipped": self._num_skipped,
+            "followers": [part.state_dict() if isinstance(part, Stateful) else {} for part in self._followers],
+        }
+        return state if self._stateful_credit is None else {**state, "credit": self._stateful_credit.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["followers"]) != len(self._followers):
+            raise ConfigError(
+                f"The checkpoint of {self.policy!r} has {len(state['followers'])} followers (leagues), batches_for was given "
+                f"{len(self._followers)}. Give it the same as then, in the same order."
+            )
+        self._waiting, self._num_skipped = None, state["num_skipped"]
+        self._next_round = state["position"]["num_rounds"]
+        if self._stateful_credit is not None and "credit" in state:
+            self._stateful_credit.load_state_dict(state["credit"])
+        for part, own in zip(self._followers, state["followers"], strict=True):
+            if isinstance(part, Stateful):
+                part.load_state_dict(own)
+        self._shared.resume_at(state["position"])

@@ -1,0 +1,261 @@
+"""Who scores a sample: the interface behind one teacher for all, one per domain, one that is told more."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from ludic.inference import ChatTemplate
+from ludic.interaction.failures import all_or_none
+from ludic.types import (
+    AccountsForItems,
+    BatchSource,
+    ConfigError,
+    FollowsVersions,
+    LogprobArray,
+    SAWBatch,
+    SAWItem,
+    Stateful,
+    TeacherScorer,
+    TokenArray,
+    TokenIds,
+    UnknownName,
+    token_array,
+)
+
+
+@runtime_checkable
+class Teachers(Protocol):
+    """Chooses a teacher for each sample."""
+
+    def teacher_for(self, item: SAWItem) -> TeacherScorer: ...
+
+    def require_tokenizer(self, fingerprint: str) -> None:
+        """ConfigError if a teacher's ids mean something else than the student's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneTeacher:
+    """The same for every sample."""
+
+    teacher: TeacherScorer
+
+    def teacher_for(self, item: SAWItem) -> TeacherScorer:
+        return self.teacher
+
+    def require_tokenizer(self, fingerprint: str) -> None:
+        require_same_tokenizer("teacher", self.teacher, fingerprint)
+
+
+def require_same_tokenizer(name: str, teacher: TeacherScorer, fingerprint: str) -> None:
+    """`name` is what the message calls the teacher."""
+    if teacher.tokenizer_fingerprint != fingerprint:
+        raise ConfigError(
+            f"The teacher {name!r} has another tokenizer ({teacher.tokenizer_fingerprint:.12}…) than the student "
+            f"({fingerprint:.12}…): the same ids mean other texts. Take a teacher of the student's family."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# `TeacherAnnotatedBatchSource`: batches of another source, with a teacher's log-probs on every sample.
+# ----------------------------------------------------------------------------------------------------
+# What becomes of them is the algorithm's business (`ludic.training.make_opd`). Inside an AsyncRolloutBatchSource, scoring
+# overlaps with training.
+
+
+class TeacherAnnotatedBatchSource:
+    """Attaches `teacher_logps` to every sample of `inner`; nothing else changes, and none is left out."""
+
+    def __init__(
+        self,
+        inner: BatchSource,
+        teacher_scorer: TeacherScorer | Teachers,
+        teacher_chunk_size: int | None = None,
+        *,
+        tokenizer_fingerprint: str,
+    ) -> None:
+        """`tokenizer_fingerprint` is the student's (`ludic.inference.templates.fingerprint`); a teacher with another is refused.
+
+        `teacher_chunk_size` is how many samples are scored at a time; None: all of a batch.
+        """
+        if teacher_chunk_size is not None and teacher_chunk_size < 1:
+            raise ConfigError(f"teacher_chunk_size={teacher_chunk_size}; it must be at least 1, or None for all.")
+        self._inner = inner
+        self._teachers = teacher_scorer if isinstance(teacher_scorer, Teachers) else OneTeacher(teacher_scorer)
+        self._teachers.require_tokenizer(tokenizer_fingerprint)
+        self._chunk_size = teacher_chunk_size
+        if isinstance(inner, AccountsForItems):
+            # Had every annotated source these, it would be taken for one that keeps accounts, and refused in a mixture.
+            self.notify_trained = inner.notify_trained
+            self.notify_saved = inner.notify_saved
+
+    async def next_batch(self) -> SAWBatch:
+        batch = await self._inner.next_batch()
+        started = time.perf_counter()
+        at_once = asyncio.Semaphore(self._chunk_size or max(len(batch), 1))
+
+        async def annotated_in_turn(item: SAWItem) -> SAWItem:
+            async with at_once:
+                return await annotated(item, self._teachers.teacher_for(item))
+
+        items = await all_or_none(annotated_in_turn(item) for item in batch.items)
+        return SAWBatch(items=items, meta={**batch.meta, "teacher_s": time.perf_counter() - started})
+
+    get_next_batch = next_batch
+
+    # --- what the trainer tells its source, and what a resume needs ---
+
+    def notify_version(self, version: int) -> None:
+        if isinstance(self._inner, FollowsVersions):
+            self._inner.notify_version(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner source's: teachers do not change."""
+        return {"inner": self._inner.state_dict() if isinstance(self._inner, Stateful) else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self._inner, Stateful):
+            self._inner.load_state_dict(state["inner"])
+
+
+async def annotated(item: SAWItem, teacher: TeacherScorer) -> SAWItem:
+    """The sample with the teacher's log-prob of every action token."""
+    logps = await _teacher_logps(item, teacher)
+    return replace(item, attachments=replace(item.attachments, teacher_logps=logps))
+
+
+async def _teacher_logps(item: SAWItem, teacher: TeacherScorer) -> LogprobArray:
+    counts = item.attention_mask  # a sample that somebody padded is scored without the padding
+    ids, where = item.input_ids[counts], np.flatnonzero(item.action_mask[counts])
+    if not len(where):
+        return np.zeros(0, dtype=np.float32)
+    first, end = int(where[0]), int(where[-1]) + 1
+    # From the first action on: what lies between two actions is scored with them, and left out afterwards.
+    scores = await teacher.score_tokens(ids[:first], ids[first:end], temperature=item.attachments.temperature or 1.0)
+    return np.asarray(scores, dtype=np.float32)[where - first]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which teacher scores which sample: several experts for one student, chosen by the sample's domain.
+# ----------------------------------------------------------------------------------------------------
+
+DomainOf: TypeAlias = Callable[[SAWItem], str]
+
+
+def domain_of(item: SAWItem) -> str:
+    """What the request said (`RolloutRequest.meta["domain"]`); without that, the name of the environment."""
+    domain = item.meta.get("request_meta", {}).get("domain") or item.meta.get("env_name")
+    if domain is None:
+        raise ConfigError(
+            f"A sample (rollout {item.meta.get('rollout_id')}) names neither a domain nor an env, so no teacher can be chosen. "
+            'Put meta={"domain": …} on its request.'
+        )
+    return str(domain)
+
+
+class DomainTeachers:
+    """A teacher for each domain, all with the same tokenizer."""
+
+    def __init__(self, teachers: Mapping[str, TeacherScorer], *, domain_of: DomainOf = domain_of) -> None:
+        if not teachers:
+            raise ConfigError("DomainTeachers needs at least one teacher.")
+        self._teachers = dict(teachers)
+        self._domain_of = domain_of
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return tuple(self._teachers)
+
+    def teacher_for(self, item: SAWItem) -> TeacherScorer:
+        domain = self._domain_of(item)
+        if domain not in self._teachers:
+            raise UnknownName.among("teacher for the domain", domain, self._teachers)
+        return self._teachers[domain]
+
+    def require_tokenizer(self, fingerprint: str) -> None:
+        for domain, teacher in self._teachers.items():
+            require_same_tokenizer(domain, teacher, fingerprint)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Self-distillation from a privileged prompt: a teacher that is told more than the student was.
+# ----------------------------------------------------------------------------------------------------
+# The teacher scores the student's very tokens, but after another prompt: with the right answer in it, or a long instruction. It may
+# be the same model, frozen or as it is now: what the prompt does to it is what the student learns to do without the prompt.
+
+PromptOf: TypeAlias = Callable[[SAWItem], TokenIds]
+"""The prompt that the teacher sees of a sample, instead of all that stands before the sample's first action token."""
+
+
+class PrivilegedTeacher:
+    """`teacher`, asked about every sample after the prompt that `prompt_of` makes for it."""
+
+    def __init__(self, teacher: TeacherScorer, prompt_of: PromptOf) -> None:
+        self._teacher, self._prompt_of = teacher, prompt_of
+
+    def teacher_for(self, item: SAWItem) -> TeacherScorer:
+        prompt = token_array(self._prompt_of(item))
+        if not len(prompt):
+            raise ConfigError(
+                f"prompt_of gave an empty prompt for a sample (rollout {item.meta.get('rollout_id')}); a teacher needs at least "
+                "one token to go on from."
+            )
+        return _ToldMore(self._teacher, prompt)
+
+    def require_tokenizer(self, fingerprint: str) -> None:
+        require_same_tokenizer("privileged", self._teacher, fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToldMore:
+    """A teacher of one sample."""
+
+    teacher: TeacherScorer
+    prompt: TokenArray
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        return self.teacher.tokenizer_fingerprint
+
+    async def score_tokens(
+        self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
+    ) -> LogprobArray:
+        return await self.teacher.score_tokens(self.prompt, completion_token_ids, temperature=temperature)
+
+
+# --- prompts with more in them ---
+
+
+def told_first(template: ChatTemplate, hint_of: Callable[[SAWItem], str] | None = None) -> PromptOf:
+    """A system message with the sample's hint, and then the tokens that the student saw.
+
+    For templates whose conversations are their messages one after the other. The hint is what the request said
+    (`RolloutRequest.meta["hint"]`), unless `hint_of` knows another.
+    """
+    hint_of = hint_of if hint_of is not None else hint_in_request
+
+    def prompt_of(item: SAWItem) -> TokenArray:
+        told = template.apply([{"role": "system", "content": hint_of(item)}], add_generation_prompt=False)
+        return np.concatenate([told.prompt_token_ids, prompt_of_student(item)])
+
+    return prompt_of
+
+
+def hint_in_request(item: SAWItem) -> str:
+    hint = item.meta.get("request_meta", {}).get("hint")
+    if hint is None:
+        raise ConfigError(
+            f"A sample (rollout {item.meta.get('rollout_id')}) has no hint, so its teacher would know no more than the student. "
+            'Put meta={"hint": …} on its request.'
+        )
+    return str(hint)
+
+
+def prompt_of_student(item: SAWItem) -> TokenArray:
+    """All that stands before the first action token."""
+    ids, where = item.input_ids[item.attention_mask], np.flatnonzero(item.action_mask[item.attention_mask])
+    return ids[: where[0] if len(where) else len(ids)]

@@ -1,0 +1,217 @@
+"""Rollouts on disk while the run goes on, and back again when it is resumed.
+
+One JSON line per rollout, token arrays included; compressed where the file's name ends in .gz (see ludic.types.line_files).
+Encoding and writing happen in a thread apart, one episode after the other, so the event loop never waits for a disk. All lines of
+an episode are written at once.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ludic.batch_gen.episodes import Episode, EpisodePlan
+from ludic.types import ConfigError, Rollout
+from ludic.types.line_files import Line, LineWriter, read_lines, repair
+from ludic.types.rollout import json_number, stored_rollouts
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWriter:
+    """Appends episodes to a JSONL file, compressed if it is called *.gz."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._lines = LineWriter(path)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
+
+    async def write(self, episode: Episode, *, key: str | None = None) -> None:
+        """Returns when the lines are in the file (not merely on the way)."""
+        for rollout in episode.rollouts:
+            rollout.meta["engine"] |= {
+                "request_key": key,
+                "num_rollouts": len(episode.rollouts),
+                "episode_failed": episode.failure is not None,
+            }
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._append, episode.rollouts)
+
+    def _append(self, rollouts: list[Rollout]) -> None:
+        self._lines.append("".join(f"{rollout.to_json()}\n" for rollout in rollouts).encode())
+
+
+# --- reading back ---
+
+
+class LineHead(msgspec.Struct):
+    """As much of a stored rollout as an index needs; the rest of the line is skipped, not decoded."""
+
+    id: str
+    meta: dict[str, Any] = {}
+    failure: dict[str, Any] | None = None
+
+
+def index_lines(path: Path) -> Iterator[tuple[Line, LineHead]]:
+    """Every rollout of a file, without holding any."""
+    decode = msgspec.json.Decoder(LineHead).decode
+    for number, (line, text) in enumerate(read_lines(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            head = decode(text)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"Line {number} of {path} is not a stored rollout: {error} Write the file with save_rollouts or a "
+                "RolloutEngine(jsonl_path=…), or take the line out."
+            ) from error
+        yield line, head
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEpisode:
+    """One whole episode in a file."""
+
+    key: str
+    group_id: str | None
+    lines: list[Line]
+
+    def read(self) -> list[Rollout]:
+        return [Rollout.from_json(line.read()) for line in self.lines]
+
+
+class FinishedEpisodes:
+    """The episodes that a file already has, by request key. Failed, half-written and damaged ones do not count."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._episodes: dict[str, list[StoredEpisode]] = defaultdict(list)
+        path = Path(path)
+        if not path.exists():
+            return
+        repair(path)
+        for episode in _whole_episodes(path):
+            self._episodes[episode.key].append(episode)
+
+    @property
+    def completed_ids(self) -> set[str]:
+        """The request keys of the episodes that need not be played again."""
+        return {key for key, found in self._episodes.items() if found}
+
+    def take(self, key: str) -> StoredEpisode | None:
+        """One such episode, each handed out once; None when it has to be played."""
+        found = self._episodes.get(key)
+        return found.pop(0) if found else None
+
+
+def _whole_episodes(path: Path) -> Iterator[StoredEpisode]:
+    open_episodes: dict[str, list[Line]] = defaultdict(list)
+    for line, meta in _metas(path):
+        facts = meta.get("engine")
+        if not isinstance(facts, dict) or facts.get("episode_failed") is not False:
+            continue
+        key, run = facts.get("request_key"), str(facts.get("episode_run"))
+        if not isinstance(key, str):
+            continue
+        lines = open_episodes[run]
+        lines.append(line)
+        if len(lines) == facts.get("num_rollouts"):
+            del open_episodes[run]
+            request = meta.get("request_meta")
+            yield StoredEpisode(key, request.get("group_id") if isinstance(request, dict) else None, lines)
+
+
+def _metas(path: Path) -> Iterator[tuple[Line, dict[str, Any]]]:
+    """Of the rollouts that can be read; where none can, all is played again."""
+    try:
+        for line, rollout in stored_rollouts(path):
+            if isinstance(rollout.meta, dict):
+                yield line, rollout.meta
+    except ValueError as error:
+        logger.warning("%s", error)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A name for an episode that another process would give it too: how an interrupted run finds what it has done.
+# ----------------------------------------------------------------------------------------------------
+
+
+def request_key(plan: EpisodePlan, *, max_steps: int) -> str | None:
+    """32 hex digits made of everything that decides an episode: env, protocol, seeds, sampling, number of turns.
+
+    None when the request's arguments are not all JSON: such objects have no text that another process would find again.
+    """
+    request = plan.request
+    identity = {
+        "env": [request.env.kind, dict(request.env.kwargs)],
+        "protocol": [request.protocol.kind, dict(request.protocol.kwargs)],
+        "seeds": [plan.env_seed, plan.sampling_seed],
+        "inference": None if request.inference is None else asdict(request.inference),
+        "max_steps": max_steps,
+    }
+    try:
+        text = json.dumps(identity, sort_keys=True, default=json_number)
+    except TypeError:
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which of the planned episodes an earlier run has finished.
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Resumed:
+    """The plans of a resumed run, and what of it is in the file."""
+
+    plans: list[EpisodePlan]
+    stored: dict[int, StoredEpisode] = field(default_factory=dict)
+    """By the plan's index."""
+
+
+def resume_plans(plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, max_steps: int) -> Resumed:
+    """Match plans with finished episodes.
+
+    A group keeps the id that it has in the file: ids are new in every run, and a group that was finished in two runs is
+    still one group.
+    """
+    resumed = Resumed(list(plans))
+    names: dict[str, str] = {}
+    for plan in resumed.plans:
+        found = finished.take(_key(plan, max_steps))
+        if found is not None:
+            resumed.stored[plan.index] = found
+            if plan.group_id is not None and found.group_id is not None:
+                names.setdefault(plan.group_id, found.group_id)
+    resumed.plans = [_renamed(plan, names) for plan in resumed.plans]
+    return resumed
+
+
+def read_episode(plan: EpisodePlan, stored: StoredEpisode) -> Episode:
+    rollouts = stored.read()
+    for rollout in rollouts:
+        rollout.meta["episode_idx"] = plan.index
+    return Episode(plan=plan, rollouts=rollouts, num_attempts=0)
+
+
+def _renamed(plan: EpisodePlan, names: dict[str, str]) -> EpisodePlan:
+    name = names.get(plan.group_id or "")
+    if name is None:
+        return plan
+    return replace(plan, request=replace(plan.request, meta={**plan.request.meta, "group_id": name}))
+
+
+def _key(plan: EpisodePlan, max_steps: int) -> str:
+    key = request_key(plan, max_steps=max_steps)
+    if key is None:
+        raise ConfigError(
+            f"resume=True cannot find the request for env {plan.request.env.kind!r} in the file, since its arguments are not "
+            "all JSON. Put plain values into EnvSpec.kwargs and ProtocolSpec.kwargs and build objects in the factory."
+        )
+    return key

@@ -1,0 +1,170 @@
+"""The settings of an evaluation. Sections env and agent are those of `ludic train`; every field is a flag."""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ludic.eval import Grading
+from ludic.models import SMOLLM2
+from ludic.run.config import AgentSettings, Dtype, EnvSettings, RunConfig, check_data, check_name, resolve_play
+from ludic.run.env import FoundEnv
+from ludic.run.settings import MaybeFloat, MaybeInt, MaybeText, read_toml
+from ludic.types import ConfigError
+from ludic.types.urls import PUT_LOGIN, refuse_login
+
+DEFAULT_MODEL = SMOLLM2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """Who plays."""
+
+    model: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")
+    ] = ()
+    """A folder, checkpoint or run, a hub id, a .gguf file, smollm2-135m (default); a config.json, or tiny: random weights.
+    Repeat it to compare; see also --base-url."""
+    init_seed: MaybeInt = None
+    """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
+    base_url: MaybeText = None
+    """Ask an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; --model is then what it calls its model."""
+    api_key_env: MaybeText = None
+    """Environment variable that holds the endpoint's key."""
+    dtype: Dtype = "auto"
+    """Number format of the weights; auto is what the hardware is fast at."""
+    device: MaybeText = None
+    """cpu, cuda, cuda:1. Default: the GPU if there is one."""
+    threads: MaybeInt = None
+    """CPU threads of PyTorch. Default: its own choice."""
+    max_model_len: MaybeInt = None
+    """Tokens of a prompt and its reply together. Default: what the model can."""
+
+    def __post_init__(self) -> None:
+        if self.base_url is not None:
+            refuse_login("base_url", self.base_url, f"A key is given by --api-key-env NAME. Or: {PUT_LOGIN}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSettings:
+    """What is measured."""
+
+    num_tasks: int = 200
+    """Tasks: the first of --data, or so many seeds; 0 takes all of --data."""
+    samples: int = 1
+    """Episodes of each task."""
+    pass_k: MaybeText = None
+    """Report pass@k for these k, such as 1,4,16. Default: the number of samples, where there are several."""
+    majority_k: MaybeText = None
+    """Report majority@k for these k. Default: the same, for tasks of one turn."""
+    success_reward: MaybeFloat = None
+    """Env reward from which on an episode is right, where the env gives no verdict. Default: the env's full reward."""
+    temperature: float = 0.6
+    """Of sampling; 0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that make up this share."""
+    seed: int = 0
+    """Of tasks and sampling."""
+    concurrency: int = 64
+    """Episodes at a time. It changes the speed, not the episodes."""
+    timeout_s: MaybeFloat = None
+    """Seconds for one model call. Default: no limit."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("num_tasks", self.num_tasks, 0), ("samples", self.samples, 1)):
+            if value < least:
+                raise ConfigError(f"{name} = {value}; it must be at least {least}.")
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"--samples {self.samples} with temperature 0: all samples of a task would be the same. Give --temperature "
+                "above 0, or --samples 1."
+            )
+        for flag, text in (("--pass-k", self.pass_k), ("--majority-k", self.majority_k)):
+            for k in read_ks(flag, text) or ():
+                if not 1 <= k <= self.samples:
+                    raise ConfigError(
+                        f"{flag} {text}: k = {k}, but there are --samples {self.samples} per task. Take at least as many samples "
+                        "as the largest k."
+                    )
+
+    def grading(self, full_reward: float | None) -> Grading:
+        return Grading(
+            success_reward=full_reward if self.success_reward is None else self.success_reward,
+            pass_k=read_ks("--pass-k", self.pass_k),
+            majority_k=read_ks("--majority-k", self.majority_k),
+        )
+
+
+def read_ks(flag: str, text: str | None) -> list[int] | None:
+    """`1,4` as numbers."""
+    if text is None:
+        return None
+    parts = re.split(r"[\s,]+", text.strip(" ,"))
+    if not all(re.fullmatch(r"\d+", part) for part in parts):
+        raise ConfigError(f"{flag} {text!r}; give whole numbers with commas between them, such as 1,4.")
+    return sorted({int(part) for part in parts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What is kept."""
+
+    name: MaybeText = None
+    """Name of the folder. Default: env and model, and a number where that is taken."""
+    out: Path = Path("runs/eval")
+    """Where such folders are."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Everything that decides what an evaluation says."""
+
+    env: EnvSettings = field(default_factory=EnvSettings)
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    agent: AgentSettings = field(default_factory=AgentSettings)
+    measure: MeasureSettings = field(default_factory=MeasureSettings)
+    output: OutputSettings = field(default_factory=OutputSettings)
+
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"model", "dtype", "device", "threads", "concurrency", "timeout_s", "num_tasks", "samples", "pass_k", "majority_k",
+     "success_reward", "name", "out", "api_key_env", "episode_timeout", "env_timeout"}
+)  # fmt: skip
+"""What the episodes that are there already do not depend on: more tasks, samples or models add to them."""
+
+
+def of_run(folder: Path) -> EvalConfig:
+    """The evaluation of a training run: its env, its way of playing, its first and its newest weights."""
+    run = read_toml(RunConfig, folder / "config.toml")
+    return EvalConfig(
+        env=replace(run.env, data=run.eval.eval_data or run.env.data),
+        policy=PolicySettings(
+            model=(str(run.model.fork_from or run.model.model), str(folder)),
+            init_seed=run.train.seed,
+            dtype=run.model.dtype,
+            max_model_len=run.train.max_seq_len,
+        ),
+        agent=run.agent,
+        measure=MeasureSettings(temperature=run.eval.eval_temperature, seed=run.train.seed),
+    )
+
+
+def trains_on(folder: Path, data: Path | None) -> bool:
+    """Are these the samples that the run was trained on?"""
+    trained = read_toml(RunConfig, folder / "config.toml").env.data
+    return data is not None and trained is not None and data.resolve() == trained.resolve()
+
+
+def resolve(config: EvalConfig, found: FoundEnv) -> EvalConfig:
+    """The config with what the env suggests filled in, and checked."""
+    check_data(found, config.env.data, config.env.set, "--data")
+    if config.measure.num_tasks == 0 and config.env.data is None:
+        raise ConfigError("--num-tasks 0 takes all of --data, but there is none. Give a number.")
+    if config.policy.api_key_env is not None and config.policy.base_url is None:
+        raise ConfigError("--api-key-env is for an endpoint; give --base-url too.")
+    return resolve_play(config, found.suggested)

@@ -1,0 +1,186 @@
+"""Who is evaluated: a model of this machine on the embedded engine, or somebody else's endpoint.
+
+Both come out as a client, a chat template for it, and a way to let go of it. What loads torch is imported where a model of this
+machine is meant: an endpoint is evaluated without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.cli.eval.config import DEFAULT_MODEL, PolicySettings
+from ludic.cli.run_command import need_extras
+from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser
+from ludic.inference.openai_client import EndpointError, OpenAIChatClient
+from ludic.run.config import ModelSettings, slug
+from ludic.run.folder import CHECKPOINTS, CONFIG
+from ludic.types import ChatClient, ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from ludic.models.loading import LoadedModel
+
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One of the models of a comparison."""
+
+    label: str
+    source: str
+    """What was typed, or where it led."""
+
+    @property
+    def identity(self) -> str:
+        """The model, however it was typed: another folder whose name ends the same is another model."""
+        path = Path(self.source)
+        return str(path.resolve()) if path.exists() else self.source
+
+    @property
+    def file_stem(self) -> str:
+        """The name of its file of episodes, whatever it is compared with."""
+        return f"{slug(_label(self.source))}-{hashlib.sha256(self.identity.encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPolicy:
+    """A contender that can be asked."""
+
+    client: ChatClient
+    template: ChatTemplate
+    model: str
+
+
+def contenders(settings: PolicySettings) -> list[Contender]:
+    """In the order in which they were given; no two are called the same, nor are their files."""
+    sources = list(settings.model or (DEFAULT_MODEL,))
+    if settings.base_url is None:
+        need_extras("local", "ludic eval without --base-url")
+        sources = [_resolved(source) for source in sources]
+    found: dict[str, Contender] = {}
+    for source in sources:
+        label = base = source if settings.base_url is not None else _label(source)
+        number = 2
+        while slug(label) in found:
+            label, number = f"{base} ({number})", number + 1
+        found[slug(label)] = Contender(label, source)
+    return list(found.values())
+
+
+def _resolved(source: str) -> str:
+    """A run folder means its newest checkpoint now, and not what is the newest when the evaluation is resumed."""
+    from ludic.run.model import checkpoint_in
+
+    checkpoint = checkpoint_in(Path(source))
+    return source if checkpoint is None else str(checkpoint)
+
+
+def _label(source: str) -> str:
+    """`run/step_000100` for a checkpoint of a run, else the last part of a path, or the whole name."""
+    path = Path(source)
+    if path.parent.name == CHECKPOINTS:
+        return f"{path.resolve().parents[1].name}/{path.name}"
+    return path.name if path.exists() else source
+
+
+async def endpoint_models(settings: PolicySettings) -> PolicySettings:
+    """Ask the endpoint: is it there, and what does it call its model? (Where it can say: not all list their models.)"""
+    if settings.base_url is None:
+        return settings
+    client = _endpoint(settings, settings.base_url)
+    try:
+        names = await client.list_models()
+    except EndpointError as error:
+        raise ConfigError(f"{error} Is the server running, and is --base-url right?") from error
+    except ConfigError:
+        if not settings.model:
+            raise
+        return settings
+    finally:
+        await client.close()
+    if settings.model:
+        _check_served(settings.model, names, settings.base_url)
+        return settings
+    if len(names) != 1:
+        raise ConfigError(f"{settings.base_url} serves {', '.join(names) or 'no model'}; choose with --model.")
+    return replace(settings, model=(names[0],))
+
+
+def _check_served(models: Sequence[str], served: Sequence[str], base_url: str) -> None:
+    unknown = [name for name in models if name not in served]
+    if served and unknown:
+        raise ConfigError(f"{base_url} does not serve {unknown[0]!r}; it serves {', '.join(served[:20])}.")
+
+
+@asynccontextmanager
+async def opened(
+    contender: Contender, settings: PolicySettings, *, with_tools: bool, seed: int
+) -> AsyncIterator[OpenPolicy]:
+    """The contender, ready to be asked until the end of the block."""
+    if settings.base_url is not None:
+        client = _endpoint(settings, settings.base_url)
+        try:
+            template = ByteTemplate(tool_parser=HermesToolParser() if with_tools else None)
+            yield OpenPolicy(client, template, contender.source)
+        finally:
+            await client.close()
+        return
+    from ludic.run.model import make_template, serve_locally, use_threads
+
+    model = ModelSettings(
+        model=contender.source, dtype=settings.dtype, device=settings.device, threads=settings.threads
+    )
+    use_threads(model)
+    loaded = load(model, seed=seed)
+    template_of_model = make_template(loaded.tokenizer, with_tools=with_tools)
+    served = serve_locally(loaded, max_length=settings.max_model_len or _NO_LIMIT)
+    try:
+        yield OpenPolicy(served.client, template_of_model, loaded.name)
+    finally:
+        served.close()
+
+
+def _endpoint(settings: PolicySettings, base_url: str) -> OpenAIChatClient:
+    key = None
+    if settings.api_key_env is not None:
+        key = os.environ.get(settings.api_key_env)
+        if not key:
+            raise ConfigError(f"--api-key-env {settings.api_key_env}: that environment variable is not set.")
+    return OpenAIChatClient(base_url, api_key=key)
+
+
+def load(settings: ModelSettings, *, seed: int) -> LoadedModel:
+    """What `ludic train` can load, and an adapter that somebody else has trained, on the base that it names."""
+    from ludic.models.loading import LoadedModel
+    from ludic.run.model import load_policy
+    from ludic.training.checkpoint.atomic import read_object
+    from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+    folder = Path(settings.model)
+    is_own = (folder.resolve().parents[1] / CONFIG).is_file() if len(folder.resolve().parents) > 1 else False
+    if not (folder / ADAPTER_CONFIG).is_file() or is_own:
+        return load_policy(settings, seed=seed)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(
+            f"{folder} has no {ADAPTER_WEIGHTS}; adapters in other formats are pickles, and are not read."
+        )
+    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"{folder} is a LoRA adapter whose {ADAPTER_CONFIG} does not say what it was trained on.")
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MissingExtra("lora", f"The adapter {folder}") from error
+    loaded = load_policy(replace(settings, model=base), seed=seed)
+    tokenizer = loaded.tokenizer
+    if (folder / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return LoadedModel(PeftModel.from_pretrained(loaded.model, folder).eval(), tokenizer, str(folder))

@@ -1,0 +1,122 @@
+"""An evaluation from its first line to its last: play with each model in turn, then say what came of it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ludic.batch_gen import GRPORequestStrategy
+from ludic.batch_gen.requests.samples import read_samples
+from ludic.cli.eval.config import EvalConfig
+from ludic.cli.eval.folder import choose_folder, prepare_folder, rollouts_file, write_results
+from ludic.cli.eval.models import Contender, contenders, endpoint_models, opened
+from ludic.cli.eval.table import Column, make_table
+from ludic.eval import EvalReport, Grading, evaluate, outcome_of
+from ludic.run.build import Play, env_arguments, fixed_requests, make_play
+from ludic.run.env import FoundEnv
+from ludic.types import ReturnSpec, Rollout, RolloutRequest
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def run(config: EvalConfig, found: FoundEnv, *, resume: bool) -> int:
+    """Evaluate every model on the same tasks; the exit code of the command."""
+    samples = None if config.env.data is None else read_samples(config.env.data)
+    env = found.make(env_arguments(config.env, None if samples is None else samples[0]))
+    grading = config.measure.grading(env.full_reward)
+    config = replace(config, policy=asyncio.run(endpoint_models(config.policy)))
+    field = contenders(config.policy)
+    folder = choose_folder(config, [contender.label for contender in field], resume=resume)
+    columns: list[Column] = []
+    try:
+        for contender in field:
+            columns.append(asyncio.run(_measure(contender, config, found, samples, grading, folder)))
+            write_results(folder, columns)
+    except KeyboardInterrupt:
+        advice = f" The same command with --resume --name {folder.name} goes on." if folder.exists() else ""
+        console.print(escape(f"\nStopped.{advice}"))
+        return 130
+    finally:
+        if columns:  # also when it is the next model that failed
+            console.print(make_table(columns))
+            console.print(escape(f"\nEpisodes, samples and numbers are in {folder}"))
+    return 0
+
+
+async def _measure(
+    contender: Contender,
+    config: EvalConfig,
+    found: FoundEnv,
+    samples: list[dict[str, Any]] | None,
+    grading: Grading,
+    folder: Path,
+) -> Column:
+    measure = config.measure
+    seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
+    async with opened(contender, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
+        play = make_play(config.env, config.agent, found, policy.client, policy.template, policy.model)
+        play = replace(play, player=contender.identity)
+        requests = make_requests(play, config, samples)
+        prepare_folder(folder, config)  # now that all is well: a mistake should leave nothing behind
+        # What an earlier evaluation of this name has played is in the file; without --resume the file is new.
+        engine = play.engine(jsonl_path=rollouts_file(folder, contender.file_stem), resume=True, seed=measure.seed)
+        began = time.perf_counter()
+        with _progress(contender.label, len(requests), grading) as on_rollouts:
+            report: EvalReport = await evaluate(
+                engine,
+                requests,
+                grading=grading,
+                max_steps=play.max_steps,
+                timeout_s=measure.timeout_s,
+                concurrency=measure.concurrency,
+                on_rollouts=on_rollouts,
+            )
+        return Column(label=contender.label, report=report, seconds=time.perf_counter() - began)
+
+
+def make_requests(play: Play, config: EvalConfig, samples: list[dict[str, Any]] | None) -> list[RolloutRequest]:
+    """The same for every model: `samples` episodes of each task, each with seeds of its own."""
+    measure = config.measure
+    num_tasks = measure.num_tasks if samples is None else min(measure.num_tasks or len(samples), len(samples))
+    inference = play.inference(measure.temperature, ReturnSpec.for_eval())
+    inference = replace(inference, sampling=replace(inference.sampling, top_p=measure.top_p))
+    tasks = fixed_requests(play, num_tasks, inference, samples=samples, seed=measure.seed)
+    return GRPORequestStrategy(measure.samples, seed=measure.seed).expand(tasks)
+
+
+@contextmanager
+def _progress(label: str, num_episodes: int, grading: Grading) -> Iterator[Any]:
+    """A bar with the mean so far; it is told the rollouts of every episode."""
+    scores: list[float] = []
+    num_failed = 0
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[so_far]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task = bar.add_task(escape(label), total=num_episodes, so_far="")
+
+    def on_rollouts(rollouts: list[Rollout]) -> None:
+        nonlocal num_failed
+        outcomes = [outcome_of(rollout, success_reward=grading.success_reward) for rollout in rollouts]
+        is_graded = grading.success_reward is not None
+        scores.extend(float(bool(o.correct)) if is_graded else o.reward for o in outcomes)
+        num_failed += any(o.failure is not None for o in outcomes)
+        mean = fmean(scores) if scores else 0.0
+        so_far = f"right {mean:.1%}" if is_graded else f"reward {mean:.3f}"
+        bar.update(task, advance=1, so_far=so_far + (f", {num_failed} failed" if num_failed else ""))
+
+    with bar:
+        yield on_rollouts

@@ -1,0 +1,205 @@
+"""An actor of a pipeline from its first line to its last: a policy that follows the learner, episodes, the queue."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ludic.batch_gen import GRPORequestStrategy, IdentityStrategy
+from ludic.batch_gen.groups import TooManyFailures
+from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
+from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
+from ludic.distributed.publish.folder import FolderFollower
+from ludic.run.build import Play, make_play, train_requests
+from ludic.run.config import RunConfig, resolve
+from ludic.run.env import FoundEnv
+from ludic.run.folder import ROLLOUTS, WEIGHTS
+from ludic.run.model import (
+    load_policy,
+    load_tokenizer,
+    local_engine,
+    make_template,
+    pinned,
+    use_threads,
+    without_adapter,
+)
+from ludic.run.pipeline import TRY_AGAIN, redis_url, required_servers
+from ludic.run.pipeline_learner import pipeline_algorithm
+from ludic.run.vllm import client_of, served_name, wait_for_servers
+from ludic.training.learner.stop import StopWishes
+from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
+
+_ACTOR_SEEDS = 201
+_SAY_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorPolicy:
+    """What answers this actor's agents."""
+
+    client: ChatClient
+    play: Play
+    first_version: Callable[[], Coroutine[Any, Any, object]] | None = None
+    """Waited for before the first episode."""
+    follow: Callable[[], Awaitable[None]] | None = None
+    """Runs beside the episodes and brings new weights; None where the learner brings them."""
+
+
+def play(config: RunConfig, found: FoundEnv, *, index: int) -> int:
+    """Play until stopped; the exit code of the command."""
+    config = pinned(resolve(config, found))
+    require_redis("ludic actor")
+    url = redis_url(config.pipeline)
+    pipeline_algorithm(config)
+    _say(f"Actor {index} of {config.folder}, for the queue {config.queue_key} at {shown_url(url)}.")
+    use_threads(config.model)
+    try:
+        with contextlib.ExitStack() as stack:
+            make = _on_servers if config.samples_on_vllm else _with_an_engine
+            report, code = asyncio.run(_until_stopped(config, make(config, found, stack), index))
+    except (
+        PolicyGone,
+        RedisGone,
+        TooManyFailures,
+    ) as error:  # the last: perhaps of a server that was away for too long
+        print(f"ludic: {error}", file=sys.stderr)
+        return TRY_AGAIN
+    _say("Stopped before it had weights to play with." if report is None else f"{report_line(report)}.")
+    return code
+
+
+# --- the policy ------------------------------------------------------------------------------------------------
+
+
+def _with_an_engine(config: RunConfig, found: FoundEnv, stack: contextlib.ExitStack) -> ActorPolicy:
+    """An engine of its own, which follows the learner's folder."""
+    loaded = load_policy(without_adapter(config.model), seed=config.train.seed)
+    engine = local_engine(loaded, max_length=config.train.max_seq_len)
+    stack.callback(engine.close)
+    template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
+    follower = FolderFollower(config.folder / WEIGHTS, engine)
+    return ActorPolicy(
+        client=engine,
+        play=make_play(config.env, config.agent, found, engine, template, loaded.name),
+        first_version=follower.first_version,
+        follow=follower.run,
+    )
+
+
+def _on_servers(config: RunConfig, found: FoundEnv, stack: contextlib.ExitStack) -> ActorPolicy:
+    servers = required_servers(config.rollouts.server)
+    tokenizer = load_tokenizer(config.model)
+    wait_for_servers(servers)
+    client = client_of(config.rollouts, servers, config.folder)
+    stack.callback(lambda: asyncio.run(client.close()))
+    template = make_template(tokenizer, with_tools=config.agent.may_call_tools)
+    model = asyncio.run(served_name(client))
+    return ActorPolicy(client=client, play=make_play(config.env, config.agent, found, client, template, model))
+
+
+# --- playing ---------------------------------------------------------------------------------------------------
+
+
+def actor_seed(seed: int, index: int, life: int) -> int:
+    """Of one life of one actor: no two actors play the same tasks, and a restarted one does not begin with its first again."""
+    return derive_seed(seed, _ACTOR_SEEDS, index, life)
+
+
+async def _until_stopped(config: RunConfig, policy: ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
+    """What it has done, and the exit code. The first wish to stop lets what is being pushed arrive, the second does not wait."""
+    stop, signals, wishes = asyncio.Event(), list[int](), StopWishes()
+    playing = asyncio.create_task(_play(config, policy, index, stop))
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        stop.set()
+        if wishes.hear() and wishes.num > 1:
+            playing.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    report = None
+    try:
+        report = await playing
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+    return report, 128 + signals[0] if signals else 0
+
+
+async def _play(config: RunConfig, policy: ActorPolicy, index: int, stop: asyncio.Event) -> ActorReport | None:
+    if policy.first_version is not None and not await _comes_before(stop, policy.first_version()):
+        return None
+    life = secrets.randbits(32)
+    seed, size = actor_seed(config.train.seed, index, life), config.group_size
+    own = replace(config, train=replace(config.train, seed=seed))  # in which order it goes through the data
+    jsonl_path = _rollouts_file(config.folder, index, life) if config.rollouts.save_rollouts else None
+    return await run_pipeline_actor(
+        policy.play.engine(jsonl_path=jsonl_path, seed=seed),
+        train_requests(own, policy.play),
+        redis_url=redis_url(config.pipeline),
+        queue_key=config.queue_key,
+        max_steps=policy.play.max_steps,
+        concurrency=config.rollouts.concurrency,
+        client=policy.client,
+        algorithm=pipeline_algorithm(config),
+        strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
+        max_waiting=config.max_waiting,
+        max_failed_share=config.rollouts.max_failed_share,
+        name=f"actor-{index}",
+        follow=policy.follow,
+        stop=stop,
+        on_group=Progress(),
+    )
+
+
+async def _comes_before(stop: asyncio.Event, event: Coroutine[Any, Any, object]) -> bool:
+    """Whether it has come; False when we are to stop first."""
+    awaited, stopping = asyncio.create_task(event), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({awaited, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not awaited.done():
+            return False
+        awaited.result()
+        return True
+    finally:
+        for task in (awaited, stopping):
+            task.cancel()
+        await asyncio.gather(awaited, stopping, return_exceptions=True)
+
+
+def _rollouts_file(folder: Path, index: int, life: int) -> Path:
+    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl.gz"
+
+
+# --- what is said ----------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A line now and then."""
+
+    def __init__(self, every_s: float = _SAY_EVERY_S) -> None:
+        self._every_s = every_s
+        self._say_at = 0.0
+
+    def __call__(self, report: ActorReport) -> None:
+        now = time.monotonic()
+        if now >= self._say_at:
+            self._say_at = now + self._every_s
+            _say(report_line(report))
+
+
+def report_line(report: ActorReport) -> str:
+    left_out = {"failed": report.num_failed, "empty": report.num_empty, "abandoned": report.num_abandoned}
+    said = [f"{count} {what}" for what, count in left_out.items() if count]
+    return f"Pushed {report.num_groups} groups, {report.num_items} samples" + "".join(f", {each}" for each in said)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

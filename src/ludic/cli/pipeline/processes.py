@@ -1,0 +1,88 @@
+"""Roles as processes of this machine: output into a file each, none outlives us or what it needs.
+
+A file and not a pipe: a child whose reader was killed could not even say goodbye. See tether.py for how a child learns
+that this process is gone.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ludic.cli.pipeline.supervisor import Role, Running
+
+_TETHER = Path(__file__).with_name("die_with_parent.py")
+
+
+class LocalProcesses:
+    """Starts roles as children of this process; their files (NAME.log, NAME.pid) are in `logs`."""
+
+    def __init__(self, logs: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._logs = logs
+        self._environment = dict(os.environ if environment is None else environment)
+        self._pipes: dict[str, tuple[int, int]] = {}
+
+    def start(self, role: Role) -> Running:
+        """As the tether's child; the tether holds the pipes of what the role needs, which is what keeps those alive."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        ours, _ = self._pipe(role.name)
+        held = [self._pipe(name)[1] for name in role.needs]
+        log, pid = (self._logs / f"{role.name}.{ending}" for ending in ("log", "pid"))
+        pid.unlink(missing_ok=True)  # the one of its last life may belong to somebody else by now
+        tether = [sys.executable, "-I", "-S", str(_TETHER), "--pipe", str(ours), "--grace", str(role.stop_within_s)]
+        with log.open("ab") as file:
+            begin = file.tell()
+            process = subprocess.Popen(
+                [*tether, "--pid-file", str(pid), "--", *role.command],
+                env={**self._environment, **role.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is ours; we tell them in the right order
+                pass_fds=(ours, *held),
+            )
+        return LocalProcess(process, log, begin)
+
+    def close(self) -> None:
+        for ends in self._pipes.values():
+            for end in ends:
+                os.close(end)
+        self._pipes = {}
+
+    def _pipe(self, name: str) -> tuple[int, int]:
+        if name not in self._pipes:
+            self._pipes[name] = os.pipe()
+        return self._pipes[name]
+
+
+class LocalProcess:
+    """One life of a role."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, begin: int) -> None:
+        self._process = process
+        self._log = log
+        self._read_to = begin
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def read(self) -> bytes:
+        with self._log.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read()
+        self._read_to += len(new)
+        return new
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """The tether dies, and takes the command along."""
+        with contextlib.suppress(ValueError, OSError):
+            pid = int(self._log.with_suffix(".pid").read_text())
+            os.killpg(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,95 @@
+"""Only the last turns are shown, so that long episodes fit the model."""
+
+import re
+
+from ludic.context.base import ContextStrategy
+from ludic.types import ConfigError, Message
+
+
+class SlidingWindow(ContextStrategy):
+    """Shows the system prompt and the last `max_turns` turns; older ones are dropped from the prompt.
+
+    A turn is an observation with every reply and tool result up to the next observation. `slide_by` turns are
+    dropped at a time: between two slides the prompt only grows, so its tokens (and the server's cache) are reused.
+    """
+
+    rewrites_history = True
+
+    def __init__(
+        self,
+        system_prompt: str | None = None,
+        *,
+        max_turns: int = 8,
+        slide_by: int = 1,
+        keep_first_turn: bool = False,
+    ) -> None:
+        if max_turns < 1 or not 1 <= slide_by <= max_turns:
+            raise ConfigError(
+                f"SlidingWindow(max_turns={max_turns}, slide_by={slide_by}): it must show at least one turn, "
+                "and slide by at least 1 and at most max_turns."
+            )
+        self.max_turns = max_turns
+        self.slide_by = slide_by
+        self.keep_first_turn = keep_first_turn
+        super().__init__(system_prompt)
+
+    def on_before_act(self) -> list[Message]:
+        starts = self._turn_starts()
+        excess = len(starts) - self.max_turns
+        if excess <= 0:
+            return list(self._messages)
+        num_dropped = -(-excess // self.slide_by) * self.slide_by
+        first = starts[0]
+        pinned = self._messages[: starts[1] if self.keep_first_turn else first]
+        # With the first turn pinned, one more old turn goes instead.
+        window = min(num_dropped + (1 if self.keep_first_turn else 0), len(starts) - 1)
+        return [*pinned, *self._messages[starts[window] :]]
+
+    def _turn_starts(self) -> list[int]:
+        starts, before = [], "system"
+        for position, message in enumerate(self._messages):
+            # A user message after a tool result is a note within the turn, not a new observation.
+            if message["role"] == "user" and before in ("system", "assistant"):
+                starts.append(position)
+            before = message["role"]
+        return starts
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory stays whole, but old thinking is not shown again.
+# ----------------------------------------------------------------------------------------------------
+
+# Strict on purpose: a leading think block, closed, with an answer behind it. Anything else is left alone.
+_THINK_THEN_ANSWER = re.compile(r"(\s*<think>)(?:(?!</?think>).)*(</think>)(\s*\S.*)\Z", re.IGNORECASE | re.DOTALL)
+
+
+class TruncatedThinkingContext(ContextStrategy):
+    """In the prompt, the inside of a finished think block is replaced by a placeholder."""
+
+    rewrites_history = True
+
+    def __init__(self, system_prompt: str | None = None, placeholder: str = "[TRUNCATED]") -> None:
+        self.placeholder = placeholder
+        self._shown: list[Message] = []
+        super().__init__(system_prompt)
+
+    def on_before_act(self) -> list[Message]:
+        return list(self._shown)
+
+    def reset(self, *, system_prompt: str | None = None) -> None:
+        self._shown = []
+        super().reset(system_prompt=system_prompt)
+
+    def _append(self, message: Message) -> None:
+        super()._append(message)
+        # A message is rewritten once, when it arrives; `add_note` may have taken one back, hence the cut.
+        del self._shown[len(self._messages) - 1 :]
+        self._shown.append(self._truncated(message))
+
+    def _truncated(self, message: Message) -> Message:
+        if message["role"] != "assistant":
+            return message
+        match = _THINK_THEN_ANSWER.match(message["content"])
+        if match is None:
+            return message
+        return {**message, "content": f"{match[1]}{self.placeholder}{match[2]}{match[3]}"}

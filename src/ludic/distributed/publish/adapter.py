@@ -1,0 +1,289 @@
+"""Directing vLLM servers through a change of adapter, over HTTP: the steps of a push of weights, with less to load.
+
+The order: limits, base and name are checked, the adapter is tried while generation goes on, everybody pauses at a token
+boundary, the adapter is replaced, what arrived is compared, the new version begins, prefix caches are emptied,
+everybody goes on.
+"""
+
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ludic.distributed.publish.peft import (
+    CONFIG,
+    WEIGHTS,
+    base_parameters,
+    differing,
+    is_first_matrix,
+    read_adapter,
+    require_servable,
+)
+from ludic.distributed.publish.push import BroadcastPolicyPublisher
+from ludic.distributed.publish.vllm_control import ControlClient, PauseMode, VllmControlPlane, misfit
+from ludic.inference.vllm.buckets import Bucket, WeightMetadata
+from ludic.types import ConfigError
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for --max-lora-rank."""
+
+
+class AdapterControlPlane(VllmControlPlane):
+    """One change of one adapter on all servers of a client."""
+
+    def __init__(
+        self,
+        client: ControlClient,
+        name: str,
+        base: Mapping[str, Tensor],
+        *,
+        pause: PauseMode = "keep",
+        timeout_s: float = 600.0,
+        wait_s: float = 120.0,
+    ) -> None:
+        """`base`: the frozen weights, which the servers have to serve too."""
+        super().__init__(client, pause=pause, timeout_s=timeout_s, wait_s=wait_s)
+        self._name, self._base = name, base
+        self._link = self._path = ""
+        """Under which the adapter was registered, and what was last loaded."""
+
+    # --- ControlPlane ---
+
+    def require_fits(self, metadata: Sequence[WeightMetadata]) -> None:
+        self._wait_for_servers()
+        self._require_rank(max(part.shape[0] for part in metadata if is_first_matrix(part.name)))
+        new = self._without_adapter()
+        if new:
+            self._require_base(new)
+            self._require_free_name(new)
+
+    def announce_update_batch(self, metadata: Sequence[WeightMetadata], version: int) -> None:
+        self._paused = self.servers
+        self._post("/pause", params={"mode": self._pause})
+
+    def finalize_update(self, version: int, checksums: Mapping[str, int]) -> None:
+        received = self._ask_workers("ludic_received_adapter", [self._name, self._path, list(checksums)])
+        self._compare(checksums, received)
+        self._post("/update_weight_version", {"new_version": str(version)})
+        self._empty_prefix_caches()
+        self._post("/resume")
+        self._loading, self._paused = False, []
+
+    # --- for the folder ---
+
+    def try_adapter(self, path: Path) -> None:
+        """Before anybody stands still: every server can load it, and none would leave a part of it out."""
+        for server, workers in self._ask_workers("ludic_try_adapter", [str(path)]).items():
+            left_out = set(workers[0]).intersection(*workers)  # with a pipeline, each worker has some of the layers
+            if left_out:
+                raise ConfigError(
+                    f"{server} has no place for a part of the adapter, such as {min(left_out)}. Start it without "
+                    "--lora-target-modules, or train an adapter without that module."
+                )
+
+    def load_adapter(self, link: Path, path: Path) -> None:
+        """`link`: what a server would read again if it had to throw the adapter out; `path`: what it reads now."""
+        self._loading, self._link, self._path = True, str(link), str(path)
+        without, paths = self._without_adapter(), self._registered_paths()
+        new = [server for server in self.servers if server in without or paths[server] != self._link]
+        old = [server for server in self.servers if server not in new]
+        if new:
+            self._forget([server for server in new if paths[server] is not None])
+            self._register(new)
+        if old:
+            self._ask_workers("ludic_replace_adapter", [self._name, self._path], servers=old)
+
+    # --- steps ---
+
+    def _register(self, servers: Sequence[str]) -> None:
+        before = self._ask_workers("ludic_adapter_ids", servers=servers)
+        self._post("/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": self._link}, servers=servers)
+        for server in servers:
+            self._ask_workers("ludic_adopt_adapter", [self._name, before[server][0]], servers=[server])
+
+    def _forget(self, servers: Sequence[str]) -> None:
+        """Another trainer registered it, with a folder that may be gone: a request from then would send the server there."""
+        if servers:
+            self._post("/abort_requests", {}, servers=servers)
+            self._post("/v1/unload_lora_adapter", {"lora_name": self._name}, servers=servers)
+
+    def _registered_paths(self) -> dict[str, str | None]:
+        """Where each server would read the adapter again; None where nobody can ask for it."""
+        listed = {server: answer["data"] for server, answer in self._get("/v1/models").items()}
+        return {
+            server: next((card["root"] for card in cards if card["id"] == self._name), None)
+            for server, cards in listed.items()
+        }
+
+    def _without_adapter(self) -> list[str]:
+        """Servers that have never had it, or have been started again since."""
+        answers = self._ask_workers("ludic_adopted")
+        return [server for server, workers in answers.items() if not all(self._name in names for names in workers)]
+
+    def _require_rank(self, rank: int) -> None:
+        flags = f"--enable-lora --max-lora-rank {fitting_rank(rank)}"
+        for server, (limits, *_) in self._ask_workers("ludic_lora_limits").items():
+            if limits is None:
+                raise ConfigError(
+                    f"{server} was started without LoRA, and an adapter is to be sent. Start it with {flags}."
+                )
+            if rank > limits["max_rank"]:
+                raise ConfigError(
+                    f"The adapter has rank {rank}, and {server} takes at most {limits['max_rank']}. Start it with {flags}."
+                )
+
+    def _require_base(self, servers: Sequence[str]) -> None:
+        """An adapter means something on its own base only."""
+        shapes = {name: list(weight.shape) for name, weight in self._base.items()}
+        for server, workers in self._ask_workers("ludic_parameters", servers=servers).items():
+            problem = misfit(shapes, workers[0])
+            if problem:
+                raise ConfigError(f"The adapter's base is not the model that {server} serves: {problem}")
+        for server, workers in self._ask_workers("ludic_base_values", [shapes], servers=servers).items():
+            wrong = [name for worker in workers for name in differing(self._base, worker)]
+            if wrong:
+                raise ConfigError(
+                    f"The adapter's base is not the model that {server} serves: {wrong[0]} has other values there. Start the "
+                    "server with the base that is trained on, without the adapter merged into it."
+                )
+
+    def _require_free_name(self, servers: Sequence[str]) -> None:
+        for server, path in self._registered_paths().items():
+            if server in servers and path not in (None, self._link):
+                raise ConfigError(
+                    f"The adapter is to be called {self._name!r}, and {server} has a model of that name already, {path}, which no "
+                    "publisher put there. Give the publisher another name=."
+                )
+
+
+def fitting_rank(rank: int) -> int:
+    """The --max-lora-rank that a server needs for an adapter of this rank."""
+    fitting = next((limit for limit in _RANKS if limit >= rank), None)
+    if fitting is None:
+        raise ConfigError(f"The adapter has rank {rank}, and vLLM serves none above {_RANKS[-1]}.")
+    return fitting
+
+
+# ----------------------------------------------------------------------------------------------------
+# Adapters in a folder that the servers see: one subfolder per version, the newest also under the adapter's own name.
+# ----------------------------------------------------------------------------------------------------
+# A server that has to throw an adapter out (it holds few, and all its weights may have been replaced) reads it again when it is
+# next asked for, from the path under which it was registered. That path is a link, always to the newest.
+
+NUM_KEPT = 2
+"""The one that is served, and the one before it, which is served until every server has the new one."""
+
+
+class AdapterFolder:
+    """The communicator of an adapter push: what is staged is a folder, and what is sent is its path."""
+
+    rank = 0
+
+    def __init__(
+        self, control: AdapterControlPlane, name: str, write: Callable[[Path], None], folder: str | Path | None = None
+    ) -> None:
+        """`folder`: by default a temporary one, which goes with the trainer."""
+        self._control, self._name, self._write = control, name, write
+        if folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="ludic-adapters-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        else:
+            self._folder = Path(folder).absolute()
+        if not self._folder.is_dir():
+            raise ConfigError(f"folder={str(folder)!r} is not a folder. Make it, on a disk that every server sees.")
+        self._versions: list[Path] = []
+
+    def stage(self, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]) -> None:
+        path = Path(tempfile.mkdtemp(prefix=f"{self._name}-", dir=self._folder))
+        self._versions.append(path)
+        self._write(path)
+        self._control.require_readable(
+            [str(path / file) for file in (WEIGHTS, CONFIG)],
+            f"Give a folder= that it sees under the same path as this machine does (now {self._folder}).",
+        )
+        self._control.try_adapter(path)
+
+    def broadcast(self, bucket: Bucket, weights: Mapping[str, Tensor], src_rank: int) -> None:
+        """All buckets are in the one folder, which is loaded at once."""
+
+    def barrier(self) -> None:
+        link = self._folder / self._name
+        new = self._folder / f".{self._name}.new"
+        new.unlink(missing_ok=True)
+        new.symlink_to(self._versions[-1].name, target_is_directory=True)
+        new.replace(link)  # at every moment the link leads somewhere
+        self._control.load_adapter(link, self._versions[-1])
+
+    def release(self) -> None:
+        """After a failure too; what is served is what the link leads to."""
+        served = (self._folder / self._name).resolve()
+        for path in self._versions[:-NUM_KEPT]:
+            if path != served:
+                shutil.rmtree(path)
+        self._versions = [path for path in self._versions if path.exists()]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Publishing a LoRA adapter to vLLM servers without its base: megabytes instead of gigabytes.
+# ----------------------------------------------------------------------------------------------------
+# The order of a push, the second try and the comparison are those of `BroadcastPolicyPublisher`; the servers are directed by
+# `AdapterControlPlane`, and the files lie in an `AdapterFolder`.
+
+
+class VllmAdapterPublisher:
+    """Sends the active adapter of `model`, a peft model; requests name it (`model="policy"`) instead of the base."""
+
+    def __init__(
+        self,
+        client: ControlClient,
+        model: Any,
+        *,
+        name: str = "policy",
+        folder: str | Path | None = None,
+        pause: PauseMode = "keep",
+        timeout_s: float = 600.0,
+        wait_s: float = 120.0,
+    ) -> None:
+        """The servers run with --enable-lora and serve the base of `model`.
+
+        `folder`: on a disk that every server sees under the same path; the default, a temporary one, suits servers on this
+        machine that do not outlive the trainer. `pause`, `timeout_s` and `wait_s` as for `create_vllm_publisher`.
+        """
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ConfigError(f"name={name!r}; an adapter is named with letters, digits and . _ -")
+        require_servable(model)
+        self.name = name
+        self._model = model
+        control = AdapterControlPlane(
+            client, name, base_parameters(model), pause=pause, timeout_s=timeout_s, wait_s=wait_s
+        )
+        self._push = BroadcastPolicyPublisher(control, AdapterFolder(control, name, self._write, folder))
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
+        """The adapter as it is now; `state_dict` has to be empty."""
+        if state_dict:
+            raise ConfigError(
+                f"{len(state_dict)} weights were given, but this publisher sends the adapter of the model that it was made for "
+                "and nothing else: publish({}, version). For all weights use create_vllm_publisher(client)."
+            )
+        self._push.publish(read_adapter(self._model).tensors, version)
+
+    def is_current(self, version: int) -> bool:
+        """Whether every server has this version, from us. A server that was restarted, or is down, has not."""
+        return self._push.is_current(version)
+
+    def require_trained(self, model: Any) -> None:
+        """Another model's adapter would change, and this one's would be sent again and again."""
+        if model is not self._model:
+            raise ConfigError(
+                "This VllmAdapterPublisher was made for another model than the one that is trained: its samples would never "
+                "change. Give both the same peft model."
+            )
+
+    def _write(self, folder: Path) -> None:
+        read_adapter(self._model).write(folder)

@@ -1,0 +1,314 @@
+"""From a dataset's sample to a problem: what is asked, which tests decide, how an answer becomes a program."""
+
+import ast
+import builtins
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ludic.envs.code_exec.assert_runner import AssertRunner
+from ludic.envs.code_exec.assertions import calls_in, is_plain
+from ludic.envs.code_exec.cases import TestCase, hash_tests
+from ludic.envs.code_exec.config import CodeExecConfig
+from ludic.envs.code_exec.runner import CodeRunner, StdinStdoutRunner
+from ludic.envs.code_exec.verifiers import ExactMatchVerifier, OutputVerifier, WhitespaceNormalizedVerifier
+from ludic.types import ConfigError
+
+Sample = Mapping[str, Any]
+
+PROGRAM_PROMPT = (
+    "Write a Python program that reads from standard input and writes to standard output. "
+    "Reason briefly, then give the whole program in one ```python block."
+)
+FUNCTION_PROMPT = (
+    "Write the Python function that is asked for. Reason briefly, then give it whole, with the imports that it needs, "
+    "in one ```python block."
+)
+
+
+class TestAdapter(ABC):
+    """Knows the form of one dataset."""
+
+    __test__: ClassVar[bool] = False  # pytest collects classes by their name
+    system_prompt: str | None = None
+    verifier: OutputVerifier = ExactMatchVerifier()
+
+    @abstractmethod
+    def get_tests(self, sample: Sample) -> list[TestCase]: ...
+
+    @abstractmethod
+    def get_prompt(self, sample: Sample) -> str: ...
+
+    @abstractmethod
+    def get_problem_id(self, sample: Sample) -> str: ...
+
+    def hash_tests(self, tests: Sequence[TestCase]) -> str:
+        return hash_tests(tests)
+
+    def get_program(self, sample: Sample, code: str) -> str:
+        """What is run: the code that an agent handed in, with what the problem already gave it."""
+        return code
+
+    def get_reference(self, sample: Sample) -> str | None:
+        """A solution, where the dataset has one."""
+        return None
+
+    def get_runner(self, config: CodeExecConfig) -> CodeRunner:
+        return StdinStdoutRunner(default_timeout_s=config.timeout_per_test_s, memory_limit_mb=config.memory_limit_mb)
+
+
+class ProgramTestAdapter(TestAdapter):
+    """Samples of your own: `{"question": …, "tests": [{"input": …, "expected": …}], "solution": …}`.
+
+    A test may also have `id`, `weight`, `timeout_s` and `memory_limit_mb`; `id` and `solution` of a sample are optional.
+    """
+
+    system_prompt = PROGRAM_PROMPT
+
+    def get_tests(self, sample: Sample) -> list[TestCase]:
+        return [self._test(test, number, sample) for number, test in enumerate(field_of(sample, "tests"), start=1)]
+
+    def _test(self, test: Mapping[str, Any], number: int, sample: Sample) -> TestCase:
+        limits = {name: test[name] for name in ("timeout_s", "memory_limit_mb") if name in test}
+        unknown = test.keys() - {"input", "expected", "id", "weight", "timeout_s", "memory_limit_mb"}
+        if unknown or not {"input", "expected"} <= test.keys():
+            raise ConfigError(
+                f"Test {number} of sample {self.get_problem_id(sample)!r} has {sorted(test)}; it should have input and "
+                "expected, and may have id, weight, timeout_s and memory_limit_mb."
+            )
+        return TestCase(
+            as_text(test["input"]),
+            as_text(test["expected"]),
+            id=str(test.get("id", number)),
+            weight=float(test.get("weight", 1.0)),
+            metadata=limits,
+        )
+
+    def get_prompt(self, sample: Sample) -> str:
+        return str(field_of(sample, "question"))
+
+    def get_problem_id(self, sample: Sample) -> str:
+        return str(sample.get("id", "0"))
+
+    def get_reference(self, sample: Sample) -> str | None:
+        solution = sample.get("solution")
+        return None if solution is None else str(solution)
+
+
+def field_of(sample: Sample, *names: str) -> Any:
+    """The first of these fields that the sample has."""
+    for name in names:
+        if name in sample:
+            return sample[name]
+    raise ConfigError(f"The sample has no {' or '.join(map(repr, names))}; it has {', '.join(sorted(sample))}.")
+
+
+def as_text(value: Any) -> str:
+    """Some datasets hold inputs and outputs as lists of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------
+# APPS: programs that read stdin, from competitive programming sites.
+# ----------------------------------------------------------------------------------------------------
+
+APPS_SYSTEM_PROMPT = PROGRAM_PROMPT
+
+
+class APPSTestAdapter(TestAdapter):
+    """Reads inputs and outputs as two lists of the sample, or from the `input_output` JSON of the original dataset."""
+
+    system_prompt = APPS_SYSTEM_PROMPT
+    verifier: OutputVerifier = WhitespaceNormalizedVerifier()
+    """The sites that the problems come from do not count spaces at line ends either."""
+
+    def __init__(
+        self,
+        question_key: str = "question",
+        inputs_key: str = "inputs",
+        outputs_key: str = "outputs",
+        problem_id_key: str = "problem_id",
+    ) -> None:
+        self.question_key = question_key
+        self.inputs_key = inputs_key
+        self.outputs_key = outputs_key
+        self.problem_id_key = problem_id_key
+
+    def get_tests(self, sample: Sample) -> list[TestCase]:
+        inputs, outputs = self._inputs_and_outputs(sample)
+        if len(inputs) != len(outputs):
+            raise ConfigError(
+                f"APPS problem {self.get_problem_id(sample)} has {len(inputs)} inputs and {len(outputs)} outputs; each "
+                "input needs its output."
+            )
+        pairs = enumerate(zip(inputs, outputs, strict=True), start=1)
+        return [TestCase(as_text(given), as_text(wanted), id=str(number)) for number, (given, wanted) in pairs]
+
+    def _inputs_and_outputs(self, sample: Sample) -> tuple[Sequence[Any], Sequence[Any]]:
+        if self.inputs_key in sample:
+            return sample[self.inputs_key], field_of(sample, self.outputs_key)
+        packed = field_of(sample, "input_output", self.inputs_key)
+        unpacked = json.loads(packed) if isinstance(packed, str) else packed
+        if unpacked.get("fn_name"):
+            raise ConfigError(
+                f"APPS problem {self.get_problem_id(sample)} asks for a function ({unpacked['fn_name']}) and not for a "
+                "program. Leave such problems out: keep the samples whose input_output has no fn_name."
+            )
+        return unpacked["inputs"], unpacked["outputs"]
+
+    def get_prompt(self, sample: Sample) -> str:
+        return str(field_of(sample, self.question_key))
+
+    def get_problem_id(self, sample: Sample) -> str:
+        return str(sample.get(self.problem_id_key, sample.get("id", "0")))
+
+    def get_reference(self, sample: Sample) -> str | None:
+        """The first of the dataset's solutions; some of them are wrong, or written for Python 2."""
+        solutions = sample.get("solutions") or "[]"
+        unpacked = json.loads(solutions) if isinstance(solutions, str) else solutions
+        return str(unpacked[0]) if unpacked else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# HumanEval: complete a function from its signature and docstring.
+# ----------------------------------------------------------------------------------------------------
+
+
+class HumanEvalTestAdapter(TestAdapter):
+    """Samples with `prompt`, `entry_point`, `test` (which defines `check(candidate)`) and `canonical_solution`.
+
+    Where `check` is a list of asserts that can be judged as expressions, each is a test of its own; else the whole of
+    `check` is one test.
+    """
+
+    system_prompt = FUNCTION_PROMPT
+
+    def get_tests(self, sample: Sample) -> list[TestCase]:
+        function, source = str(field_of(sample, "entry_point")), str(field_of(sample, "test"))
+        check = self._check(sample, source)
+        functions = frozenset({function})
+        asserts = [ast.unparse(_Renamed(check.args.args[0].arg, function).visit(node)) for node in _statements(check)]
+        if all(is_plain(text, functions) for text in asserts):
+            tested = [(text, calls) for text in asserts if (calls := calls_in(text, functions))]  # not `assert True`
+            return [
+                TestCase("\n".join(calls), text, id=str(number), metadata={"functions": [function]})
+                for number, (text, calls) in enumerate(tested, start=1)
+            ]
+        # The prompt goes before it: some tests use its helper functions.
+        metadata = {"functions": [function], "setup": str(sample["prompt"])}
+        return [TestCase(f"check({function})", f"{source}\n\ncheck({function})\n", id="check", metadata=metadata)]
+
+    def _check(self, sample: Sample, source: str) -> ast.FunctionDef:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.name == "check" and len(node.args.args) == 1:
+                return node
+        raise ConfigError(f"The test of {self.get_problem_id(sample)} defines no check(candidate).")
+
+    def get_prompt(self, sample: Sample) -> str:
+        return f"Complete this function:\n\n```python\n{str(field_of(sample, 'prompt')).strip()}\n```"
+
+    def get_problem_id(self, sample: Sample) -> str:
+        return str(sample.get("task_id", sample.get("id", "0")))
+
+    def get_program(self, sample: Sample, code: str) -> str:
+        """A whole function, after the imports and helpers of the prompt; or what continues the prompt."""
+        prompt = str(sample["prompt"])
+        defines_it = re.search(
+            rf"^(?:def\s+{sample['entry_point']}\s*\(|{sample['entry_point']}\s*=)", code, re.MULTILINE
+        )
+        return f"{prompt.rstrip()}\n    pass\n\n{code}" if defines_it else prompt + code
+
+    def get_reference(self, sample: Sample) -> str | None:
+        solution = sample.get("canonical_solution")
+        return None if solution is None else f"{sample['prompt']}{solution}"
+
+    def get_runner(self, config: CodeExecConfig) -> CodeRunner:
+        return AssertRunner(default_timeout_s=config.timeout_per_test_s, memory_limit_mb=config.memory_limit_mb)
+
+
+def _statements(check: ast.FunctionDef) -> list[ast.stmt]:
+    """Without docstrings and `pass`."""
+    return [
+        node
+        for node in check.body
+        if not isinstance(node, ast.Pass) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
+
+
+class _Renamed(ast.NodeTransformer):
+    """The candidate under its own name, which is what people know it by."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.copy_location(ast.Name(self.new, node.ctx), node) if node.id == self.old else node
+
+
+# ----------------------------------------------------------------------------------------------------
+# MBPP: short functions from a sentence, tested by three asserts.
+# ----------------------------------------------------------------------------------------------------
+
+
+class MBPPTestAdapter(TestAdapter):
+    """Samples with `prompt` (or `text`), `test_list` and `code`; every entry of the list is a test.
+
+    The sentence does not name the function, so the prompt shows the first `num_shown_tests` of the tests. The original
+    shows all of them, with the right answers; an agent that trains on that learns to repeat them.
+    """
+
+    system_prompt = FUNCTION_PROMPT
+
+    def __init__(self, num_shown_tests: int = 1) -> None:
+        if num_shown_tests < 1:
+            raise ConfigError(f"num_shown_tests={num_shown_tests}; without a test nobody knows the function's name.")
+        self.num_shown_tests = num_shown_tests
+
+    def get_tests(self, sample: Sample) -> list[TestCase]:
+        setup = "\n".join([*_setup_lines(sample), *_imports(str(sample.get("code", "")))])
+        tests = []
+        for number, text in enumerate(field_of(sample, "test_list"), start=1):
+            functions = self._functions(sample, text)
+            calls = "\n".join(ast.unparse(node) for node in ast.walk(ast.parse(text)) if _called(node) in functions)
+            metadata = {"functions": sorted(functions), "setup": setup}
+            tests.append(TestCase(calls, str(text), id=str(number), metadata=metadata))
+        return tests
+
+    def _functions(self, sample: Sample, test: str) -> set[str]:
+        called = {_called(node) for node in ast.walk(ast.parse(test))} - {""}
+        defined = {
+            node.name for node in ast.parse(str(sample.get("code", ""))).body if isinstance(node, ast.FunctionDef)
+        }
+        functions = called & defined or {name for name in called if not hasattr(builtins, name)}
+        if not functions:
+            raise ConfigError(f"The test {test!r} of MBPP {self.get_problem_id(sample)} calls no function of its own.")
+        return functions
+
+    def get_prompt(self, sample: Sample) -> str:
+        shown = "\n".join(field_of(sample, "test_list")[: self.num_shown_tests])
+        return f"{str(field_of(sample, 'prompt', 'text')).strip()}\n\nFor example:\n\n```python\n{shown}\n```"
+
+    def get_problem_id(self, sample: Sample) -> str:
+        return str(sample.get("task_id", sample.get("id", "0")))
+
+    def get_reference(self, sample: Sample) -> str | None:
+        code = sample.get("code")
+        return None if code is None else str(code)
+
+    def get_runner(self, config: CodeExecConfig) -> CodeRunner:
+        return AssertRunner(default_timeout_s=config.timeout_per_test_s, memory_limit_mb=config.memory_limit_mb)
+
+
+def _setup_lines(sample: Sample) -> list[str]:
+    return [*sample.get("test_imports", ()), str(sample.get("test_setup_code", ""))]
+
+
+def _imports(code: str) -> list[str]:
+    """Some tests use a module that only the reference solution imports."""
+    return [ast.unparse(node) for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def _called(node: ast.AST) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""

@@ -1,0 +1,235 @@
+"""Elo ratings: from who beat whom to one number per player, with its uncertainty.
+
+The ratings are those under which the results are likeliest (Bradley and Terry, 1952): a player is expected to score
+1 / (1 + 10^((theirs − own) / 400)) against another, a draw being half a point. All games count at once and alike, so the
+order in which they were played does not matter; online Elo, which chess uses because players change, would depend on it.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import numpy as np
+import numpy.typing as npt
+
+from ludic.batch_gen.requests.roles import seated
+from ludic.eval.statistics import Z95
+from ludic.types import ConfigError, Rollout, RolloutRequest, derive_seed
+
+Floats = npt.NDArray[np.float64]
+SCALE = 400.0 / math.log(10.0)
+"""Elo points per unit of log-odds."""
+_MAX_ITERATIONS = 200
+_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One game."""
+
+    first: str
+    second: str
+    score: float
+    """Of the first: 1 for a win, ½ for a draw, 0 for a loss."""
+
+    def __post_init__(self) -> None:
+        if self.first == self.second:
+            raise ConfigError(f"A match of {self.first!r} against itself says nothing about its rating.")
+        if self.score not in (0.0, 0.5, 1.0):
+            raise ConfigError(f"Match.score={self.score}; it is 1 (won), 0.5 (drawn) or 0 (lost).")
+
+
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """What the games say about one player."""
+
+    player: str
+    elo: float
+    low: float
+    """95 % confidence interval of the difference to the anchor, whose own rating is fixed."""
+    high: float
+    num_games: int
+    score: float
+    """Points per game."""
+
+
+# Letters: P players. points_PP[i, j] is what i scored against j, games_PP[i, j] how often they met.
+def fit_elo(
+    matches: Iterable[Match], *, anchor: str, anchor_elo: float = 1000.0, prior_draws: float = 0.0
+) -> list[Rating]:
+    """The likeliest ratings, best first, `anchor` being at `anchor_elo`.
+
+    They exist only if nobody, alone or as a group, won every game against all others (or lost every one); else this is a
+    ConfigError, unless `prior_draws` imagined draws between any two who met keep ratings finite. They pull all ratings together,
+    the more the fewer real games a pair has. Intervals come from the curvature of the likelihood (Fisher), of real games
+    alone. A draw varies less than the win or loss it is counted as, so they are too wide rather than too narrow.
+    """
+    if not 0 <= prior_draws < math.inf:
+        raise ConfigError(f"fit_elo(prior_draws={prior_draws}); it is a number of games, 0 or more.")
+    played = list(matches)
+    players = sorted({name for match in played for name in (match.first, match.second)})
+    if anchor not in players:
+        raise ConfigError(f"The anchor {anchor!r} has played no match; players are {players}.")
+    points_PP, games_PP = _count(played, players)
+    imagined_PP = prior_draws * (games_PP > 0)
+    _require_finite(players, points_PP + imagined_PP / 2, games_PP)
+    fixed = players.index(anchor)
+    strength_P = _likeliest(points_PP + imagined_PP / 2, games_PP + imagined_PP, fixed)
+    margin_P = Z95 * SCALE * _standard_errors(strength_P, games_PP, fixed)
+    elo_P = anchor_elo + SCALE * strength_P
+    ratings = [
+        Rating(
+            name,
+            float(elo_P[i]),
+            float(elo_P[i] - margin_P[i]),
+            float(elo_P[i] + margin_P[i]),
+            int(games_PP[i].sum()),
+            float(points_PP[i].sum() / games_PP[i].sum()),
+        )
+        for i, name in enumerate(players)
+    ]
+    return sorted(ratings, key=lambda rating: (-rating.elo, rating.player))
+
+
+def elo_table(ratings: Sequence[Rating]) -> str:
+    """As text, best first."""
+    width = max(len(name) for name in ("player", *(rating.player for rating in ratings)))
+    rows = [f"{'player':{width}}    elo   95 % interval   games  score"]
+    rows += [
+        f"{r.player:{width}}  {r.elo:5.0f}  [{r.low:5.0f}, {r.high:5.0f}]  {r.num_games:5d}  {r.score:.3f}"
+        for r in ratings
+    ]
+    return "\n".join(rows)
+
+
+def _count(matches: Sequence[Match], players: Sequence[str]) -> tuple[Floats, Floats]:
+    index = {name: number for number, name in enumerate(players)}
+    points_PP, games_PP = np.zeros((len(players), len(players))), np.zeros((len(players), len(players)))
+    for match in matches:
+        i, j = index[match.first], index[match.second]
+        points_PP[i, j] += match.score
+        points_PP[j, i] += 1.0 - match.score
+        games_PP[[i, j], [j, i]] += 1
+    return points_PP, games_PP
+
+
+def _expected(strength_P: Floats) -> Floats:
+    """What each is expected to score against each."""
+    return 1.0 / (1.0 + np.exp(strength_P[None, :] - strength_P[:, None]))
+
+
+def _likeliest(points_PP: Floats, games_PP: Floats, fixed: int) -> Floats:
+    """Newton's method on a concave function; a step that makes things worse is halved."""
+    strength_P = np.zeros(len(points_PP))
+    free = np.arange(len(points_PP)) != fixed
+    best = _log_likelihood(points_PP, strength_P)
+    for _ in range(_MAX_ITERATIONS):
+        expected_PP = _expected(strength_P)
+        slope_P = (points_PP - games_PP * expected_PP).sum(axis=1)
+        step_P = np.zeros_like(strength_P)
+        step_P[free] = np.linalg.solve(_information(expected_PP, games_PP)[np.ix_(free, free)], slope_P[free])
+        while _log_likelihood(points_PP, strength_P + step_P) < best - _TOLERANCE * abs(best):
+            step_P /= 2
+        strength_P = strength_P + step_P
+        best = _log_likelihood(points_PP, strength_P)
+        if np.abs(step_P).max() < _TOLERANCE:
+            break
+    return strength_P
+
+
+def _log_likelihood(points_PP: Floats, strength_P: Floats) -> float:
+    return -float((points_PP * np.logaddexp(0.0, strength_P[None, :] - strength_P[:, None])).sum())
+
+
+def _information(expected_PP: Floats, games_PP: Floats) -> Floats:
+    weight_PP = games_PP * expected_PP * expected_PP.T
+    information: Floats = np.diag(weight_PP.sum(axis=1)) - weight_PP
+    return information
+
+
+def _standard_errors(strength_P: Floats, games_PP: Floats, fixed: int) -> Floats:
+    free = np.arange(len(strength_P)) != fixed
+    errors_P = np.zeros(len(strength_P))
+    information = _information(_expected(strength_P), games_PP)[np.ix_(free, free)]
+    errors_P[free] = np.sqrt(np.diag(np.linalg.inv(information)))
+    return errors_P
+
+
+def _require_finite(players: Sequence[str], points_PP: Floats, games_PP: Floats) -> None:
+    """Ratings are finite if everybody has taken something off everybody else, at least by way of others (Ford, 1957)."""
+    if not _reaches(games_PP > 0).all():
+        raise ConfigError(f"Of {players} some never met, not even by way of others; they cannot be rated together.")
+    reaches_PP = _reaches(points_PP > 0)
+    if reaches_PP.all():
+        return
+    i, j = map(int, np.argwhere(~reaches_PP)[0])
+    raise ConfigError(
+        f"{players[i]!r} has taken no point off {players[j]!r}, not even by way of others: their difference has no bound. Play "
+        "more games, or give fit_elo(prior_draws=1)."
+    )
+
+
+def _reaches(edges_PP: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Who can be reached from whom, oneself included."""
+    reached = edges_PP | np.eye(len(edges_PP), dtype=np.bool_)
+    for _ in range(len(edges_PP)):
+        reached = reached | ((reached.astype(np.int64) @ reached.astype(np.int64)) > 0)
+    return reached
+
+
+# ----------------------------------------------------------------------------------------------------
+# Everybody against everybody, in both seats: the games that ratings are made of.
+# ----------------------------------------------------------------------------------------------------
+
+
+def round_robin(
+    template: RolloutRequest, players: Sequence[str], seats: tuple[str, str], *, num_games: int, seed: int = 0
+) -> list[RolloutRequest]:
+    """`num_games` requests for every pair in each of the two ways to seat it, so that whoever moves first gains nothing.
+
+    `template` says which env and protocol (one of `Policies`); players are policies, such as the members of a league.
+    """
+    if len(set(players)) < 2 or len(set(players)) != len(players):
+        raise ConfigError(f"round_robin was given the players {list(players)}; it needs two or more, each once.")
+    if num_games < 1:
+        raise ConfigError(f"round_robin(num_games={num_games}); a pair plays at least one game.")
+    pairs = [pair for pair in permutations(players, 2) for _ in range(num_games)]
+    return [
+        replace(
+            seated(template, dict(zip(seats, pair, strict=True))),
+            env_seed=derive_seed(seed, 0, number),
+            sampling_seed=derive_seed(seed, 1, number),
+            num_episodes=1,
+        )
+        for number, pair in enumerate(pairs)
+    ]
+
+
+def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Match]:
+    """One match per episode of two: whoever earned more has won. Failed episodes are left out.
+
+    A player who never came to move has no rollout, and earned nothing.
+    """
+    failed = set()
+    earned: dict[str, dict[str, float]] = {}
+    names: dict[str, tuple[str, str]] = {}
+    for rollout in rollouts:
+        if "policies" not in rollout.meta:
+            raise ConfigError(
+                f"Rollout {rollout.id} does not say who played. Take requests from round_robin or seated."
+            )
+        episode = rollout.meta["engine"]["episode_run"]
+        names[episode] = rollout.meta["policies"][seats[0]], rollout.meta["policies"][seats[1]]
+        earned.setdefault(episode, {})[rollout.meta.get("agent_id", "")] = rollout.total_reward
+        if rollout.failure is not None:
+            failed.add(episode)
+    return [
+        Match(*names[episode], _score(earned[episode].get(seats[0], 0.0), earned[episode].get(seats[1], 0.0)))
+        for episode in names
+        if episode not in failed
+    ]
+
+
+def _score(own: float, other: float) -> float:
+    return 0.5 if own == other else float(own > other)

@@ -1,0 +1,184 @@
+"""What the HTTP server holds at the same time, and how long a client may take.
+
+A request takes memory from its first byte, long before the engine counts it. Each stage therefore has its own bound, and
+checks it before the next stage builds anything: the connection, the head, the body, the completions that a body asks for.
+What one body may ask for is checked in `openai_body`.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from ludic.inference.local.http.request import RequestRefused
+from ludic.types import ConfigError, TokenCompletionRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerLimits:
+    """Bounds of one server. The sizes add up to some hundred megabytes beside the engine."""
+
+    max_connections: int = 1024
+    """Open at the same time; one more is told so (503) and closed."""
+    head_s: float = 75.0
+    """For the head of a request to arrive whole, from the opening of the connection or the last answer on it. Proxies keep
+    idle connections for a minute and expect the server to keep them longer."""
+    body_s: float = 120.0
+    """For a body to arrive whole."""
+    answer_s: float = 300.0
+    """For the client to take what was written of its answer."""
+    max_body_bytes: int = 16 * 2**20
+    max_body_bytes_in_all: int = 256 * 2**20
+    """Bodies that are being received or read."""
+    max_completions: int = 8192
+    """Completions in progress, of all requests: prompts times `n`."""
+    max_prompt_tokens: int = 1 << 24
+    """Their prompts together. A waiting prompt takes about 40 bytes a token."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"ServerLimits.{name}={getattr(self, name)}; it must be above 0.")
+
+
+class Load:
+    """What the requests in progress hold."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits = limits
+        self.num_body_bytes = self.num_completions = self.num_prompt_tokens = 0
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body, counted until the caller is done with it."""
+        limits, chunks, size = self._limits, [], 0
+        try:
+            try:
+                async with asyncio.timeout(limits.body_s):
+                    if (request.content_length or 0) > limits.max_body_bytes:
+                        raise _too_large(limits)
+                    async for chunk in request.content.iter_any():
+                        size += len(chunk)
+                        self.num_body_bytes += len(chunk)
+                        if size > limits.max_body_bytes:
+                            raise _too_large(limits)
+                        if self.num_body_bytes > limits.max_body_bytes_in_all:
+                            raise _busy(f"It holds {limits.max_body_bytes_in_all // 2**20} MB of bodies already.")
+                        chunks.append(chunk)
+            except TimeoutError as error:
+                raise RequestRefused(
+                    408, "body_timeout", f"The body did not arrive within {limits.body_s:g} s."
+                ) from error
+            except web.RequestPayloadError as error:
+                raise ConfigError(f"The body cannot be received: {error}") from error
+            yield b"".join(chunks)
+        finally:
+            self.num_body_bytes -= size
+
+    @contextlib.contextmanager
+    def completions(self, requests: Sequence[TokenCompletionRequest]) -> Iterator[None]:
+        """Count them while they are in progress, or refuse them before the engine has any."""
+        num, limits = len(requests), self._limits
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        if self.num_completions + num > limits.max_completions:
+            raise _busy(
+                f"{self.num_completions} completions are in progress, and {num} more would pass the limit of "
+                f"{limits.max_completions}."
+            )
+        if self.num_prompt_tokens + num_tokens > limits.max_prompt_tokens:
+            raise _busy(
+                f"The prompts in progress have {self.num_prompt_tokens} tokens, and {num_tokens} more would pass the limit "
+                f"of {limits.max_prompt_tokens}."
+            )
+        self.num_completions += num
+        self.num_prompt_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_completions -= num
+            self.num_prompt_tokens -= num_tokens
+
+
+def _too_large(limits: ServerLimits) -> RequestRefused:
+    size = limits.max_body_bytes
+    shown = f"{size // 2**20} MB" if size >= 2**20 else f"{size} bytes"
+    return RequestRefused(413, "body_too_large", f"The body is larger than {shown}.")
+
+
+def _busy(why: str) -> RequestRefused:
+    return RequestRefused(
+        429, "queue_full", f"The server is busy. {why} Send fewer requests at once, or try again later."
+    )
+
+
+# --- connections -------------------------------------------------------------------------------------------------
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's, and closed if no request comes. aiohttp itself watches only the time between two requests (until 3.14.5)."""
+
+    is_heard = False
+    """Whether the head of a request has arrived; the server's middleware says so."""
+
+    def __init__(self, server: web.Server, limits: ServerLimits, **options: Any) -> None:
+        # What a refused client still sends is read for a moment, so that it finds the answer and not a reset connection.
+        lingering_s = min(10.0, limits.body_s)
+        super().__init__(server, keepalive_timeout=limits.head_s, lingering_time=lingering_s, **options)
+        self._head_s = limits.head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._head_timer = asyncio.get_running_loop().call_later(self._head_s, self._close_if_silent)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """What is no HTTP is answered 400, and a client may go at any time: neither needs a traceback of ours."""
+        if not isinstance(kw.get("exc_info"), (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
+            super().log_exception(*args, **kw)
+
+    def _close_if_silent(self) -> None:
+        if not self.is_heard:
+            self.force_close()
+
+
+class _TooMany(asyncio.Protocol):
+    """A connection beyond the limit: an answer, and the end."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        message = f"{limits.max_connections} connections are open already; try again later."
+        error = {"message": message, "type": "server_error", "param": None, "code": "too_many_connections"}
+        body = json.dumps({"error": error}).encode()
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\nRetry-After: 1\r\n\r\n"
+        )
+        self._answer = head.encode() + body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        writable = cast(asyncio.Transport, transport)
+        writable.write(self._answer)
+        writable.close()
+
+
+async def listen(runner: web.AppRunner, host: str, port: int, limits: ServerLimits) -> asyncio.Server:
+    """Accept connections for an application that has been set up; it closes them, the caller closes the server."""
+    loop, app_server = asyncio.get_running_loop(), runner.server
+    assert app_server is not None, "runner.setup() comes first"
+    options: dict[str, Any] = {"loop": loop, "access_log": None}
+
+    def accept() -> asyncio.BaseProtocol:
+        if len(app_server.connections) >= limits.max_connections:
+            return _TooMany(limits)
+        return Connection(app_server, limits, **options)
+
+    return await loop.create_server(accept, host, port)

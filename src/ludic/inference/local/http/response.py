@@ -1,0 +1,281 @@
+"""Writing OpenAI-shaped answers, whole or streamed."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from ludic.inference.local.engine import TokenChunk
+from ludic.inference.local.http.request import JSONObject, Options
+from ludic.inference.templates.chat import ChatTemplate
+from ludic.types import (
+    ChatResponse,
+    TokenCompletionRequest,
+    ToolCall,
+)
+
+Decode = Callable[[list[int]], str]
+_LOWEST_LOGPROB = -9999.0
+
+
+class TextStream:
+    """The text of a growing completion, in pieces that stay true whatever comes next.
+
+    Held back are half a character, what may turn out to be a stop string, and, from the first of the characters
+    `hold_from` on, everything: that may be a tool call.
+    """
+
+    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), hold_from: str = "") -> None:
+        self._decode = decode
+        self._stops = stops
+        self._hold_from = hold_from
+        self._ids: list[int] = []
+        self._start = self._end = 0
+        """The tokens behind the last piece of text: what follows is decoded after them, never on its own."""
+        self._text = ""
+        self._num_shown = 0
+
+    @property
+    def shown(self) -> str:
+        return self._text[: self._num_shown]
+
+    def push(self, ids: Sequence[int]) -> str:
+        """New tokens; what can be shown now and could not before."""
+        self._ids += ids
+        before = self._decode(self._ids[self._start : self._end])
+        text = self._decode(self._ids[self._start :])
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            self._text += text[len(before) :]
+            self._start, self._end = self._end, len(self._ids)
+        end = len(self._text) - max((_overlap(self._text, stop) for stop in self._stops), default=0)
+        for marker in self._hold_from:
+            found = self._text.find(marker, self._num_shown, end)
+            end = found if found >= 0 else end
+        piece = self._text[self._num_shown : end]
+        self._num_shown += len(piece)
+        return piece
+
+    def rest(self, text: str) -> str:
+        """The completion is over, and this is its text: what of it is still to be shown."""
+        # By position: a tokenizer with byte tokens takes back a character when bytes that are no UTF-8 follow it.
+        return text[self._num_shown :]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How long an end of the text could be the beginning of the stop string."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Answer:
+    """The replies to one body, as JSON: all at once, or event by event."""
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    event_kind: ClassVar[str]
+
+    def __init__(
+        self, model_name: str, tokenizer: Any, requests: list[TokenCompletionRequest], options: Options
+    ) -> None:
+        self.requests = requests
+        self.options = options
+        self.num_sampled = 0
+        """Tokens that went through `events`."""
+        self._tokenizer = tokenizer
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
+        self._streams = [
+            TextStream(self._decode, stops=tuple(r.sampling.stop or ()), hold_from=self._hold_from()) for r in requests
+        ]
+        self._has_begun = [False] * len(requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.options.n])
+
+    def whole(self, responses: Sequence[ChatResponse]) -> JSONObject:
+        num_sampled = sum(len(response.completion_token_ids) for response in responses)
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": [self._choice(index, response) for index, response in enumerate(responses)],
+            "usage": self._usage(num_sampled),
+        }
+
+    def events(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
+        self.num_sampled += len(chunk.token_ids)
+        for choice in self._deltas(index, chunk):
+            usage = {"usage": None} if self.options.include_usage else {}
+            yield {**self._head, "object": self.event_kind, "choices": [choice], **usage}
+        self._has_begun[index] = True
+
+    def usage_event(self) -> JSONObject:
+        return {**self._head, "object": self.event_kind, "choices": [], "usage": self._usage(self.num_sampled)}
+
+    def _usage(self, num_sampled: int) -> JSONObject:
+        num_prompt = self.num_prompt_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        }
+
+    def _choice(self, index: int, response: ChatResponse) -> JSONObject:
+        raise NotImplementedError
+
+    def _deltas(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
+        raise NotImplementedError
+
+    def _hold_from(self) -> str:
+        return ""
+
+    def _is_worth_sending(self, text: str, chunk: TokenChunk) -> bool:
+        return bool(text or chunk.response or self.options.logprobs or self.options.token_ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _token_text(self, token: int) -> str:
+        text: str = f"token_id:{token}" if self._tokenizer is None else self._tokenizer.decode([token])
+        return text
+
+
+class CompletionAnswer(Answer):
+    prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
+
+    def _choice(self, index: int, response: ChatResponse) -> JSONObject:
+        ids = response.completion_token_ids.tolist()
+        return {
+            "index": index,
+            "text": response.text,
+            "logprobs": self._logprobs(ids, response.completion_logprobs),
+            "finish_reason": response.finish_reason,
+            **self._ids(index, ids, with_prompt=True),
+        }
+
+    def _deltas(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
+        stream, response = self._streams[index], chunk.response
+        text = stream.push(chunk.token_ids) if response is None else stream.rest(response.text)
+        if self._is_worth_sending(text, chunk) or not self._has_begun[index]:
+            yield {
+                "index": index,
+                "text": text,
+                "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
+                "finish_reason": response.finish_reason if response else None,
+                **self._ids(index, chunk.token_ids, with_prompt=not self._has_begun[index]),
+            }
+
+    def _ids(self, index: int, ids: list[int], with_prompt: bool) -> JSONObject:
+        if not self.options.token_ids:
+            return {}
+        prompt = {"prompt_token_ids": self.requests[index].prompt_token_ids.tolist()} if with_prompt else {}
+        return {"token_ids": ids, **prompt}
+
+    def _logprobs(self, ids: list[int], logprobs: Any) -> JSONObject | None:
+        if not self.options.logprobs:
+            return None
+        tokens = [self._token_text(token) for token in ids]
+        values = [_json_logprob(value) for value in logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": [{token: value} for token, value in zip(tokens, values, strict=True)],
+        }
+
+
+class ChatAnswer(Answer):
+    prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Any,
+        requests: list[TokenCompletionRequest],
+        options: Options,
+        parser: ChatTemplate | None,
+    ) -> None:
+        self._parser = parser
+        """Reads tool calls, where the body had tools."""
+        super().__init__(model_name, tokenizer, requests, options)
+
+    def whole(self, responses: Sequence[ChatResponse]) -> JSONObject:
+        return super().whole(responses) | self._prompt_ids()
+
+    def _choice(self, index: int, response: ChatResponse) -> JSONObject:
+        content, calls = self._read_calls(response.text)
+        message: JSONObject = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"tool_calls": calls, "content": content or None}
+        ids = response.completion_token_ids.tolist()
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(ids, response.completion_logprobs),
+            "finish_reason": _chat_finish_reason(response, calls),
+            **({"token_ids": ids} if self.options.token_ids else {}),
+        }
+
+    def events(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
+        is_first = not any(self._has_begun)
+        for event in super().events(index, chunk):
+            yield event | self._prompt_ids() if is_first else event
+            is_first = False
+
+    def _deltas(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
+        if not self._has_begun[index]:
+            yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        stream, response = self._streams[index], chunk.response
+        calls: list[ToolCall] = []
+        if response is None:
+            text = stream.push(chunk.token_ids)
+        else:
+            text, calls = self._read_calls(response.text)
+            # Beside calls, the content has lost the white space around it.
+            text = _after(stream.shown.lstrip(), text) if calls else stream.rest(text)
+        if self._is_worth_sending(text, chunk):
+            delta: JSONObject = {"content": text} if text else {}
+            if calls:
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+            yield {
+                "index": index,
+                "delta": delta,
+                "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
+                "finish_reason": _chat_finish_reason(response, calls) if response else None,
+                **({"token_ids": chunk.token_ids} if self.options.token_ids else {}),
+            }
+
+    def _hold_from(self) -> str:
+        return "" if self._parser is None else "<{"  # every dialect begins its calls with one of these
+
+    def _read_calls(self, text: str) -> tuple[str, list[ToolCall]]:
+        parsed = self._parser.parse_tool_calls(text) if self._parser is not None else None
+        if parsed is None or not parsed.tool_calls:
+            return text, []  # a call that cannot be read stays where it is
+        # The parser numbers within a message; ids must differ over a conversation. Mistral's template wants nine.
+        return parsed.content, [{**call, "id": uuid.uuid4().hex[:9]} for call in parsed.tool_calls]
+
+    def _prompt_ids(self) -> JSONObject:
+        return {"prompt_token_ids": self.requests[0].prompt_token_ids.tolist()} if self.options.token_ids else {}
+
+    def _logprobs(self, ids: list[int], logprobs: Any) -> JSONObject | None:
+        if not self.options.logprobs:
+            return None
+        content = []
+        for token, logprob in zip(ids, logprobs, strict=True):
+            text = self._token_text(token)
+            encoded = None if "\ufffd" in text else list(text.encode())  # unknown of half a character
+            entry = {"token": text, "logprob": _json_logprob(logprob), "bytes": encoded}
+            content.append({**entry, "top_logprobs": [entry]})
+        return {"content": content}
+
+
+def _chat_finish_reason(response: ChatResponse, calls: Sequence[ToolCall]) -> str | None:
+    return "tool_calls" if calls and response.finish_reason == "stop" else response.finish_reason
+
+
+def _after(beginning: str, text: str) -> str:
+    return text[len(beginning) :] if text.startswith(beginning) else ""
+
+
+def _json_logprob(value: float) -> float:
+    """JSON has neither infinity nor nan."""
+    return float(value) if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB

@@ -1,0 +1,506 @@
+"""The engine behind an OpenAI-compatible HTTP server: what `ludic serve` runs.
+
+A body is checked, turned into token requests, and the replies into OpenAI's JSON; sampling, batching and limits are the
+engine's. A field that would change the answer and is not supported is refused by name: nothing is dropped in silence.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
+from ludic.inference.local.http.request import (
+    ANYTHING,
+    BOOL,
+    INT,
+    LIST,
+    TEXT,
+    Fields,
+    JSONObject,
+    Options,
+    RequestRefused,
+    check_num_logprobs,
+    parse_object,
+    read_messages,
+    read_prompts,
+    read_sampling,
+    read_tools,
+)
+from ludic.inference.local.http.response import Answer, ChatAnswer, CompletionAnswer
+from ludic.inference.templates.chat import ChatTemplate
+from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
+from ludic.inference.vllm.command import check_host
+from ludic.types import (
+    ChatResponse,
+    ConfigError,
+    Info,
+    Message,
+    MissingExtra,
+    NotFinite,
+    PromptTooLong,
+    ReturnSpec,
+    SamplingParams,
+    TemplateError,
+    TokenArray,
+    TokenCompletionRequest,
+    token_array,
+)
+from ludic.types.sampling import MAX_COUNT
+
+try:
+    from aiohttp import web
+
+    from ludic.inference.local.http.limits import Connection, Load, ServerLimits, listen
+except ImportError as error:
+    raise MissingExtra("serve", "The HTTP server") from error
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SHUTDOWN_S = 0.5
+"""How long open requests may go on when the server is stopped; aiohttp waits so long twice."""
+_CLIENT_GONE = 499
+
+
+class Engine(Protocol):
+    """What the server needs of an engine; LocalEngine has it."""
+
+    tokenizer: Any
+    """A transformers tokenizer, or None: then only token ids go in and out."""
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]: ...
+
+    def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]: ...
+
+    @property
+    def max_total_tokens(self) -> int: ...
+
+    @property
+    def stats(self) -> dict[str, int]: ...
+
+    @property
+    def failure(self) -> str | None: ...
+
+
+# --- starting ----------------------------------------------------------------------------------------------------
+
+
+def make_app(
+    engine: Engine,
+    *,
+    model_name: str,
+    api_key: str | None = None,
+    chat_template: ChatTemplate | None = None,
+    limits: ServerLimits | None = None,
+) -> web.Application:
+    """The server as an aiohttp application. Without `chat_template`, the tokenizer's own is used.
+
+    Of `limits`, those of connections and heads are the listener's business: `serve` keeps them.
+    """
+    server = _Server(engine, model_name, api_key, chat_template, limits)
+    app = web.Application(
+        middlewares=[server.guard],
+        handler_args={"handler_cancellation": True},  # a client that hangs up cancels its handler, and so its tokens
+    )
+    app.add_routes(
+        [
+            web.post("/v1/completions", server.completions),
+            web.post("/v1/chat/completions", server.chat),
+            web.get("/v1/models", server.models),
+            web.get("/v1/models/{name:.+}", server.model),
+            web.get("/health", server.health),
+            web.get("/metrics", server.metrics),
+        ]
+    )
+    return app
+
+
+async def serve(
+    engine: Engine,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    model_name: str,
+    api_key: str | None = None,
+    insecure: bool = False,
+    chat_template: ChatTemplate | None = None,
+    limits: ServerLimits | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Answer until cancelled. Port 0 takes a free one; `on_ready` is told the address."""
+    check_host(host, api_key, insecure)
+    limits = limits or ServerLimits()
+    app = make_app(engine, model_name=model_name, api_key=api_key, chat_template=chat_template, limits=limits)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    listener = None
+    try:
+        try:
+            listener = await listen(runner, host, port, limits)
+        except OSError as error:
+            raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
+        if on_ready is not None:
+            shown = f"[{host}]" if ":" in host else host
+            on_ready(f"http://{shown}:{listener.sockets[0].getsockname()[1]}")
+        await asyncio.Event().wait()
+    finally:
+        if listener is not None:
+            listener.close()
+        await runner.cleanup()
+
+
+# --- the endpoints -----------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """One engine, its chat template, and the counters of /metrics."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model_name: str,
+        api_key: str | None,
+        chat_template: ChatTemplate | None,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        self._engine = engine
+        self._limits = limits or ServerLimits()
+        self._load = Load(self._limits)
+        self._model_name = model_name
+        self._api_key = api_key
+        self._started = int(time.time())
+        self._num_requests: Counter[tuple[str, int]] = Counter()
+        self._num_active = 0
+        self._num_prompt_tokens = 0
+        self._num_completion_tokens = 0
+        self._no_chat = "This server has no tokenizer, and so no chat template; send token ids to /v1/completions."
+        self._template = chat_template
+        if chat_template is None and engine.tokenizer is not None:
+            try:
+                self._template = HFChatTemplate(engine.tokenizer, tool_parser=tool_parser_for(engine.tokenizer))
+            except TemplateError as error:  # a base model: /v1/completions works all the same
+                self._no_chat = str(error)
+        vocabulary = {} if engine.tokenizer is None else engine.tokenizer.get_vocab()
+        self._max_chars_per_token = max(map(len, vocabulary), default=1)
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The one place where errors become answers, and where requests are counted."""
+        status = _CLIENT_GONE  # unless we get to the end
+        self._num_active += 1
+        if isinstance(request.protocol, Connection):
+            request.protocol.is_heard = True
+        try:
+            try:
+                self._check_key(request)
+                response = await handler(request)
+            except Exception as error:  # noqa: BLE001 - whatever happened, the client gets JSON and the others go on
+                response = _error_response(error)
+            async with self._answering(request):
+                await response.prepare(request)
+                await response.write_eof()
+            status = response.status
+            return response
+        finally:
+            self._num_active -= 1
+            resource = request.match_info.route.resource
+            self._num_requests[resource.canonical if resource else "other", status] += 1
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, request: web.Request) -> AsyncIterator[None]:
+        """Something is written to the client. One that does not read it in time is hung up on."""
+        try:
+            async with asyncio.timeout(self._limits.answer_s):
+                yield
+        except (TimeoutError, ConnectionError) as error:
+            # Also where the client has hung up and aiohttp is about to cancel us; there is no one to tell of an error.
+            if request.transport is not None:
+                request.transport.abort()
+            raise asyncio.CancelledError from error
+
+    def _check_key(self, request: web.Request) -> None:
+        if not self._api_key or request.path == "/health":
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        given, wanted = key.strip().encode(errors="surrogateescape"), self._api_key.encode(errors="surrogateescape")
+        if not (hmac.compare_digest(given, wanted) and scheme.lower() == "bearer"):
+            raise RequestRefused(
+                401, "invalid_api_key", "This server wants its API key, as 'Authorization: Bearer <key>'."
+            )
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        self._check_model(request.match_info["name"])
+        return web.json_response(self._model_card())
+
+    def _model_card(self) -> JSONObject:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "ludic",
+            "max_model_len": self._engine.max_total_tokens,
+        }
+
+    async def health(self, request: web.Request) -> web.Response:
+        failure = self._engine.failure
+        if failure is not None:
+            return web.json_response({"status": "dead", "reason": failure}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        families: list[tuple[str, str, dict[str, int]]] = [
+            ("ludic_engine_up", "gauge", {"": int(self._engine.failure is None)}),
+            ("ludic_requests_in_progress", "gauge", {"": self._num_active}),
+            ("ludic_prompt_tokens_total", "counter", {"": self._num_prompt_tokens}),
+            ("ludic_completion_tokens_total", "counter", {"": self._num_completion_tokens}),
+        ]
+        counts = {f'{{path="{path}",status="{s}"}}': n for (path, s), n in sorted(self._num_requests.items())}
+        families.append(("ludic_requests_total", "counter", counts))
+        for name, value in self._engine.stats.items():
+            counts_up = name in ("preemptions", "prefix_tokens_reused")
+            kind, suffix = ("counter", "_total") if counts_up else ("gauge", "")
+            families.append((f"ludic_engine_{name}{suffix}", kind, {"": value}))
+        lines = []
+        for name, kind, samples in families:
+            lines.append(f"# TYPE {name} {kind}")
+            lines += [f"{name}{labels} {value}" for labels, value in samples.items()]
+        return web.Response(text="\n".join(lines) + "\n", headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, await self._completion_answer(request))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, await self._chat_answer(request))
+
+    # Each body is read in a function that ends before the engine is asked: nothing of it is kept while tokens are sampled.
+
+    async def _completion_answer(self, request: web.Request) -> CompletionAnswer:
+        async with self._fields(request) as fields:
+            prompt, add_special = fields.take("prompt", ANYTHING, None), fields.take("add_special_tokens", BOOL, True)
+            num_logprobs = fields.take("logprobs", INT, None)
+            check_num_logprobs("logprobs", num_logprobs)
+            options = Options.read(fields, logprobs=num_logprobs is not None)
+            sampling = read_sampling(fields)
+            sampling["max_tokens"] = fields.take("max_tokens", INT, 16)  # OpenAI's default
+            fields.check_all_taken()
+            params = SamplingParams(**sampling)
+            texts = read_prompts(prompt, options.n, self._engine.max_total_tokens)
+            prompts = await asyncio.to_thread(self._encode, texts, add_special)
+            requests = self._requests(prompts, params, options)
+            return CompletionAnswer(self._model_name, self._engine.tokenizer, requests, options)
+
+    async def _chat_answer(self, request: web.Request) -> ChatAnswer:
+        async with self._fields(request) as fields:
+            template = self._template
+            if template is None:
+                raise ConfigError(self._no_chat)
+            messages = read_messages(fields.take("messages", LIST, []))
+            tools = await asyncio.to_thread(read_tools, fields, template)  # which renders them
+            wants_logprobs = fields.take("logprobs", BOOL, False)
+            num_logprobs = fields.take("top_logprobs", INT, None)
+            check_num_logprobs("top_logprobs", num_logprobs)
+            if num_logprobs is not None and not wants_logprobs:
+                raise ConfigError("top_logprobs needs logprobs: true.")
+            options = Options.read(fields, logprobs=wants_logprobs)
+            sampling = read_sampling(fields)
+            older_name = fields.take("max_tokens", INT, None)
+            max_tokens = fields.take("max_completion_tokens", INT, older_name)
+            fields.check_all_taken()
+            SamplingParams(**sampling, max_tokens=max_tokens or MAX_COUNT)  # before anything is rendered
+            prompt = await asyncio.to_thread(self._render, template, messages, tools)
+            room = self._engine.max_total_tokens
+            if max_tokens is None and len(prompt) >= room:
+                raise PromptTooLong(len(prompt), room, "No room is left for a reply; shorten the conversation.")
+            sampling["max_tokens"] = room - len(prompt) if max_tokens is None else max_tokens
+            requests = self._requests([prompt], SamplingParams(**sampling), options)
+            parser = template if tools else None
+            return ChatAnswer(self._model_name, self._engine.tokenizer, requests, options, parser)
+
+    # --- from a body to requests ---
+
+    @contextlib.asynccontextmanager
+    async def _fields(self, request: web.Request) -> AsyncIterator[Fields]:
+        # A web page can post to this machine without asking, but only as a form or as plain text.
+        if request.content_type != "application/json":
+            raise ConfigError(f"The body must come as application/json, not {request.content_type!r:.80}.")
+        async with self._load.body(request) as body:
+            fields = Fields(parse_object(body))
+            self._check_model(fields.take("model", TEXT, self._model_name))
+            yield fields
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise RequestRefused(
+                404, "model_not_found", f"The model {name!r:.80} is not served here; {self._model_name!r} is."
+            )
+
+    def _encode(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[TokenArray]:
+        return [token_array(p if isinstance(p, list) else self._encode_text(p, add_special_tokens)) for p in prompts]
+
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise ConfigError("This server has no tokenizer; send the prompt as token ids.")
+        self._check_length(len(text))
+        text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def _render(self, template: ChatTemplate, messages: list[Message], tools: list[JSONObject]) -> TokenArray:
+        self._check_length(sum(len(str(message["content"])) for message in messages))
+        return template.apply(messages, tools=tools or None).prompt_token_ids
+
+    def _check_length(self, num_chars: int) -> None:
+        """Refuse a text that cannot fit, whatever its tokens are: a tokenizer takes seconds for megabytes."""
+        least, room = -(-num_chars // self._max_chars_per_token), self._engine.max_total_tokens
+        if least > room:
+            raise PromptTooLong(least, room, f"That is the least that its {num_chars} characters can be.")
+
+    def _requests(
+        self, prompts: Iterable[TokenArray], sampling: SamplingParams, options: "Options"
+    ) -> list[TokenCompletionRequest]:
+        """Prompt by prompt, `n` of each: their order is that of the choices."""
+        return [
+            TokenCompletionRequest(
+                model=self._model_name,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                return_=ReturnSpec(return_chosen_logprobs=options.logprobs, return_supports=False),
+                seed=None if options.seed is None else options.seed + i,  # as vLLM does
+            )
+            for prompt in prompts
+            for i in range(options.n)
+        ]
+
+    # --- from replies to a body ---
+
+    async def _respond(self, request: web.Request, answer: "Answer") -> web.StreamResponse:
+        with self._load.completions(answer.requests):
+            if answer.options.stream:
+                return await self._stream(request, answer)
+            replies = await _all([self._engine.complete_tokens(r) for r in answer.requests])
+            responses = [response for response, _ in replies]
+            self._count(answer, sum(len(r.completion_token_ids) for r in responses))
+            # In a thread: the text of each token of many completions takes seconds, and other clients wait.
+            text = await asyncio.to_thread(lambda: json.dumps(answer.whole(responses)))
+            return web.Response(text=text, content_type="application/json")
+
+    async def _stream(self, request: web.Request, answer: "Answer") -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+
+        async def send(event: bytes) -> None:
+            async with self._answering(request):
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(event)
+
+        try:
+            async with aclosing(_merged([self._engine.stream_tokens(r) for r in answer.requests])) as chunks:
+                async for index, chunk in chunks:
+                    for event in answer.events(index, chunk):
+                        await send(_sse(event))
+            if answer.options.include_usage:
+                await send(_sse(answer.usage_event()))
+            await send(b"data: [DONE]\n\n")
+        except Exception as error:
+            if not response.prepared:
+                raise
+            # The status has been sent; the error comes as an event, and [DONE] does not.
+            await send(_sse(_describe(error)[1]))
+        finally:
+            if response.prepared:
+                self._count(answer, answer.num_sampled)
+        return response
+
+    def _count(self, answer: "Answer", num_sampled: int) -> None:
+        self._num_prompt_tokens += answer.num_prompt_tokens
+        self._num_completion_tokens += num_sampled
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Every result, or the first error; then, and when we are cancelled, nothing goes on in the background."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[TokenChunk, None]],
+) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    """The chunks of several streams as they come, with the number of their stream; the first error ends them all."""
+    arrived: asyncio.Queue[tuple[int, TokenChunk] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[TokenChunk, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for chunk in stream:
+                    arrived.put_nowait((index, chunk))
+            arrived.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - raised again below, by whoever reads
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sse(event: JSONObject) -> bytes:
+    return f"data: {json.dumps(event)}\n\n".encode()
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def _describe(error: BaseException) -> tuple[int, JSONObject]:
+    """Status, and the body that OpenAI's clients know how to read."""
+    message, status, kind, code = str(error), 400, "invalid_request_error", None
+    if isinstance(error, RequestRefused):
+        status, code = error.status, error.code
+        kind = "rate_limit_error" if status == 429 else kind
+    elif isinstance(error, PromptTooLong):
+        code = "context_length_exceeded"
+    elif isinstance(error, QueueFull):
+        status, kind, code = 429, "rate_limit_error", "queue_full"
+    elif isinstance(error, EngineClosed):
+        status, kind, code = 503, "server_error", "engine_closed"
+    elif isinstance(error, NotFinite):
+        status, kind, code = 500, "server_error", "not_finite"
+    elif isinstance(error, web.HTTPException):
+        status, message = error.status, f"{error.reason}."
+    elif not isinstance(error, (ConfigError, TemplateError)):
+        logger.error("a request failed", exc_info=error)
+        status, kind, message = 500, "server_error", "Internal error; the server's log says more."
+    return status, {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _error_response(error: Exception) -> web.Response:
+    status, body = _describe(error)
+    return web.json_response(body, status=status)

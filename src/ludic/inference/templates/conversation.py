@@ -1,0 +1,205 @@
+"""The token side of one dialogue: stored ids plus the template's delta, never a second rendering.
+
+A conversation consists of segments. Within one, every prompt is the tokens already sent and sampled, with new
+ones behind them. When the context shows another history than before, a new segment starts with a fresh rendering.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludic.inference.templates.chat import ChatTemplate, ToolSchemas, shows_tools
+from ludic.inference.templates.tool_calls import READABLE_CALLS
+from ludic.types import (
+    ChatClient,
+    ConfigError,
+    Message,
+    MessageView,
+    ReturnSpec,
+    SamplingParams,
+    TokenArray,
+    TokenCompletionRequest,
+    TokenIds,
+    TokenLog,
+    TokenTrace,
+    require_repeatable_reply,
+)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Prompt:
+    """What goes to the server for one model call."""
+
+    token_ids: TokenArray
+    messages: MessageView = field(default_factory=lambda: MessageView([]))
+    text: str | None = None
+    """At hand only at the start of a segment."""
+    rewrote_history: bool = False
+    """The messages did not extend those of the call before, so a new segment was started."""
+    is_new_segment: bool = False
+    """A fresh rendering in the middle of a conversation, for whatever reason."""
+
+
+class Conversation:
+    """Remembers the exact tokens of a dialogue between calls."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.reset()
+
+    def reset(self) -> None:
+        self._tokens: TokenLog | None = None
+        self._messages: list[Message] = []
+        self._tools: ToolSchemas | None = None
+        self._reply: str | None = None
+        self._completion: TokenIds = ()
+
+    def next_prompt(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> Prompt:
+        """The prompt for these messages. Follow it with `record`, or the next one starts a new segment."""
+        if self._reply is None:
+            return self._start(messages, tools, rewrote=False)
+        if not self._continues(messages, tools):
+            return self._start(messages, tools, rewrote=True)
+        delta = self._template.delta(
+            messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
+        )
+        if delta is None:
+            return self._start(messages, tools, rewrote=False)
+        assert self._tokens is not None, "a recorded reply follows a prompt"
+        self._tokens.append(delta)
+        self._messages.extend(map(dict, messages[len(self._messages) :]))
+        self._reply = None
+        return Prompt(token_ids=self._tokens.view(), messages=MessageView(self._messages), text=None)
+
+    def num_tokens(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> int:
+        """How many tokens the prompt for these messages would have. Asking changes nothing."""
+        if self._reply is not None and self._continues(messages, tools):
+            delta = self._template.delta(
+                messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
+            )
+            if delta is not None:
+                assert self._tokens is not None, "a recorded reply follows a prompt"
+                return len(self._tokens) + len(delta)
+        return len(self._template.apply(messages, tools=tools).prompt_token_ids)
+
+    def record(self, completion_token_ids: TokenIds, content: str) -> None:
+        """What was sampled, and the text that the context stores as the reply's message."""
+        assert self._tokens is not None, "a reply follows a prompt"
+        self._tokens.append(completion_token_ids)
+        self._completion = completion_token_ids
+        self._reply = content
+
+    def _continues(self, messages: list[Message], tools: ToolSchemas | None) -> bool:
+        sent = len(self._messages)
+        return (
+            len(messages) > sent
+            and messages[sent]["role"] == "assistant"
+            and messages[sent]["content"] == self._reply
+            and messages[:sent] == self._messages
+            and (tools is self._tools or tools == self._tools)
+        )
+
+    def _start(self, messages: list[Message], tools: ToolSchemas | None, *, rewrote: bool) -> Prompt:
+        is_first = self._tokens is None
+        rendered = self._template.apply(messages, tools=tools)
+        self._tokens = TokenLog(rendered.prompt_token_ids)
+        # Copies: a context that edits a message in place must not change what is on record as having been shown.
+        self._messages = list(map(dict, messages))
+        self._tools = tools
+        self._reply = None
+        return Prompt(
+            token_ids=self._tokens.view(),
+            messages=MessageView(self._messages),
+            text=rendered.prompt_text,
+            rewrote_history=rewrote,
+            is_new_segment=not is_first,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# For loops of one's own, such as `ludic.minimal`: one conversation between messages and tokens, and a policy to ask.
+# ----------------------------------------------------------------------------------------------------
+# An agent of `ludic.agents` does both, among other things; here they are alone.
+
+
+class ChatDialogue:
+    """Continues by the stored tokens and what the template writes behind a reply; what was sampled is never retokenised."""
+
+    def __init__(self, template: ChatTemplate, decode: Callable[[TokenIds], str]) -> None:
+        """`decode` gives the text of sampled tokens, without special ones."""
+        self._template, self._decode = template, decode
+        self._conversation = Conversation(template)
+        self._tools: ToolSchemas = ()
+        self._num_calls = 0
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> Prompt:
+        """`messages` is the whole conversation so far. One that does not continue the last prompt and its reply is
+        rendered afresh."""
+        if tools and tools is not self._tools:
+            _require_tools(self._template, tools)
+        self._tools = tools
+        return self._conversation.next_prompt(list(messages), tools=tools or None)
+
+    def reply(self, completion: TokenTrace) -> Message:
+        """What was sampled, as the assistant's message; the next prompt has it, as it is, behind the last one's messages."""
+        text = self._template.reply_prefix + self._decode(completion.completion_token_ids)
+        message: Message = {"role": "assistant", "content": text}
+        if self._tools and completion.finish_reason != "length":  # a call that was cut off is none
+            found = self._template.parse_tool_calls(text)
+            if found.tool_calls and not found.parse_error:
+                calls = [{**call, "id": f"call{self._num_calls + n:05d}"} for n, call in enumerate(found.tool_calls)]
+                self._num_calls += len(calls)
+                message = {"role": "assistant", "content": found.content, "tool_calls": calls}
+        self._conversation.record(completion.completion_token_ids, message["content"])
+        return message
+
+
+def find_stop(text: str, sampling: SamplingParams, num_exempt: int = 0) -> int | None:
+    """Where the first stop text begins that ends behind the first `num_exempt` characters; None if there is none."""
+    stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or ()
+    found = (text.find(stop, max(num_exempt - len(stop) + 1, 0)) for stop in stops)
+    return min((at for at in found if at >= 0), default=None)
+
+
+def up_to_stop(ids: TokenIds, tokenizer: Any, sampling: SamplingParams) -> str:
+    """The text before the first stop text: that belongs to the tokens, and not to the message.
+
+    A stop text that the first `min_tokens` tokens hold has ended nothing, and stays.
+    """
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
+    exempt = tokenizer.decode(list(ids)[: sampling.min_tokens], skip_special_tokens=True)
+    return text[: find_stop(text, sampling, len(exempt))]
+
+
+class ClientPolicy:
+    """Asks whatever completes tokens: the embedded engine, a server, a remote service."""
+
+    def __init__(self, client: ChatClient, sampling: SamplingParams, model: str = "policy") -> None:
+        self.client, self.sampling, self.model = client, sampling, model
+
+    async def sample(self, prompt: Prompt, *, seed: int | None = None) -> TokenTrace:
+        """One reply, with the log-probs of its tokens."""
+        request = TokenCompletionRequest(
+            model=self.model,
+            prompt_token_ids=prompt.token_ids,
+            sampling=self.sampling,
+            return_=ReturnSpec.for_rl(),
+            seed=seed,
+        )
+        response, _ = await self.client.complete_tokens(request)
+        require_repeatable_reply(request, response)
+        return response.to_trace(temperature=self.sampling.temperature)
+
+
+def _require_tools(template: ChatTemplate, tools: ToolSchemas) -> None:
+    names = ", ".join(tool["function"]["name"] for tool in tools)
+    if not template.supports_tools():
+        raise ConfigError(
+            f"Tools are offered ({names}), but the chat template cannot read tool calls. {READABLE_CALLS}: use such a model, or "
+            "give the template a parser, for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
+        )
+    if not shows_tools(template, tools):
+        raise ConfigError(
+            f"Tools are offered ({names}), but the chat template does not write them into the prompt, so the model would never "
+            "hear of them. Use a model whose template has tool support."
+        )

@@ -1,0 +1,372 @@
+"""`HFChatTemplate`: the chat template of any Hugging Face tokenizer, with token-exact continuation."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
+from ludic.inference.templates.tool_calls import TOOL_PARSERS, ToolParser, ToolParseResult, make_tool_call
+from ludic.types import Message, MissingExtra, TemplateError, TokenArray, TokenIds, token_array
+
+# Stands in for a reply while its surroundings are rendered. Letters and digits only, so that no template's
+# trimming, escaping or thinking rules touch it.
+_REPLY = "LudicReplyGoesHere7f3a9c"
+_HELLO: Message = {"role": "user", "content": "Hello"}
+_STAND_IN: Message = {"role": "assistant", "content": _REPLY}
+_REPLIED: Message = {"role": "assistant", "content": "Hi"}
+_PROSE = "LudicProseGoesHere"
+_CALL: Message = {"role": "assistant", "content": "", "tool_calls": [make_tool_call("look_up", {"city": _REPLY}, 0)]}
+_CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}, "required": ["city"]}
+_CALL_TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Look it up.", "parameters": _CITY}}]
+_GARBLED = (f"'city': '{_REPLY}'", f'\\"city\\": \\"{_REPLY}')
+"""Arguments as Python prints a dict, or as a JSON text within a JSON text: the template was given the wrong form."""
+END_OF_TURN = (
+    "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>",
+    "</s>", "<|end|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "[|endofturn|]",
+    "<|end_of_msg|>",
+)  # fmt: skip
+"""Tokens that are known to end a turn."""
+
+
+class HFChatTemplate(ChatTemplate):
+    """Renders with the tokenizer's own template. Share one tokenizer per process: it is the expensive part.
+
+    `end_of_turn` names tokens by which this model ends a turn, beside its eos token and the well-known ones.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, tool_parser: ToolParser | None = None, end_of_turn: Sequence[str] = ()
+    ) -> None:
+        if find_spec("jinja2") is None:
+            raise MissingExtra("hf", "HFChatTemplate")
+        if not tokenizer.chat_template:
+            raise TemplateError(
+                f"{type(tokenizer).__name__} {tokenizer.name_or_path!r} has no chat template. Set "
+                "tokenizer.chat_template, or load the instruct version of the model."
+            )
+        self.tokenizer = tokenizer
+        self.tool_parser = tool_parser
+        # The members of a group begin with the same prompt; tokenising it is the dearest part of a call.
+        self._encode = lru_cache(maxsize=512)(self._encode_afresh)
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
+        self._texts: dict[int, str] = {i: token.content for i, token in added.items()}
+        self._special_ids = {i for i, token in added.items() if token.special}
+        longest_first = sorted((self._texts[i] for i in self._special_ids), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._end_ids = {i for i, text in self._texts.items() if text in {*END_OF_TURN, *end_of_turn}}
+        if tokenizer.eos_token_id is not None:
+            self._end_ids.add(tokenizer.eos_token_id)
+        self._call_forms: dict[bool, _CallForm] = {}
+        # Some templates for tool use go through the tools without asking whether there are any.
+        self._no_tools: dict[str, Any] = {}
+        if self._try_render([_HELLO], None, True) is None:
+            self._no_tools = {"tools": []}
+        self._closing, self._at_the_end = self._find_closing()
+        self._check_generation_prompt()
+        self.reply_prefix = self._find_reply_prefix()
+
+    # --- whole conversations ---
+
+    def apply(
+        self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
+    ) -> TemplateResult:
+        try:
+            text = self._render(messages, tools, add_generation_prompt)
+        except TemplateError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            # A model may call two tools at once where its template allows one; what it wrote is still its history.
+            text = self._render([_as_prose(message) for message in messages], tools, add_generation_prompt)
+        return TemplateResult(prompt_token_ids=self._encode(text), prompt_text=text)
+
+    def parse_tool_calls(self, text: str) -> ToolParseResult:
+        return ToolParseResult(content=text) if self.tool_parser is None else self.tool_parser.parse(text)
+
+    def supports_tools(self) -> bool:
+        return self.tool_parser is not None
+
+    def find_tool_parser(self) -> ToolParser | None:
+        """The parser that reads back a call which this template has written; None if there is none."""
+        prompt = self._try_render([_HELLO], _CALL_TOOLS, True)
+        whole = self._try_render([_HELLO, _CALL], _CALL_TOOLS, False)
+        if prompt is None or whole is None:
+            return None
+        is_told = prompt != self._try_render([_HELLO], None, True)
+        if self._call_form(False) is _as_prose and is_told and "<tool_call>" not in prompt:
+            return None  # it teaches another form than the one in which we write calls that a template does not write
+        reply = self._special.sub("", whole[len(self._common_start(prompt, whole)) :])  # as a reply is decoded
+        return next((parser for parser in TOOL_PARSERS if parser.parse(reply).tool_calls == _CALL["tool_calls"]), None)
+
+    # --- what follows a reply ---
+
+    def delta(
+        self,
+        messages: Sequence[Message],
+        *,
+        num_sent: int,
+        completion_token_ids: TokenIds,
+        tools: ToolSchemas | None = None,
+    ) -> TokenArray | None:
+        completion = token_array(completion_token_ids)
+        found = self._text_after_reply(messages, num_sent, completion, tools)
+        if found is None:
+            return None
+        text, closing = found
+        ids = self._encode_fragment(text)
+        return ids[self._num_already_sampled(completion, ids, self._encode_fragment(closing)) :]
+
+    def _text_after_reply(
+        self, messages: Sequence[Message], num_sent: int, completion: TokenArray, tools: ToolSchemas | None
+    ) -> tuple[str, str] | None:
+        """The template's text from the end of the reply to where the next one begins, and how it closes the reply."""
+        sent, new = messages[:num_sent], messages[num_sent + 1 :]
+        if messages[num_sent].get("tool_calls"):
+            # Some templates look the call up when they write its result, so the real history comes first.
+            found = self._text_after_tool_calls(messages, num_sent, completion, tools)
+            if found is not None:
+                return found
+        histories = [[*sent, _STAND_IN]]
+        if self._tail_is_local:
+            histories.insert(0, [_HELLO, _STAND_IN])  # as good, and its cost does not grow with the conversation
+        for history in histories:
+            # The tools are in the header already; templates that write them beside the last message would repeat them.
+            text = self._try_render([*history, *new], None, True)
+            if text is not None and text.count(_REPLY) == 1:
+                return text.partition(_REPLY)[2], self._closing
+        return self._text_after_tool_calls(messages, num_sent, completion, tools)
+
+    def _text_after_tool_calls(
+        self, messages: Sequence[Message], num_sent: int, completion: TokenArray, tools: ToolSchemas | None
+    ) -> tuple[str, str] | None:
+        """For templates that only accept tool results behind an assistant message with structured calls."""
+        sent = self._try_render(messages[:num_sent], tools, False)
+        before = self._try_render(messages[: num_sent + 1], tools, False)
+        after = self._try_render(messages, tools, True)
+        if sent is None or before is None or after is None:
+            return None
+        before = before.removesuffix(self._at_the_end)
+        if not after.startswith(before):
+            return None
+        closing = self._closing_of_call(before.removeprefix(sent), completion)
+        return closing + after[len(before) :], closing
+
+    def _closing_of_call(self, reply: str, completion: TokenArray) -> str:
+        """The end of a rendered reply with calls, from the last special token that the model wrote, or has to write."""
+        # Gemma 4 leaves a turn with calls open: the marker behind the calls is written by the model or by the template.
+        written = self._special_ids.intersection(completion[-1:].tolist())
+        start, _ = self._last_of(written, reply)
+        if start < 0:
+            start, _ = self._last_of(self._end_ids, reply)
+        if start < 0:
+            return self._closing if reply.endswith(self._closing) else ""
+        return reply[start:]
+
+    def _num_already_sampled(self, completion: TokenArray, following: TokenArray, closing: TokenArray) -> int:
+        """How much of the reply's closing the model has written itself (usually its end-of-turn token)."""
+        if not len(completion) or not len(following):
+            return 0
+        closing = following[: _common_length(following, closing)]
+        # The longest first: of Cohere's two closing tokens a model may have written both, or the first. Where a template closes
+        # nothing, it may have written the next message's first marker.
+        for n in range(min(max(len(closing), 1), len(completion)), 0, -1):
+            if np.array_equal(completion[-n:], following[:n]):
+                return n
+        if int(completion[-1]) in self._end_ids:
+            # Any end-of-turn token stands in for the closing: Llama 3 ends a tool call with <|eom_id|> where the closing
+            # has <|eot_id|>. What the template writes before its own (a space, say) is then out of place.
+            ends = np.flatnonzero(closing == completion[-1])
+            if not len(ends):
+                ends = np.flatnonzero(np.isin(closing, list(self._special_ids)))[::-1]
+            return int(ends[0]) + 1 if len(ends) else 0
+        return 0
+
+    # --- facts about the template, found out once ---
+
+    def _find_closing(self) -> tuple[str, str]:
+        """What the template writes behind a reply, whatever comes next, and what it writes only at the conversation's end.
+
+        The closing goes as far as the token that ends a turn, where there is one; that token becomes one of `_end_ids`.
+        """
+        last = self._render([_HELLO, _STAND_IN], None, False).partition(_REPLY)[2]
+        nexts = [self._try_render([_HELLO, _STAND_IN, new], None, False) for new in (_HELLO, _REPLIED)]
+        following = [text.partition(_REPLY)[2] for text in nexts if text is not None]
+        closing = self._common_start(last, following[0]) if following else last
+        if not closing and len(following) == 2:
+            closing = self._common_start(*following)  # gpt-oss ends a conversation with another token than a turn
+        start, token = self._last_of(self._end_ids, closing)
+        if start < 0 and closing == last:
+            start, token = self._last_of(self._special_ids, closing)
+        if start >= 0:
+            self._end_ids.add(token)
+            closing = closing[: start + len(self._texts[token])]
+        return closing, last.removeprefix(closing)
+
+    def _common_start(self, a: str, b: str) -> str:
+        """As far as both are the same, in whole special tokens."""
+        length = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        cut = [token.start() for token in self._special.finditer(a) if token.start() < length < token.end()]
+        return a[: cut[0] if cut else length]
+
+    def _last_of(self, ids: Collection[int], text: str) -> tuple[int, int]:
+        """Where the last of these special tokens begins in a text, and which it is; -1 if none is there."""
+        return max(((text.rfind(self._texts[i]), i) for i in ids if i in self._texts), default=(-1, -1))
+
+    @cached_property
+    def _tail_is_local(self) -> bool:
+        """Whether what follows a reply is the same early and late in a conversation (no numbered rounds)."""
+        next_user: Message = {"role": "user", "content": "Go on"}
+        early = self._try_render([_HELLO, _STAND_IN, next_user], None, True)
+        late = self._try_render([_HELLO, _REPLIED, next_user, _REPLIED, next_user, _STAND_IN, next_user], None, True)
+        return early is not None and late is not None and early.partition(_REPLY)[2] == late.partition(_REPLY)[2]
+
+    @cached_property
+    def _anchor(self) -> tuple[str, int] | None:
+        """A special token to put before a fragment, so that the tokenizer does not take it for the start of a text."""
+        for token in self.tokenizer.added_tokens_decoder.values():
+            # One that swallows the white space beside it would change what follows.
+            if token.special and not (token.lstrip or token.rstrip or token.single_word):
+                return token.content, len(self._encode(token.content))
+        return None
+
+    def _find_reply_prefix(self) -> str:
+        """What the generation prompt writes of the reply itself: some models are made to think by an opened block."""
+        prompt = self._render([_HELLO], None, True)
+        match = re.search(r"<think>\s*\Z", prompt)
+        return match.group(0) if match else ""
+
+    def _check_generation_prompt(self) -> None:
+        """The prompt must end where a reply begins, or the model would have to write the template's own markup."""
+        prompt = self._render([_HELLO], None, True)
+        answered = self._render([_HELLO, _STAND_IN], None, False)
+        if _REPLY not in answered:
+            raise TemplateError("The chat template does not show assistant messages; it cannot be used for dialogue.")
+        missing = answered.partition(_REPLY)[0].removeprefix(prompt)
+        # Cohere's templates for tool use always open the next reply, even behind the last one.
+        is_open = bool(self._at_the_end.strip()) and prompt.endswith(self._at_the_end)
+        if prompt == self._render([_HELLO], None, False) and missing.strip() and not is_open:
+            raise TemplateError(
+                "The chat template ignores add_generation_prompt: its prompt does not end where the assistant begins "
+                f"(missing {missing!r:.80}). Add '{{% if add_generation_prompt %}}…{{% endif %}}' to the template."
+            )
+
+    # --- the tokenizer ---
+
+    def _render(self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool) -> str:
+        shaped = [
+            self._call_form(bool(message.get("content")))(message) if message.get("tool_calls") else message
+            for message in messages
+        ]
+        return self._render_as_given(shaped, tools, add_generation_prompt)
+
+    def _render_as_given(
+        self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool
+    ) -> str:
+        kwargs: dict[str, Any] = {"tools": list(tools)} if tools else self._no_tools
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+            )
+        except Exception as error:  # a template is a program, and fails in every way a program can
+            roles = [message.get("role") for message in messages]
+            why = f"{type(error).__name__}: {error}"
+            raise TemplateError(f"The chat template refused messages with roles {roles}: {why}") from error
+        return text
+
+    def _call_form(self, has_prose: bool) -> "_CallForm":
+        """How the template takes a message with tool calls so that it shows them, beside prose or alone."""
+        if has_prose not in self._call_forms:
+            call = {**_CALL, "content": _PROSE if has_prose else ""}
+            self._call_forms[has_prose] = next((form for form in _CALL_FORMS if self._shows(form(call))), _as_prose)
+        return self._call_forms[has_prose]
+
+    def _shows(self, call: Message) -> bool:
+        try:
+            text = self._render_as_given([_HELLO, call], _CALL_TOOLS, False)
+        except TemplateError:
+            return False
+        return _REPLY in text and (call["content"] or "") in text and not any(mark in text for mark in _GARBLED)
+
+    def _try_render(
+        self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool
+    ) -> str | None:
+        try:
+            return self._render(messages, tools, add_generation_prompt)
+        except TemplateError:
+            return None
+
+    def _encode_afresh(self, text: str) -> TokenArray:
+        if not text.isascii():
+            text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+        return token_array(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encode_fragment(self, text: str) -> TokenArray:
+        if self._anchor is None:
+            return self._encode(text)
+        anchor, length = self._anchor
+        return self._encode(anchor + text)[length:]
+
+
+def tool_parser_for(tokenizer: Any) -> ToolParser | None:
+    """The parser that reads calls as this tokenizer's chat template writes them; None if there is none.
+
+    The one place where that is decided, for training, evaluation and serving.
+    """
+    return HFChatTemplate(tokenizer).find_tool_parser()
+
+
+# --- messages with tool calls, in the forms that templates want ---
+
+_CallForm = Callable[[Message], Message]
+
+
+def _with_objects(message: Message) -> Message:
+    """For templates that write arguments with `tojson`, which would encode our JSON text a second time."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError as error:
+            raise TemplateError(
+                f"{function['name']}: its arguments must be a JSON text, not {function['arguments']!r:.80}."
+            ) from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _with_texts(message: Message) -> Message:
+    """For templates that put arguments beside other text (DeepSeek V3, functionary)."""
+    return message
+
+
+def _without_content(message: Message) -> Message:
+    """For templates that write calls only where the content is none (DeepSeek R1)."""
+    return {**message, "content": message.get("content") or None}
+
+
+_CALL_FORMS: tuple[_CallForm, ...] = (
+    _with_objects,
+    _with_texts,
+    lambda message: _without_content(_with_objects(message)),
+    _without_content,
+)
+
+
+def _as_prose(message: Message) -> Message:
+    """For templates that do not write calls: they stand in the content, so that they are not lost."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in _with_objects(message)["tool_calls"]]
+    calls = "".join(f"\n<tool_call>{json.dumps(function)}</tool_call>" for function in functions)
+    return {"role": message["role"], "content": f"{message.get('content') or ''}{calls}".strip()}
+
+
+def _common_length(a: TokenArray, b: TokenArray) -> int:
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a[:length] != b[:length])
+    return int(differing[0]) if len(differing) else length

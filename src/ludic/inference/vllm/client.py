@@ -1,0 +1,390 @@
+"""`VLLMChatClient`: vLLM servers as a policy. Token ids in; token ids, log-probs and weight versions out.
+
+One client stands before one server or several, for thousands of requests at a time. What a server has failed to answer is
+asked again, there or elsewhere, unless the question itself was wrong. Loads without vLLM and torch.
+"""
+
+import asyncio
+import http.client
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ludic.inference.http import Answer, Busy, EndpointError, HttpSessions, Retries, Unreachable, error_of
+from ludic.inference.vllm.control_token import CONTROL_HEADER, CONTROL_VARIABLE
+from ludic.inference.vllm.routing import Server, ServerFacts, ServerPool
+from ludic.inference.vllm.wire import (
+    COMPLETIONS,
+    GENERATE,
+    Aborted,
+    Body,
+    check_not_cut,
+    completions_body,
+    generate_body,
+    is_plain_sampling,
+    lacks_generate,
+    max_tokens_of,
+    read_completion,
+    refusal,
+    too_long,
+    version_of,
+)
+from ludic.types import (
+    ChatResponse,
+    ConfigError,
+    Info,
+    LudicError,
+    PolicyPublisher,
+    ReturnSpec,
+    SamplingParams,
+    TokenCompletionRequest,
+    shown_url,
+)
+from ludic.types.urls import without_login
+
+_QUICK_S = 10.0
+"""For questions that a living server answers at once."""
+_LONGEST_WAIT_S = 10.0
+
+
+class VLLMChatClient:
+    """Completions from one vLLM server (`host`, `port`) or several (`servers`, base URLs)."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        servers: Sequence[str] = (),
+        control_token: str | None = None,
+        api_key: str | None = None,
+        connection_timeout_s: float = 60.0,
+        request_timeout_s: float | None = 1800.0,
+        max_retries: int = 8,
+        wait_s: float = 0.5,
+        publisher: PolicyPublisher | None = None,
+        require_alive: Callable[[], None] | None = None,
+    ) -> None:
+        """Waits up to `connection_timeout_s` for every server to be healthy (0: does not look, for use inside an event loop).
+
+        `request_timeout_s` bounds one completion with all its retries. The waits between retries begin at `wait_s`, double, and
+        stay below 10 s, so that eight of them outlast the restart of a server. `control_token` is read from
+        $LUDIC_CONTROL_TOKEN where it is not given; only weights and other control calls need it. `require_alive` is called when a
+        server cannot be reached, and raises if waiting for it is in vain: whoever started the server knows.
+        """
+        given = list(servers) or [f"http://{host}:{port}"]
+        self.servers = [_checked_url(url) for url in given]
+        """Their URLs, without logins."""
+        self.publisher = publisher
+        self._require_alive = require_alive
+        self._control_token = control_token if control_token is not None else os.environ.get(CONTROL_VARIABLE)
+        self._request_timeout_s = request_timeout_s
+        self._retries = Retries(max_retries=max_retries, wait_s=wait_s, longest_wait_s=_LONGEST_WAIT_S)
+        self._pool = ServerPool(self.servers)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = HttpSessions(headers, needed_for="VLLMChatClient", given=given)
+        if connection_timeout_s > 0:
+            _wait_for_health(self.servers, connection_timeout_s, self._http.login_headers)
+
+    # --- completions ---
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
+        """One completion. Cancelling the awaiting task hangs up, and the server takes the request out of its batch."""
+        if not len(request.prompt_token_ids):
+            raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
+        try:
+            async with asyncio.timeout(self._request_timeout_s) as deadline:
+                return await self._retries.run(partial(self._complete_once, request))
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(
+                f"No completion within request_timeout_s={self._request_timeout_s:g} from {', '.join(self.servers)}. A server "
+                "that is paused answers nobody (GET /is_paused)."
+            ) from error
+
+    async def _complete_once(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
+        with self._pool.lease(request.prompt_token_ids) as server:
+            try:
+                response, info = await self._complete_at(server, request)
+            except Aborted:
+                raise
+            except Busy as busy:
+                self._pool.failed(server)
+                if self._pool.has_another(server):
+                    busy.wait_s = 0.0
+                raise
+            self._pool.worked(server, request.prompt_token_ids, response.completion_token_ids)
+            return response, info
+
+    async def _complete_at(self, server: Server, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
+        facts = await self._facts_of(server, request)
+        _check_fits(facts, request)
+        version = None
+        if facts.has_generate:
+            path, body = GENERATE, generate_body(request)
+        else:
+            path, body = COMPLETIONS, completions_body(request)
+            if facts.has_versions:
+                # Asked before, so that it can only be too old: a sample may look staler than it is, never fresher.
+                version = await self._version_at(server.url)
+        data = await self._ask_for_tokens(server, path, body, request)
+        response = read_completion(server.url + path, data, request, version)
+        check_not_cut(response, max_tokens_of(body))
+        server.models.add(request.model)
+        info: Info = {"raw_response": data, "used_args": body, "mode": "token_in"}
+        if len(self.servers) > 1:
+            info["server"] = server.url
+        return response, info
+
+    async def _ask_for_tokens(self, server: Server, path: str, body: Body, request: TokenCompletionRequest) -> bytes:
+        answer = await self._ask("POST", server.url + path, body=msgspec.json.encode(body))
+        if answer.status != 200:
+            raise _refusal_of(server, path, answer, request, max_tokens_of(body))
+        return answer.data
+
+    async def _ask(self, method: str, url: str, **more: Any) -> Answer:
+        try:
+            return await self._http.ask(method, url, **more)
+        except Unreachable:
+            if self._require_alive is not None:
+                self._require_alive()
+            raise
+
+    # --- what a server offers ---
+
+    async def _facts_of(self, server: Server, request: TokenCompletionRequest) -> ServerFacts:
+        """Found out by the first request to a server, while the others wait for it."""
+        if server.facts is None:
+            num_failures = server.num_failures
+            async with (await self._http.lane()).locks[server.url]:
+                if server.num_failures > num_failures:  # or each of those who wait would wait for it in turn
+                    raise Busy(f"{server.url} has just failed to answer.")
+                if server.facts is None:
+                    server.facts = await self._find_facts(server, request)
+        return server.facts
+
+    async def _find_facts(self, server: Server, request: TokenCompletionRequest) -> ServerFacts:
+        probe = _probe_for(request)
+        answer = await self._ask("POST", server.url + GENERATE, body=msgspec.json.encode(generate_body(probe)))
+        has_generate = not lacks_generate(answer)
+        if not has_generate:
+            data = await self._ask_for_tokens(server, COMPLETIONS, completions_body(probe), probe)
+        elif answer.status == 200:
+            data = answer.data
+        else:
+            raise _refusal_of(server, GENERATE, answer, probe, max_tokens=1)
+        response = read_completion(server.url, data, probe)
+        logprobs = response.completion_logprobs
+        assert logprobs is not None, "the probe asks for them"
+        return ServerFacts(
+            has_generate=has_generate,
+            # The only candidate that top_k=1 leaves has probability 1, if truncation counts.
+            gives_processed_logprobs=bool(logprobs[0] == 0),
+            max_model_len=await self._context_at(server.url),
+            has_versions=(await self._ask("GET", f"{server.url}/weight_info", timeout_s=_QUICK_S)).status == 200,
+        )
+
+    async def _context_at(self, server: str) -> int | None:
+        answer = await self._ask("GET", f"{server}/v1/models", timeout_s=_QUICK_S)
+        if answer.status != 200:
+            raise refusal(f"{server}/v1/models", answer)
+        lengths = [card.get("max_model_len") for card in _json_object(f"{server}/v1/models", answer).get("data", [])]
+        return min((length for length in lengths if length), default=None)
+
+    # --- versions and weights ---
+
+    async def get_policy_version(self) -> int:
+        """The version that is served; where servers differ, the smallest. Raises where a server cannot be asked."""
+        return min(await asyncio.gather(*(self._version_at(url) for url in self.servers)))
+
+    async def _version_at(self, server: str) -> int:
+        return _version_in(await self.control_get(server, "/weight_info"))
+
+    def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
+    ) -> str:
+        """Hand the weights to `publisher`, whose own limits apply. Without a version, the one after the served one."""
+        if self.publisher is None:
+            raise ConfigError(
+                "This VLLMChatClient only reads. To push weights, make a publisher with "
+                "ludic.distributed.create_vllm_publisher(client), and give it to the Trainer or set client.publisher."
+            )
+        number = self._version_after_served() if version is None else version_of(str(version))
+        self.publisher.publish(params, number)
+        return str(number)
+
+    def _version_after_served(self) -> int:
+        served = [
+            _version_in(
+                msgspec.json.decode(_get_now(f"{server}/weight_info", _QUICK_S, self._http.login_headers(server)))
+            )
+            for server in self.servers
+        ]
+        return max(served) + 1
+
+    # --- control ---
+
+    async def control_get(
+        self, server: str, path: str, params: Mapping[str, str] | None = None, timeout_s: float = _QUICK_S
+    ) -> dict[str, Any]:
+        return await self._control("GET", server, path, None, params, timeout_s)
+
+    async def control_post(
+        self,
+        server: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+    ) -> dict[str, Any]:
+        """One control call to one of `servers`, with the control token; never repeated.
+
+        Set-up mistakes (401, 403, 404) raise ConfigError, a server that is not there ConnectionError, one that does not answer
+        in time TimeoutError, every other refusal EndpointError with the server's own words.
+        """
+        return await self._control("POST", server, path, body, params, timeout_s)
+
+    async def _control(
+        self,
+        method: str,
+        server: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        params: Mapping[str, str] | None,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        url = server + path
+        headers = {} if self._control_token is None else {CONTROL_HEADER: self._control_token}
+        data = None if body is None else msgspec.json.encode(body)
+        answer = await self._ask(method, url, body=data, headers=headers, params=params, timeout_s=timeout_s)
+        if answer.status != 200:
+            raise _control_refusal(url, answer, has_token=self._control_token is not None)
+        try:
+            decoded = msgspec.json.decode(answer.data) if answer.data else {}
+        except msgspec.DecodeError:
+            decoded = answer.text  # some of vLLM's answers are a sentence
+        return decoded if isinstance(decoded, dict) else {"message": decoded}
+
+    # --- health and end ---
+
+    async def is_healthy(self, server: str) -> bool:
+        """Whether it answers GET /health; that it makes progress does not follow (it may be paused)."""
+        try:
+            return (await self._http.ask("GET", f"{server}/health", timeout_s=_QUICK_S)).status == 200
+        except Busy:
+            return False
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop; the client can still be used, and would open new ones."""
+        await self._http.close()
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"servers: {shown_url(url)!r} is no address; it begins with http:// or https://.")
+    if "?" in url or url.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"servers: {shown_url(url)!r}; give the address alone, without /v1 and without a query.")
+    return without_login(url).rstrip("/")
+
+
+def _probe_for(request: TokenCompletionRequest) -> TokenCompletionRequest:
+    """One token, one candidate."""
+    return TokenCompletionRequest(
+        model=request.model,
+        prompt_token_ids=request.prompt_token_ids[:1],
+        sampling=SamplingParams(temperature=1.0, top_k=1, max_tokens=1),
+        return_=ReturnSpec.for_rl(),
+    )
+
+
+def _refusal_of(
+    server: Server, path: str, answer: Answer, request: TokenCompletionRequest, max_tokens: int
+) -> LudicError:
+    if answer.status == 404 and request.model in server.models:
+        # It was restarted and has lost an adapter; other servers have it, and whoever pushed it will push it again.
+        return Busy(f"{server.url} has lost {request.model!r}: {error_of(answer.text)['message']}", status=404)
+    return refusal(server.url + path, answer, num_prompt=len(request.prompt_token_ids), max_tokens=max_tokens)
+
+
+def _check_fits(facts: ServerFacts, request: TokenCompletionRequest) -> None:
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    if facts.max_model_len is not None and num_prompt + max_tokens > facts.max_model_len:
+        raise too_long(num_prompt, max_tokens, facts.max_model_len)
+    wants_logprobs = request.return_.return_chosen_logprobs
+    if wants_logprobs and not facts.gives_processed_logprobs and not is_plain_sampling(request):
+        raise ConfigError(
+            "The server gives raw log-probs, which are not those of the tokens that it samples unless temperature is 1 and "
+            "nothing is cut off; ratios would be wrong. Start it with --logprobs-mode processed_logprobs (`ludic serve` does)."
+        )
+
+
+def _json_object(url: str, answer: Answer) -> dict[str, Any]:
+    try:
+        decoded = msgspec.json.decode(answer.data)
+    except msgspec.DecodeError:
+        decoded = None
+    if not isinstance(decoded, dict):
+        raise ConfigError(f"{url} does not answer as vLLM does: {answer.text!r:.200}.")
+    return decoded
+
+
+def _version_in(answer: Mapping[str, Any]) -> int:
+    return version_of(str(answer["weight_version"]))
+
+
+def _control_refusal(url: str, answer: Answer, *, has_token: bool) -> LudicError:
+    said = f"{url} answered {answer.status}: {error_of(answer.text)['message']}"
+    if answer.status == 401:
+        held = "The control token given is not the server's" if has_token else "This client has no control token"
+        return ConfigError(
+            f"{said} {held}: pass control_token=, or set ${CONTROL_VARIABLE}; the server wrote it to its run folder."
+        )
+    if answer.status in (403, 404):
+        return ConfigError(
+            f"{said} A server has its control endpoints only with VLLM_SERVER_DEV_MODE=1 (`ludic serve` sets it)."
+        )
+    return EndpointError(said, status=answer.status)
+
+
+# --- without an event loop ---
+
+
+def _wait_for_health(
+    servers: Sequence[str], timeout_s: float, login_headers: Callable[[str], Mapping[str, str]]
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    for server in servers:
+        while (problem := _problem_at(server, login_headers(server))) is not None:
+            if time.monotonic() >= deadline:
+                raise ConnectionError(
+                    f"{server}/health: {problem}, after connection_timeout_s={timeout_s:g}. Is the server up, and is that its "
+                    "address?"
+                )
+            time.sleep(min(2.0, max(0.0, deadline - time.monotonic())))
+
+
+def _problem_at(server: str, headers: Mapping[str, str]) -> str | None:
+    try:
+        _get_now(f"{server}/health", 2.0, headers)
+    except (OSError, http.client.HTTPException, EndpointError) as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def _get_now(url: str, timeout_s: float, headers: Mapping[str, str]) -> bytes:
+    direct = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # as aiohttp does: no proxy of the environment
+    try:
+        with direct.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout_s) as response:
+            data: bytes = response.read()
+            return data
+    except urllib.error.HTTPError as error:
+        raise EndpointError(f"{url} answered {error.code}.", status=error.code) from error

@@ -1,0 +1,189 @@
+"""A vLLM server as a child process: started, waited for, stopped, started again.
+
+Its output goes to a file, not to a pipe: a pipe that nobody reads fills up and stops the server. The process is the
+leader of a session of its own, so that its workers can be stopped with it even when it died without stopping them. It
+ends when this process does, even by SIGKILL (see parent_watch).
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Protocol
+
+from ludic.inference.vllm.command import ServerCommand, check_port
+from ludic.inference.vllm.worker.parent_watch import PIPE_VARIABLE
+from ludic.types import LudicError
+
+_STOP_AFTER_S = 20.0
+_LAST_LINES = 40
+_LINE = 400
+"""Characters of a line that are quoted; vLLM lists all its models in one."""
+_CAUSE = re.compile(
+    r"^(?:\(.*?\) )*(?:\w+ [\d-]+ [\d:]+ \[.*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .+|.*: error: .+)$"
+)
+
+
+class ServerDied(LudicError, RuntimeError):
+    """The server process ended while it was needed."""
+
+
+class ServerNotReady(LudicError, TimeoutError):
+    """The server process runs, but does not answer in time."""
+
+
+class WatchedProcess(Protocol):
+    """What waiting needs of a server process."""
+
+    def poll(self) -> int | None: ...
+
+    def output(self) -> str: ...
+
+
+class VLLMServerProcess:
+    """A server that we own. `start` after `stop` or `kill` starts the same server again, on the same port."""
+
+    def __init__(self, command: ServerCommand, *, log: Path, stream_output: bool = False) -> None:
+        self.command = command
+        self.log = log
+        self.stream_output = stream_output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+        self._our_end: int | None = None
+
+    @property
+    def url(self) -> str:
+        return base_url(self.command.host, self.command.port)
+
+    @property
+    def control_token(self) -> str:
+        return self.command.control_token
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    def start(self) -> None:
+        """Start it; `wait_for_vllm_health` says when it is ready."""
+        if self._process is not None and self.poll() is None:
+            raise ServerDied(f"The server at {self.url} is running already (process {self.pid}); stop it first.")
+        check_port(self.command.host, self.command.port)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        theirs, self._our_end = os.pipe()
+        with self.log.open("ab") as file:
+            self._log_start = file.tell()
+            self._process = subprocess.Popen(
+                self.command.arguments,
+                env={**self.command.environment, PIPE_VARIABLE: str(theirs)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(theirs,),
+            )
+        os.close(theirs)
+        atexit.register(self.stop)
+        if self.stream_output:
+            threading.Thread(target=self._follow, args=(self._process,), daemon=True).start()
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._running().poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        return self._running().wait(timeout_s)
+
+    def terminate(self) -> None:
+        """Ask it to stop (SIGTERM), and return at once."""
+        self._running().terminate()
+
+    def stop(self, timeout_s: float = _STOP_AFTER_S) -> None:
+        """Ask it to stop; after `timeout_s`, stop it."""
+        if self._process is None:
+            return
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the server and all its workers."""
+        process = self._running()
+        with contextlib.suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if self._our_end is not None:
+            os.close(self._our_end)
+            self._our_end = None
+        atexit.unregister(self.stop)
+
+    def output(self) -> str:
+        """Everything it has written since it was last started."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode("utf-8", "replace")
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None, "the server has not been started"
+        return self._process
+
+    def _follow(self, process: "subprocess.Popen[bytes]") -> None:
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            ended = False
+            while not ended:
+                ended = process.poll() is not None  # before reading, so that the last lines are not lost
+                sys.stderr.write(file.read().decode("utf-8", "replace"))
+                time.sleep(0.2)
+
+
+def wait_for_vllm_health(host: str, port: int, proc: WatchedProcess | None = None, timeout_s: float = 180) -> None:
+    """Return when the server answers; raise with its own last words when `proc` dies or is not ready in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_healthy(host, port):
+        if proc is not None and (code := proc.poll()) is not None:
+            raise ServerDied(f"The vLLM server ended with exit code {code}. {last_words(proc.output())}")
+        if time.monotonic() > deadline:
+            said = last_words(proc.output()) if proc is not None else ""
+            raise ServerNotReady(f"{base_url(host, port)}/health did not answer within {timeout_s:g} s. {said}")
+        time.sleep(0.2)
+
+
+def is_healthy(host: str, port: int) -> bool:
+    """Whether the server is there and ready for requests."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ours is never behind a proxy
+    try:
+        with opener.open(f"{base_url(host, port)}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # refused, reset, timed out; and 4xx and 5xx, which urllib raises as URLError
+        return False
+
+
+def base_url(host: str, port: int) -> str:
+    """Where to reach a server that listens on `host`."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def last_words(output: str) -> str:
+    """The first error of a server's output, since later ones only follow from it, and the last lines."""
+    lines = [line if len(line) <= _LINE else f"{line[:_LINE]}…" for line in output.splitlines()]
+    last = "Its last lines:\n" + "\n".join(lines[-_LAST_LINES:])
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        if found := _CAUSE.match(line.strip()):
+            detail = f" {after.strip()}" if after.startswith(" ") else ""  # pydantic's errors begin on the second line
+            return f"Its first error: {found[1]}{detail}\n{last}"
+    return last
+
+
+def collect_proc_output(proc: WatchedProcess) -> str:
+    """Everything that the server has written."""
+    return proc.output()

@@ -1,0 +1,80 @@
+"""An ASGI middleware for vLLM: inference is open, everything else needs the control token.
+
+vLLM's own --api-key covers /v1 and /inference but none of the endpoints that pause the server, replace its weights or
+call methods of its workers. This one knows what is harmless and asks for the token everywhere else, so an
+endpoint that a new vLLM adds is guarded until it is listed here.
+
+It runs inside the server process (`--middleware ludic.inference.vllm.worker.guard.ControlGuard`) and imports nothing of vLLM.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ludic.inference.vllm.control_token import CONTROL_HEADER, CONTROL_VARIABLE, TOKEN_FILE
+from ludic.types import ConfigError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_GET = {
+    "/health", "/ping", "/load", "/metrics", "/metrics/", "/version", "/v1/models",
+    "/weight_info", "/is_paused", "/is_sleeping", "/get_world_size",
+}  # fmt: skip
+_POST = {
+    "/v1/completions", "/v1/chat/completions", "/v1/completions/render", "/v1/chat/completions/render",
+    "/inference/v1/generate", "/tokenize", "/detokenize", "/ping",
+}  # fmt: skip
+OPEN: frozenset[tuple[str, str]] = frozenset(
+    {("GET", path) for path in _GET}
+    | {("HEAD", path) for path in _GET}
+    | {("POST", path) for path in _POST}
+    | {("OPTIONS", path) for path in _GET | _POST}  # a browser's question before it sends the request itself
+)
+"""Method and path of everything that needs no control token (inference may still need vLLM's --api-key)."""
+
+
+class ControlGuard:
+    """Passes on what is open or carries the token; answers 401 to the rest, before vLLM hears of it."""
+
+    def __init__(self, app: App) -> None:
+        token = os.environ.get(CONTROL_VARIABLE, "")
+        if not token:
+            raise ConfigError(
+                f"The environment variable {CONTROL_VARIABLE} is not set, so nobody could be let through to the control "
+                "endpoints. Start the server with `python -m ludic.inference.vllm_server`, which sets it."
+            )
+        self.app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._may_pass(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _refuse(scope, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008, "reason": f"needs {CONTROL_HEADER}"})
+
+    def _may_pass(self, scope: Scope) -> bool:
+        # --root-path puts a prefix before every path, and the router takes it off again.
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and (scope["method"], path) in OPEN:
+            return True
+        name = CONTROL_HEADER.lower().encode()
+        return any(secrets.compare_digest(value, self._token) for key, value in scope["headers"] if key == name)
+
+
+async def _refuse(scope: Scope, send: Send) -> None:
+    message = (
+        f"{scope['method']} {scope['path']} changes or inspects the server, and the control token is missing or wrong. "
+        f"Send it in the header {CONTROL_HEADER}; it is the file {TOKEN_FILE} in the server's run folder."
+    )
+    body = json.dumps({"error": {"message": message, "type": "Unauthorized", "code": 401}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,188 @@
+"""The folder of a run: may it be used, where does the run stand, what does it hold.
+
+runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  checkpoints/step_000020/  wandb_id  server/
+              of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic import __version__
+from ludic.run.config import MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.settings import Difference, differences, read_toml, to_toml
+from ludic.training.checkpoint.atomic import CheckpointError, read_manifest
+from ludic.training.loggers import read_metrics
+from ludic.types import ConfigError
+
+if TYPE_CHECKING:
+    from ludic.training.checkpoint.manager import CheckpointManager
+
+CONFIG, METRICS, CHECKPOINTS, ROLLOUTS = "config.toml", "metrics.jsonl", "checkpoints", "rollouts"
+WANDB_ID, SERVER = "wandb_id", "server"
+WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
+logger = logging.getLogger(__name__)
+
+_BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}
+"""What may be there before the run itself writes anything: a server, a Redis or an actor was started first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where a run begins."""
+
+    first_step: int = 0
+    """Updates that are done already."""
+    checkpoint: Path | None = None
+    """What the run goes on from."""
+    starts_over: bool = False
+    """It was interrupted before its first checkpoint: what it has written so far is written again."""
+    changed: list[Difference] = field(default_factory=list)
+    """Settings that were given anew."""
+
+
+def find_start(config: RunConfig, *, resume: bool) -> Start:
+    """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
+    folder = config.folder
+    if not (folder / CONFIG).is_file():
+        _require_unused(folder, resume)
+        return Start()
+    changed = differences(read_toml(RunConfig, folder / CONFIG), config)
+    if not resume:
+        if has_begun(folder):
+            raise ConfigError(_why_not_again(config, changed))
+        return Start()
+    refused = [difference for difference in changed if not _may_change(difference, config)]
+    if refused:
+        raise ConfigError(
+            f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `{how_to_resume(config)}` goes on "
+            "with its own; give another --name to start a new run."
+        )
+    checkpoint = newest_undamaged(folder)
+    step = _step_of(checkpoint)
+    if step >= config.train.steps:
+        raise ConfigError(
+            f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(config)} --steps {2 * step}"
+        )
+    return Start(
+        first_step=step, checkpoint=checkpoint, starts_over=checkpoint is None and has_begun(folder), changed=changed
+    )
+
+
+def _require_unused(folder: Path, resume: bool) -> None:
+    if resume:
+        there = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))) or "none"
+        raise ConfigError(
+            f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
+        )
+    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _BEFORE_THE_RUN):
+        raise ConfigError(f"{folder} exists and is not the folder of a run. Choose another --name.")
+
+
+def has_begun(folder: Path) -> bool:
+    metrics = folder / METRICS
+    return (metrics.is_file() and metrics.stat().st_size > 0) or not _checkpoints(folder).is_empty()
+
+
+def _why_not_again(config: RunConfig, changed: list[Difference]) -> str:
+    folder = config.folder
+    named = [d for d in changed if d.name not in ("name", "runs")]
+    what = f"a run with other settings ({'; '.join(map(str, named))})" if named else "this very run"
+    return (
+        f"{folder} holds {what}, {_step_of(latest_checkpoint(folder))} updates of it saved. `{how_to_resume(config)}` goes on "
+        "with it; another --name starts a new one."
+    )
+
+
+def how_to_resume(config: RunConfig) -> str:
+    """What to type."""
+    return f"ludic {'launch' if config.is_pipeline else 'train'} {config.folder} --resume"
+
+
+def _may_change(difference: Difference, config: RunConfig) -> bool:
+    if difference.name == "steps":  # a schedule that ends elsewhere is another one from the first step on
+        return config.train.schedule == "constant"
+    if difference.name == "reduction" and difference.before is None:  # the run began before there was this setting
+        return True
+    return difference.name in MAY_CHANGE_ON_RESUME
+
+
+def prepare_folder(config: RunConfig, start: Start) -> None:
+    """Write the config, and remove what the run is going to write again."""
+    folder = config.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if start.starts_over:
+            (folder / METRICS).unlink(missing_ok=True)
+            (folder / WANDB_ID).unlink(missing_ok=True)
+            for file in (folder / ROLLOUTS).glob("from_step_*.jsonl*"):  # those of actors go on being written
+                file.unlink()
+        for file in (folder / ROLLOUTS).glob(f"from_step_{start.first_step:06d}.jsonl*"):  # older runs wrote plain ones
+            file.unlink()
+        (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write the run folder {folder}: {error.strerror}. Choose another with --runs or --name."
+        ) from error
+
+
+def rollouts_file(folder: Path, start: Start) -> Path:
+    """A file for each start: what an interrupted one played after its last checkpoint is played again in the next."""
+    return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl.gz"
+
+
+def wandb_id(folder: Path) -> str:
+    """What W&B knows the run by: the same when it is resumed, another for every other run, whatever they are called."""
+    file = folder / WANDB_ID
+    known = file.read_bytes() if file.is_file() else b""
+    if re.fullmatch(rb"[0-9a-f]{16}", known):
+        return known.decode()
+    if known:
+        logger.warning("%s is damaged; the run goes on under a new id at W&B.", file)
+    new = secrets.token_hex(8)
+    file.write_text(new, encoding="utf-8")
+    return new
+
+
+# --- what it holds ---------------------------------------------------------------------------------------------
+
+
+def _checkpoints(folder: Path) -> "CheckpointManager":
+    from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager  # loads torch
+
+    return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest by name and size; its content is not read."""
+    return _checkpoints(folder).latest()
+
+
+def newest_undamaged(folder: Path) -> Path | None:
+    """The checkpoint to go on from, with a warning for each newer one that is damaged; None if none was ever saved."""
+    checkpoints = _checkpoints(folder)
+    if checkpoints.is_empty():
+        return None
+    try:
+        return checkpoints.find()
+    except CheckpointError as error:
+        raise ConfigError(
+            f"All checkpoints in {folder / CHECKPOINTS} are damaged, so {folder} cannot go on. Put a backup of one there; or, "
+            "to start over, remove them."
+        ) from error
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    manifest = None if checkpoint is None else read_manifest(checkpoint)
+    return 0 if manifest is None else int(manifest["step"])
+
+
+def metrics_with(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl that have this number."""
+    path = folder / METRICS
+    if path.is_file():
+        yield from (row for row in read_metrics(path) if row.get(name) is not None)

@@ -1,0 +1,282 @@
+"""The model of a run: from a name in the settings to weights, an adapter, a chat template, an engine that serves it.
+
+Nothing here knows of training; `ludic eval` uses the same functions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ludic.distributed import SharedWeightsPublisher
+from ludic.inference import HFChatTemplate, tool_parser_for
+from ludic.inference.local import LocalEngine
+from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.models import SMOLLM2, TINY
+from ludic.models.loading import LoadedModel, best_dtype, load_model
+from ludic.models.tiny import character_tokenizer
+from ludic.run.config import ModelSettings, RolloutSettings, RunConfig
+from ludic.run.folder import CHECKPOINTS, CONFIG
+from ludic.run.settings import read_toml, with_values
+from ludic.training.checkpoint.atomic import MANIFEST, CheckpointError, problem_with
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.model_files import ADAPTER_WEIGHTS, read_weights
+from ludic.training.checkpoint.state_files import STATE_FILE
+from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
+
+# --- weights ---------------------------------------------------------------------------------------------------
+
+
+def load_policy(settings: ModelSettings, *, seed: int = 0) -> LoadedModel:
+    """The model that the settings describe: loaded, forked, with its adapter."""
+    folder = checkpoint_in(Path(settings.model))
+    if folder is not None and is_adapter(folder):
+        return _load_adapter(folder, settings)
+    loaded = _load_base(settings if folder is None else replace(settings, model=str(folder)), seed)
+    fork = None if settings.fork_from is None else forked_checkpoint(settings.fork_from)
+    if fork is not None and not is_adapter(fork):
+        read_weights(loaded.model, fork)
+    if settings.lora_rank:
+        loaded = replace(loaded, model=_with_lora(loaded.model, settings, seed))
+    if fork is not None and is_adapter(fork):
+        if not settings.lora_rank:
+            raise ConfigError(f"--fork-from {fork} is a LoRA adapter; give --lora-rank, the rank it was trained with.")
+        read_weights(loaded.model, fork)
+    return loaded
+
+
+def _load_base(settings: ModelSettings, seed: int) -> LoadedModel:
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return load_model(settings.model, dtype=dtype, device=find_device(settings.device), seed=seed)
+
+
+def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
+    alpha = settings.lora_rank * settings.lora_alpha_mult
+    config = LoraConfig(
+        r=settings.lora_rank,
+        # peft says int, but only divides it by the rank.
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)
+
+
+def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
+    """A checkpoint of an adapter means something on the base of its own run only; the run folder knows which."""
+    run = _run_of(folder, settings)
+    loaded = load_policy(_held_as(run.model, settings), seed=run.train.seed)
+    read_weights(loaded.model, folder)
+    return replace(loaded, name=str(folder))
+
+
+def without_adapter(settings: ModelSettings) -> ModelSettings:
+    """The model as one that only samples holds it: it is sent all weights, adapters merged, so it needs no adapter."""
+    return replace(base_settings(settings), lora_rank=0, fork_from=None)
+
+
+def load_tokenizer(settings: ModelSettings) -> Any:
+    """Without the weights, where they can be told apart."""
+    base = base_settings(settings)
+    if base.model == TINY:
+        return character_tokenizer()
+    if base.model == SMOLLM2 or Path(base.model).suffix in (".gguf", ".json"):
+        return load_policy(base).tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(checkpoint_in(Path(base.model)) or base.model), trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot find the tokenizer of {base.model!r}: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def base_settings(settings: ModelSettings) -> ModelSettings:
+    """The settings themselves; those of the run that made the adapter, if the model is one."""
+    folder = checkpoint_in(Path(settings.model))
+    if folder is None or not is_adapter(folder):
+        return settings
+    return base_settings(_held_as(_run_of(folder, settings).model, settings))
+
+
+def _held_as(own: ModelSettings, settings: ModelSettings) -> ModelSettings:
+    """On another device perhaps; but an adapter fits its base only in the number format that it was trained with."""
+    return replace(own, device=settings.device, dtype=own.dtype if settings.dtype == "auto" else settings.dtype)
+
+
+def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
+    """The run of the adapter that `settings.model` is; an error if the settings ask for another adapter beside it."""
+    usual = ModelSettings()
+    own = {
+        "--lora-rank": settings.lora_rank != usual.lora_rank,
+        "--lora-alpha-mult": settings.lora_alpha_mult != usual.lora_alpha_mult,
+        "--lora-dropout": settings.lora_dropout != usual.lora_dropout,
+        "--fork-from": settings.fork_from is not None,
+    }
+    given = [flag for flag, is_given in own.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"--model {settings.model} is a LoRA adapter, {folder}, which is trained on as it is: {', '.join(given)} would be "
+            "ignored. Leave that out; for another adapter, give the base as --model."
+        )
+    description = folder.resolve().parents[1] / CONFIG
+    if not description.is_file():
+        raise ConfigError(
+            f"{folder} is a LoRA adapter, and there is no {description} that says what it was trained on. Give "
+            f"--model BASE --lora-rank RANK --fork-from {folder}."
+        )
+    return read_toml(RunConfig, description)
+
+
+def pinned(config: RunConfig) -> RunConfig:
+    """With the checkpoint that a run folder means now: that run may go on, and this one must not begin elsewhere then."""
+    values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
+    if config.model.fork_from is not None:
+        values["fork_from"] = checkpoint_in(config.model.fork_from) or config.model.fork_from
+    if config.algo.teacher is not None and not config.algo.teacher_is_served:
+        values["teacher"] = str(checkpoint_in(Path(config.algo.teacher)) or config.algo.teacher)
+    return with_values(config, values)
+
+
+# --- checkpoints of other runs ---------------------------------------------------------------------------------
+
+
+def checkpoint_in(path: Path) -> Path | None:
+    """The checkpoint that a path means: itself, or the newest undamaged one of a run folder, with a warning for each newer one
+    that is damaged; None where there is none. ConfigError where all are damaged."""
+    if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
+        _require_undamaged(path, (path / MANIFEST).stat().st_mtime_ns)
+        return path
+    for root in (path / CHECKPOINTS, path):
+        checkpoints = CheckpointManager(CheckpointConfig(root))
+        if not checkpoints.is_empty():
+            try:
+                return checkpoints.find()
+            except CheckpointError as error:
+                raise ConfigError(f"All checkpoints in {root} are damaged. Take another run, or a backup.") from error
+    return None
+
+
+@lru_cache
+def _require_undamaged(folder: Path, _written: int) -> None:
+    """Once for each checkpoint of a process: all of it is read."""
+    problem = problem_with(folder, checksums=True)
+    if problem is not None:
+        raise ConfigError(f"The checkpoint {folder} is damaged: {problem}. Take another one of that run.")
+
+
+def forked_checkpoint(path: Path) -> Path:
+    folder = checkpoint_in(path)
+    if folder is None:
+        raise ConfigError(
+            f"--fork-from {path}: there is no complete checkpoint. Give a folder such as runs/NAME/checkpoints/step_000020, or "
+            "the run folder for its newest."
+        )
+    return folder
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_WEIGHTS).is_file()
+
+
+# --- where and how ---------------------------------------------------------------------------------------------
+
+
+def find_device(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device = {name!r} is no device; try cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device = {name!r}: PyTorch sees no GPU here. Leave it out to use the CPU.")
+    return device
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(settings: ModelSettings) -> torch.dtype:
+    """What the weights will be held in."""
+    if settings.dtype != "auto":
+        found: torch.dtype = getattr(torch, settings.dtype)
+        return found
+    return torch.float32 if settings.model == TINY else best_dtype(find_device(settings.device) or default_device())
+
+
+def use_threads(settings: ModelSettings) -> None:
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+
+
+def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate:
+    """The model's own chat template, and its own way of calling tools; a model without a template cannot play."""
+    parser = tool_parser_for(tokenizer) if with_tools else None
+    return HFChatTemplate(tokenizer, tool_parser=parser)
+
+
+# --- engines ---------------------------------------------------------------------------------------------------
+
+
+class PolicySnapshot(ChatClient, TakesSnapshots, Protocol):
+    """Serves the weights of the moment at which it was last told to take them."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedPolicy:
+    """What samples the policy, and how it gets new weights."""
+
+    client: ChatClient
+    publisher: PolicyPublisher
+    snapshot: Callable[[], PolicySnapshot] | None = None
+    """Serves a copy of the weights, for evaluating while they change; made when asked for. None: it has no copies."""
+    close: Callable[[], None]
+    model: str
+    """What the client calls it."""
+
+
+def serve_policy(settings: RolloutSettings, loaded: LoadedModel, *, max_length: int, folder: Path) -> ServedPolicy:
+    """`max_length`: tokens of a prompt and its reply together. `folder`: of the run, for what a server needs."""
+    if settings.engine == "vllm":
+        return _serve_with_vllm(settings, loaded, max_length, folder)
+    return serve_locally(loaded, max_length=max_length)
+
+
+def local_engine(loaded: LoadedModel, *, max_length: int, kv_tokens: int | None = None) -> LocalEngine:
+    longest = loaded.model.config.get_text_config().max_position_embeddings
+    return LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest), kv_tokens=kv_tokens)
+
+
+def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
+    engine = local_engine(loaded, max_length=max_length)
+    return ServedPolicy(
+        client=engine,
+        publisher=SharedWeightsPublisher(engine),
+        snapshot=partial(EngineSnapshot, engine),
+        close=engine.close,
+        model=loaded.name,
+    )
+
+
+def _serve_with_vllm(settings: RolloutSettings, loaded: LoadedModel, max_length: int, folder: Path) -> ServedPolicy:
+    from ludic.run.vllm import VLLMPolicy
+
+    policy = VLLMPolicy(settings, loaded, max_length=max_length, folder=folder)
+    return ServedPolicy(client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model)

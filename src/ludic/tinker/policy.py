@@ -1,0 +1,139 @@
+"""`TinkerPolicy`: a LoRA that is trained and served at Tinker. Here there are only the calls.
+
+It stands where a model stands elsewhere: `TinkerTrainer(model=TinkerPolicy(config))` trains it, and agents sample from
+`policy.client`. Every call blocks until the service has answered; trainers call it from a thread.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from ludic.inference.http import EndpointError
+from ludic.tinker.client import TinkerChatClient
+from ludic.tinker.service import TinkerConfig, connect, context_length, sdk, tinker_errors
+from ludic.types import LogprobArray, TokenArray, logprob_array
+
+CustomLoss: TypeAlias = Callable[[list[torch.Tensor]], torch.Tensor]
+"""From the log-probs of each row's targets, which carry a gradient, to a scalar."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainRow:
+    """One sample as Tinker takes it: position i of the tokens predicts the i-th target."""
+
+    tokens: TokenArray
+    targets: TokenArray
+    loss_inputs: Mapping[str, LogprobArray] = field(default_factory=dict)
+    """What the built-in loss wants beside the targets, one number per target."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltInLoss:
+    """A loss that the service computes itself: a plain sum over tokens."""
+
+    name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
+    settings: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one step has to say."""
+
+    logprobs: list[LogprobArray]
+    """Of each row's targets, before the step."""
+    metrics: dict[str, float]
+    """The service's own, named as it names them."""
+
+
+class TinkerPolicy:
+    """One training run at the service, and the client that samples from its newest published weights."""
+
+    def __init__(self, config: TinkerConfig, *, tokenizer: Any = None) -> None:
+        """Makes the run and publishes its first weights as version 0. Without a `tokenizer`, the service says which it is,
+        and it is fetched from the hub."""
+        self.config = config
+        self._service = connect(config)
+        max_context = context_length(self._service, config)
+        with tinker_errors("create a training run", config):
+            self._run = self._service.create_lora_training_client(
+                base_model=config.base_model,
+                rank=config.lora_rank,
+                seed=config.lora_seed,
+                train_mlp=config.train_mlp,
+                train_attn=config.train_attn,
+                train_unembed=config.train_unembed,
+            )
+            self.tokenizer = tokenizer if tokenizer is not None else self._run.get_tokenizer()
+        self.client = TinkerChatClient(self._new_sampler(), self.tokenizer, version=0, max_context=max_context)
+
+    # --- training ---
+
+    def train(self, rows: Sequence[TrainRow], loss: BuiltInLoss | CustomLoss, adam: Mapping[str, float]) -> Trained:
+        """The gradient of one batch, and one step of AdamW with these settings (those of `tinker.AdamParams`).
+
+        A custom loss is computed here, from log-probs that the service gives in a forward pass of its own.
+        """
+        data = [_datum(row) for row in rows]
+        step = sdk().AdamParams(**adam)
+        with tinker_errors("train"):
+            if isinstance(loss, BuiltInLoss):
+                gradient = self._run.forward_backward(data, loss.name, dict(loss.settings) or None)
+            else:
+                gradient = self._run.forward_backward_custom(data, lambda _, logprobs: (loss(logprobs), {}))
+            # Both are under way before either is waited for: the service works in turns, and a turn takes seconds.
+            stepped = self._run.optim_step(step)
+            computed, done = gradient.result(), stepped.result()
+        logprobs = [_logprobs_of(output, row) for output, row in zip(computed.loss_fn_outputs, rows, strict=True)]
+        return Trained(logprobs, {**computed.metrics, **(done.metrics or {})})
+
+    # --- publishing, saving ---
+
+    def publish(self, version: int) -> None:
+        """The client samples from the weights of now, under this version."""
+        self.client.use(self._new_sampler(), version)
+
+    def _new_sampler(self) -> Any:
+        with tinker_errors("serve the newest weights"):
+            return self._run.save_weights_and_get_sampling_client()
+
+    def save_state(self, name: str) -> str:
+        """Weights and optimizer, kept at the service; their tinker:// path comes back. The same name replaces."""
+        with tinker_errors(f"save the state as {name!r}"):
+            saved = self._run.save_state(name, ttl_seconds=self.config.checkpoint_ttl_s, overwrite=True).result()
+        return saved.path
+
+    def load_state(self, path: str) -> None:
+        """Go on from what `save_state` kept, in a new training run; `publish` before anybody samples."""
+        with tinker_errors(f"load {path}", self.config):
+            self._run = self._service.create_training_client_from_state_with_optimizer(path)
+
+    def save_for_sampling(self, name: str) -> str:
+        """Weights alone, kept for `TinkerChatClient.connect(model_path=…)`."""
+        with tinker_errors(f"save weights as {name!r}"):
+            saved = self._run.save_weights_for_sampler(name, ttl_seconds=self.config.checkpoint_ttl_s).result()
+        return saved.path
+
+    def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
+        """End the session: the service takes nothing more from it. What was saved stays."""
+        with tinker_errors("end the session"):
+            self._service.close(status).result()
+
+
+def _datum(row: TrainRow) -> Any:
+    tinker = sdk()
+    inputs = {name: values.astype(np.float32) for name, values in row.loss_inputs.items()}
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(row.tokens.tolist()),
+        loss_fn_inputs={"target_tokens": row.targets.astype(np.int64), **inputs},
+    )
+
+
+def _logprobs_of(output: Mapping[str, Any], row: TrainRow) -> LogprobArray:
+    found = output.get("logprobs")
+    if found is None or len(found.data) != len(row.targets):
+        given = "none" if found is None else str(len(found.data))
+        raise EndpointError(f"Tinker trained on {len(row.targets)} tokens and gave {given} log-probs for them.")
+    return logprob_array(np.asarray(found.data, dtype=np.float32))

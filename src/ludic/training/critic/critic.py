@@ -1,0 +1,148 @@
+"""Critics: what is to be expected before each action token, from the policy's own hidden states or from a model of its own.
+
+How a critic's word becomes weights is said in ludic.training.critic.gae; what its loss is, in ludic.training.losses.value.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ludic.models.head import plain_model
+from ludic.training.learner.packing import PackedBatch
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.types import ConfigError, SAWItem
+
+
+class CriticKind(StrEnum):
+    """What the critic looks at."""
+
+    SHARED = "shared"
+    """The policy's hidden states; its gradient moves the policy's layers, too."""
+    DETACHED = "detached"
+    """The policy's hidden states as they are: the policy does not feel the critic's loss."""
+    SEPARATE = "separate"
+    """Those of another model, which is trained with it."""
+
+
+class Critic(Protocol):
+    """One number per action token."""
+
+    @property
+    def is_apart(self) -> bool:
+        """The policy's weights get no gradient from the critic's loss, nor are the two gradients clipped together."""
+        ...
+
+    def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
+        """[A] of a micro-batch; `hidden_AD` are the policy's hidden states of it, where they are at hand."""
+        ...
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that is trained and is not the policy's."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ValueHead(nn.Module):
+    """One number per hidden state; it begins at zero, so that the first advantages are plain returns."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_AD: Tensor) -> Tensor:
+        values: Tensor = self.linear(hidden_AD.to(self.linear.weight.dtype))[:, 0]
+        return values.float()
+
+
+class HeadCritic:
+    """A head on the policy's hidden states."""
+
+    def __init__(self, policy: TrainedPolicy, *, is_detached: bool) -> None:
+        self.head = ValueHead(policy.head.shape[1]).to(policy.device)
+        self.is_apart = is_detached
+
+    def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
+        if hidden_AD is None:
+            hidden_AD = policy.action_hidden(batch)
+        values: Tensor = self.head(hidden_AD.detach() if self.is_apart else hidden_AD)
+        return values
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.head.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"head": dict(self.head.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _require_same("trunk" in state, "separate", has_now="shares the policy's trunk")
+        self.head.load_state_dict(state["head"])
+
+
+class ModelCritic:
+    """A head on the decoder of another model; that model's own output layer is not used."""
+
+    is_apart = True
+
+    def __init__(self, trunk: TrainedPolicy) -> None:
+        self._trunk = trunk
+        self.head = ValueHead(trunk.head.shape[1]).to(trunk.device)
+
+    def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
+        values: Tensor = self.head(self._trunk.action_hidden(batch))
+        return values
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self._trained().values(), *self.head.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is trained of it: with an adapter, the base under it is whoever makes the trainer's to bring again."""
+        trunk = {name: parameter.detach() for name, parameter in self._trained().items()}
+        return {"head": dict(self.head.state_dict()), "trunk": trunk}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _require_same("trunk" not in state, "on the policy's own trunk", has_now="is a model of its own")
+        own = self._trained()
+        if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in state["trunk"].items()}:
+            raise ConfigError(
+                f"The checkpoint's critic has {len(state['trunk'])} trained weights, this one {len(own)}, with other names or "
+                "sizes. Give Trainer(critic=…) a model made as it was made then."
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state["trunk"][name])
+        self.head.load_state_dict(state["head"])
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        decoder: nn.Module = plain_model(self._trunk.model).get_decoder()
+        return {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+
+
+def _require_same(is_other: bool, then: str, *, has_now: str) -> None:
+    if is_other:
+        raise ConfigError(
+            f"The critic of this checkpoint is {then}, but the one to go on with {has_now}. Resume with the kind of critic that "
+            "it was trained with: make_ppo(critic=…)."
+        )
+
+
+@torch.no_grad()
+def expected_values(
+    policy: TrainedPolicy, critic: Critic, batches: Sequence[Sequence[SAWItem]], pad_token_id: int = 0
+) -> dict[int, np.ndarray]:
+    """What the critic says before each action token of every sample, by the sample's identity."""
+    found: dict[int, np.ndarray] = {}
+    for members in batches:
+        values = critic.values(policy.batch(members, pad_token_id), None, policy).cpu().numpy()
+        counts = np.cumsum([item.num_action_tokens for item in members])[:-1]
+        for item, own in zip(members, np.split(values, counts), strict=True):
+            found[id(item)] = own
+    return found

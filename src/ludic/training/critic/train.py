@@ -1,0 +1,151 @@
+"""The critic's part in a training run: making it, asking it before each update, and how well it knew."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ludic.distributed.ranks import Ranks
+from ludic.distributed.tensor_parallel import is_tensor_parallel
+from ludic.models.execution import recompute_activations
+from ludic.training.algorithms import RLAlgorithm
+from ludic.training.config import TrainerConfig
+from ludic.training.critic.critic import Critic, CriticKind, HeadCritic, ModelCritic, expected_values
+from ludic.training.learner.gradients import equal_micro_batches
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.learner.rank_batches import Share, recredited
+from ludic.training.losses import BatchFacts
+from ludic.types import ConfigError, SAWItem
+
+
+def make_critic(
+    given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool, recomputes: bool
+) -> Critic | None:
+    """The critic that the algorithm asks for, if it does; `given` is the model of a separate one. `recomputes`: with gradient
+    checkpointing."""
+    _check_wish(given, algo, policy, cfg, is_spread=is_spread)
+    if not algo.loss.needs_values:
+        return None
+    if algo.critic is not CriticKind.SEPARATE:
+        return HeadCritic(policy, is_detached=algo.critic is CriticKind.DETACHED)
+    trunk = TrainedPolicy(
+        given.to(policy.device).train(), packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype
+    )
+    if recomputes:
+        recompute_activations(given)
+    if trunk.head.shape[0] < policy.head.shape[0]:
+        raise ConfigError(
+            f"Trainer(critic=…) knows {trunk.head.shape[0]} tokens and the policy {policy.head.shape[0]}; take a critic of the "
+            "policy's family."
+        )
+    return ModelCritic(trunk)
+
+
+def _check_wish(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool) -> None:
+    is_wanted = algo.loss.needs_values
+    is_separate = is_wanted and algo.critic is CriticKind.SEPARATE
+    if given is not None and not is_separate:
+        raise ConfigError(
+            f"Trainer(critic=…) was given, but {algo.name} "
+            f"{'has a critic on the policy itself' if is_wanted else 'has no critic'}. Use make_ppo(critic='separate')."
+        )
+    if cfg.critic_lr is not None and not is_wanted:
+        raise ConfigError(f"critic_lr={cfg.critic_lr}, but {algo.name} has no critic. Leave it None.")
+    if not is_wanted:
+        return
+    if is_tensor_parallel(policy.model):
+        raise ConfigError(f"{algo.name} trains a critic, which is not supported with tensor parallel; use FSDP.")
+    if algo.advantages is None:
+        raise ConfigError(
+            f"{algo.name} trains a critic, but does not say how to use it; set advantages=TokenGAE(…) or TurnGAE(…)."
+        )
+    if not is_separate:
+        return
+    if given is None or given is policy.model:
+        raise ConfigError(
+            f"{algo.name} has a critic that is a model of its own; give Trainer(critic=model), another one than the policy, such "
+            "as copy.deepcopy(policy) before training."
+        )
+    if is_spread:
+        raise ConfigError(
+            f"{algo.name} has a critic that is a model of its own, which is not there for a policy spread over ranks. Use "
+            "make_ppo(critic='shared') or 'detached'."
+        )
+
+
+def give_own_rate(optimizer: torch.optim.Optimizer, num_of_policy: int, lr: float) -> None:
+    """The critic's weights, which stand behind those of the policy, in a group of their own."""
+    [group] = optimizer.param_groups
+    parameters = group["params"]
+    group["params"] = parameters[:num_of_policy]
+    optimizer.param_groups.append({**group, "params": parameters[num_of_policy:], "lr": lr})
+
+
+def saved_critic(state: Mapping[str, Any], algo_name: str) -> Mapping[str, Any]:
+    """The critic's part of a checkpoint."""
+    if "critic" in state:
+        found: Mapping[str, Any] = state["critic"]
+        return found
+    if "value_head" in state:  # from when every critic was a head on the policy
+        return {"head": state["value_head"]}
+    raise ConfigError(
+        f"{algo_name} has a critic, but the checkpoint to resume from holds none. Resume with the algorithm that it was "
+        "trained with, or begin a new run from its weights."
+    )
+
+
+# --- asking it ---
+
+
+def with_advantages(
+    critic: Critic, algo: RLAlgorithm, policy: TrainedPolicy, share: Share, cfg: TrainerConfig, ranks: Ranks
+) -> tuple[list[SAWItem], BatchFacts]:
+    """The share's samples with weights from what the critic expects of them now, and the batch's facts with these weights."""
+    bins = equal_micro_batches(policy, share.items, cfg.micro_token_budget, ranks)
+    values = expected_values(policy, critic, bins, cfg.pad_token_id)
+    expected = [_with_values(item, values[id(item)]) for item in share.items]
+
+    def credit(items: list[SAWItem]) -> list[SAWItem]:
+        """An episode that became several samples is credited as one, whichever ranks they are on."""
+        assert algo.advantages is not None, "make_critic has checked"
+        return algo.advantages.credit(items, [_values(item) for item in items])
+
+    return recredited(ranks, expected, credit)
+
+
+def _with_values(item: SAWItem, values: np.ndarray) -> SAWItem:
+    return replace(item, attachments=replace(item.attachments, token_values=values))
+
+
+def _values(item: SAWItem) -> np.ndarray:
+    assert item.attachments.token_values is not None, "written just before"
+    return item.attachments.token_values
+
+
+# --- how well it knew ---
+
+_MOMENTS = ("critic/return", "critic/return_square", "critic/residual", "critic/residual_square")
+
+
+def value_moments(items: list[SAWItem]) -> dict[str, tuple[float, float]]:
+    """Sums over this rank's tokens from which `explained_variance` is taken, at the end and over all ranks."""
+    if not items:  # fewer samples than ranks
+        return {}
+    returns = np.concatenate([item.attachments.token_returns for item in items]).astype(np.float64)
+    residuals = returns - np.concatenate([_values(item) for item in items])
+    sums = (returns.sum(), np.square(returns).sum(), residuals.sum(), np.square(residuals).sum())
+    return {name: (float(total), float(len(returns))) for name, total in zip(_MOMENTS, sums, strict=True)}
+
+
+def explained_variance(stats: dict[str, float]) -> dict[str, float]:
+    """1 − Var(return − value) / Var(return), in the place of the moments: 1 is a perfect critic, 0 one that says the same of
+    everything. Where all returns are alike there is nothing to explain, and nothing is said."""
+    if _MOMENTS[0] not in stats:
+        return stats
+    mean, square, residual, residual_square = (stats.pop(name) for name in _MOMENTS)
+    spread = square - mean**2
+    if spread <= 1e-8 * max(square, 1e-8):
+        return stats
+    return {**stats, "value/explained_variance": 1 - (residual_square - residual**2) / spread}

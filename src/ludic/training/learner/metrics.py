@@ -1,0 +1,242 @@
+"""Statistics of a training step: what losses report, what a batch tells about itself, and how they are named.
+
+A loss reports each stat as (sum, count), never as a mean: sums and counts add up to the same number however a batch was
+split. Names get one of three prefixes: train/, eval/, perf/.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludic.training.learner.packing import FILLER
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.losses.tokens import Stats, over_tokens
+from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers, result_rates
+
+PREFIXES = ("train/", "eval/", "perf/")
+Cell: TypeAlias = float | torch.Tensor
+"""A number, or a tensor with one element; it is only fetched from its device when somebody reads it."""
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+
+def prefixed_name(name: str) -> str:
+    """`eval_x` is eval/x; `gpu_x`, `tokens_per_s` and every `x_s` are perf/; what has a prefix keeps it; the rest train/."""
+    if name.startswith(PREFIXES):
+        return name
+    if name.startswith("gpu_") or name.endswith("_s"):  # seconds, and things per second
+        return f"perf/{name}"
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    return f"train/{name}"
+
+
+def prefixed(stats: Mapping[str, float]) -> dict[str, float]:
+    """The stats under their full names."""
+    named: dict[str, float] = {}
+    for name, value in stats.items():
+        full = prefixed_name(name)
+        if full in named:
+            raise ConfigError(f"Two stats are called {full!r}; one of them came as {name!r}. Rename one.")
+        named[full] = value
+    return named
+
+
+# --- what losses report ---------------------------------------------------------------------------------------
+
+
+class StatSum:
+    """Adds up (sum, count) pairs and maxima over the micro-batches of a step, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, list[tuple[Cell, Cell]]] = {}
+        self._maxima: dict[str, list[Cell]] = {}
+
+    def add(self, stats: Mapping[str, tuple[Cell, Cell]]) -> None:
+        """One micro-batch's share of each mean."""
+        for name, (total, count) in stats.items():
+            self._pairs.setdefault(name, []).append((_scalar(name, total), _scalar(name, count)))
+
+    def add_max(self, stats: Mapping[str, Cell]) -> None:
+        """Values of which the largest counts, such as a ratio's maximum."""
+        for name, value in stats.items():
+            self._maxima.setdefault(name, []).append(_scalar(name, value))
+
+    def means(self) -> dict[str, float]:
+        """Means and maxima, after one copy from the device. A mean over a count of zero has no value and is left out."""
+        return self.totals().means()
+
+    def totals(self) -> "Totals":
+        """The sums themselves, as plain numbers."""
+        both = self._pairs.keys() & self._maxima.keys()
+        assert not both, f"{sorted(both)} were reported both as means and as maxima"
+        pairs = [cell for name in self._pairs for pair in self._pairs[name] for cell in pair]
+        maxima = [cell for name in self._maxima for cell in self._maxima[name]]
+        values = iter(_on_host(pairs + maxima))
+        totals = Totals()
+        for name, reported in self._pairs.items():
+            here = [(next(values), next(values)) for _ in reported]
+            totals.sums[name] = sum(total for total, _ in here), sum(count for _, count in here)
+        for name, cells in self._maxima.items():
+            totals.maxima[name] = _largest([next(values) for _ in cells])
+        return totals
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What micro-batches have reported, added up; those of several ranks can be added up again."""
+
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Name → (sum, count)."""
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self.sums.items() if count != 0} | self.maxima
+
+
+def added_up(parts: Iterable[Totals]) -> Totals:
+    """The totals of all."""
+    whole = Totals()
+    for part in parts:
+        for name, (total, count) in part.sums.items():
+            so_far, counted = whole.sums.get(name, (0.0, 0.0))
+            whole.sums[name] = so_far + total, counted + count
+        for name, value in part.maxima.items():
+            whole.maxima[name] = _largest([whole.maxima.get(name, value), value])
+    return whole
+
+
+def _scalar(name: str, cell: Cell) -> Cell:
+    if not isinstance(cell, torch.Tensor):
+        return float(cell)
+    assert cell.numel() == 1, f"the stat {name!r} must be one number, but has shape {tuple(cell.shape)}"
+    # Counts of tokens are exact in float64, and sums of float32 lose nothing.
+    return cell.detach().reshape(()).to(torch.float64)
+
+
+def _on_host(cells: Sequence[Cell]) -> list[float]:
+    """The values in order; one copy for each device that holds some of them."""
+    waiting: dict[torch.device, list[int]] = {}
+    for index, cell in enumerate(cells):
+        if isinstance(cell, torch.Tensor):
+            waiting.setdefault(cell.device, []).append(index)
+    fetched: dict[int, float] = {}
+    for indices in waiting.values():
+        stacked = torch.stack([torch.as_tensor(cells[index]) for index in indices])
+        fetched.update(zip(indices, stacked.tolist(), strict=True))
+    return [fetched[index] if index in fetched else float(cell) for index, cell in enumerate(cells)]
+
+
+def _largest(values: Sequence[float]) -> float:
+    return float(np.max(values))  # unlike max(), it does not lose a NaN
+
+
+# --- what a batch tells about itself --------------------------------------------------------------------------
+
+
+def batch_stats(
+    items: Sequence[SAWItem], meta: Mapping[str, Any] | None = None, reducers: Mapping[str, Reducer] | None = None
+) -> dict[str, float]:
+    """Counts, lengths and rewards of the items that are trained on, and the numbers that their source gave in `meta`.
+
+    What is said of a rollout counts once per rollout, however many items it became. An average in `meta` wins over the
+    one of the items: a source knows all that it generated, the items are what its filters left.
+    """
+    rollouts = _by_rollout(items)
+    rewards = [float(metas[0]["total_reward"]) for metas in rollouts if "total_reward" in metas[0]]
+    stats = {
+        "num_samples": float(len(items)),
+        "num_rollouts": float(len(rollouts)),
+        "num_tokens": float(sum(len(item.input_ids) for item in items)),
+        "num_action_tokens": float(sum(item.num_action_tokens for item in items)),
+    }
+    averages = {
+        "avg_completion_length": _mean(item.num_action_tokens for item in items),
+        "avg_prompt_length": _mean(len(item.input_ids) - item.num_action_tokens for item in items),
+        "zero_weight_rate": _mean(not item.token_weights.any() for item in items),
+        "parse_error_rate": _mean(bool(item.meta["parse_error"]) for item in items if "parse_error" in item.meta),
+        "unreadable_rate": _mean(_is_unreadable(item.meta) for item in items if "parse_error" in item.meta),
+        "avg_total_reward": _mean(rewards),
+        "total_reward_std": float(np.std(rewards)) if rewards else None,
+        "truncated_rate": _mean(any(map(_is_truncated, metas)) for metas in rollouts),
+        "over_limit_rate": _mean(any(_is_truncated(meta) or meta.get("num_cut_off") for meta in m) for m in rollouts),
+        **result_rates([_result(metas) for metas in rollouts]),
+    }
+    reduced = apply_reducers_to_records(
+        [item.meta for item in items],
+        default_reducers() if reducers is None else reducers,
+        sample_count=len(items),
+        rollout_count=len(rollouts),
+    )
+    known = {name: value for name, value in averages.items() if value is not None} | reduced | _numbers(meta or {})
+    return {**known, **stats}
+
+
+def _by_rollout(items: Sequence[SAWItem]) -> list[list[Mapping[str, Any]]]:
+    """The metas of each rollout's items; an item of no rollout (a line of a data set) is one of its own."""
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for index, item in enumerate(items):
+        found.setdefault(item.meta.get("rollout_id", index), []).append(item.meta)
+    return list(found.values())
+
+
+def _is_truncated(meta: Mapping[str, Any]) -> bool:
+    return bool(meta.get("episode_truncated") or meta.get("truncated"))
+
+
+def _is_unreadable(meta: Mapping[str, Any]) -> bool:
+    """Some reply came to its own end and could still not be read; one that was cut off counts as over a limit."""
+    return bool(meta["parse_error"]) and meta.get("num_parse_errors", 1) > meta.get("num_cut_off", 0)
+
+
+def _result(metas: Sequence[Mapping[str, Any]]) -> str | None:
+    """How the rollout ended, if its env says so in info["result"]."""
+    said = [meta["result"] for meta in metas if isinstance(meta.get("result"), str)]
+    return said[-1] if said else None
+
+
+def _numbers(meta: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in meta.items()
+        if isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = [float(value) for value in values]
+    return sum(listed) / len(listed) if listed else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# How far one update moved the policy: KL per token between the weights before and after it.
+# ----------------------------------------------------------------------------------------------------
+# The mismatch that every step logs (`kl_actor_policy`) is taken before the update, so on-policy it is about 0 however fast
+# the policy moves. This looks at the same tokens once more afterwards. One micro-batch is enough for an average, and costs
+# two forward passes of it.
+
+_MAX_LOG_RATIO = 20.0
+
+
+class DriftProbe:
+    """Made before an update, asked after it."""
+
+    def __init__(self, policy: TrainedPolicy, items: Sequence[SAWItem], pad_token_id: int = 0) -> None:
+        self._policy = policy
+        self._batch = policy.batch(items, pad_token_id)
+        self._counts = items[0] is not FILLER
+        self._before_A = self._logps()
+
+    def measure(self) -> Stats:
+        """`policy_drift`: KL(before ‖ after) per token (k3), for ranks to add up; nothing of a filler."""
+        difference_A = (self._logps() - self._before_A).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return {"policy_drift": over_tokens(difference_A.exp() - 1 - difference_A)} if self._counts else {}
+
+    @torch.no_grad()
+    def _logps(self) -> Tensor:
+        return self._policy.logps(self._batch)[0]

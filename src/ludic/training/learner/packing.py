@@ -1,0 +1,366 @@
+"""From samples to tensors: micro-batches within a token budget, packed end to end, or padded.
+
+Packing wastes nothing: the budget counts real tokens. The padded form stays for losses on whole logits and for models
+that cannot pack. Both say the same of every action token, in the same words (`ActionFields`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludic.models.head import Supports
+from ludic.types import ConfigError, SAWItem, TokenSupports, objective_of
+
+
+class TooLong(StrEnum):
+    """What happens to a sample longer than `max_seq_len`."""
+
+    RAISE = "raise"
+    TRUNCATE = "truncate"
+    """Cut at the right; the sample goes on if any action token is left."""
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The samples that can be trained on, and what became of the others."""
+
+    items: list[SAWItem]
+    num_truncated: int = 0
+    num_dropped: int = 0
+
+
+def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: TooLong | str = TooLong.RAISE) -> Fitted:
+    """Apply the policy to samples that are too long."""
+    policy = TooLong(policy)
+    kept: list[SAWItem] = []
+    num_truncated = num_dropped = 0
+    for item in map(without_padding, items):
+        if len(item.input_ids) <= max_seq_len:
+            kept.append(item)
+            continue
+        if policy is TooLong.RAISE:
+            raise ConfigError(
+                f"A sample has {len(item.input_ids)} tokens, more than max_seq_len={max_seq_len} (rollout "
+                f"{item.meta.get('rollout_id')}). Raise max_seq_len and micro_token_budget, shorten episodes, or set "
+                "too_long='truncate' or 'drop'."
+            )
+        cut = truncated(item, max_seq_len) if policy is TooLong.TRUNCATE else None
+        if cut is None or not cut.num_action_tokens:
+            num_dropped += 1
+        else:
+            num_truncated += 1
+            kept.append(cut)
+    return Fitted(kept, num_truncated, num_dropped)
+
+
+def without_padding(item: SAWItem) -> SAWItem:
+    """A sample that somebody padded, with only the tokens that count."""
+    counts = item.attention_mask
+    if counts is None or counts.all():
+        return item
+    if (item.action_mask & ~counts).any():
+        raise ConfigError(
+            f"A sample masks out action tokens by its attention mask (rollout {item.meta.get('rollout_id')})."
+        )
+    return SAWItem(item.input_ids[counts], None, item.action_mask[counts], item.weight, item.meta, item.attachments)
+
+
+def truncated(item: SAWItem, length: int) -> SAWItem:
+    """The first `length` tokens of a sample, with what was said of them."""
+    mask = item.action_mask[:length]
+    assert item.attention_mask is not None, "SAWItem fills it in"
+    return SAWItem(
+        item.input_ids[:length],
+        item.attention_mask[:length],
+        mask,
+        item.weight,
+        {**item.meta, "seq_len_truncated": True},
+        item.attachments.first(int(mask.sum())),
+    )
+
+
+# --- which samples go together ---
+
+
+FILLER = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]), 0.0)
+"""What a rank computes that has no sample left while others still have: as short as can be, and multiplied by zero."""
+
+
+def balanced_shares(items: Sequence[SAWItem], num_shares: int) -> list[list[SAWItem]]:
+    """Every sample in one share, and about as many tokens in each: the longest first, always to the smallest share."""
+    shares: list[list[SAWItem]] = [[] for _ in range(num_shares)]
+    num_tokens = [0] * num_shares
+    for item in sorted(items, key=lambda item: -len(item.input_ids)):
+        smallest = num_tokens.index(min(num_tokens))
+        shares[smallest].append(item)
+        num_tokens[smallest] += len(item.input_ids)
+    return shares
+
+
+def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
+    if micro_token_budget <= 0 or max_seq_len <= 0:
+        raise ConfigError(
+            f"micro_token_budget={micro_token_budget} and max_seq_len={max_seq_len} must both be above 0."
+        )
+    if micro_token_budget < max_seq_len:
+        raise ConfigError(
+            f"micro_token_budget={micro_token_budget} is less than max_seq_len={max_seq_len}: the longest sample would not "
+            "fit a micro-batch."
+        )
+
+
+def split_packed(items: Sequence[SAWItem], micro_token_budget: int) -> list[list[SAWItem]]:
+    """Bins of at most `micro_token_budget` tokens: first fit, longest first; within a bin longest first."""
+    bins: list[list[SAWItem]] = []
+    room: list[int] = []
+    for item in sorted(items, key=lambda item: -len(item.input_ids)):
+        length = len(item.input_ids)
+        if length > micro_token_budget:
+            raise ConfigError(
+                f"A sample has {length} tokens, more than micro_token_budget={micro_token_budget}. Raise the budget, or cut "
+                "samples with fit_length first."
+            )
+        place = next((i for i, left in enumerate(room) if left >= length), None)
+        if place is None:
+            bins.append([])
+            room.append(micro_token_budget)
+            place = len(bins) - 1
+        bins[place].append(item)
+        room[place] -= length
+    return bins
+
+
+def split_items_by_token_budget(
+    items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int
+) -> list[list[SAWItem]]:
+    """For the padded form: sorted by length, filled while longest × count fits the budget."""
+    check_budget(micro_token_budget, max_seq_len)
+    fitted = fit_length(items, max_seq_len, TooLong.TRUNCATE).items
+    bins: list[list[SAWItem]] = []
+    for item in sorted(fitted, key=lambda item: len(item.input_ids)):
+        if bins and (len(bins[-1]) + 1) * len(item.input_ids) <= micro_token_budget:
+            bins[-1].append(item)
+        else:
+            bins.append([item])
+    return bins
+
+
+# --- tensors ---
+
+
+# Letters: A action tokens of all samples, T flat tokens, B samples, L longest sample.
+@dataclass(frozen=True, slots=True)
+class ActionFields:
+    """What is known of every action token before the model is asked."""
+
+    predictor_A: Tensor
+    """Where the hidden state is that predicts the token: flat position of the token before it."""
+    target_A: Tensor
+    item_A: Tensor
+    """Which sample of this micro-batch it belongs to."""
+    weight_A: Tensor
+    old_logp_A: Tensor | None
+    """Under the policy that sampled it."""
+    inverse_temperature_A: Tensor
+    num_items: int
+    supports: Supports | None = None
+    """What each was drawn from, where a sampler ruled tokens out."""
+    value_A: Tensor | None = None
+    """What a critic expected before the update."""
+    return_A: Tensor | None = None
+    """What it should have expected."""
+    objectives: tuple[str | None, ...] = ()
+    """Of each sample; empty where no sample names one."""
+    without_old_logps: tuple[int, ...] = ()
+    """Samples whose old_logp_A nobody knows, where those of others are known."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.target_A.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Samples end to end; padded, each as long as the longest."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    lengths: list[int]
+    actions: ActionFields
+    items: list[SAWItem]
+    is_padded: bool = False
+
+
+def pack(items: Sequence[SAWItem], device: torch.device | str) -> PackedBatch:
+    """One micro-batch without padding."""
+    device = torch.device(device)
+    lengths = [len(item.input_ids) for item in items]
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    return PackedBatch(
+        ids_T=_to(np.concatenate([item.input_ids for item in items]).astype(np.int64), device),
+        positions_T=_to(np.concatenate([np.arange(n) for n in lengths]), device),
+        lengths=lengths,
+        actions=action_fields(items, starts, device),
+        items=list(items),
+    )
+
+
+def action_fields(items: Sequence[SAWItem], starts: Sequence[int] | np.ndarray, device: torch.device) -> ActionFields:
+    """The action tokens of samples that begin at these flat positions."""
+    where, targets = [], []
+    for item, start in zip(items, starts, strict=True):
+        _check_prompt(item)
+        own = np.flatnonzero(item.action_mask)
+        where.append(own + start - 1)
+        targets.append(item.input_ids[own])
+    counts = [len(w) for w in where]
+    temperatures = [item.attachments.temperature or 1.0 for item in items]
+    return ActionFields(
+        predictor_A=_to(np.concatenate(where).astype(np.int64), device),
+        target_A=_to(np.concatenate(targets).astype(np.int64), device),
+        item_A=_to(np.repeat(np.arange(len(items)), counts), device),
+        weight_A=_to(np.concatenate([item.token_weights for item in items]).astype(np.float32), device),
+        old_logp_A=_old_logps(items, device),
+        inverse_temperature_A=_to((1 / np.repeat(temperatures, counts)).astype(np.float32), device),
+        num_items=len(items),
+        supports=_supports(items, device),
+        value_A=_attached([item.attachments.token_values for item in items], device),
+        return_A=_attached([item.attachments.token_returns for item in items], device),
+        objectives=_objectives(items),
+        without_old_logps=_without_logps(items),
+    )
+
+
+def _attached(arrays: Sequence[np.ndarray | None], device: torch.device) -> Tensor | None:
+    given = [array for array in arrays if array is not None]
+    return _to(np.concatenate(given), device) if given and len(given) == len(arrays) else None
+
+
+def _supports(items: Sequence[SAWItem], device: torch.device) -> Supports | None:
+    given = [item.attachments.supports for item in items]
+    if all(one is None for one in given):
+        return None
+    whole = TokenSupports.joined(
+        item.num_action_tokens if one is None else one for item, one in zip(items, given, strict=True)
+    )
+    rows_S = np.repeat(np.arange(len(whole)), whole.lengths)
+    return Supports(_to(whole.ids.astype(np.int64), device), _to(rows_S, device), (0, *whole.ends.tolist()))
+
+
+def _check_prompt(item: SAWItem) -> None:
+    if len(item.action_mask) and item.action_mask[0]:
+        raise ConfigError(
+            f"The first token of a sample is an action, but nothing comes before it to predict it (rollout "
+            f"{item.meta.get('rollout_id')}). A prompt needs at least one token."
+        )
+
+
+def _objectives(items: Sequence[SAWItem]) -> tuple[str | None, ...]:
+    names = tuple(objective_of(item.meta) for item in items)
+    return names if any(name is not None for name in names) else ()
+
+
+def _without_logps(items: Sequence[SAWItem]) -> tuple[int, ...]:
+    """Samples without actor log-probs, where others have them."""
+    missing = tuple(i for i, item in enumerate(items) if item.actor_logps is None)
+    return missing if len(missing) < len(items) else ()
+
+
+def _old_logps(items: Sequence[SAWItem], device: torch.device) -> Tensor | None:
+    if all(item.actor_logps is None for item in items):
+        return None
+    for name in {objective_of(item.meta) for item in items}:
+        _check_all_or_none([item for item in items if objective_of(item.meta) == name])
+    unknown = np.float32(np.nan)  # shows if a loss that should not look at them does
+    given = [
+        np.full(item.num_action_tokens, unknown) if (logps := item.actor_logps) is None else logps for item in items
+    ]
+    return _to(np.concatenate(given), device)
+
+
+def _check_all_or_none(items: Sequence[SAWItem]) -> None:
+    missing = _without_logps(items)
+    if missing:
+        raise ValueError(f"Samples {list(missing[:5])} have no actor log-probs, but others of the same batch do.")
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# --- the padded form, as the seeds describe it ---
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tensors of one padded micro-batch."""
+
+    tensors: dict[str, Tensor]
+    num_items: int
+
+
+def collate_saw_items(
+    items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """[B, L] tensors padded at the right, and one weight per sample."""
+    _check_whole_vocabulary(items)
+    if not items:
+        raise ValueError("There is nothing to collate: the list of items is empty.")
+    longest = max(len(item.input_ids) for item in items)
+    shape = len(items), longest
+    ids, attention = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    mask, weights = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    logps = np.zeros(shape, dtype=np.float32)
+    _check_all_or_none(items)
+    for row, item in enumerate(items):
+        _check_prompt(item)
+        length = len(item.input_ids)
+        ids[row, :length] = item.input_ids
+        attention[row, :length] = 1 if item.attention_mask is None else item.attention_mask
+        mask[row, :length] = item.action_mask
+        weights[row, :length][item.action_mask] = item.token_weights
+        if item.actor_logps is not None:
+            logps[row, :length][item.action_mask] = item.actor_logps
+    arrays: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "action_mask": mask,
+        "weight": np.array([item.weight for item in items], dtype=np.float32),
+        "token_weight": weights,
+        "inverse_temperature": np.array(
+            [1 / (item.attachments.temperature or 1.0) for item in items], dtype=np.float32
+        ),
+    }
+    if items[0].actor_logps is not None:
+        arrays |= {"actor_logps": logps, "old_logp_action": logps.sum(axis=1)}
+    device = torch.device(device)
+    return {name: _to(array, device) for name, array in arrays.items()}
+
+
+def _check_whole_vocabulary(items: Sequence[SAWItem]) -> None:
+    cut = next((item for item in items if item.attachments.supports is not None), None)
+    if cut is not None:
+        raise ConfigError(
+            f"A sample (rollout {cut.meta.get('rollout_id')}) was drawn from a part of the vocabulary (top_p, top_k or min_p), "
+            "which padded batches of whole logits do not know. Train with Trainer, or sample without truncation."
+        )
+
+
+def collate_micro_batches(
+    items: Sequence[SAWItem],
+    *,
+    pad_token_id: int,
+    device: torch.device | str,
+    micro_token_budget: int,
+    max_seq_len: int,
+) -> list[MicroBatch]:
+    """Split and collate."""
+    bins = split_items_by_token_budget(items, micro_token_budget=micro_token_budget, max_seq_len=max_seq_len)
+    return [MicroBatch(collate_saw_items(b, pad_token_id=pad_token_id, device=device), len(b)) for b in bins]

@@ -1,0 +1,196 @@
+"""The model as the trainer sees it: a micro-batch in, log-probs of its action tokens out."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludic.distributed.fsdp import compute_device, is_sharded
+from ludic.models.attention import route_attention
+from ludic.models.head import (
+    EntropyMode,
+    Head,
+    chosen_logps,
+    compute,
+    find_head,
+    hidden_states,
+    is_decoder,
+    logps_of_logits,
+    plain_model,
+    whole_logits,
+)
+from ludic.models.packed_attention import PackedSequences
+from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
+from ludic.training.learner.packing import ActionFields, PackedBatch, action_fields, pack
+from ludic.types import ConfigError, SAWItem
+
+logger = logging.getLogger(__name__)
+
+_AUTOCAST = {"bf16": torch.bfloat16}
+
+
+class TrainedPolicy:
+    """One model, packed or padded. A module that gives logits and nothing else (no transformers decoder) is padded."""
+
+    def __init__(self, model: Any, *, packed: bool = True, mixed_precision_dtype: str | None = "bf16") -> None:
+        self.model = model
+        self.packed = packed and is_decoder(model) and _can_pack(model)
+        self._head = _head_of(model, is_needed=self.packed)
+        first = next(model.parameters())
+        self.device: torch.device = compute_device(model)
+        is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
+        self._autocast_dtype = (
+            _AUTOCAST[mixed_precision_dtype]
+            if mixed_precision_dtype is not None and first.is_cuda and first.dtype is torch.float32 and not is_converted
+            else None
+        )
+
+    @property
+    def head(self) -> Head:
+        if self._head is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} gives logits and nothing else; a critic on the policy and a KL over the vocabulary "
+                "need the hidden states and the output layer of a transformers decoder."
+            )
+        return self._head
+
+    def batch(self, items: Sequence[SAWItem], pad_token_id: int = 0, *, padded: bool = False) -> PackedBatch:
+        """One micro-batch in the form this policy computes, or padded."""
+        return _padded(items, pad_token_id, self.device) if padded or not self.packed else pack(items, self.device)
+
+    def logps(self, batch: PackedBatch, *, entropy: EntropyMode | None = None) -> tuple[Tensor, Tensor | None]:
+        """[A] log-probs of the action tokens under the distributions they were drawn from, and entropies if asked for."""
+        return self.outputs(batch, entropy=entropy)[1:]
+
+    def outputs(
+        self, batch: PackedBatch, *, entropy: EntropyMode | None = None
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """The same after the hidden states [A, D] that the action tokens are predicted from; None where only logits are known."""
+
+        def work() -> tuple[Tensor | None, Tensor, Tensor | None]:
+            if self._head is None:
+                return None, *self.logps_of(self._whole_logits(batch), batch, entropy=entropy)
+            hidden_AD = self._action_hidden(batch)
+            return hidden_AD, *self._logps_of(hidden_AD, batch, entropy)
+
+        return compute(self.model, work)
+
+    def whole_logits(self, batch: PackedBatch) -> Tensor:
+        """[B, L, V] of a padded micro-batch."""
+        return compute(self.model, lambda: self._whole_logits(batch))
+
+    def logps_of(
+        self, logits_BLV: Tensor, batch: PackedBatch, *, entropy: EntropyMode | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`logps` from the whole logits of a padded micro-batch."""
+        actions = batch.actions
+        logits_AV = logits_BLV.flatten(0, 1).index_select(0, actions.predictor_A)
+        return logps_of_logits(
+            logits_AV, actions.target_A, actions.inverse_temperature_A, entropy=entropy, supports=actions.supports
+        )
+
+    def _whole_logits(self, batch: PackedBatch) -> Tensor:
+        with self._precision():
+            return whole_logits(self.model, *self._rows(batch))
+
+    def action_hidden(self, batch: PackedBatch) -> Tensor:
+        """[A, D] the hidden states alone."""
+        assert self._head is not None, "callers that read hidden states have asked for the head"
+        return compute(self.model, lambda: self._action_hidden(batch))
+
+    def kl_to(self, teacher: "TrainedPolicy", hidden_AD: Tensor, batch: PackedBatch, how: VocabularyKL) -> Tensor:
+        """[A] KL to a frozen teacher at the action tokens, whose hidden states under this policy are `hidden_AD`."""
+        with torch.no_grad():
+            teacher_AE = teacher.action_hidden(batch)
+        with self._precision():
+            return vocabulary_kl(
+                hidden_AD, self.head, teacher_AE, teacher.head, batch.actions.inverse_temperature_A, how
+            )
+
+    def _action_hidden(self, batch: PackedBatch) -> Tensor:
+        with self._precision():
+            return self._hidden(batch).index_select(0, batch.actions.predictor_A)
+
+    def _logps_of(
+        self, hidden_AD: Tensor, batch: PackedBatch, entropy: EntropyMode | None
+    ) -> tuple[Tensor, Tensor | None]:
+        actions = batch.actions
+        with self._precision():
+            return chosen_logps(
+                hidden_AD,
+                self.head,
+                actions.target_A,
+                actions.inverse_temperature_A,
+                entropy=entropy,
+                supports=actions.supports,
+            )
+
+    def _hidden(self, batch: PackedBatch) -> Tensor:
+        """Flat hidden states of all tokens, padding included."""
+        if not batch.is_padded:
+            state = PackedSequences(batch.lengths, self.device)
+            return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
+        ids_BL, mask_BL = self._rows(batch)
+        decoder = plain_model(self.model).get_decoder()
+        out: Tensor = decoder(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
+        return out.flatten(0, 1)
+
+    def _rows(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Ids and attention mask [B, L] of a padded micro-batch."""
+        assert batch.is_padded, "a packed batch has no rows"
+        ids_BL = batch.ids_T.view(len(batch.lengths), -1)
+        lengths = torch.tensor(batch.lengths, device=self.device)
+        mask_BL = torch.arange(ids_BL.shape[1], device=self.device)[None] < lengths[:, None]
+        return ids_BL, mask_BL.long()
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        if self._autocast_dtype is None:
+            yield
+        else:
+            with torch.autocast(self.device.type, dtype=self._autocast_dtype):
+                yield
+
+
+def _can_pack(model: Any) -> bool:
+    try:
+        with torch.no_grad():
+            compute(model, lambda: route_attention(plain_model(model)))
+    except ConfigError as error:
+        logger.warning("Samples are padded instead of packed, which is slower: %s", error)
+        return False
+    return True
+
+
+def _head_of(model: Any, *, is_needed: bool) -> Head | None:
+    """None: log-probs are taken from the model's own logits, which are held whole."""
+    if is_needed:
+        return find_head(model)
+    try:
+        return find_head(model) if is_decoder(model) else None
+    except ConfigError as error:
+        logger.warning("Log-probs are taken from whole logits, which takes more memory: %s", error)
+        return None
+
+
+def _padded(items: Sequence[SAWItem], pad_token_id: int, device: torch.device) -> PackedBatch:
+    """The same fields with every sample as long as the longest; `lengths` say what is real."""
+    lengths = [len(item.input_ids) for item in items]
+    longest = max(lengths)
+    ids_BL = np.full((len(items), longest), pad_token_id, dtype=np.int64)
+    for row, item in enumerate(items):
+        ids_BL[row, : lengths[row]] = item.input_ids
+    actions: ActionFields = action_fields(items, np.arange(len(items)) * longest, device)
+    positions = np.tile(np.arange(longest), len(items))
+    return PackedBatch(
+        ids_T=torch.from_numpy(ids_BL.reshape(-1)).to(device),
+        positions_T=torch.from_numpy(positions).to(device),
+        lengths=lengths,
+        actions=actions,
+        items=list(items),
+        is_padded=True,
+    )

@@ -1,0 +1,97 @@
+"""`train_policies`: the trainers of one run step by step together, each with its own optimizer, versions and checkpoints.
+
+One round is one step of every trainer, in order; the first that asks has the episodes played (`SharedRollouts`). A wish to
+stop is heard before a round is trained on, never in the middle of it: all trainers end, and are saved, at one step.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.learner.stop import StopRequested, StopSignal
+from ludic.training.loggers import Resumable
+from ludic.training.trainer import Trainer
+from ludic.types import ConfigError, RequestsExhausted, TrainingLogger
+
+logger = logging.getLogger(__name__)
+
+
+async def train_policies(
+    trainers: Mapping[str, Trainer],
+    num_steps: int | None = None,
+    *,
+    train_logger: TrainingLogger | None = None,
+    stop: StopSignal | None = None,
+) -> dict[str, float]:
+    """`num_steps` more steps of each, or until the source has no more; the last round's numbers come back.
+
+    Numbers are logged once a round, each under its policy's name: `first/train/loss`. `stop` (Ctrl-C sets it too) is for those
+    who want to stop the run, or to know that it was stopped.
+    """
+    _check(trainers)
+    stop = stop if stop is not None else StopSignal()
+    first = next(iter(trainers.values()))
+    end = None if num_steps is None else first.step + num_steps
+    if first.step and isinstance(train_logger, Resumable):
+        train_logger.resume(first.step)
+    stats: dict[str, float] = {}
+    with stop.listening():
+        first.stop = stop  # it is the one that waits for episodes; the others finish the round
+        while (end is None or first.step < end) and not stop.is_set:
+            try:
+                stats = await _round(trainers)
+            except (RequestsExhausted, StopRequested) as reason:
+                logger.info("training ends at step %d: %s", first.step, reason or type(reason).__name__)
+                _say_if_apart(trainers)
+                break
+            if train_logger is not None:
+                train_logger.log(first.step, stats)
+        for trainer in trainers.values():
+            await trainer.train(0)  # saves what has not been saved
+    return stats
+
+
+def _say_if_apart(trainers: Mapping[str, Trainer]) -> None:
+    steps = {name: trainer.step for name, trainer in trainers.items()}
+    if len(set(steps.values())) > 1:
+        logger.warning(
+            "the trainers ended at different steps, %s: requests ran out where one had nothing to train on in its part of a round "
+            "and asked for another. Their newest checkpoints are of different steps, too; common_step finds one that all have.",
+            steps,
+        )
+
+
+async def _round(trainers: Mapping[str, Trainer]) -> dict[str, float]:
+    stats: dict[str, float] = {}
+    for name, trainer in trainers.items():
+        stats |= {f"{name}/{key}": value for key, value in (await trainer.train_step()).items()}
+    return stats
+
+
+def common_step(places: Iterable[CheckpointConfig | str | Path]) -> int | None:
+    """The newest step that every trainer has a complete checkpoint of: where to resume all of them. None if there is none.
+
+    A run that was killed while it saved has the newest checkpoint of some trainers only.
+    """
+    configs = [place if isinstance(place, CheckpointConfig) else CheckpointConfig(place) for place in places]
+    found = [set(CheckpointManager(config).steps()) for config in configs]
+    return max(set.intersection(*found), default=None) if found else None
+
+
+def _check(trainers: Mapping[str, Trainer]) -> None:
+    if not trainers:
+        raise ConfigError("train_policies needs at least one trainer: {policy name: trainer}.")
+    steps = {name: trainer.step for name, trainer in trainers.items()}
+    if len(set(steps.values())) > 1:
+        raise ConfigError(
+            f"The trainers are at different steps: {steps}. Resume all from one that they all have: resume_from=common_step(…)."
+        )
+    for name, trainer in trainers.items():
+        if trainer.ranks.world_size > 1:
+            raise ConfigError(f"The trainer of {name!r} has several ranks, which train_policies cannot keep in step.")
+        if trainer.cfg.eval_at_start or trainer.cfg.eval_every_n_steps:
+            raise ConfigError(
+                f"The trainer of {name!r} is set to evaluate, which train_policies does not do: call trainer.eval() between two "
+                "calls of it, or rate the members of a league (ludic.eval.ratings)."
+            )

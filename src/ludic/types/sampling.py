@@ -1,0 +1,314 @@
+"""What goes to a policy server and what comes back.
+
+Requests are token ids in, responses token ids out. Tool schemas never travel: the chat template writes them
+into the prompt.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ludic.types.arrays import TokenArray, token_array
+from ludic.types.errors import ConfigError
+from ludic.types.messages import JSON
+from ludic.types.tokens import TokenSupports, TokenTrace, VersionRun
+
+logger = logging.getLogger(__name__)
+
+MAX_COUNT = 2**31 - 1
+"""The largest `max_tokens`, `min_tokens` and `top_k`: devices hold them in 32 bits."""
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 32, 256, 1024
+"""Stop strings are looked for after each token of each sequence: many long ones would slow down everything in the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next tokens are drawn.
+
+    Every value that it accepts can be drawn with: no setting turns finite logits into NaN, infinity or an empty choice.
+    """
+
+    temperature: float = 0.7
+    max_tokens: int = 256
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: str | Sequence[str] | None = None
+    """Texts that end the completion; they stay in its tokens and are cut from its text."""
+    top_k: int = 0
+    """Draw only from the k most likely tokens; 0 = all."""
+    min_p: float = 0.0
+    """Draw only from tokens at least this fraction as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on to max_tokens whatever the model says (for benchmarks)."""
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+            self._require(isinstance(getattr(self, name), (int, float, np.integer, np.floating)), name, "a number")
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            self._require(isinstance(getattr(self, name), (int, np.integer)), name, "a whole number")
+        # Written so that NaN, which compares false with everything, is refused.
+        self._require(
+            self.temperature == 0 or 1e-3 <= self.temperature <= 1e6,
+            "temperature",
+            "0 (greedy) or at least 0.001, below which nothing is left to draw, and at most 1e6",
+        )
+        self._require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        self._require(0 <= self.min_p < 1, "min_p", "at least 0 and below 1")
+        self._require(0 <= self.top_k <= MAX_COUNT, "top_k", f"0 (off) or more, and at most {MAX_COUNT}")
+        self._require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
+        self._require(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
+        self._require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100 (1 is off)")
+        self._require(
+            1 <= self.max_tokens <= MAX_COUNT, "max_tokens", f"at least 1 (a call needs a token), at most {MAX_COUNT}"
+        )
+        self._require(
+            0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens={self.max_tokens}"
+        )
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        wanted = f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters that can be encoded"
+        self._require(self.stop is None or isinstance(self.stop, (str, Sequence)), "stop", wanted)
+        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        self._require(len(stops) <= MAX_STOPS, "stop", wanted)
+        for stop in stops:
+            self._require(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS, "stop", wanted)
+            # Half a surrogate pair can be compared with no text.
+            self._require(stop.encode("utf-8", "ignore").decode() == stop, "stop", wanted)
+        ids, wanted = self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS} token ids"
+        self._require(isinstance(ids, Sequence) and len(ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", wanted)
+        self._require(all(isinstance(i, (int, np.integer)) for i in ids), "stop_token_ids", wanted)
+
+    def _require(self, is_fitting: bool, name: str, wanted: str) -> None:
+        if not is_fitting:
+            shown = repr(getattr(self, name))
+            raise ConfigError(f"SamplingParams.{name}={shown:.80}; it must be {wanted}.")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary only. The likeliest token is in every part."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    def to_openai_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "top_p": self.top_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+        }
+        if self.stop is not None:
+            kwargs["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
+        return kwargs
+
+
+SamplingConfig = SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReturnSpec:
+    """What the server should send back beside the text."""
+
+    return_token_ids: bool = True
+    return_chosen_logprobs: bool = False
+    top_logprobs_k: int = 1
+    return_supports: bool = True
+    """With the log-probs of a request that rules tokens out: which tokens each one was drawn from (up to the vocabulary's
+    size per token). A trainer needs them; a client that only shows log-probs does not."""
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs_k <= 0:
+            raise ConfigError(f"ReturnSpec.top_logprobs_k={self.top_logprobs_k}; it must be at least 1.")
+
+    @classmethod
+    def for_eval(cls, return_token_ids: bool = True) -> "ReturnSpec":
+        return cls(return_token_ids=return_token_ids)
+
+    @classmethod
+    def for_rl(cls, top_logprobs_k: int = 1) -> "ReturnSpec":
+        return cls(return_token_ids=True, return_chosen_logprobs=True, top_logprobs_k=top_logprobs_k)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """Tool schemas for the chat template to put into the prompt; they are never sent to the server."""
+
+    tools: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendExtensions:
+    """Base of settings that only one kind of server understands."""
+
+    kind: str
+
+    def to_dict(self) -> dict[str, JSON]:
+        return {"kind": self.kind}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMExtensions(BackendExtensions):
+    """Settings that only vLLM understands."""
+
+    max_think: int | None = None
+    """Close the think block by force after this many generated tokens."""
+    repetition_penalty: float = 1.0
+    extra_body_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Merged last into the request body, for instance {"stop_token_ids": [...]}."""
+    kind: str = "vllm"
+
+    def __post_init__(self) -> None:
+        if self.max_think is not None and (isinstance(self.max_think, bool) or self.max_think < 1):
+            raise ConfigError(f"VLLMExtensions.max_think={self.max_think!r}; it must be a positive int or None.")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ConfigError(
+                f"VLLMExtensions.repetition_penalty={self.repetition_penalty}; it must be between 0.01 and 100 (1 is off)."
+            )
+
+    def to_dict(self) -> dict[str, JSON]:
+        return {
+            "kind": self.kind,
+            "max_think": self.max_think,
+            "repetition_penalty": self.repetition_penalty,
+            "extra_body_overrides": dict(self.extra_body_overrides),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceSpec:
+    """How a run talks to its policy; carried by a RolloutRequest."""
+
+    sampling: SamplingParams = SamplingParams()
+    return_: ReturnSpec = ReturnSpec()
+    extensions: BackendExtensions | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class TokenCompletionRequest:
+    """One model call: token ids in."""
+
+    model: str
+    prompt_token_ids: TokenArray
+    """Sent as they are; a client must not re-tokenise."""
+    prompt_text: str | None = None
+    """For people and logs only, and only where it was at hand: continuations never decode their prompt."""
+    sampling: SamplingParams = SamplingParams()
+    return_: ReturnSpec = ReturnSpec()
+    seed: int | None = None
+    extensions: BackendExtensions | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = token_array(self.prompt_token_ids, "prompt_token_ids")
+        if self.seed is not None and not isinstance(self.seed, (int, np.integer)):
+            raise ConfigError(f"TokenCompletionRequest.seed={self.seed!r:.80}; it must be a whole number or None.")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ChatResponse:
+    """One answer of a policy server, normalised: token ids out."""
+
+    text: str
+    prompt_token_ids: TokenArray
+    completion_token_ids: TokenArray
+    completion_logprobs: Sequence[float] | Any | None = None
+    finish_reason: str | None = None
+    version_runs: tuple[VersionRun, ...] = ()
+    supports: TokenSupports | None = None
+    """What each completion token was drawn from, where the request ruled tokens out and the server says which."""
+
+    def __post_init__(self) -> None:
+        logprobs = self.completion_logprobs
+        if logprobs is not None and len(logprobs) != len(self.completion_token_ids):
+            logger.warning(
+                "ChatResponse has %d completion tokens but %d logprobs; no trace can be made of it.",
+                len(self.completion_token_ids),
+                len(logprobs),
+            )
+
+    def to_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {"completion": self.text}
+        if self.finish_reason is not None:
+            info["finish_reason"] = self.finish_reason
+        return info
+
+    def merge_into_info(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        return {**info, **self.to_info()}
+
+    def to_trace(self, *, temperature: float | None = None) -> TokenTrace:
+        return TokenTrace(
+            prompt_token_ids=self.prompt_token_ids,
+            completion_token_ids=self.completion_token_ids,
+            completion_logprobs=self.completion_logprobs,
+            finish_reason=self.finish_reason,
+            version_runs=self.version_runs,
+            temperature=temperature,
+            supports=self.supports,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a trainer can repeat of how a token was drawn, and what it cannot.
+# ----------------------------------------------------------------------------------------------------
+# A ratio compares the probability of a token now with that when it was drawn, and both must be of the same kind. Temperature
+# is repeated, and so are top-p, top-k and min-p where the sampler recorded what they left (`TokenSupports`). Penalties change
+# with every token that was written, and are not.
+
+_TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""What they are when they rule nothing out."""
+_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+_OVERRIDES = frozenset(
+    {*_TRUNCATION, *_PENALTIES, "min_tokens", "temperature", "logit_bias", "allowed_token_ids", "bad_words"}
+)
+
+
+def unrepeatable_settings(
+    sampling: SamplingParams, extensions: BackendExtensions | None = None, supports: TokenSupports | None = None
+) -> str | None:
+    """The settings that stand between these tokens and a ratio, such as "top_p=0.9, top_k=50"; None when nothing does."""
+    if extensions is None and _is_plain(sampling):  # nearly always, and every model call asks
+        return None
+    found = {name: getattr(sampling, name) for name in _PENALTIES if getattr(sampling, name) != _PENALTIES[name]}
+    if supports is None and sampling.temperature > 0:
+        found |= {name: getattr(sampling, name) for name in _TRUNCATION if getattr(sampling, name) != _TRUNCATION[name]}
+    if supports is None and sampling.min_tokens:
+        found["min_tokens"] = sampling.min_tokens
+    if isinstance(extensions, VLLMExtensions):
+        if extensions.repetition_penalty != 1.0:
+            found["repetition_penalty"] = extensions.repetition_penalty
+        found |= {name: value for name, value in extensions.extra_body_overrides.items() if name in _OVERRIDES}
+    return ", ".join(f"{name}={value}" for name, value in found.items()) or None
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Nothing but the temperature shapes the distribution."""
+    return (
+        sampling.top_p == 1.0
+        and not (sampling.top_k or sampling.min_p or sampling.min_tokens)
+        and not (sampling.frequency_penalty or sampling.presence_penalty)
+        and sampling.repetition_penalty == 1.0
+    )
+
+
+def require_repeatable_reply(request: TokenCompletionRequest, response: ChatResponse) -> str | None:
+    """What stands between the reply's tokens and a ratio; ConfigError where their log-probs were asked for, to train on.
+
+    Found at the first reply, and not when a batch of them is to be trained on.
+    """
+    found = unrepeatable_settings(request.sampling, request.extensions, response.supports)
+    if found is not None and request.return_.return_chosen_logprobs:
+        raise ConfigError(
+            f"Log-probs of the sampled tokens were asked for, to train on, but with {found} a trainer cannot tell what "
+            "distribution they are of, and ratios would be wrong. Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no "
+            "penalties. Only the embedded engine (LocalEngine) records what top_p, top_k and min_p leave; with it they can stay. "
+            "Where no ratio is taken (evaluation, SFT, RFT), ask with ReturnSpec.for_eval()."
+        )
+    return found

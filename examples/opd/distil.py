@@ -31,8 +31,8 @@ from ludic.batch_gen import (
     RolloutBatchSource,
     RolloutEngine,
     TeacherAnnotatedBatchSource,
+    hint_first,
     make_dataset_sequence_requests_fn,
-    told_first,
 )
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
@@ -245,7 +245,7 @@ def scored(rollouts: BatchSource, scorer: LocalEngine, student: LoadedModel, set
     """With the teacher's log-prob of every token."""
     teacher = LocalTeacher(scorer)
     who = (
-        PrivilegedTeacher(teacher, told_first(HFChatTemplate(student.tokenizer)))
+        PrivilegedTeacher(teacher, hint_first(HFChatTemplate(student.tokenizer)))
         if settings.self_distillation
         else teacher
     )

@@ -27,12 +27,12 @@ from peft import LoraConfig
 
 from ludic.agents import Agent
 from ludic.batch_gen import (
+    AssignedRequests,
     OfflineBatchSource,
     RolloutEngine,
-    SeatedRequests,
     SharedRollouts,
+    assign_roles,
     make_dataset_sequence_requests_fn,
-    seated,
 )
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
@@ -190,7 +190,7 @@ def warm_up(settings: Settings) -> LoadedModel:
 async def play_at_random(settings: Settings, tokenizer: Any, path: Path) -> None:
     """Games of two players who play any legal move, in the model's own tokens."""
     policies = Policies({"random": scripted(tokenizer, random_cell)}, agent_maker(tokenizer))
-    request = seated(replace(GAME, num_episodes=settings.synth_games), dict.fromkeys(SEATS, "random"))
+    request = assign_roles(replace(GAME, num_episodes=settings.synth_games), dict.fromkeys(SEATS, "random"))
     engine = RolloutEngine(protocol_registry={"duel": policies.protocol}, seed=settings.seed)
     save_rollouts(await engine.generate_rollouts([request], max_steps=MAX_MOVES), path)
 
@@ -273,7 +273,7 @@ class Table:
         self.engine = RolloutEngine(protocol_registry={"duel": self.policies.protocol})
         self.games = SharedRollouts(
             self.engine,
-            requests_fn=SeatedRequests(self.requests_fn(), self.seatings(), self.policies, seed=settings.seed),
+            requests_fn=AssignedRequests(self.requests_fn(), self.seatings(), self.policies, seed=settings.seed),
             max_steps=MAX_MOVES,
             concurrency=256,
         )

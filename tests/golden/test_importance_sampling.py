@@ -60,7 +60,7 @@ def expected_gradient(logits, sampler, corrections):
             facts=facts,
             old_logps=old[number],
         )
-        (-chance * loss_fn.of(tokens)[0]).backward(retain_graph=True)
+        (-chance * loss_fn(tokens)[0]).backward(retain_graph=True)
     return logits.grad
 
 

@@ -43,7 +43,7 @@ from ludic.training.losses import (
     ValueLoss,
     mismatch_stats,
 )
-from ludic.training.losses.corrections import effective_share
+from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import SAWItem
 
 LN_1_5, LN_2 = 0.4054651081081644, 0.6931471805599453
@@ -75,7 +75,7 @@ def means(stats):
 
 
 def check(loss_fn, tokens, value, gradient, **stats):
-    loss, reported = loss_fn.of(tokens)
+    loss, reported = loss_fn(tokens)
     loss.backward()
     assert loss.item() == pytest.approx(value, rel=1e-6, abs=1e-9)
     assert tokens.logps.grad.tolist() == pytest.approx(gradient, rel=1e-6, abs=1e-9)
@@ -316,7 +316,7 @@ def test_sample_kl_length_normalised():
 
 def test_entropy_bonus_is_a_token_mean():
     entropy = f64(1.0, 0.5, 1.5).requires_grad_()
-    loss, stats = EntropyBonus(coeff=0.3).of(batch(entropy=entropy, old_logps=None))
+    loss, stats = EntropyBonus(coeff=0.3)(batch(entropy=entropy, old_logps=None))
     loss.backward()
     # −0.3 · (1 + 0.5 + 1.5) / 3; each token's share −0.3 / 3
     assert loss.item() == pytest.approx(-0.3)
@@ -337,7 +337,7 @@ def test_entropy_bonus_is_a_token_mean():
 def test_value_loss(clip_eps, value, gradient, error):
     values = f64(1.0, 2.0, 0.0).requires_grad_()
     tokens = batch(values=values, returns=f64(1.5, 1.0, 0.2), old_values=f64(0.5, 1.9, 0.1), old_logps=None)
-    loss, stats = ValueLoss(clip_eps=clip_eps).of(tokens)
+    loss, stats = ValueLoss(clip_eps=clip_eps)(tokens)
     loss.backward()
     assert loss.item() == pytest.approx(value)
     assert values.grad.tolist() == pytest.approx(gradient)
@@ -348,7 +348,7 @@ def test_a_value_beyond_the_clip_on_the_wrong_side_still_comes_back():
     # V = 2 left 0 although R = −1: (2 + 1)² = 9 > (0.2 + 1)², so the free error counts; gradient 1 · (2 + 1) / 3 for t0.
     values = f64(2.0, 0.0, 0.0).requires_grad_()
     tokens = batch(values=values, returns=f64(-1.0, 0.0, 0.0), old_values=f64(0.0, 0.0, 0.0))
-    loss, _ = ValueLoss(coeff=1.0).of(tokens)
+    loss, _ = ValueLoss(coeff=1.0)(tokens)
     loss.backward()
     assert loss.item() == pytest.approx(1.5) and values.grad.tolist() == pytest.approx([1.0, 0.0, 0.0])
 
@@ -373,7 +373,7 @@ def test_equal_weights_with_rounding_errors_are_not_scaled_up(loss):
         logps=torch.zeros(2, requires_grad=True), weights=weights, item_index=torch.arange(2), num_items=2, facts=facts,
         old_logps=torch.zeros(2),
     )  # fmt: skip
-    loss.of(tokens)[0].backward()
+    loss(tokens)[0].backward()
     assert tokens.logps.grad.abs().max() < 1e-6
     padded = {"input_ids": torch.tensor([[1, 2]] * 2), "action_mask": torch.tensor([[0, 1]] * 2), "weight": weights,
               "actor_logps": torch.zeros(2, 2)}  # fmt: skip
@@ -435,8 +435,8 @@ def test_corrections_multiply_the_weights(corrections, factors):
     ],
 )
 def test_corrections_say_how_much_they_cap_and_how_many_tokens_are_left(correction, capped, ess):
-    _, reported = CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), [correction]).of(batch())
-    stats = effective_share(means({f"rl/{name}": pair for name, pair in reported.items()}))
+    _, reported = CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), [correction])(batch())
+    stats = effective_sample_size(means({f"rl/{name}": pair for name, pair in reported.items()}))
     assert stats["rl/correction_capped_frac"] == pytest.approx(capped)
     assert stats["rl/correction_ess"] == pytest.approx(ess)
     assert "rl/correction_square_mean" not in stats
@@ -459,7 +459,7 @@ def test_mismatch_between_sampler_and_trainer():
     # ρ − 1 − ln ρ: 0.5 − 0.4054651, 0, −0.5 + 0.6931472. Ratios 1.5, 1, 0.5: mean 1, mean square 3.5 / 3, so ess = 6/7.
     # Samples' ratios 1.5, 0.5: mean 1, mean square 1.25. Of a's two tokens the first lies in the first quarter, the second in
     # the third; b's only token is in the first.
-    stats = effective_share(means(mismatch_stats(batch())))
+    stats = effective_sample_size(means(mismatch_stats(batch())))
     expected = {
         "kl_actor_policy": (0.0945348919 + 0.1931471806) / 3,
         "kl_actor_policy_k1": (LN_2 - LN_1_5) / 3,

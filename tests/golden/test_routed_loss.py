@@ -70,7 +70,7 @@ def batch(**fields):
 
 def test_the_loss_is_the_weighted_sum_of_the_terms_and_so_is_the_gradient():
     tokens = batch()
-    loss, stats = RoutedLoss(TERMS).of(tokens)
+    loss, stats = RoutedLoss(TERMS)(tokens)
     loss.backward()
     # rl: −(1.1·2 + 1·2 − 0.8) / 2;  imitate: (3 + 1) / 2;  distil: (0.5·0.2 − 2·0.4) / 2.
     assert loss.item() == pytest.approx(1.0 * -1.7 + 0.5 * 2.0 + 2.0 * -0.35)
@@ -91,8 +91,8 @@ def test_more_samples_of_one_objective_do_not_dilute_another():
         old_logps=f64(-1.0, -2.0, -0.5) - f64(1.1, 1.0, 0.5).log(),
     )
     mixed = batch()
-    RoutedLoss(TERMS).of(mixed)[0].backward()
-    RL.of(alone)[0].backward()
+    RoutedLoss(TERMS)(mixed)[0].backward()
+    RL(alone)[0].backward()
     assert mixed.logps.grad[[0, 1, 4]].tolist() == alone.logps.grad.tolist()
 
 
@@ -100,7 +100,7 @@ def test_a_term_that_centres_weights_uses_the_mean_of_its_own_samples():
     tokens = batch()
     inner = BatchNormalized(MaskedCausalLMCrossEntropyLoss(length_normalize=False))
     terms = [LossTerm(name="rl", loss=inner), *TERMS[1:]]
-    RoutedLoss(terms).of(tokens)[0].backward()
+    RoutedLoss(terms)(tokens)[0].backward()
     # (A − 0.5) / 1.5 is +1, +1 and −1; over 2 samples, with the sign of a loss.
     assert tokens.logps.grad[[0, 1, 4]].tolist() == pytest.approx([-0.5, -0.5, 0.5])
 
@@ -108,11 +108,11 @@ def test_a_term_that_centres_weights_uses_the_mean_of_its_own_samples():
 def test_a_correction_inside_a_term_sees_only_samples_that_have_log_probs():
     tokens = batch()
     terms = [LossTerm(name="rl", loss=CorrectedLoss(ReinforceLoss(ratio_clip=None), [TokenMask(0.8, 2.0)])), *TERMS[1:]]
-    RoutedLoss(terms).of(tokens)[0].backward()
+    RoutedLoss(terms)(tokens)[0].backward()
     # t4's ratio of 0.5 is masked; sample a's ratio is 1.1.
     assert tokens.logps.grad[[0, 1, 4]].tolist() == pytest.approx([-1.1, -1.1, 0.0])
     with pytest.raises(KeyError, match=r"2 of 4 have none.*inside the term"):
-        CorrectedLoss(RoutedLoss(TERMS), [TokenMask()]).of(batch())
+        CorrectedLoss(RoutedLoss(TERMS), [TokenMask()])(batch())
 
 
 def test_the_mismatch_is_measured_on_the_samples_that_have_log_probs():
@@ -124,9 +124,9 @@ def test_the_mismatch_is_measured_on_the_samples_that_have_log_probs():
 def test_micro_batches_add_up_to_the_batch(cut):
     whole, parts = batch(), batch()
     loss = RoutedLoss(TERMS)
-    value, stats = loss.of(whole)
+    value, stats = loss(whole)
     value.backward()
-    shares = [loss.of(parts.of_items(members, FACTS)) for members in cut]
+    shares = [loss(parts.select(members, FACTS)) for members in cut]
     total = sum(share for share, _ in shares)
     total.backward()
     assert total.item() == pytest.approx(value.item())
@@ -140,7 +140,7 @@ def test_micro_batches_add_up_to_the_batch(cut):
 @pytest.mark.parametrize("objectives", [(), ("rl", "imitate", "rl", None), ("rl", "imitate", "rl", "distill")], ids=str)
 def test_a_sample_without_a_term_is_refused(objectives):
     with pytest.raises(ConfigError, match=r"this loss has terms for rl, imitate, distil.*meta\[\"objective\"\]"):
-        RoutedLoss(TERMS).of(batch(objectives=objectives))
+        RoutedLoss(TERMS)(batch(objectives=objectives))
 
 
 def test_terms_that_cannot_be_routed_are_refused():

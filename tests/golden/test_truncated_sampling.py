@@ -20,10 +20,10 @@ from ludic.training.learner.packing import fit_length
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, ReinforceLoss, TokenKLLoss
 from ludic.types import (
+    CandidateSets,
     ReturnSpec,
     SamplingParams,
     TokenCompletionRequest,
-    TokenSupports,
 )
 from tests.unit.inference.local.tiny_models import make_engine, new_model
 from tests.unit.training.samples import item_of
@@ -74,7 +74,7 @@ def truncated_items():
 async def test_with_equal_weights_sampler_and_trainer_agree(temperature, truncation):
     model = trained_model()
     for response in await answers(model, temperature=temperature, **truncation):
-        assert response.supports is not None and response.supports.lengths.min() >= 1
+        assert response.candidates is not None and response.candidates.lengths.min() >= 1
         policy = TrainedPolicy(model)
         with torch.no_grad():
             logps, _ = policy.logps(policy.batch([item_of(response, temperature)]))
@@ -83,18 +83,18 @@ async def test_with_equal_weights_sampler_and_trainer_agree(temperature, truncat
         assert (logps - whole).max() > 0.01, "what was ruled out had probability"
 
 
-def replace_supports(item, supports):
-    return replace(item, attachments=replace(item.attachments, supports=supports))
+def replace_supports(item, candidates):
+    return replace(item, attachments=replace(item.attachments, candidates=candidates))
 
 
 async def test_a_request_for_the_whole_vocabulary_records_nothing():
     for sampling in ({"temperature": 1.3}, {"temperature": 0.0, "top_k": 5}):
-        assert all(response.supports is None for response in await answers(trained_model(), **sampling))
+        assert all(response.candidates is None for response in await answers(trained_model(), **sampling))
 
 
 async def test_a_truncation_that_rules_nothing_out_is_the_whole_vocabulary():
     (response, *_) = await answers(trained_model(), temperature=1.0, top_k=10_000)
-    assert response.supports.lengths.tolist() == [0] * len(response.completion_token_ids)
+    assert response.candidates.lengths.tolist() == [0] * len(response.completion_token_ids)
 
 
 # --- the head against a plain masked softmax ---
@@ -102,7 +102,7 @@ async def test_a_truncation_that_rules_nothing_out_is_the_whole_vocabulary():
 
 def ragged(rows, vocab):
     """Supports on a device, and the mask that they stand for."""
-    joined = TokenSupports.of(rows)
+    joined = CandidateSets.of(rows)
     device = Supports(
         torch.from_numpy(joined.ids.astype(np.int64)),
         torch.from_numpy(np.repeat(np.arange(len(rows)), joined.lengths)),
@@ -124,7 +124,7 @@ def test_value_and_gradient_are_those_of_a_full_softmax_with_a_mask(softcap, chu
     hidden = torch.randn(len(rows), width, generator=generator, requires_grad=True)
     weight = torch.randn(vocab, width, generator=generator, requires_grad=True)
     up_logp, up_entropy = torch.randn(len(rows), generator=generator), torch.randn(len(rows), generator=generator)
-    supports, mask = ragged(rows, vocab)
+    candidates, mask = ragged(rows, vocab)
 
     logits = hidden @ weight.t()
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -134,7 +134,7 @@ def test_value_and_gradient_are_those_of_a_full_softmax_with_a_mask(softcap, chu
     expected = torch.autograd.grad((expected_logp * up_logp + expected_entropy * up_entropy).sum(), [hidden, weight])
 
     monkeypatch.setattr(head_module, "_CHUNK_ELEMENTS", chunk * vocab)
-    logps, entropy = chosen_logps(hidden, Head(weight, softcap), targets, scale, entropy="train", supports=supports)
+    logps, entropy = chosen_logps(hidden, Head(weight, softcap), targets, scale, entropy="train", candidates=candidates)
     found = torch.autograd.grad((logps * up_logp + entropy * up_entropy).sum(), [hidden, weight])
     torch.testing.assert_close(logps, expected_logp)
     torch.testing.assert_close(entropy, expected_entropy)
@@ -196,10 +196,10 @@ def test_the_gradient_does_not_depend_on_the_heads_chunks(truncated_items, monke
 def test_a_sample_that_is_cut_keeps_the_candidates_of_what_is_left(truncated_items):
     item = truncated_items[0]
     (cut,) = fit_length([item], len(item.input_ids) - 3, "truncate").items
-    kept = cut.attachments.supports
+    kept = cut.attachments.candidates
     assert len(kept) == cut.num_action_tokens == item.num_action_tokens - 3
     assert [kept[i].tolist() for i in range(len(kept))] == [
-        item.attachments.supports[i].tolist() for i in range(len(kept))
+        item.attachments.candidates[i].tolist() for i in range(len(kept))
     ]
     policy = TrainedPolicy(trained_model())
     with torch.no_grad():

@@ -203,7 +203,7 @@ def tokens_with(kl, **more):
 )
 def test_the_loss_is_the_mean_of_the_kls_whatever_the_tokens_were_credited_with(how, slopes):
     kl = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
-    loss, stats = DistillationLoss(**how).of(tokens_with(kl))
+    loss, stats = DistillationLoss(**how)(tokens_with(kl))
     loss.backward()
     assert kl.grad.tolist() == pytest.approx(slopes)
     assert loss.item() == pytest.approx(sum(s * k for s, k in zip(slopes, [0.5, 1.0, 2.0], strict=True)))
@@ -214,7 +214,7 @@ def test_a_correction_weighs_the_tokens():
     # Ratios 1, 4 and 0.9 of the trained policy to the sampler's: the second is outside the band.
     kl = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
     tokens = tokens_with(kl, old_logps=-torch.tensor([1.0, 4.0, 0.9]).log())
-    loss, stats = CorrectedLoss(DistillationLoss(length_normalize=False), [TokenMask(0.5, 2.0)]).of(tokens)
+    loss, stats = CorrectedLoss(DistillationLoss(length_normalize=False), [TokenMask(0.5, 2.0)])(tokens)
     loss.backward()
     assert kl.grad.tolist() == pytest.approx([1 / 4, 0.0, 1 / 4])
     assert stats["teacher_kl"][0].item() == 3.5, "what is reported is not corrected"
@@ -222,4 +222,4 @@ def test_a_correction_weighs_the_tokens():
 
 def test_without_a_teacher_the_loss_says_who_has_one():
     with pytest.raises(KeyError, match=r"Trainer\(teacher"):
-        DistillationLoss().of(tokens_with(None))
+        DistillationLoss()(tokens_with(None))

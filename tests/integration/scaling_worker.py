@@ -44,7 +44,7 @@ def backward(policy: TrainedPolicy, *, is_last: bool) -> None:
     items = [SAWItem(np.arange(16, dtype=np.int32), None, mask, 1.0, {}, attached)]
     loss = TokenClippedSurrogateLoss()
     sync_gradients(policy.model, is_last=is_last)
-    loss.of(action_tokens(policy, loss, policy.batch(items), batch_facts(items), None, None, True))[0].backward()
+    loss(action_tokens(policy, loss, policy.batch(items), batch_facts(items), None, None, True))[0].backward()
 
 
 def held(sync: str) -> dict[str, int]:

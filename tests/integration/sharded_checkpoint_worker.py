@@ -270,7 +270,7 @@ class Gated(ShardedCheckpointManager):
 def training_goes_on_while_it_is_written(folder: Path) -> None:
     module, told = block(1.0), []
     checkpoints = settings_of(Gated, folder / "gated")
-    path = checkpoints.save(1, model=module, when_durable=told.append)
+    path = checkpoints.save(1, model=module, on_committed=told.append)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(2.0)

@@ -53,7 +53,7 @@ def sampled(model, **sampling):
 def test_the_trainer_gives_tokens_the_probabilities_that_they_were_drawn_with(temperature, truncation):
     model = model_on("cuda")
     items = [item_of(response, temperature) for response in sampled(model, temperature=temperature, **truncation)]
-    assert all((item.attachments.supports is not None) == bool(truncation) for item in items)
+    assert all((item.attachments.candidates is not None) == bool(truncation) for item in items)
     policy = TrainedPolicy(model, mixed_precision_dtype=None)
     with torch.no_grad():
         found = policy.logps(policy.batch(items))[0].cpu().numpy()

@@ -33,7 +33,7 @@ from ludic.types import (
     TokenCompletionRequest,
     TokenMismatch,
     TokenTrace,
-    require_repeatable_reply,
+    require_trainable_reply,
 )
 
 _DEFAULT_INFERENCE = InferenceSpec()
@@ -101,7 +101,7 @@ class Agent:
 
     # --- what happens to the agent ---
 
-    def sit_down(self) -> None:
+    def begin_episode(self) -> None:
         """An episode begins."""
         self.require_free()
         self._is_seated = True
@@ -114,7 +114,7 @@ class Agent:
                 "(and one protocol) per concurrent episode."
             )
 
-    def stand_up(self) -> None:
+    def end_episode(self) -> None:
         self._is_seated = False
         self._tokens_left = None
 
@@ -202,7 +202,7 @@ class Agent:
         )
         response, client_info = await self._ask_client(request, timeout_s)
         self._check_response(request, response)
-        unrepeatable = require_repeatable_reply(request, response)
+        untrainable_sampling = require_trainable_reply(request, response)
         if self._tokens_left is not None:
             self._tokens_left -= len(response.completion_token_ids)
         trace = TokenTrace(
@@ -212,8 +212,8 @@ class Agent:
             finish_reason=response.finish_reason,
             version_runs=response.version_runs,
             temperature=inference.sampling.temperature,
-            supports=response.supports,
-            unrepeatable=unrepeatable,
+            candidates=response.candidates,
+            untrainable_sampling=untrainable_sampling,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:

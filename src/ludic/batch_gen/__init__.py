@@ -20,7 +20,7 @@ from ludic.batch_gen.requests.dataset import (
     make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue,
 )
-from ludic.batch_gen.requests.roles import SeatedRequests, seated
+from ludic.batch_gen.requests.roles import AssignedRequests, assign_roles
 from ludic.batch_gen.requests.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.batch_gen.sources.asynchronous import AsyncRolloutBatchSource
 from ludic.batch_gen.sources.dynamic_sampling import DynamicSampling
@@ -34,7 +34,7 @@ from ludic.batch_gen.sources.teachers import (
     PrivilegedTeacher,
     TeacherAnnotatedBatchSource,
     Teachers,
-    told_first,
+    hint_first,
 )
 from ludic.batch_gen.stitching import stitch_rollout, stitch_rollouts
 from ludic.types import RequestsExhausted
@@ -49,6 +49,6 @@ __all__ = [
     "stitch_rollout", "stitch_rollouts",
     "RolloutBatchSource", "AsyncRolloutBatchSource", "OfflineBatchSource", "make_chat_template_step_to_item",
     "MixedBatchSource", "MixedPart", "ReplayBatchSource",
-    "TeacherAnnotatedBatchSource", "Teachers", "DomainTeachers", "PrivilegedTeacher", "told_first",
-    "SeatedRequests", "seated", "SharedRollouts", "PolicyBatchSource",
+    "TeacherAnnotatedBatchSource", "Teachers", "DomainTeachers", "PrivilegedTeacher", "hint_first",
+    "AssignedRequests", "assign_roles", "SharedRollouts", "PolicyBatchSource",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from ludic.batch_gen.episodes import Episode
-from ludic.batch_gen.groups import Settled, settle
+from ludic.batch_gen.groups import KeptEpisodes, drop_failed_groups
 from ludic.batch_gen.stitching import stitch_rollout
 from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWBatch, SAWItem
 
@@ -32,7 +32,7 @@ def credit_of(credit_assigner: CreditAssigner | None, algorithm: HasCreditAssign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assembly:
+class BatchBuilder:
     """How episodes become items."""
 
     credit_assigner: CreditAssigner
@@ -43,7 +43,7 @@ class Assembly:
 
     def batch(self, episodes: Sequence[Episode], *, policy: str | None = None) -> SAWBatch:
         """`policy`: only what this one played; whether an episode or a group counts is decided by all of it."""
-        settled = settle(episodes) if policy is None else settle(episodes).played_by(policy)
+        settled = drop_failed_groups(episodes) if policy is None else drop_failed_groups(episodes).played_by(policy)
         rollouts = settled.rollouts
         weights = self.credit_assigner.compute(rollouts) if rollouts else {}
         items = [
@@ -64,7 +64,7 @@ def _asked_for_logprobs(episode: Episode) -> bool:
 
 
 def _meta(
-    episodes: Sequence[Episode], settled: Settled, items: Sequence[SAWItem], kept: Sequence[SAWItem]
+    episodes: Sequence[Episode], settled: KeptEpisodes, items: Sequence[SAWItem], kept: Sequence[SAWItem]
 ) -> dict[str, Any]:
     counts = {
         "target_rollouts": len(episodes),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ludic.batch_gen.build_batch import Assembly, HasCreditAssigner, credit_of
+from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.concurrency import Job, as_finished
 from ludic.batch_gen.episodes import (
     DEFAULT_ENV_TIMEOUT_S,
@@ -23,10 +23,10 @@ from ludic.batch_gen.episodes import (
     Factories,
     Factory,
     FailureLog,
-    GoingOn,
+    RunningEpisode,
     num_sampled_tokens,
     plan_episodes,
-    play_episode,
+    run_episode,
 )
 from ludic.batch_gen.groups import FailureLimit
 from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter, read_episode, request_key, resume_plans
@@ -66,7 +66,7 @@ class _Playing:
         self._failures = failures
         self._began = time.monotonic()
         self._num_done = self._num_resumed = self._num_tokens = 0
-        self.going_on: dict[int, GoingOn] = {}
+        self.going_on: dict[int, RunningEpisode] = {}
 
     def count(self, episode: Episode) -> None:
         self._failures.count(episode)
@@ -173,7 +173,7 @@ class RolloutEngine:
         per_turn: bool = False,
     ) -> SAWBatch:
         """Play, leave out incomplete groups, assign credit, make items, filter."""
-        assembly = Assembly(
+        assembly = BatchBuilder(
             credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter, per_turn=per_turn
         )
         episodes = await self.play(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
@@ -267,9 +267,9 @@ class RolloutEngine:
         )
 
     async def _play(self, plan: EpisodePlan, limits: EpisodeLimits, playing: _Playing) -> Episode:
-        playing.going_on[plan.index] = going_on = GoingOn(plan)
+        playing.going_on[plan.index] = going_on = RunningEpisode(plan)
         try:
-            episode = await play_episode(plan, self._factories, limits, self._failures, going_on)
+            episode = await run_episode(plan, self._factories, limits, self._failures, going_on)
         finally:
             del playing.going_on[plan.index]
         if self._writer is not None:

@@ -218,7 +218,7 @@ class FailureLog:
 
 
 @dataclass(slots=True)
-class GoingOn:
+class RunningEpisode:
     """An episode that is being played."""
 
     plan: EpisodePlan
@@ -235,19 +235,19 @@ def num_sampled_tokens(rollout: Rollout) -> int:
     return sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
 
 
-async def play_episode(
+async def run_episode(
     plan: EpisodePlan,
     factories: Factories,
     limits: EpisodeLimits,
     failures: FailureLog | None = None,
-    going_on: GoingOn | None = None,
+    going_on: RunningEpisode | None = None,
 ) -> Episode:
     """The episode of a plan, tried again if it fails; what the last try came to. `going_on` can be looked into meanwhile."""
-    failures, going_on = failures or FailureLog(), going_on or GoingOn(plan)
+    failures, going_on = failures or FailureLog(), going_on or RunningEpisode(plan)
     num_attempts = 0
     while True:
         num_attempts += 1
-        rollouts = await _play_once(going_on, factories, limits)
+        rollouts = await _run_once(going_on, factories, limits)
         episode = Episode(plan=plan, rollouts=rollouts, num_attempts=num_attempts)
         if episode.failure is None:
             return episode
@@ -257,7 +257,7 @@ async def play_episode(
             return episode
 
 
-async def _play_once(going_on: GoingOn, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
+async def _run_once(going_on: RunningEpisode, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
     plan = going_on.plan
     going_on.protocol = protocol = factories.make_protocol(plan.request)
     protocol.env_timeout_s = limits.env_timeout_s

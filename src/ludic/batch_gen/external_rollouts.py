@@ -16,7 +16,7 @@ from ludic.types import (
 )
 
 
-class BareCall(NamedTuple):
+class ExternalCall(NamedTuple):
     """One model call."""
 
     messages: Sequence[Message]
@@ -26,7 +26,7 @@ class BareCall(NamedTuple):
     trace: TokenTrace
 
 
-def rollout_of_calls(calls: Sequence[BareCall], *, reward: float, is_finished: bool, group_id: str) -> Rollout:
+def rollout_of_calls(calls: Sequence[ExternalCall], *, reward: float, is_finished: bool, group_id: str) -> Rollout:
     """One turn per call; all of the reward at the end of the last."""
     steps = [
         AgentStep(index=n, prompt_messages=call.messages, action=call.text, trace=call.trace, turn_id=f"turn {n}")
@@ -49,7 +49,7 @@ def rollout_of_calls(calls: Sequence[BareCall], *, reward: float, is_finished: b
     return Rollout(steps=[*steps, end], stop=stop, meta={"request_meta": {"group_id": group_id}})
 
 
-def weighed_batch(rollouts: Sequence[Rollout], weights: Sequence[float]) -> SAWBatch:
+def weighted_batch(rollouts: Sequence[Rollout], weights: Sequence[float]) -> SAWBatch:
     """One weight per rollout. One item per rollout, over all its turns; several where a prompt did not continue the last."""
     by_step = {
         (rollout.id, step.index): weight
@@ -59,7 +59,7 @@ def weighed_batch(rollouts: Sequence[Rollout], weights: Sequence[float]) -> SAWB
     return SAWBatch(items=stitch_rollouts(rollouts, by_step, require_logprobs=True))
 
 
-class GivenBatch:
+class OneBatchSource:
     """A source for `Trainer.train_step` that hands out what it was given, once."""
 
     def __init__(self) -> None:

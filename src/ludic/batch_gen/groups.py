@@ -54,7 +54,7 @@ class FailureLimit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
+class KeptEpisodes:
     """Which episodes credit is assigned to, and what was left out."""
 
     episodes: list[Episode]
@@ -67,7 +67,7 @@ class Settled:
     def rollouts(self) -> list[Rollout]:
         return [rollout for episode in self.episodes for rollout in episode.rollouts if rollout.failure is None]
 
-    def played_by(self, policy: str) -> "Settled":
+    def played_by(self, policy: str) -> "KeptEpisodes":
         """The same episodes with this policy's perspectives alone."""
         return replace(
             self,
@@ -80,11 +80,11 @@ def policy_of(rollout: Rollout) -> str | None:
     return rollout.meta.get("model")
 
 
-def settle(episodes: Sequence[Episode]) -> Settled:
+def drop_failed_groups(episodes: Sequence[Episode]) -> KeptEpisodes:
     """Leave out failed episodes, and with each of them the whole group that it belongs to."""
     failed = [episode for episode in episodes if episode.failure is not None]
     broken = {episode.plan.group_id for episode in failed} - {None}
-    return Settled(
+    return KeptEpisodes(
         episodes=[e for e in episodes if e.failure is None and e.plan.group_id not in broken],
         num_failed=len(failed),
         num_groups_dropped=len(broken),

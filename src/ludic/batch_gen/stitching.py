@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from ludic.types import (
     ActorTokenLogps,
+    CandidateSets,
     Rollout,
     RolloutStepKey,
     SampleAttachments,
     SAWItem,
     Step,
-    TokenSupports,
     TokenTrace,
     VersionRun,
     is_parse_failure,
@@ -194,8 +194,10 @@ def _item(
             token_rewards=_token_rewards(calls, rewards),
             token_turns=_token_turns(calls),
             temperature=last.temperature,
-            supports=_supports(calls),
-            unrepeatable=next((u for call in calls if (u := call.trace.unrepeatable) is not None), None),
+            candidates=_candidates(calls),
+            untrainable_sampling=next(
+                (u for call in calls if (u := call.trace.untrainable_sampling) is not None), None
+            ),
             version_runs=_version_runs(calls),
         ),
     )
@@ -245,12 +247,12 @@ def _logprobs(calls: list[_Call]) -> ActorTokenLogps | None:
     return ActorTokenLogps(np.concatenate(present)) if present else None
 
 
-def _supports(calls: list[_Call]) -> TokenSupports | None:
+def _candidates(calls: list[_Call]) -> CandidateSets | None:
     traces = [call.trace for call in calls]
-    if all(trace.supports is None for trace in traces):
+    if all(trace.candidates is None for trace in traces):
         return None
-    return TokenSupports.joined(
-        len(trace.completion_token_ids) if trace.supports is None else trace.supports for trace in traces
+    return CandidateSets.joined(
+        len(trace.completion_token_ids) if trace.candidates is None else trace.candidates for trace in traces
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import typer
 
 from ludic.cli.run_command import Target, as_pipeline, need_extras, read_run_command
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.types import ConfigError
 
 DESCRIPTION = (
@@ -34,7 +34,7 @@ class Words:
 def actor(context: typer.Context) -> None:
     """Play for the learner of a pipeline."""
     words, config = read_run_command(Words, context.args, prog="ludic actor", description=DESCRIPTION)
-    found = find_env(config.env.id)
+    found = env_factory(config.env.id)
     need_extras("train,pipeline", "ludic actor")
     from ludic.cli.pipeline import actor as run_actor
 

@@ -10,7 +10,7 @@ import typer
 import tyro
 
 from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.run.settings import parse_flags
 from ludic.types import ConfigError
 
@@ -39,7 +39,7 @@ def evaluate(context: typer.Context) -> None:
         typer.echo(
             f"These are the samples that {run} was trained on, {config.env.data}; --data FILE.jsonl takes others."
         )
-    found = find_env(config.env.id)
+    found = env_factory(config.env.id)
     config = resolve(config, found)
     from ludic.cli.eval import run as eval_run
 

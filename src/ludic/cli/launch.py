@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import typer
 
 from ludic.cli.run_command import Target, as_pipeline, need_extras, read_run_command
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.run.settings import MaybeText, Switch
 
 DESCRIPTION = (
@@ -40,7 +40,7 @@ class Words:
 def launch(context: typer.Context) -> None:
     """Train with actors and a learner in processes of their own."""
     words, config = read_run_command(Words, context.args, prog="ludic launch", description=DESCRIPTION)
-    found = find_env(config.env.id)
+    found = env_factory(config.env.id)
     need_extras("train,pipeline", "ludic launch")
     from ludic.cli.pipeline import launch as run_launch
 

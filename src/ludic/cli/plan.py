@@ -10,8 +10,8 @@ from ludic.scaling import (
     Hardware,
     Job,
     Plan,
+    PlanOptions,
     Rates,
-    Wishes,
     best_plan,
     changes_that_help,
     read_shape,
@@ -75,7 +75,7 @@ def plan(
         concurrency=concurrency,
     )
     rates = Rates(training=training_tokens_per_s, generation=generation_tokens_per_s)
-    wishes = Wishes(
+    wishes = PlanOptions(
         checkpointing=checkpointing,
         sync_gradients=sync_gradients,
         offload=offload,
@@ -276,7 +276,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def memory_table(job: Job, wishes: Wishes) -> str:
+def memory_table(job: Job, wishes: PlanOptions) -> str:
     """Markdown: one row per known shape, number of GPUs and size of GPU."""
     rows = [
         _table_row(best_plan(SHAPES[name], job, Hardware(gpus=gpus, memory_gib=memory), wishes=wishes))

@@ -18,7 +18,7 @@ from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample,
 from ludic.cli.play_tools import Toolbox
 from ludic.cli.scripted import reference_or_random, scripted_protocol
 from ludic.interaction.base import AnyEnv, outcome_for, told_outcomes
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.run.settings import read_pair
 from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
 
@@ -69,7 +69,7 @@ def read_settings(pairs: list[str]) -> dict[str, Any]:
 
 def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int) -> AnyEnv:
     """A registered env, or `module:Class` / `file.py:Class` of your own."""
-    found = find_env(id)
+    found = env_factory(id)
     example = found.example
     if data is not None:
         example = {"sample": _sample(data, index)}

@@ -12,7 +12,7 @@ import typer
 from ludic.cli.run_command import need_extras
 from ludic.inference.vllm.command import check_host, check_port
 from ludic.models import SMOLLM2, TINY
-from ludic.training.learner.stop import StopWishes
+from ludic.training.learner.stop import StopRequests
 from ludic.types import ConfigError
 
 
@@ -121,7 +121,7 @@ async def _serve_until_stopped(engine: Any, host: str, port: int, api_key: str |
     serving = asyncio.create_task(
         serve(engine, host, port, model_name=engine.name, api_key=api_key, insecure=insecure, on_ready=announce)
     )
-    wishes = StopWishes()
+    wishes = StopRequests()
 
     def on_signal() -> None:
         if wishes.hear():  # the same wish once more would interrupt the replies that are being finished

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import typer
 
 from ludic.cli.run_command import Target, need_extras, read_run_command
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.run.settings import Switch
 
 DESCRIPTION = (
@@ -32,7 +32,7 @@ class Words:
 def train(context: typer.Context) -> None:
     """Train a model on an environment."""
     words, config = read_run_command(Words, context.args, prog="ludic train", description=DESCRIPTION)
-    found = find_env(config.env.id)
+    found = env_factory(config.env.id)
     need_extras("train", "ludic train")
     from ludic.run import training as run_training
 

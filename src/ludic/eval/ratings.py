@@ -13,7 +13,7 @@ from itertools import permutations
 import numpy as np
 import numpy.typing as npt
 
-from ludic.batch_gen.requests.roles import seated
+from ludic.batch_gen.requests.roles import assign_roles
 from ludic.eval.statistics import Z95
 from ludic.types import ConfigError, Rollout, RolloutRequest, derive_seed
 
@@ -197,7 +197,7 @@ def round_robin(
     pairs = [pair for pair in permutations(players, 2) for _ in range(num_games)]
     return [
         replace(
-            seated(template, dict(zip(seats, pair, strict=True))),
+            assign_roles(template, dict(zip(seats, pair, strict=True))),
             env_seed=derive_seed(seed, 0, number),
             sampling_seed=derive_seed(seed, 1, number),
             num_episodes=1,
@@ -217,7 +217,7 @@ def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Matc
     for rollout in rollouts:
         if "policies" not in rollout.meta:
             raise ConfigError(
-                f"Rollout {rollout.id} does not say who played. Take requests from round_robin or seated."
+                f"Rollout {rollout.id} does not say who played. Take requests from round_robin or assign_roles."
             )
         episode = rollout.meta["engine"]["episode_run"]
         names[episode] = rollout.meta["policies"][seats[0]], rollout.meta["policies"][seats[1]]

@@ -38,7 +38,7 @@ class EndpointError(LudicError, RuntimeError):
         """The HTTP status, where one came."""
 
 
-class Busy(EndpointError):
+class RetryableError(EndpointError):
     """Nothing is wrong with the question: worth another try."""
 
     def __init__(self, message: str, *, status: int | None = None, wait_s: float | None = None) -> None:
@@ -47,11 +47,11 @@ class Busy(EndpointError):
         """How long to wait before it, where somebody knows."""
 
 
-class Unreachable(Busy, ConnectionError):
+class Unreachable(RetryableError, ConnectionError):
     """The connection could not be made, or was lost."""
 
 
-class NoAnswer(Busy, TimeoutError):
+class ResponseTimeout(RetryableError, TimeoutError):
     """The connection stood, and nothing came over it in time."""
 
 
@@ -78,7 +78,7 @@ class Retries:
         for attempt in range(self.max_retries + 1):
             try:
                 return await ask()
-            except Busy as busy:
+            except RetryableError as busy:
                 if attempt == self.max_retries:
                     raise EndpointError(f"{busy} It was asked {attempt + 1} times.", status=busy.status) from busy
                 wait = self.wait_before(attempt) if busy.wait_s is None else min(busy.wait_s, self.longest_wait_s)
@@ -106,7 +106,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
+class LoopSession:
     """What belongs to one event loop."""
 
     session: "aiohttp.ClientSession"
@@ -128,7 +128,7 @@ class HttpSessions:
         self._needed_for = needed_for
         own = {origin_of(url): login for url in given if (login := login_of(url)) is not None}
         self._logins = {} if "Authorization" in self._headers else {**known_logins(), **own}
-        self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
+        self._lanes: dict[asyncio.AbstractEventLoop, LoopSession] = {}
 
     async def ask(
         self,
@@ -140,7 +140,7 @@ class HttpSessions:
         params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """One question, one answer; `Unreachable` or `NoAnswer` where none came."""
+        """One question, one answer; `Unreachable` or `ResponseTimeout` where none came."""
         session = (await self.lane()).session
         import aiohttp
 
@@ -157,7 +157,9 @@ class HttpSessions:
                 data = await response.read()
                 return Answer(status=response.status, data=data, retry_after=response.headers.get("Retry-After"))
         except TimeoutError as error:
-            raise NoAnswer(f"{url} cannot be reached: no answer within {timeout_s or _CONNECT_S:g} s.") from error
+            raise ResponseTimeout(
+                f"{url} cannot be reached: no answer within {timeout_s or _CONNECT_S:g} s."
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{url} cannot be reached: {error or type(error).__name__}.") from error
 
@@ -166,14 +168,14 @@ class HttpSessions:
         login = self._logins.get(origin_of(url)) if self._logins else None
         return {} if login is None else {"Authorization": login}
 
-    async def lane(self) -> Lane:
+    async def lane(self) -> LoopSession:
         """That of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._lanes:
             for other in [known for known in list(self._lanes) if known.is_closed()]:
                 self._lanes.pop(other, None)
             life = self._session_life()
-            self._lanes[loop] = Lane(session=await anext(life), life=life)
+            self._lanes[loop] = LoopSession(session=await anext(life), life=life)
         return self._lanes[loop]
 
     async def close(self) -> None:

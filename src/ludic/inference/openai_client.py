@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.http import Answer, Busy, EndpointError, HttpSessions, Retries, error_of
+from ludic.inference.http import Answer, EndpointError, HttpSessions, Retries, RetryableError, error_of
 from ludic.inference.templates.byte import ByteTemplate
 from ludic.types import (
     ChatResponse,
@@ -215,7 +215,7 @@ def _refusal(url: str, answer: Answer) -> LudicError:
     said = f"{url} answered {status}: {message}"
     if status in _BUSY:
         wait_s = float(after) if after and after.replace(".", "", 1).isdigit() else None
-        return Busy(said, status=status, wait_s=wait_s)
+        return RetryableError(said, status=status, wait_s=wait_s)
     if status in (401, 403):
         return ConfigError(f"{said} Is the API key right?")
     if status in (404, 405):

@@ -11,14 +11,14 @@ from ludic.interaction.collector import TraceCollector
 from ludic.interaction.delegating import Delegate, DelegatingProtocol, TaskEnv
 from ludic.interaction.failures import run_or_record
 from ludic.interaction.multi_agent import MultiAgentProtocol
-from ludic.interaction.policies import Policies, Roster, Seating
+from ludic.interaction.policies import Policies, RoleAssignment, VersionedPolicies
 from ludic.interaction.single_agent import SingleAgentProtocol, SingleAgentSyncProtocol
 
 __all__ = [
     "InteractionProtocol", "SingleAgentProtocol", "SingleAgentSyncProtocol", "MultiAgentProtocol",
     "MultiAgentSyncProtocol", "DelegatingProtocol", "Delegate", "TaskEnv",
     "TraceCollector", "run_or_record", "ExternalToolHandler", "merge_step_info", "split_parser_reward",
-    "RESERVED_INFO_KEYS", "Policies", "Roster", "Seating",
+    "RESERVED_INFO_KEYS", "Policies", "VersionedPolicies", "RoleAssignment",
 ]  # fmt: skip
 
 MultiAgentSyncProtocol = MultiAgentProtocol

@@ -15,7 +15,7 @@ from ludic.interaction.base import (
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.failures import all_or_none
-from ludic.interaction.session import Seat, Turn, call_handler
+from ludic.interaction.session import AgentSession, Turn, call_handler
 from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall, derive_seed
 
 
@@ -60,8 +60,8 @@ class MultiAgentProtocol(InteractionProtocol):
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
         handler = self._external_tools if self.external_tool_handler is not None else None
-        seats = [
-            Seat(
+        sessions = [
+            AgentSession(
                 agent_id=agent_id,
                 agent=agent,
                 collector=collector,
@@ -74,54 +74,54 @@ class MultiAgentProtocol(InteractionProtocol):
             for agent_id, agent in self.agents.items()
         ]
         opening = await self._asked(env, "reset", env.async_reset(seed=env_seed))
-        openings = [opening_for(env, seat.agent_id, opening) for seat in seats]
-        seated: list[Seat] = []
+        openings = [opening_for(env, session.agent_id, opening) for session in sessions]
+        started: list[AgentSession] = []
         try:
-            for seat, first in zip(seats, openings, strict=True):
-                seat.sit_down(first, env)
-                seated.append(seat)
-            stop = await self._play(env, seats, max_steps)
-            for seat in seats:
-                seat.leave(stop)
+            for session, first in zip(sessions, openings, strict=True):
+                session.start(first, env)
+                started.append(session)
+            stop = await self._play(env, sessions, max_steps)
+            for session in sessions:
+                session.finish(stop)
         finally:
-            for seat in seated:
-                seat.vacate()
+            for session in started:
+                session.close()
         return collector.extract_rollouts_with_per_agent_status()
 
-    async def _play(self, env: AnyEnv, seats: Sequence[Seat], max_steps: int) -> StopReason:
+    async def _play(self, env: AnyEnv, sessions: Sequence[AgentSession], max_steps: int) -> StopReason:
         """Steps until nobody is left; the reason for those who had not finished by themselves."""
         for _ in range(max_steps):
             active = env.active_agents
-            if not active or all(seat.finished or seat.retired for seat in seats):
+            if not active or all(session.finished or session.retired for session in sessions):
                 return StopReason.NOBODY_ACTIVE
-            acting = [s for s in seats if s.agent_id in active and not s.finished and s.retired is None]
+            acting = [s for s in sessions if s.agent_id in active and not s.finished and s.retired is None]
             turns = dict(
                 zip(
-                    (seat.agent_id for seat in acting),
-                    await all_or_none(seat.take_turn() for seat in acting),
+                    (session.agent_id for session in acting),
+                    await all_or_none(session.take_turn() for session in acting),
                     strict=True,
                 )
             )
             self._settle(acting, turns)
             actions = {agent_id: turn.action for agent_id, turn in turns.items() if turn.action is not None}
-            if turns and not actions and not any(seat.retired for seat in acting):
+            if turns and not actions and not any(session.retired for session in acting):
                 continue  # nothing readable was said, so the env does not move
             outcomes = told_outcomes(env, await self._asked(env, "step", env.async_step(actions)), actions)
-            for seat in seats:
-                if not seat.finished and seat.agent_id in outcomes:
-                    turn = turns.get(seat.agent_id) if seat.retired is None else None
-                    seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
+            for session in sessions:
+                if not session.finished and session.agent_id in outcomes:
+                    turn = turns.get(session.agent_id) if session.retired is None else None
+                    session.observe(outcome_for(env, session.agent_id, outcomes), turn)
         return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE
 
     @staticmethod
-    def _settle(acting: Sequence[Seat], turns: Mapping[str, Turn]) -> None:
+    def _settle(acting: Sequence[AgentSession], turns: Mapping[str, Turn]) -> None:
         """Tell agents whose reply was no action; let go of those with no room left for another prompt."""
-        for seat in acting:
-            turn = turns[seat.agent_id]
+        for session in acting:
+            turn = turns[session.agent_id]
             if turn.out_of_room is not None:
-                seat.retire(turn.out_of_room)
+                session.stop_acting(turn.out_of_room)
             elif turn.action is None:
-                seat.reject(turn)
+                session.reject(turn)
 
     def _check_roles(self, env: AnyEnv) -> None:
         unknown = sorted(set(self.agents) - set(env.agent_ids))

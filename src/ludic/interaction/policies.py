@@ -12,14 +12,14 @@ from ludic.agents import Agent
 from ludic.interaction.multi_agent import MultiAgentProtocol
 from ludic.types import ChatClient, ConfigError, UnknownName
 
-Seating: TypeAlias = Mapping[str, str]
+RoleAssignment: TypeAlias = Mapping[str, str]
 """Agent id → name of the policy that plays it."""
 MakeAgent: TypeAlias = Callable[[ChatClient, str], Agent]
 """(who answers, the policy's name, which is to be the agent's `model`) → a new agent."""
 
 
 @runtime_checkable
-class Roster(Protocol):
+class VersionedPolicies(Protocol):
     """Past versions of a policy that can still be played against, such as `ludic.inference.local.league.League`."""
 
     @property
@@ -34,21 +34,21 @@ class Policies:
     A league is named like any other policy; in a request stands one of its members, `name@version`.
     """
 
-    def __init__(self, players: Mapping[str, ChatClient | Roster], make_agent: MakeAgent) -> None:
+    def __init__(self, players: Mapping[str, ChatClient | VersionedPolicies], make_agent: MakeAgent) -> None:
         wrong = sorted(name for name in players if "@" in name)
         if wrong:
             raise ConfigError(f"The policies {wrong} have an @ in their names, which stands before a league's version.")
         self._players = dict(players)
         self._make_agent = make_agent
 
-    def protocol(self, policies: Seating) -> MultiAgentProtocol:
+    def protocol(self, policies: RoleAssignment) -> MultiAgentProtocol:
         """The factory of a protocol: RolloutEngine(protocol_registry={"duel": policies.protocol})."""
         return MultiAgentProtocol({agent_id: self._agent(name) for agent_id, name in policies.items()})
 
     def draw(self, name: str, seed: int) -> str:
         """The policy itself; of a league the member that falls to this seed."""
         player = self._player(name)
-        if not isinstance(player, Roster):
+        if not isinstance(player, VersionedPolicies):
             return name
         if not player.versions:
             raise ConfigError(
@@ -61,7 +61,7 @@ class Policies:
         """Who answers under this name."""
         league, is_member, version = name.partition("@")
         player = self._player(league)
-        if isinstance(player, Roster):
+        if isinstance(player, VersionedPolicies):
             if not version.isdigit():
                 raise ConfigError(f"{name!r} is a league; a seat goes to one of its members, such as {league}@0.")
             return player.client(int(version))
@@ -78,7 +78,7 @@ class Policies:
             )
         return agent
 
-    def _player(self, name: str) -> ChatClient | Roster:
+    def _player(self, name: str) -> ChatClient | VersionedPolicies:
         if name not in self._players:
             raise UnknownName.among("policy", name, self._players, "Add it to Policies.")
         return self._players[name]

@@ -1,4 +1,4 @@
-"""`Seat`: one agent's place at the table.
+"""`AgentSession`: one agent's place at the table.
 
 A seat takes turns (model calls, tool loops), hears what the env says, and writes the agent's rollout. Single- and
 multi-agent protocols differ only in who is asked when; all bookkeeping is here.
@@ -70,7 +70,7 @@ class _Transition:
     ts_ns: int = 0
 
 
-class Seat:
+class AgentSession:
     """Runs one agent through one episode."""
 
     def __init__(
@@ -114,14 +114,14 @@ class Seat:
 
     # --- the episode begins ---
 
-    def sit_down(self, opening: tuple[Observation, Info] | None, env: AnyEnv) -> None:
+    def start(self, opening: tuple[Observation, Info] | None, env: AnyEnv) -> None:
         """The env has been reset; `opening` is what it told this agent. A context's own system prompt goes before the env's
         suggestion."""
-        self.agent.sit_down()  # first: whoever plays elsewhere is refused, and keeps its tools
+        self.agent.begin_episode()  # first: whoever plays elsewhere is refused, and keeps its tools
         try:
             self.agent.take_tools(env.episode_tools(self.agent_id))
         except BaseException:
-            self.vacate()
+            self.close()
             raise
         self.agent.allow_tokens(self._max_tokens)
         own = self.agent.ctx.default_system_prompt
@@ -242,7 +242,7 @@ class Seat:
         """The reply could not be read: the agent will be shown why, and the env has not seen it."""
         self._tell(turn.feedback or _NO_REPLY_READ, {"parse_error": True, "parse_feedback_obs": turn.feedback})
 
-    def hear(self, outcome: StepOutcome, turn: Turn | None = None) -> None:
+    def observe(self, outcome: StepOutcome, turn: Turn | None = None) -> None:
         """What the env says after a step; `turn` is this agent's own, if it acted."""
         if turn is not None or self._open is None:
             self._open = _Transition(turn=turn, prev_obs=self._last_obs)
@@ -252,17 +252,17 @@ class Seat:
         transition.last_obs = outcome.obs
         transition.ts_ns = time.time_ns()
         if outcome.terminated:
-            self.leave(StopReason.TERMINATED)
+            self.finish(StopReason.TERMINATED)
         elif outcome.truncated:
-            self.leave(StopReason.ENV_TRUNCATED)
+            self.finish(StopReason.ENV_TRUNCATED)
         else:
             self._tell(outcome.obs, outcome.info)
 
-    def retire(self, stop: StopReason) -> None:
+    def stop_acting(self, stop: StopReason) -> None:
         """The agent cannot act any more, but the episode goes on around it: what the env still tells it counts."""
         self.retired = stop
 
-    def leave(self, stop: StopReason) -> None:
+    def finish(self, stop: StopReason) -> None:
         """The agent's part is over; the last step says how."""
         if self.finished:
             return
@@ -274,9 +274,9 @@ class Seat:
         elif self._steps:
             self._mark_last_step(stop)
 
-    def vacate(self) -> None:
+    def close(self) -> None:
         """The episode is over, one way or another; the agent may go into the next."""
-        self.agent.stand_up()
+        self.agent.end_episode()
 
     def _tell(self, obs: Observation, info: Info) -> None:
         self._unseen.append(obs)

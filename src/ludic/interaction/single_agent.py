@@ -12,7 +12,7 @@ from ludic.interaction.base import (
     told_outcomes,
 )
 from ludic.interaction.collector import TraceCollector
-from ludic.interaction.session import Seat, call_handler
+from ludic.interaction.session import AgentSession, call_handler
 from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall
 
 
@@ -55,7 +55,7 @@ class SingleAgentProtocol(InteractionProtocol):
         self.agent.require_free()  # before anything of an episode that is going on is touched
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
-        seat = Seat(
+        session = AgentSession(
             agent_id=self._only_agent_id(env),
             agent=self.agent,
             collector=collector,
@@ -67,31 +67,31 @@ class SingleAgentProtocol(InteractionProtocol):
             max_tokens=self.max_tokens,
         )
         opening = await self._asked(env, "reset", env.async_reset(seed=env_seed))
-        seat.sit_down(opening_for(env, seat.agent_id, opening), env)
+        session.start(opening_for(env, session.agent_id, opening), env)
         try:
-            seat.leave(await self._play(env, seat, max_steps))
+            session.finish(await self._play(env, session, max_steps))
         finally:
-            seat.vacate()
+            session.close()
         return collector.extract_rollouts_with_per_agent_status()
 
-    async def _play(self, env: AnyEnv, seat: Seat, max_steps: int) -> StopReason:
+    async def _play(self, env: AnyEnv, session: AgentSession, max_steps: int) -> StopReason:
         """Turns until something ends the episode; what that was (an env that ended it has told the seat itself)."""
         for _ in range(max_steps):
-            if seat.agent_id not in env.active_agents:
+            if session.agent_id not in env.active_agents:
                 return StopReason.NOBODY_ACTIVE
-            turn = await seat.take_turn()
+            turn = await session.take_turn()
             if turn.out_of_room is not None:
                 return turn.out_of_room
             if turn.action is None:
-                seat.reject(turn)
+                session.reject(turn)
                 if self.stop_on_parse_error:
                     return StopReason.PARSE_ERROR
                 continue
-            moved = await self._asked(env, "step", env.async_step({seat.agent_id: turn.action}))
-            outcomes = told_outcomes(env, moved, [seat.agent_id])
-            seat.hear(outcome_for(env, seat.agent_id, outcomes), turn)
-            if seat.stop is not None:
-                return seat.stop
+            moved = await self._asked(env, "step", env.async_step({session.agent_id: turn.action}))
+            outcomes = told_outcomes(env, moved, [session.agent_id])
+            session.observe(outcome_for(env, session.agent_id, outcomes), turn)
+            if session.stop is not None:
+                return session.stop
         return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE
 
     @staticmethod

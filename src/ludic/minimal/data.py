@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from ludic.batch_gen.requests.dataset import Passes
+from ludic.batch_gen.requests.dataset import EpochOrder
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.minimal.rl import Example
 from ludic.types import ConfigError
@@ -27,7 +27,7 @@ class HuggingFaceDataLoader:
             raise ConfigError(f"batch_size={batch_size}, limit={limit}: both are at least 1.")
         self.examples: Sequence[Example] = [row for row in read_samples(place) if keep(row)][:limit]
         self.batch_size = batch_size
-        self.passes = Passes(len(self.examples), shuffle=True, seed=seed)
+        self.passes = EpochOrder(len(self.examples), shuffle=True, seed=seed)
         """Where it stands; that can be saved and restored (`state_dict`, `load_state_dict`)."""
 
     def batches(self) -> Iterator[list[Example]]:

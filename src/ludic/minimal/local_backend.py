@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludic.batch_gen.external_rollouts import GivenBatch
+from ludic.batch_gen.external_rollouts import OneBatchSource
 from ludic.distributed import SharedWeightsPublisher
 from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
@@ -36,7 +36,7 @@ class LocalModel:
         """`loaded`: a model at hand, instead of the one that `config` names."""
         if loaded is None:
             loaded = load_model(config.model_name, seed=config.seed)
-        self.config, self.tokenizer, self._given = config, loaded.tokenizer, GivenBatch()
+        self.config, self.tokenizer, self._given = config, loaded.tokenizer, OneBatchSource()
         is_base = give_plain_chat(loaded.tokenizer)  # and does not stop by itself
         self.sampling = with_plain_stop(config.sampling) if is_base else config.sampling
         length = min(config.max_seq_len, loaded.model.config.get_text_config().max_position_embeddings)

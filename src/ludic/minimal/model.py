@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from ludic.batch_gen.external_rollouts import BareCall, rollout_of_calls
+from ludic.batch_gen.external_rollouts import ExternalCall, rollout_of_calls
 from ludic.minimal.generation import Policy
 from ludic.minimal.rl import Reward, Trajectory
 from ludic.types import Rollout, SAWBatch
@@ -39,5 +39,5 @@ class SavesWeights(Protocol):
 
 def as_rollout(trajectory: Trajectory, reward: Reward, group_id: str) -> Rollout:
     """In the library's form, which its stitching, credit rules and `ludic view` read."""
-    calls = [BareCall(step.state.messages, step.action.text, step.completion) for step in trajectory.steps]
+    calls = [ExternalCall(step.state.messages, step.action.text, step.completion) for step in trajectory.steps]
     return rollout_of_calls(calls, reward=reward.value, is_finished=trajectory.is_finished, group_id=group_id)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ludic.batch_gen.external_rollouts import GivenBatch
+from ludic.batch_gen.external_rollouts import OneBatchSource
 from ludic.distributed import TinkerPolicy
 from ludic.inference import TinkerConfig
 from ludic.inference.templates.conversation import ClientPolicy, up_to_stop
@@ -43,7 +43,7 @@ class TinkerModel:
 
     def __init__(self, config: TinkerModelConfig, *, tokenizer: Any = None) -> None:
         """Without a `tokenizer`, the service says which it is, and it is fetched from the hub."""
-        self.config, self._given, length = config, GivenBatch(), config.max_seq_len
+        self.config, self._given, length = config, OneBatchSource(), config.max_seq_len
         self.remote = TinkerPolicy(config.connection(), tokenizer=tokenizer)
         self.template = tinker_template(config.model_name, self.remote.tokenizer, config.renderer_name)
         self.trainer = TinkerTrainer(

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from ludic.batch_gen.external_rollouts import weighed_batch
+from ludic.batch_gen.external_rollouts import weighted_batch
 from ludic.eval.statistics import pass_at_k
 from ludic.minimal.data import DataLoader
 from ludic.minimal.generation import Generator
@@ -85,7 +85,7 @@ class GRPOTrainer:
         if useful:
             pairs = [(n, t, r) for n in useful for t, r in zip(groups[n], rewards[n], strict=True)]
             rollouts = [as_rollout(t, r, group_id=f"{self.step}:{n}") for n, t, r in pairs]
-            result = await self.model.update(weighed_batch(rollouts, [a for n in useful for a in advantages[n]]))
+            result = await self.model.update(weighted_batch(rollouts, [a for n in useful for a in advantages[n]]))
             metrics |= {**result.metrics, "train/loss": result.loss}
         self.step += 1
         metrics["perf/step_s"] = time.perf_counter() - started

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.fused_llama import MIN_ROWS_PACKED, MIN_ROWS_PLAIN, LeanForward, PackedLinear, is_lean, is_packable
+from ludic.models.fused_llama import MIN_ROWS_PACKED, MIN_ROWS_PLAIN, FusedLlama, PackedLinear, can_fuse, is_packable
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ def make_forward(view: Any, *, pack: bool) -> Forward:
     """The fastest way for this model. `view` must be the caller's own tree: its modules may be replaced."""
     if not pack:
         return ModuleForward(view, [])
-    if is_lean(view):
-        lean = LeanForward(view)
+    if can_fuse(view):
+        lean = FusedLlama(view)
         if _agree(lean, ModuleForward(view, []), view.config.vocab_size):
             return lean
         logger.warning("%s is not computed as expected of its family; its own modules are used", type(view).__name__)

@@ -87,7 +87,7 @@ def packed_bytes(model: nn.Module) -> int:
 _FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 
 
-def is_lean(model: Any) -> bool:
+def can_fuse(model: Any) -> bool:
     """Whether this is a plain member of the family, with nothing wrapped around its layers."""
     return (
         type(model).__module__.startswith("transformers.models.")
@@ -108,7 +108,7 @@ def _linears(model: Any) -> list[nn.Module]:
 
 
 # Letters: T flat tokens, H query heads, K key/value heads, D head size.
-class LeanForward:
+class FusedLlama:
     """Token ids to logits."""
 
     min_rows = MIN_ROWS_PACKED

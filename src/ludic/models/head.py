@@ -26,7 +26,7 @@ from ludic.types import ConfigError
 
 # Letters: A places, S candidates of all places, C places of one chunk, V vocabulary.
 @dataclass(frozen=True, slots=True)
-class Supports:
+class CandidateMask:
     """Candidates of each place, one list after the other. A place without any has the whole vocabulary."""
 
     ids_S: Tensor
@@ -217,11 +217,11 @@ def chosen_logps(
     inverse_temperature_A: Tensor | None = None,
     *,
     entropy: EntropyMode | None = None,
-    supports: Supports | None = None,
+    candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log-probability of each target (and the entropy of its distribution), in fp32, differentiable.
 
-    With `supports`, of the distribution over these tokens alone; a target must be among its own. An entropy that is only
+    With `candidates`, of the distribution over these tokens alone; a target must be among its own. An entropy that is only
     watched carries no gradient, which is cheaper.
     """
     scale = torch.ones_like(targets_A, dtype=torch.float32) if inverse_temperature_A is None else inverse_temperature_A
@@ -229,7 +229,7 @@ def chosen_logps(
         dtype = torch.get_autocast_dtype(hidden_AD.device.type)
         hidden_AD = hidden_AD.to(dtype)  # the weight is converted inside, so that its gradient is not rounded
     logps, entropies = _ChosenLogps.apply(
-        hidden_AD, head.weight_VD, head.bias_V, targets_A, scale, head.softcap, entropy, supports
+        hidden_AD, head.weight_VD, head.bias_V, targets_A, scale, head.softcap, entropy, candidates
     )
     return logps, entropies if entropy is not None else None
 
@@ -240,10 +240,10 @@ def logps_of_logits(
     inverse_temperature_A: Tensor,
     *,
     entropy: EntropyMode | None = None,
-    supports: Supports | None = None,
+    candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chosen_logps` where a model gives logits and nothing else."""
-    mask = _mask(supports, slice(0, logits_AV.shape[0]), logits_AV)
+    mask = _mask(candidates, slice(0, logits_AV.shape[0]), logits_AV)
     _, logps, entropies = _read(logits_AV, mask, targets_A, inverse_temperature_A, None, entropy is not None)
     return logps, entropies.detach() if entropies is not None and entropy == "watch" else entropies
 
@@ -259,7 +259,7 @@ class _ChosenLogps(torch.autograd.Function):
         scale: Tensor,
         softcap: float | None,
         mode: EntropyMode | None,
-        supports: Supports | None,
+        candidates: CandidateMask | None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, with_entropy = hidden.shape[0], mode is not None
         narrow_weight = weight.to(hidden.dtype)
@@ -269,12 +269,12 @@ class _ChosenLogps(torch.autograd.Function):
         read = _fused(_read) if hidden.is_cuda else _read
         for here in _chunks(num_tokens, weight.shape[0]):
             logits = raw_logits(hidden[here], narrow_weight, bias)
-            mask = _mask(supports, here, logits)
+            mask = _mask(candidates, here, logits)
             normaliser[here], logps[here], own = read(logits, mask, targets[here], scale[here], softcap, with_entropy)
             if own is not None:
                 entropy[here] = own
         ctx.save_for_backward(hidden, weight, bias, targets, scale, normaliser, entropy)
-        ctx.softcap, ctx.with_entropy, ctx.supports = softcap, mode == "train", supports
+        ctx.softcap, ctx.with_entropy, ctx.candidates = softcap, mode == "train", candidates
         if mode != "train":
             ctx.mark_non_differentiable(entropy)
         return logps, entropy
@@ -291,7 +291,7 @@ class _ChosenLogps(torch.autograd.Function):
         for here in _chunks(hidden.shape[0], weight.shape[0]):
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
             logits = raw_logits(hidden[here], narrow_weight, bias)
-            mask = _mask(ctx.supports, here, logits)
+            mask = _mask(ctx.candidates, here, logits)
             grad = slope(
                 logits, mask, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
             )
@@ -314,8 +314,8 @@ def _chunks(num_tokens: int, vocab: int) -> list[slice]:
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
-def _mask(supports: Supports | None, here: slice, logits_CV: Tensor) -> Tensor | None:
-    return None if supports is None else supports.mask(here, logits_CV.shape[1])
+def _mask(candidates: CandidateMask | None, here: slice, logits_CV: Tensor) -> Tensor | None:
+    return None if candidates is None else candidates.mask(here, logits_CV.shape[1])
 
 
 def _read(

@@ -31,7 +31,7 @@ from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.run.config import AgentSettings, EnvSettings, RunConfig
-from ludic.run.env import FoundEnv
+from ludic.run.env import EnvFactory
 from ludic.run.folder import CHECKPOINTS, METRICS, wandb_id
 from ludic.run.settings import values_of
 from ludic.training import (
@@ -81,11 +81,11 @@ SHOWN = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Play:
+class EpisodeSetup:
     """All that is needed to play an env with a policy."""
 
     env: EnvSettings
-    found: FoundEnv
+    found: EnvFactory
     client: ChatClient
     """What answers the agents."""
     make_protocol: Callable[[ChatClient], InteractionProtocol]
@@ -148,20 +148,20 @@ def env_arguments(env: EnvSettings, sample: Any = None) -> dict[str, Any]:
     return dict(env.set) if sample is None else {"sample": sample, **env.set}
 
 
-def first_env(env: EnvSettings, found: FoundEnv) -> AnyEnv:
+def first_env(env: EnvSettings, found: EnvFactory) -> AnyEnv:
     """One env as it will be played, about the first sample: mistakes in it, or in the data, are named here."""
     return found.make(env_arguments(env, None if env.data is None else read_samples(env.data)[0]))
 
 
-def make_play(
-    env: EnvSettings, agent: AgentSettings, found: FoundEnv, client: ChatClient, template: ChatTemplate, model: str
-) -> Play:
+def make_episode_setup(
+    env: EnvSettings, agent: AgentSettings, found: EnvFactory, client: ChatClient, template: ChatTemplate, model: str
+) -> EpisodeSetup:
     """`env` and `agent` are resolved: nothing in them is left open. An env with several roles is played by copies."""
     agent_ids = first_env(env, found).agent_ids
     make_protocol = protocol_factory(agent, agent_ids, template, model)
     make_protocol(client)  # a wrong name or argument is found now, not in the first episode
     assert agent.max_tokens is not None, "resolve_play gives it one"
-    return Play(env=env, found=found, client=client, make_protocol=make_protocol, max_tokens=agent.max_tokens)
+    return EpisodeSetup(env=env, found=found, client=client, make_protocol=make_protocol, max_tokens=agent.max_tokens)
 
 
 def protocol_factory(
@@ -210,7 +210,7 @@ def agent_factory(agent: AgentSettings, template: ChatTemplate, model: str) -> C
 _EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS = 101, 102
 
 
-def train_requests(config: RunConfig, play: Play) -> RequestsFn:
+def train_requests(config: RunConfig, play: EpisodeSetup) -> RequestsFn:
     """The tasks of one update: the next samples of the data, or new seeds (which the strategy and the engine deal)."""
     inference = play.inference(config.rollouts.temperature, ReturnSpec.for_rl())
     if config.env.data is None:
@@ -228,7 +228,12 @@ def train_requests(config: RunConfig, play: Play) -> RequestsFn:
 
 
 def fixed_requests(
-    play: Play, num_episodes: int, inference: InferenceSpec, *, samples: Sequence[Any] | None = None, seed: int = 0
+    play: EpisodeSetup,
+    num_episodes: int,
+    inference: InferenceSpec,
+    *,
+    samples: Sequence[Any] | None = None,
+    seed: int = 0,
 ) -> list[RolloutRequest]:
     """The same tasks every time: the first samples, or seeds that training does not use."""
     tasks = [None] * num_episodes if samples is None else samples[:num_episodes]
@@ -267,7 +272,7 @@ def make_algorithm(config: RunConfig) -> RLAlgorithm:
 
 def make_source(
     config: RunConfig,
-    play: Play,
+    play: EpisodeSetup,
     algorithm: RLAlgorithm,
     *,
     jsonl_path: Path | None,
@@ -287,7 +292,7 @@ def make_source(
     return source if config.max_lag == 0 else AsyncRolloutBatchSource(source, max_lag=config.max_lag)
 
 
-def make_evaluator(config: RunConfig, play: Play) -> EngineEvaluator:
+def make_evaluator(config: RunConfig, play: EpisodeSetup) -> EngineEvaluator:
     """The same tasks at every evaluation."""
     settings = config.eval
     samples = None if settings.eval_data is None else read_samples(settings.eval_data, "--eval-data")
@@ -403,7 +408,7 @@ def make_trainer(
     )
 
 
-def evaluator_of(config: RunConfig, served: ServedPolicy, play: Play, stack: ExitStack) -> Evaluator | None:
+def evaluator_of(config: RunConfig, served: ServedPolicy, play: EpisodeSetup, stack: ExitStack) -> Evaluator | None:
     """As asked for: none, one that training waits for, or one on a copy of the weights."""
     if not config.eval.is_on:
         return None

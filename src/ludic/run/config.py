@@ -17,7 +17,7 @@ from ludic import registry
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Suggested, Unreadable
 from ludic.models import TINY
-from ludic.run.env import FoundEnv
+from ludic.run.env import EnvFactory
 from ludic.run.pipeline import DEFAULT_MAX_LAG, PipelineSettings
 from ludic.run.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
 from ludic.types import ConfigError, shown_url
@@ -404,7 +404,7 @@ def resolve_play(config: T, suggested: Suggested) -> T:
     )
 
 
-def resolve(config: RunConfig, found: FoundEnv) -> RunConfig:
+def resolve(config: RunConfig, found: EnvFactory) -> RunConfig:
     """The config with every default filled in, and checked as a whole."""
     resolved = with_values(
         resolve_play(config, found.suggested),
@@ -539,7 +539,7 @@ def _check_lengths(config: RunConfig) -> None:
         raise ConfigError(f"warmup_steps = {train.warmup_steps} leaves none of the {train.steps} steps after it.")
 
 
-def _check_data(config: RunConfig, found: FoundEnv) -> None:
+def _check_data(config: RunConfig, found: EnvFactory) -> None:
     check_data(found, config.env.data, config.env.set, "--data")
     if config.eval.is_on and found.takes_sample and config.eval.eval_data is None and "sample" not in config.env.set:
         raise ConfigError(
@@ -548,7 +548,7 @@ def _check_data(config: RunConfig, found: FoundEnv) -> None:
         )
 
 
-def check_data(found: FoundEnv, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
+def check_data(found: EnvFactory, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
     """A file of samples is given exactly where the env asks about samples."""
     if data is None and found.takes_sample and "sample" not in arguments:
         raise ConfigError(

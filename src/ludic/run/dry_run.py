@@ -10,8 +10,8 @@ from ludic.models import SMOLLM2, TINY
 from ludic.models.tiny import make_tiny
 from ludic.run.build import first_env, make_algorithm, trainer_config
 from ludic.run.config import ModelSettings, RunConfig
-from ludic.run.env import FoundEnv
-from ludic.run.folder import Start
+from ludic.run.env import EnvFactory
+from ludic.run.folder import ResumePoint
 from ludic.run.model import (
     base_settings,
     checkpoint_in,
@@ -27,7 +27,7 @@ from ludic.types import ConfigError
 _SMOLLM2_PARAMETERS = 134_515_008
 
 
-def plan_lines(config: RunConfig, found: FoundEnv, start: Start) -> list[str]:
+def plan_lines(config: RunConfig, found: EnvFactory, start: ResumePoint) -> list[str]:
     """The plan in sentences; whatever cannot work is an error here already."""
     samples = None if config.env.data is None else read_samples(config.env.data)
     if config.eval.eval_data is not None:

@@ -15,7 +15,7 @@ from ludic.types import ConfigError, Failure, LudicError, UnknownName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundEnv:
+class EnvFactory:
     """An env that can be made."""
 
     id: str
@@ -41,11 +41,11 @@ class FoundEnv:
         return require_env(made, self.id)
 
 
-def find_env(id: str) -> FoundEnv:
+def env_factory(id: str) -> EnvFactory:
     """A registered env, or `module:Class` / `file.py:Class` of your own."""
     spec = registry.envs.spec(id) if ":" in id else _registered(id)
     found = spec.load()
-    return FoundEnv(
+    return EnvFactory(
         id=id,
         factory=found if ":" in id else partial(registry.envs.make, id),
         takes_sample="sample" in inspect.signature(found).parameters,

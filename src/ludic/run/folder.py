@@ -32,30 +32,30 @@ _BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class ResumePoint:
     """Where a run begins."""
 
     first_step: int = 0
     """Updates that are done already."""
     checkpoint: Path | None = None
     """What the run goes on from."""
-    starts_over: bool = False
+    restarts: bool = False
     """It was interrupted before its first checkpoint: what it has written so far is written again."""
     changed: list[Difference] = field(default_factory=list)
     """Settings that were given anew."""
 
 
-def find_start(config: RunConfig, *, resume: bool) -> Start:
+def resume_point(config: RunConfig, *, resume: bool) -> ResumePoint:
     """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
     folder = config.folder
     if not (folder / CONFIG).is_file():
         _require_unused(folder, resume)
-        return Start()
+        return ResumePoint()
     changed = differences(read_toml(RunConfig, folder / CONFIG), config)
     if not resume:
         if has_begun(folder):
             raise ConfigError(_why_not_again(config, changed))
-        return Start()
+        return ResumePoint()
     refused = [difference for difference in changed if not _may_change(difference, config)]
     if refused:
         raise ConfigError(
@@ -68,8 +68,8 @@ def find_start(config: RunConfig, *, resume: bool) -> Start:
         raise ConfigError(
             f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(config)} --steps {2 * step}"
         )
-    return Start(
-        first_step=step, checkpoint=checkpoint, starts_over=checkpoint is None and has_begun(folder), changed=changed
+    return ResumePoint(
+        first_step=step, checkpoint=checkpoint, restarts=checkpoint is None and has_begun(folder), changed=changed
     )
 
 
@@ -111,12 +111,12 @@ def _may_change(difference: Difference, config: RunConfig) -> bool:
     return difference.name in MAY_CHANGE_ON_RESUME
 
 
-def prepare_folder(config: RunConfig, start: Start) -> None:
+def prepare_folder(config: RunConfig, start: ResumePoint) -> None:
     """Write the config, and remove what the run is going to write again."""
     folder = config.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if start.starts_over:
+        if start.restarts:
             (folder / METRICS).unlink(missing_ok=True)
             (folder / WANDB_ID).unlink(missing_ok=True)
             for file in (folder / ROLLOUTS).glob("from_step_*.jsonl*"):  # those of actors go on being written
@@ -130,7 +130,7 @@ def prepare_folder(config: RunConfig, start: Start) -> None:
         ) from error
 
 
-def rollouts_file(folder: Path, start: Start) -> Path:
+def rollouts_file(folder: Path, start: ResumePoint) -> Path:
     """A file for each start: what an interrupted one played after its last checkpoint is played again in the next."""
     return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl.gz"
 

@@ -141,7 +141,7 @@ def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
     return read_toml(RunConfig, description)
 
 
-def pinned(config: RunConfig) -> RunConfig:
+def with_fixed_checkpoints(config: RunConfig) -> RunConfig:
     """With the checkpoint that a run folder means now: that run may go on, and this one must not begin elsewhere then."""
     values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
     if config.model.fork_from is not None:

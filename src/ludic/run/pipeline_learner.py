@@ -19,10 +19,10 @@ from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.build import TrainingParts, evaluator_of, make_algorithm, make_play
+from ludic.run.build import TrainingParts, evaluator_of, make_algorithm, make_episode_setup
 from ludic.run.config import RunConfig
-from ludic.run.env import FoundEnv
-from ludic.run.folder import WEIGHTS, Start
+from ludic.run.env import EnvFactory
+from ludic.run.folder import WEIGHTS, ResumePoint
 from ludic.run.model import ServedPolicy, local_engine, make_template
 from ludic.run.pipeline import redis_url, required_servers
 from ludic.training import RLAlgorithm
@@ -70,7 +70,7 @@ def pipeline_algorithm(config: RunConfig) -> RLAlgorithm:
 
 
 def learner_parts(
-    config: RunConfig, found: FoundEnv, loaded: LoadedModel, start: Start, stack: ExitStack
+    config: RunConfig, found: EnvFactory, loaded: LoadedModel, start: ResumePoint, stack: ExitStack
 ) -> TrainingParts:
     """Source, publisher and, where asked for, an evaluator."""
     served = _served(config, loaded)
@@ -80,7 +80,7 @@ def learner_parts(
     if config.eval.is_on:
         assert served is not None, "somebody answers wherever there is an evaluation"
         template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
-        play = make_play(config.env, config.agent, found, served.client, template, served.model)
+        play = make_episode_setup(config.env, config.agent, found, served.client, template, served.model)
         evaluator = evaluator_of(config, served, play, stack)
     source = make_pipeline_source(config)
     return TrainingParts(
@@ -102,7 +102,7 @@ def make_pipeline_source(config: RunConfig) -> PipelineBatchSource:
     )
 
 
-def begin(config: RunConfig, parts: TrainingParts, loaded: LoadedModel, start: Start, *, resume: bool) -> None:
+def begin(config: RunConfig, parts: TrainingParts, loaded: LoadedModel, start: ResumePoint, *, resume: bool) -> None:
     """Before the first batch: an empty queue for a new run, and weights that actors can begin with."""
     if not resume:
         asyncio.run(clear_queue(config))

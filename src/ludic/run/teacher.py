@@ -31,7 +31,7 @@ class Teaching:
 
 def check_teacher(config: RunConfig, algorithm: RLAlgorithm) -> None:
     """A teacher is given exactly where the algorithm asks one, and can be asked what it wants to know."""
-    settings, asks = config.algo, algorithm.needs_teacher_logps or algorithm.loss.distils is not None
+    settings, asks = config.algo, algorithm.needs_teacher_logps or algorithm.loss.teacher_kl is not None
     if asks and settings.teacher is None:
         raise ConfigError(
             f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
@@ -40,7 +40,7 @@ def check_teacher(config: RunConfig, algorithm: RLAlgorithm) -> None:
         raise ConfigError(
             f"teacher = {settings.teacher!r}, but algo = {settings.algo!r} learns from rewards alone. Take opd or grpo_opd."
         )
-    if settings.teacher_is_served and algorithm.loss.distils is not None:
+    if settings.teacher_is_served and algorithm.loss.teacher_kl is not None:
         raise ConfigError(
             f"{settings.teacher} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
             "process. Give a model instead of a URL, or kl=sampled."
@@ -58,7 +58,7 @@ def make_teaching(
     """Loads the teacher, or finds its server; what it needs is closed with the stack."""
     if config.algo.teacher is None:
         return Teaching()
-    if algorithm.loss.distils is not None:
+    if algorithm.loss.teacher_kl is not None:
         return Teaching(frozen=_load(config))
     scorer = _served(config.algo, stack) if config.algo.teacher_is_served else _local(config, stack)
     fingerprint = tokenizer_fingerprint(student.tokenizer)

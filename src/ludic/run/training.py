@@ -23,24 +23,24 @@ from ludic.run.build import (
     evaluator_of,
     first_env,
     make_algorithm,
+    make_episode_setup,
     make_loggers,
-    make_play,
     make_source,
     make_trainer,
 )
 from ludic.run.config import RunConfig, resolve
 from ludic.run.dry_run import plan_lines
-from ludic.run.env import FoundEnv
+from ludic.run.env import EnvFactory
 from ludic.run.folder import (
-    Start,
-    find_start,
+    ResumePoint,
     how_to_resume,
     latest_checkpoint,
     metrics_with,
     prepare_folder,
+    resume_point,
     rollouts_file,
 )
-from ludic.run.model import load_policy, make_template, pinned, serve_policy, use_threads
+from ludic.run.model import load_policy, make_template, serve_policy, use_threads, with_fixed_checkpoints
 from ludic.run.pipeline import TRY_AGAIN
 from ludic.run.settings import to_toml
 from ludic.run.teacher import check_teacher, make_teaching
@@ -61,20 +61,20 @@ def say(text: str) -> None:
     console.print(escape(text))
 
 
-def show_plan(config: RunConfig, found: FoundEnv, *, resume: bool) -> None:
+def show_plan(config: RunConfig, found: EnvFactory, *, resume: bool) -> None:
     """Everything that can be known without loading weights."""
-    resolved = pinned(resolve(config, found))
-    start = find_start(resolved, resume=resume)
+    resolved = with_fixed_checkpoints(resolve(config, found))
+    start = resume_point(resolved, resume=resume)
     plan = plan_lines(resolved, found, start)
     say(to_toml(resolved))
     for line in plan:
         say(line)
 
 
-def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
+def train(config: RunConfig, found: EnvFactory, *, resume: bool) -> int:
     """Train to the end, or until stopped; the exit code of the command."""
-    config = pinned(resolve(config, found))
-    start = find_start(config, resume=resume)
+    config = with_fixed_checkpoints(resolve(config, found))
+    start = resume_point(config, resume=resume)
     check_teacher(config, make_algorithm(config))  # what is wrong is named before a large model is loaded for nothing
     if config.is_pipeline:
         run_pipeline.check(config)
@@ -108,7 +108,7 @@ def train(config: RunConfig, found: FoundEnv, *, resume: bool) -> int:
     return 128 + signal.Signals[reason] if reason in signal.Signals.__members__ else 0
 
 
-def _load(config: RunConfig, start: Start) -> LoadedModel:
+def _load(config: RunConfig, start: ResumePoint) -> LoadedModel:
     settings = config.model
     if start.first_step and not settings.lora_rank:
         settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone by now
@@ -116,13 +116,13 @@ def _load(config: RunConfig, start: Start) -> LoadedModel:
 
 
 def _own_parts(
-    config: RunConfig, found: FoundEnv, loaded: LoadedModel, start: Start, stack: contextlib.ExitStack
+    config: RunConfig, found: EnvFactory, loaded: LoadedModel, start: ResumePoint, stack: contextlib.ExitStack
 ) -> TrainingParts:
     """For a run that plays its own episodes."""
     served = serve_policy(config.rollouts, loaded, max_length=config.train.max_seq_len, folder=config.folder)
     stack.callback(served.close)
     template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
-    play = make_play(config.env, config.agent, found, served.client, template, served.model)
+    play = make_episode_setup(config.env, config.agent, found, served.client, template, served.model)
     algorithm = make_algorithm(config)
     teaching = make_teaching(config, algorithm, loaded, stack)
     jsonl_path = rollouts_file(config.folder, start) if config.rollouts.save_rollouts else None
@@ -136,7 +136,7 @@ def _own_parts(
     )
 
 
-def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: Start) -> Trainer:
+def _train(config: RunConfig, loaded: LoadedModel, parts: TrainingParts, start: ResumePoint) -> Trainer:
     folder = config.folder
     logger = make_loggers(config, folder, parts.status)
     try:
@@ -190,7 +190,7 @@ async def _show(activity: Status, logger: TeeLogger) -> None:
 # --- what is said ----------------------------------------------------------------------------------------------
 
 
-def _opening(config: RunConfig, start: Start) -> list[str]:
+def _opening(config: RunConfig, start: ResumePoint) -> list[str]:
     run = (
         f"{config.folder}: {config.model.model} learns {config.env.id} with {config.algo.algo}, {config.train.steps} updates of "
         f"{config.rollouts.rollouts_per_update} rollouts{_taught(config)}."
@@ -198,7 +198,7 @@ def _opening(config: RunConfig, start: Start) -> list[str]:
     lines = [run]
     if start.first_step:
         lines.append(f"Going on after update {start.first_step}.")
-    if start.starts_over:
+    if start.restarts:
         lines.append("There is no checkpoint yet: it starts over.")
     lines += [f"Changed: {difference}." for difference in start.changed]
     return lines

@@ -26,7 +26,7 @@ from ludic.sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process import readable
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import Cell, start_cell, supervisor_command
+from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
 # ----------------------------------------------------------------------------------------------------
@@ -134,16 +134,16 @@ class BubblewrapLauncher:
         self._interpreter = find_interpreter(config.python)
         self._groups: MemoryGroups | None = memory_groups()
 
-    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         binds = [*self._interpreter_binds(), *self._config.binds, *binds]
         _check_binds(binds)
-        enclosure = NamespaceEnclosure(self._groups)
+        enclosure = NamespaceIsolation(self._groups)
         passed: list[int] = []
         try:
             passed.append(enclosure.open_status())
             if seccomp.is_supported():
                 passed.append(_filled_pipe(seccomp.program()))
-            cell = await start_cell(
+            cell = await start_runner(
                 [
                     *_as_other_user(self._uid, enclosure.procs, binds),
                     *bubblewrap_command(limits, _reachable(binds, self._uid), *passed),
@@ -179,7 +179,7 @@ class BubblewrapLauncher:
         return [Bind(source=self._interpreter.prefix, target=self._interpreter.prefix)]
 
 
-class NamespaceEnclosure:
+class NamespaceIsolation:
     """A process namespace, ended through its process 1, and a memory group where there are any."""
 
     def __init__(self, groups: MemoryGroups | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ludic.sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import Cell, start_cell, supervisor_command
+from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
 Engine = Literal["docker", "podman", "podman-hpc"]
@@ -71,12 +71,12 @@ class ContainerLauncher:
         self._engine = engine
         self._config = config
 
-    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         name = f"ludic-{uuid.uuid4().hex}"
-        cell = await start_cell(
+        cell = await start_runner(
             container_command(self._engine, self._config, name, limits, binds),
             env=os.environ,  # the client's: where the engine is; the program has the container's
-            enclosure=ContainerEnclosure(self._engine, name),
+            enclosure=ContainerIsolation(self._engine, name),
             workspace=self._config.working_dir,
             limit_processes=False,  # RLIMIT_NPROC would count all containers; --pids-limit counts this one
         )
@@ -84,7 +84,7 @@ class ContainerLauncher:
         return cell
 
 
-class ContainerEnclosure:
+class ContainerIsolation:
     """One container, by name."""
 
     def __init__(self, engine: Engine, name: str) -> None:

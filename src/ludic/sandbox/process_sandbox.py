@@ -22,7 +22,7 @@ from ludic.sandbox.interface import (
     SandboxLimits,
 )
 from ludic.sandbox.run import PROGRAM, Job
-from ludic.sandbox.runner_process import Cell, Seen, compile_verdict, run_verdict, termination
+from ludic.sandbox.runner_process import RawRun, RunnerProcess, compile_verdict, run_verdict, termination
 from ludic.types import ConfigError
 
 BASE_ENV = {
@@ -37,7 +37,7 @@ BASE_ENV = {
 class Launcher(Protocol):
     """Starts cells of one kind."""
 
-    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         """A cell that is ready. SandboxError when that cannot be had."""
         ...
 
@@ -48,8 +48,8 @@ class ProcessSandbox:
     def __init__(self, launcher: Launcher, limits: SandboxLimits | None = None) -> None:
         self._launcher = launcher
         self._limits = limits or SandboxLimits()
-        self._spare: asyncio.Task[Cell] | None = None
-        self._runs: set[asyncio.Task[Seen]] = set()
+        self._spare: asyncio.Task[RunnerProcess] | None = None
+        self._runs: set[asyncio.Task[RawRun]] = set()
         self._python_version = ""
         self._closed = False
 
@@ -171,11 +171,11 @@ class ProcessSandbox:
             "detail": detail,
         }
 
-    async def _run(self, job: Job, binds: Sequence[Bind] = ()) -> Seen:
+    async def _run(self, job: Job, binds: Sequence[Bind] = ()) -> RawRun:
         """In a task of its own, so that a reset can end it."""
         if self._closed:
             raise SandboxError("This sandbox is closed. Check another one out of the pool.")
-        task = asyncio.create_task(self._run_in_cell(job, binds))
+        task = asyncio.create_task(self._run_in_runner(job, binds))
         self._runs.add(task)
         task.add_done_callback(self._runs.discard)
         try:
@@ -185,7 +185,7 @@ class ProcessSandbox:
                 raise SandboxError("The sandbox was reset during the run.") from None
             raise
 
-    async def _run_in_cell(self, job: Job, binds: Sequence[Bind]) -> Seen:
+    async def _run_in_runner(self, job: Job, binds: Sequence[Bind]) -> RawRun:
         cell = await self._take(job.limits, binds)
         try:
             return await cell.run(job)
@@ -194,7 +194,7 @@ class ProcessSandbox:
 
     # --- cells --------------------------------------------------------------------------------------------------
 
-    async def _take(self, limits: SandboxLimits, binds: Sequence[Bind]) -> Cell:
+    async def _take(self, limits: SandboxLimits, binds: Sequence[Bind]) -> RunnerProcess:
         """The spare cell where it is good enough, else one made for these limits."""
         spare, fits = self._spare, limits.memory_mb <= self._limits.memory_mb and not binds
         if spare is not None and fits and limits.workspace_mb == self._limits.workspace_mb:
@@ -211,7 +211,7 @@ class ProcessSandbox:
                 await cell.close()
         return await self._start(limits, binds)
 
-    async def _start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
+    async def _start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         try:
             return await self._launcher.start(limits, binds)
         except OSError as e:  # out of processes, files, groups …
@@ -244,7 +244,7 @@ class ProcessSandbox:
         )
 
 
-def _is_good(spare: asyncio.Task[Cell]) -> bool:
+def _is_good(spare: asyncio.Task[RunnerProcess]) -> bool:
     return not spare.cancelled() and spare.exception() is None and spare.result().is_alive
 
 

@@ -82,7 +82,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class ExitFacts:
     """What the supervisor saw of the program's end."""
 
     status: int
@@ -99,8 +99,8 @@ class Ending:
     """Its time was up, and it was killed."""
 
 
-def read_ending(payload: bytes) -> Ending:
-    return Ending(**ast.literal_eval(payload.decode()))
+def read_exit_facts(payload: bytes) -> ExitFacts:
+    return ExitFacts(**ast.literal_eval(payload.decode()))
 
 
 def read_compile_record(payload: bytes) -> CompileResult:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ludic.sandbox.interface import MB, CompileResult, CompileStatus, RunStatus, SandboxError
 from ludic.sandbox.process import Process, start_process
-from ludic.sandbox.run import Ending, Job, read_compile_record, read_ending
+from ludic.sandbox.run import ExitFacts, Job, read_compile_record, read_exit_facts
 
 _GRACE_S = 2.0
 """What a supervisor may take to notice that a program's time is up."""
@@ -44,11 +44,11 @@ def supervisor_command(magic: str = "") -> tuple[str, ...]:
 
 
 @dataclass(kw_only=True, slots=True)
-class Seen:
+class RawRun:
     """All that came out of one run, before anyone judges it."""
 
     compiled: CompileResult | None = None
-    ending: Ending | None = None
+    ending: ExitFacts | None = None
     """None when the supervisor was gone before it could tell."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
@@ -64,7 +64,7 @@ class Seen:
     """What the launcher or the supervisor wrote on its own stderr; empty in a healthy sandbox."""
 
 
-class Enclosure(Protocol):
+class Isolation(Protocol):
     """What holds the processes of one cell: ends them all, and limits and measures their memory together."""
 
     async def identify(self) -> None:
@@ -84,13 +84,13 @@ class Enclosure(Protocol):
         ...
 
 
-class Cell:
+class RunnerProcess:
     """Made by a launcher. Use `run` once, or `close`."""
 
     def __init__(
         self,
         process: Process,
-        enclosure: Enclosure,
+        enclosure: Isolation,
         *,
         workspace: str,
         limit_processes: bool,
@@ -127,9 +127,9 @@ class Cell:
             await self.close()
             raise
 
-    async def run(self, job: Job) -> Seen:
+    async def run(self, job: Job) -> RawRun:
         """Run the job to its end, by itself or by its limits; afterwards no process of it is left."""
-        seen = Seen(memory_limit=job.limits.memory_mb * MB)
+        seen = RawRun(memory_limit=job.limits.memory_mb * MB)
         feeding = asyncio.create_task(self._feed(job))
         try:
             self._enclosure.begin(seen.memory_limit)
@@ -160,15 +160,15 @@ class Cell:
             await self._process.stdin.drain()
             self._process.stdin.close()
 
-    async def _watch(self, job: Job, seen: Seen) -> None:
+    async def _watch(self, job: Job, seen: RawRun) -> None:
         """Read frames to the last one, or until the supervisor no longer answers."""
-        with contextlib.suppress(asyncio.IncompleteReadError):  # no last frame: `Seen` has no ending
+        with contextlib.suppress(asyncio.IncompleteReadError):  # no last frame: `RawRun` has no ending
             while seen.ending is None:
                 if not await self._next(job, seen):
                     seen.timed_out = True
                     return
 
-    async def _next(self, job: Job, seen: Seen) -> bool:
+    async def _next(self, job: Job, seen: RawRun) -> bool:
         """Wait for a frame, longer than the supervisor's own clock may take. False when none comes."""
         for seconds in (job.timeout_s + _GRACE_S, _SECOND_LOOK_S):
             with contextlib.suppress(TimeoutError):
@@ -177,7 +177,7 @@ class Cell:
                     return True
         return False
 
-    async def _note(self, job: Job, seen: Seen) -> None:
+    async def _note(self, job: Job, seen: RawRun) -> None:
         """Take one frame into account."""
         letter, payload = await self._frame()
         match letter:
@@ -191,7 +191,7 @@ class Cell:
                 index, _, content = payload.partition(b" ")
                 seen.outputs[job.outputs[int(index)]] = content
             case b"X":
-                seen.ending = read_ending(payload)
+                seen.ending = read_exit_facts(payload)
                 seen.timed_out = seen.ending.timed_out
 
     async def _frame(self) -> tuple[bytes, bytes]:
@@ -211,17 +211,17 @@ class Cell:
         return f"it ended with exit code {self._process.returncode} and without a word."
 
 
-async def start_cell(
+async def start_runner(
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
-    enclosure: Enclosure,
+    enclosure: Isolation,
     workspace: str,
     limit_processes: bool = True,
     stdin_owner: int | None = None,
     pass_fds: Sequence[int] = (),
     new_session: bool = False,
-) -> Cell:
+) -> RunnerProcess:
     """Start the outer process; `ready` waits for the one inside.
 
     `workspace` is the writable folder inside. `limit_processes` is off where RLIMIT_NPROC would count processes of others.
@@ -233,7 +233,7 @@ async def start_cell(
         )
     except OSError as e:
         raise SandboxError(f"The sandbox did not start: {argv[0]}: {e.strerror}") from e
-    return Cell(process, enclosure, workspace=workspace, limit_processes=limit_processes)
+    return RunnerProcess(process, enclosure, workspace=workspace, limit_processes=limit_processes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ async def start_cell(
 # ----------------------------------------------------------------------------------------------------
 
 
-def compile_verdict(seen: Seen) -> CompileResult:
+def compile_verdict(seen: RawRun) -> CompileResult:
     """The compiler's own record, or why there is none."""
     if seen.compiled is not None:
         return seen.compiled
@@ -255,7 +255,7 @@ def compile_verdict(seen: Seen) -> CompileResult:
     return _no_compile(CompileStatus.UNKNOWN_ERROR, "The sandbox ended before it could compile.")
 
 
-def run_verdict(seen: Seen) -> tuple[RunStatus, str]:
+def run_verdict(seen: RawRun) -> tuple[RunStatus, str]:
     """The status, and a sentence where it needs one. A failed run has one reason: memory before time before the rest."""
     if seen.compiled is None:
         known = seen.ending is not None or seen.timed_out or seen.killed_for_memory
@@ -283,13 +283,13 @@ def run_verdict(seen: Seen) -> tuple[RunStatus, str]:
     return RunStatus.RUNTIME_ERROR, ""
 
 
-def _died_full(ending: Ending, limit: int) -> bool:
+def _died_full(ending: ExitFacts, limit: int) -> bool:
     """Killed with its memory used up. Container engines do not always say that it was for that."""
     killed = os.WIFSIGNALED(ending.status) and os.WTERMSIG(ending.status) == signal.SIGKILL
     return killed and not ending.timed_out and 0 < 0.95 * limit <= ending.peak
 
 
-def termination(seen: Seen) -> tuple[int | None, int | None]:
+def termination(seen: RawRun) -> tuple[int | None, int | None]:
     """Exit code and signal of the program; one of them is None, or both."""
     if seen.ending is None:
         return None, None

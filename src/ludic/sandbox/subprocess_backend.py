@@ -18,7 +18,7 @@ from ludic.sandbox.bubblewrap import find_interpreter
 from ludic.sandbox.interface import Bind, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import Cell, start_cell, supervisor_command
+from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -33,18 +33,18 @@ class SubprocessConfig:
     python: str = "auto"
 
 
-class PlainLauncher:
+class SubprocessLauncher:
     """Starts cells that are plain processes in folders of their own."""
 
     def __init__(self, config: SubprocessConfig) -> None:
         self._interpreter = find_interpreter(config.python)
 
-    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> Cell:
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         if binds:
             raise ConfigError("The subprocess backend cannot bind folders: its programs see the host as it is.")
         folder = tempfile.mkdtemp(prefix="ludic-subprocess-")
-        enclosure = GroupEnclosure(folder)
-        cell = await start_cell(
+        enclosure = GroupIsolation(folder)
+        cell = await start_runner(
             [self._interpreter.path, *supervisor_command(self._interpreter.magic)],
             env=BASE_ENV,
             enclosure=enclosure,
@@ -57,7 +57,7 @@ class PlainLauncher:
         return cell
 
 
-class GroupEnclosure:
+class GroupIsolation:
     """A process group and its folder. A program that leaves the group leaves us."""
 
     def __init__(self, folder: str) -> None:
@@ -87,7 +87,7 @@ class SubprocessSandboxPool(BaseSandboxPool):
     def __init__(self, config: SubprocessConfig | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         self._config = config or SubprocessConfig()
-        self._launcher = PlainLauncher(self._config)
+        self._launcher = SubprocessLauncher(self._config)
         logger.warning("The subprocess backend is not a sandbox: programs run with your rights, files and network.")
 
     async def _make_sandbox(self) -> ProcessSandbox:

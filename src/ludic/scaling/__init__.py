@@ -5,7 +5,7 @@ Plain arithmetic without torch. `ludic plan` prints it, benchmarks/memory_check.
 
 from ludic.scaling.advice import Change, changes_that_help
 from ludic.scaling.memory import ServingMemory, TrainingMemory, TrainingSetup, serving_memory, training_memory
-from ludic.scaling.plan import Job, Plan, Wishes, best_plan
+from ludic.scaling.plan import Job, Plan, PlanOptions, best_plan
 from ludic.scaling.shapes import SHAPES, ModelShape, read_shape
 from ludic.scaling.throughput import Hardware, Rates
 
@@ -13,6 +13,6 @@ __all__ = [
     "ModelShape", "SHAPES", "read_shape",
     "TrainingSetup", "TrainingMemory", "training_memory", "ServingMemory", "serving_memory",
     "Hardware", "Rates",
-    "Job", "Wishes", "Plan", "best_plan",
+    "Job", "PlanOptions", "Plan", "best_plan",
     "Change", "changes_that_help",
 ]  # fmt: skip

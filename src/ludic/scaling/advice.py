@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ludic.scaling.plan import Job, Plan, Wishes, best_plan
+from ludic.scaling.plan import Job, Plan, PlanOptions, best_plan
 from ludic.scaling.shapes import ModelShape
 from ludic.scaling.throughput import Hardware, Rates
 
@@ -18,10 +18,10 @@ class Change:
 
 
 def changes_that_help(
-    shape: ModelShape, job: Job, hardware: Hardware, *, rates: Rates | None = None, wishes: Wishes | None = None
+    shape: ModelShape, job: Job, hardware: Hardware, *, rates: Rates | None = None, wishes: PlanOptions | None = None
 ) -> list[Change]:
     """Those after which everything fits, the least intrusive first."""
-    wishes = wishes or Wishes()
+    wishes = wishes or PlanOptions()
     tried = [
         Change(what=what, plan=best_plan(shape, own_job, own_hardware, rates=rates, wishes=own_wishes))
         for what, own_job, own_hardware, own_wishes in _changes(job, hardware, wishes)
@@ -30,8 +30,8 @@ def changes_that_help(
     return [change for change in (*tried, *more) if change.plan.fits]
 
 
-def _changes(job: Job, hardware: Hardware, wishes: Wishes) -> list[tuple[str, Job, Hardware, Wishes]]:
-    found: list[tuple[str, Job, Hardware, Wishes]] = []
+def _changes(job: Job, hardware: Hardware, wishes: PlanOptions) -> list[tuple[str, Job, Hardware, PlanOptions]]:
+    found: list[tuple[str, Job, Hardware, PlanOptions]] = []
     if wishes.sync_gradients == "last":
         found.append(("sum gradients after every micro-batch", job, hardware, replace(wishes, sync_gradients=None)))
     if wishes.checkpointing is False:
@@ -52,7 +52,9 @@ def _changes(job: Job, hardware: Hardware, wishes: Wishes) -> list[tuple[str, Jo
     return found
 
 
-def _more_gpus(shape: ModelShape, job: Job, hardware: Hardware, rates: Rates | None, wishes: Wishes) -> list[Change]:
+def _more_gpus(
+    shape: ModelShape, job: Job, hardware: Hardware, rates: Rates | None, wishes: PlanOptions
+) -> list[Change]:
     """The first doubling that fits."""
     gpus = 2 * hardware.gpus
     while gpus <= MOST_GPUS:

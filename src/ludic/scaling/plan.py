@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class PlanOptions:
     """What the user has decided; None leaves it to the planner."""
 
     checkpointing: bool | None = None
@@ -160,10 +160,10 @@ class Plan:
 
 
 def best_plan(
-    shape: ModelShape, job: Job, hardware: Hardware, *, rates: Rates | None = None, wishes: Wishes | None = None
+    shape: ModelShape, job: Job, hardware: Hardware, *, rates: Rates | None = None, wishes: PlanOptions | None = None
 ) -> Plan:
     """The fastest that fits; if none does, the one that misses by least."""
-    rates, wishes = rates or Rates(), wishes or Wishes()
+    rates, wishes = rates or Rates(), wishes or PlanOptions()
     _check(job, hardware, wishes)
     plans: list[Plan] = []
     # Offloading slows everything down by an amount that nobody has measured here: only where nothing else helps.
@@ -181,7 +181,7 @@ def best_plan(
     return min(plans, key=lambda plan: (plan.training_excess + plan.serving_excess, plan.update_s))
 
 
-def _check(job: Job, hardware: Hardware, wishes: Wishes) -> None:
+def _check(job: Job, hardware: Hardware, wishes: PlanOptions) -> None:
     budget, inference = wishes.micro_token_budget, wishes.inference_gpus
     if budget is not None and budget < job.max_tokens:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _check(job: Job, hardware: Hardware, wishes: Wishes) -> None:
         raise ConfigError(f"tensor_parallel={wishes.tensor_parallel}; it is at least 1.")
 
 
-def _plans(shape: ModelShape, job: Job, hardware: Hardware, rates: Rates, wishes: Wishes) -> list[Plan]:
+def _plans(shape: ModelShape, job: Job, hardware: Hardware, rates: Rates, wishes: PlanOptions) -> list[Plan]:
     return [
         _plan(shape, job, hardware, rates, setup, budget, copies, size)
         for copies, size in divisions(shape, hardware, wishes)
@@ -204,7 +204,7 @@ def _plans(shape: ModelShape, job: Job, hardware: Hardware, rates: Rates, wishes
     ]
 
 
-def divisions(shape: ModelShape, hardware: Hardware, wishes: Wishes) -> Iterator[tuple[int, int]]:
+def divisions(shape: ModelShape, hardware: Hardware, wishes: PlanOptions) -> Iterator[tuple[int, int]]:
     """(copies of the model for generation, GPUs of each). One GPU in all does both."""
     sizes = [1, 2, 4, 8] if wishes.tensor_parallel is None else [wishes.tensor_parallel]
     for size in (size for size in sizes if shape.heads % size == 0 and size <= hardware.gpus_per_node):
@@ -221,7 +221,7 @@ def _num_trainers(hardware: Hardware, copies: int, size: int) -> int:
     return 1 if hardware.gpus == 1 else hardware.gpus - copies * size
 
 
-def _setups(job: Job, ranks: int, wishes: Wishes) -> Iterator[tuple[TrainingSetup, int]]:
+def _setups(job: Job, ranks: int, wishes: PlanOptions) -> Iterator[tuple[TrainingSetup, int]]:
     """Every setting that was left open, the simplest first."""
     if wishes.offload and ranks == 1:
         return
@@ -244,13 +244,13 @@ def _setups(job: Job, ranks: int, wishes: Wishes) -> Iterator[tuple[TrainingSetu
                 yield setup, budget
 
 
-def _syncs(wishes: Wishes, *, matters: bool) -> tuple[Sync, ...]:
+def _syncs(wishes: PlanOptions, *, matters: bool) -> tuple[Sync, ...]:
     if wishes.sync_gradients is not None:
         return (wishes.sync_gradients,)
     return ("last", "every") if matters else ("last",)
 
 
-def _budgets(job: Job, wishes: Wishes) -> list[int]:
+def _budgets(job: Job, wishes: PlanOptions) -> list[int]:
     if wishes.micro_token_budget is not None:
         return [wishes.micro_token_budget]
     budgets = [max(LARGEST_BUDGET, job.max_tokens)]

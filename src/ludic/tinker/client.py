@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ludic.inference.http import EndpointError, NoAnswer
+from ludic.inference.http import EndpointError, ResponseTimeout
 from ludic.tinker.service import TinkerConfig, connect, context_length, sdk, tinker_errors
 from ludic.types import (
     ChatResponse,
@@ -98,7 +98,7 @@ class TinkerChatClient:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise NoAnswer(
+            raise ResponseTimeout(
                 f"Tinker was asked to sample, and there was no completion within request_timeout_s="
                 f"{self._request_timeout_s:g}."
             ) from error

@@ -51,7 +51,7 @@ def check_loss(loss: Loss, name: str) -> None:
         "a critic": loss.needs_values,
         "the policy's entropy": loss.needs_entropy,
         "a reference": loss.needs_reference,
-        "a teacher's whole vocabulary": loss.distils is not None,
+        "a teacher's whole vocabulary": loss.teacher_kl is not None,
         "whole logits": loss.needs_logits,
     }
     missing = [what for what, is_needed in needs.items() if is_needed]
@@ -70,7 +70,7 @@ def check_items(items: Sequence[SAWItem]) -> None:
             f"Samples were drawn at temperature {', '.join(f'{t:g}' for t in others)}, but Tinker trains at 1: ratios would be "
             "wrong. Sample with SamplingParams(temperature=1.0)."
         )
-    if any(item.attachments.supports is not None for item in items):
+    if any(item.attachments.candidates is not None for item in items):
         raise ConfigError(
             "Samples were drawn from a part of the vocabulary (top_p, top_k or min_p), but Tinker trains on all of it: ratios "
             "would be wrong. Sample without truncation."

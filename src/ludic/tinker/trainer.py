@@ -27,16 +27,16 @@ from ludic.training.checkpoint.manager import UNFINISHED, CheckpointConfig, Chec
 from ludic.training.checkpoint.state_files import check_state, read_state, write_state
 from ludic.training.config import TrainerConfig
 from ludic.training.guards import check_parity
-from ludic.training.learner.evaluation import Evaluating
+from ludic.training.learner.evaluation import Evaluation
 from ludic.training.learner.gradients import batch_facts
-from ludic.training.learner.metrics import StatSum, prefixed
+from ludic.training.learner.metrics import MetricSums, prefixed
 from ludic.training.learner.prepare import data_states, describe, fetch, load_data_states
-from ludic.training.learner.rank_batches import Prepared
+from ludic.training.learner.rank_batches import PreparedBatch
 from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.training.learner.stop import StopRequested, StopSignal, run_sync
 from ludic.training.loggers import Resumable
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
-from ludic.training.losses.corrections import effective_share
+from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import (
     AccountsForItems,
     BatchSource,
@@ -110,7 +110,7 @@ def train_remotely(
     rows = rows_of(items, loss, facts)
 
     def value_of(logprobs: Sequence[Tensor]) -> Tensor:
-        return loss.of(tokens_of(items, logprobs, facts))[0]
+        return loss(tokens_of(items, logprobs, facts))[0]
 
     trained = policy.train(rows, built_in if built_in is not None else value_of, adam)
     stats = _stats(loss, items, trained, facts)
@@ -136,10 +136,10 @@ def adam_settings(cfg: TrainerConfig, step: int) -> dict[str, float]:
 @torch.no_grad()
 def _stats(loss: Loss, items: Sequence[SAWItem], trained: Trained, facts: BatchFacts) -> dict[str, float]:
     tokens: ActionTokens = tokens_of(items, [torch.tensor(own) for own in trained.logprobs], facts)
-    value, reported = loss.of(tokens)
-    sums = StatSum()
+    value, reported = loss(tokens)
+    sums = MetricSums()
     sums.add({"loss": (value, 1.0), **reported, **mismatch_stats(tokens)})
-    return effective_share(sums.means())
+    return effective_sample_size(sums.means())
 
 
 def _check(stats: Mapping[str, float], trained: Trained) -> None:
@@ -191,7 +191,7 @@ class TinkerTrainer:
         _check_settings(self.cfg, algo, has_evaluator=evaluator is not None)
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
-        self._evaluating = Evaluating(evaluator, self.cfg, self._log)
+        self._evaluating = Evaluation(evaluator, self.cfg, self._log)
         self._last_saved: int | None = None
         self._untrained_from: dict[str, Any] | None = None
         """Where data stood before the batch that is being fetched or trained on; None between steps."""
@@ -210,7 +210,7 @@ class TinkerTrainer:
         end = None if num_steps is None else self.step + num_steps
         with self.stop.listening():
             if self.cfg.eval_at_start and self.step == 0:
-                await self._evaluating.now_or_beside(self.step, self.stop)
+                await self._evaluating.run(self.step, self.stop)
             while (end is None or self.step < end) and not self.stop.is_set:
                 try:
                     stats = await self._step()
@@ -218,7 +218,7 @@ class TinkerTrainer:
                     logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
                     break
                 if self._evaluating.is_due(self.step):
-                    await self._evaluating.now_or_beside(self.step, self.stop)
+                    await self._evaluating.run(self.step, self.stop)
                 await self._save_if_due(stats)
             if self.checkpoints is not None and self.step and self._last_saved != self.step:
                 await self._save(stats)  # however it ended, what was learned is kept
@@ -250,7 +250,7 @@ class TinkerTrainer:
 
     # --- phases ---
 
-    def _update(self, whole: Prepared) -> dict[str, float]:
+    def _update(self, whole: PreparedBatch) -> dict[str, float]:
         """Gradient and optimizer step, there."""
         described = describe(whole, self.step, self.reducers, self.model.tokenizer)
         adam = adam_settings(self.cfg, self.step)

@@ -12,7 +12,7 @@ _NAMES_BY_MODULE = {
     "Reducer default_reducers apply_reducers_to_records",
     "ludic.training.learner.packing": "split_items_by_token_budget collate_saw_items collate_micro_batches MicroBatch",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource MixedBatchSource MixedPart "
-    "ReplayBatchSource TeacherAnnotatedBatchSource DomainTeachers PrivilegedTeacher told_first GRPORequestStrategy "
+    "ReplayBatchSource TeacherAnnotatedBatchSource DomainTeachers PrivilegedTeacher hint_first GRPORequestStrategy "
     "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "

@@ -71,7 +71,7 @@ def forget_temperature(batch: SAWBatch) -> SAWBatch:
 def _is_processed(attached: SampleAttachments) -> bool:
     """Whether the sampler's log-probs are of another distribution than the model's own; greedy ones are of its own."""
     is_scaled = attached.temperature not in (None, 0, 1)
-    return is_scaled or attached.supports is not None or attached.unrepeatable is not None
+    return is_scaled or attached.candidates is not None or attached.untrainable_sampling is not None
 
 
 def drop_zero_weight_samples(batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:

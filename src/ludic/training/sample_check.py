@@ -53,10 +53,10 @@ class TrainableSamples:
         self._rehearse(items)
 
     def _check_ids(self, item: SAWItem) -> None:
-        supports = item.attachments.supports
+        candidates = item.attachments.candidates
         largest = max((int(ids.max()) for ids in _id_arrays(item) if len(ids)), default=0)
         if self._vocab_size is not None and largest >= self._vocab_size:
-            where = "a token" if supports is None else "a token, or a candidate of one,"
+            where = "a token" if candidates is None else "a token, or a candidate of one,"
             raise UntrainableSamples(
                 f"A sample has {where} with the id {largest}; the model knows {self._vocab_size} tokens. Do actor and learner have "
                 "the same model?"
@@ -82,8 +82,8 @@ class TrainableSamples:
 
 def _id_arrays(item: SAWItem) -> Iterable[np.ndarray]:
     yield item.input_ids
-    if item.attachments.supports is not None:
-        yield item.attachments.supports.ids
+    if item.attachments.candidates is not None:
+        yield item.attachments.candidates.ids
 
 
 def _check_numbers(item: SAWItem) -> None:

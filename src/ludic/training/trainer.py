@@ -41,7 +41,7 @@ from ludic.training.critic.train import (
 from ludic.training.frozen_teacher import frozen_teacher
 from ludic.training.guards import check_model, check_parity, require_finite
 from ludic.training.learner.checks import GivenParts, check_parts
-from ludic.training.learner.evaluation import Evaluating
+from ludic.training.learner.evaluation import Evaluation
 from ludic.training.learner.gradients import (
     AdapterOff,
     FrozenReference,
@@ -50,18 +50,18 @@ from ludic.training.learner.gradients import (
     batch_facts,
     equal_micro_batches,
 )
-from ludic.training.learner.metrics import DriftProbe, StatSum, added_up, prefixed
+from ludic.training.learner.metrics import DriftProbe, MetricSums, merge, prefixed
 from ludic.training.learner.optimizer import FullPrecisionAdamW, LocalAdamW, is_narrow
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.prepare import data_states, describe, fetch, load_data_states
-from ludic.training.learner.publish import Publishing
-from ludic.training.learner.rank_batches import Ending, EndKind, Prepared, Share, deal
-from ludic.training.learner.rank_setup import Told, meet
+from ludic.training.learner.publish import WeightUpdates
+from ludic.training.learner.rank_batches import PreparedBatch, RankBatch, RankStop, StopKind, scatter_batch
+from ludic.training.learner.rank_setup import RankSettings, check_ranks_agree
 from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.training.learner.stop import StopRequested, StopSignal, run_sync
 from ludic.training.loggers import Resumable
 from ludic.training.losses import BatchFacts
-from ludic.training.losses.corrections import effective_share
+from ludic.training.losses.corrections import effective_sample_size
 from ludic.training.sample_check import TrainableSamples
 from ludic.types import (
     AccountsForItems,
@@ -122,7 +122,9 @@ class Trainer:
         saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
         self._is_spread = is_sharded(model) or is_tensor_parallel(model)
         """Whether each rank has only a part of the weights."""
-        self.roles = meet(self.ranks, Told(self.cfg, algo, model, saved_how, publisher, batch_source))
+        self.roles = check_ranks_agree(
+            self.ranks, RankSettings(self.cfg, algo, model, saved_how, publisher, batch_source)
+        )
         self.checkpointer = checkpointer or self._make_checkpointer(checkpoint_config)
         given = GivenParts(
             cfg=self.cfg,
@@ -149,8 +151,8 @@ class Trainer:
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
-        self._evaluating = Evaluating(evaluator, self.cfg, self._log)
-        self._publishing = Publishing(
+        self._evaluation = Evaluation(evaluator, self.cfg, self._log)
+        self._publishing = WeightUpdates(
             model,
             publisher,
             ranks=self.ranks,
@@ -191,7 +193,7 @@ class Trainer:
     @property
     def evaluator(self) -> Evaluator | None:
         """As it was given; another one needs another trainer."""
-        return self._evaluating.evaluator
+        return self._evaluation.evaluator
 
     # --- making ---
 
@@ -279,17 +281,17 @@ class Trainer:
                     except (RequestsExhausted, StopRequested) as reason:
                         logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
                         break
-                    self._evaluating.beside.check()
-                    if self._evaluating.is_due(self.step):
+                    self._evaluation.background.check()
+                    if self._evaluation.is_due(self.step):
                         await self._evaluate()  # before saving: which checkpoint is the best hangs on it
                     await self._save_if_due(stats)
                 if self.checkpointer is not None and self.step and self._last_saved != self.step:
                     await self._save(stats)  # however it ended, what was learned is kept
                 if self.checkpointer is not None:
                     await self._in_thread(self.checkpointer.finish)
-                await self._evaluating.beside.finish()
+                await self._evaluation.background.finish()
         finally:
-            await self._evaluating.beside.abandon()
+            await self._evaluation.background.abandon()
         return stats
 
     async def train_step(self) -> dict[str, float]:
@@ -332,42 +334,42 @@ class Trainer:
 
     # --- phases ---
 
-    async def _next_share(self) -> Share:
+    async def _next_share(self) -> RankBatch:
         """This rank's part of the next batch; all of it where there is only one."""
         if self.ranks.world_size == 1:
             whole = await self.stop.unless(self._fetch())
             self._num_brought = len(whole.items)
             return await self._in_thread(self._all_of, whole)
         try:
-            own: Prepared | Exception = await self._own_batch()
+            own: PreparedBatch | Exception = await self._own_batch()
         except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
             own = error
-        self._num_brought = len(own.items) if isinstance(own, Prepared) else 0
-        report = own if isinstance(own, Prepared) else Ending.of(own)
+        self._num_brought = len(own.items) if isinstance(own, PreparedBatch) else 0
+        report = own if isinstance(own, PreparedBatch) else RankStop.of(own)
         try:
-            return await self._in_thread(deal, self.ranks, report, self._described, self.roles.num_shares)
+            return await self._in_thread(scatter_batch, self.ranks, report, self._described, self.roles.num_shares)
         except RankFailed:
-            if isinstance(own, Exception) and Ending.of(own).kind is EndKind.FAILED:
+            if isinstance(own, Exception) and RankStop.of(own).kind is StopKind.FAILED:
                 raise own from None  # the others say whose error it was; here it is raised as it is
             raise
 
-    async def _own_batch(self) -> Prepared:
+    async def _own_batch(self) -> PreparedBatch:
         """What this rank brings to a batch of all: nothing, if only the first has a source."""
         if self.stop.is_set:
             raise StopRequested(self.stop.reason or "")
-        return Prepared([]) if self.batch_source is None else await self.stop.unless(self._fetch())
+        return PreparedBatch([]) if self.batch_source is None else await self.stop.unless(self._fetch())
 
-    def _all_of(self, whole: Prepared) -> Share:
-        return Share(whole.items, batch_facts(whole.items), self._described(whole))
+    def _all_of(self, whole: PreparedBatch) -> RankBatch:
+        return RankBatch(whole.items, batch_facts(whole.items), self._described(whole))
 
-    async def _fetch(self) -> Prepared:
+    async def _fetch(self) -> PreparedBatch:
         assert self.batch_source is not None, "checked before"
         return await fetch(self.batch_source, self.algo, self.cfg, self.step)
 
-    def _described(self, whole: Prepared) -> dict[str, float]:
+    def _described(self, whole: PreparedBatch) -> dict[str, float]:
         return describe(whole, self.step, self.reducers, self.tokenizer)
 
-    def _update(self, share: Share) -> dict[str, float]:
+    def _update(self, share: RankBatch) -> dict[str, float]:
         """Gradient and optimizer step."""
         is_first = self.step == 0
         self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
@@ -395,7 +397,7 @@ class Trainer:
             self.batch_source.notify_trained(self.step, self._num_brought)
         if probe is not None:
             sums.add(probe.measure())
-        stats = explained_variance(effective_share(self._over_ranks(sums)))
+        stats = explained_variance(effective_sample_size(self._over_ranks(sums)))
         if stats.pop(_SUSPECTS):
             self._check_updated(after)
         if isinstance(self.algo.credit_assigner, FollowsDrift):
@@ -429,11 +431,11 @@ class Trainer:
         bins = equal_micro_batches(self.policy, items, self.cfg.micro_token_budget, self.ranks)
         return DriftProbe(self.policy, bins[0], self.cfg.pad_token_id)
 
-    def _over_ranks(self, sums: StatSum) -> dict[str, float]:
+    def _over_ranks(self, sums: MetricSums) -> dict[str, float]:
         gathered = self.ranks.gather(sums.totals())
-        return self.ranks.broadcast(None if gathered is None else added_up(gathered).means())
+        return self.ranks.broadcast(None if gathered is None else merge(gathered).means())
 
-    def _with_advantages(self, share: Share) -> tuple[list[SAWItem], BatchFacts]:
+    def _with_advantages(self, share: RankBatch) -> tuple[list[SAWItem], BatchFacts]:
         """With a critic: weights from what it expects of these samples now."""
         if self.critic is None:
             return share.items, share.facts
@@ -501,14 +503,14 @@ class Trainer:
 
     async def eval(self) -> dict[str, float]:
         """The evaluator's metrics of the weights as they are, logged under eval/."""
-        return await self._evaluating.now(self.step)
+        return await self._evaluation.now(self.step)
 
     async def _evaluate(self) -> None:
         """On the first rank; the others wait, and hear what came of it."""
         if self.ranks.is_first:
-            await self._evaluating.now_or_beside(self.step, self.stop)
+            await self._evaluation.run(self.step, self.stop)
         if self.ranks.world_size > 1:
-            self._evaluating.last = await self._in_thread(self.ranks.broadcast, self._evaluating.last)
+            self._evaluation.last = await self._in_thread(self.ranks.broadcast, self._evaluation.last)
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Everything that a resumed run needs to go on as if nothing had happened."""
@@ -521,8 +523,8 @@ class Trainer:
     async def _save(self, stats: Mapping[str, float]) -> None:
         """The state is taken here, in the event loop: whatever generates ahead changes its own here, too."""
         assert self.checkpointer is not None, "only called to save"
-        await self._evaluating.wait_for_judgement(self.step, self.checkpointer.config.best_metric)
-        metrics = {**self._evaluating.found_of(self.step), **stats}
+        await self._evaluation.wait_for_judgement(self.step, self.checkpointer.config.best_metric)
+        metrics = {**self._evaluation.found_of(self.step), **stats}
         await self._in_thread(self._write, self._state(), metrics)
 
     def _state(self) -> dict[str, Any]:
@@ -543,7 +545,7 @@ class Trainer:
             state=state,
             metrics=metrics,
             tokenizer=self.tokenizer,
-            when_durable=partial(self._notify_saved, self.step),
+            on_committed=partial(self._notify_saved, self.step),
         )
         self._last_saved = self.step
 

@@ -85,8 +85,8 @@ from ludic.types.sampling import (
     TokenCompletionRequest,
     ToolRequest,
     VLLMExtensions,
-    require_repeatable_reply,
-    unrepeatable_settings,
+    require_trainable_reply,
+    untrainable_settings,
 )
 from ludic.types.steps import (
     ActionTarget,
@@ -100,16 +100,16 @@ from ludic.types.steps import (
     StopReason,
     new_id,
 )
-from ludic.types.tokens import TokenLog, TokenSupports, TokenTrace, VersionRun
+from ludic.types.tokens import CandidateSets, TokenLog, TokenTrace, VersionRun
 from ludic.types.urls import shown_url
 
 __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
     "ChecksSamples", "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
-    "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "TokenSupports", "VersionRun", "token_array",
+    "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "CandidateSets", "VersionRun", "token_array",
     "rounding_of", "spread_of",
     "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
-    "InferenceSpec", "BackendExtensions", "VLLMExtensions", "unrepeatable_settings", "require_repeatable_reply",
+    "InferenceSpec", "BackendExtensions", "VLLMExtensions", "untrainable_settings", "require_trainable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
     "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "was_rejected_as_cut_off", "save_rollouts",
     "load_rollouts",

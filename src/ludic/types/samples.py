@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ludic.types.arrays import LogprobArray, TokenArray, logprob_array, token_array
-from ludic.types.tokens import TokenSupports, VersionRun
+from ludic.types.tokens import CandidateSets, VersionRun
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, step index)."""
@@ -53,9 +53,9 @@ class SampleAttachments:
     """Which turn of its rollout each action token belongs to, counted from 0. For critics that judge turns."""
     temperature: float | None = None
     """What the action tokens were sampled with; the trainer's log-probs use the same. None means 1."""
-    supports: TokenSupports | None = None
+    candidates: CandidateSets | None = None
     """What each action token was drawn from, where the sampler ruled tokens out; the trainer's log-probs are over the same."""
-    unrepeatable: str | None = None
+    untrainable_sampling: str | None = None
     """Settings of the sampler that a trainer cannot repeat from what is here ("top_p=0.9"): no ratio can be taken."""
     version_runs: tuple[VersionRun, ...] = ()
     """Which policy version sampled which action tokens, in order; empty when nobody said."""
@@ -79,8 +79,8 @@ class SampleAttachments:
             left -= length
         per_token = {name: None if (a := getattr(self, name)) is None else a[:count] for name in _PER_TOKEN}
         logps = None if self.actor_logps is None else ActorTokenLogps(self.actor_logps.token_logps[:count])
-        supports = None if self.supports is None else self.supports.first(count)
-        return replace(self, actor_logps=logps, version_runs=tuple(runs), supports=supports, **per_token)
+        candidates = None if self.candidates is None else self.candidates.first(count)
+        return replace(self, actor_logps=logps, version_runs=tuple(runs), candidates=candidates, **per_token)
 
 
 def _mask_array(mask: Sequence[int] | npt.NDArray[Any], name: str, length: int) -> npt.NDArray[np.bool_]:
@@ -145,13 +145,13 @@ def _check_lengths(item: SAWItem) -> None:
     arrays = {name: getattr(attached, name) for name in _PER_TOKEN}
     lengths = {name: None if array is None else len(array) for name, array in arrays.items()}
     lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
-    lengths["supports"] = None if attached.supports is None else len(attached.supports)
+    lengths["supports"] = None if attached.candidates is None else len(attached.candidates)
     lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
     wrong = {name: length for name, length in lengths.items() if length not in (None, item.num_action_tokens)}
     if wrong:
         raise ValueError(f"SAWItem has {item.num_action_tokens} action tokens, but {wrong} of its attachments.")
-    if attached.supports is not None:
-        outside = attached.supports.first_outside(item.input_ids[item.action_mask])
+    if attached.candidates is not None:
+        outside = attached.candidates.first_outside(item.input_ids[item.action_mask])
         if outside is not None:
             raise ValueError(f"Action token {outside} is not among the candidates that it is said to be drawn from.")
 

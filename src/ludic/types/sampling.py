@@ -14,7 +14,7 @@ import numpy as np
 from ludic.types.arrays import TokenArray, token_array
 from ludic.types.errors import ConfigError
 from ludic.types.messages import JSON
-from ludic.types.tokens import TokenSupports, TokenTrace, VersionRun
+from ludic.types.tokens import CandidateSets, TokenTrace, VersionRun
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class ChatResponse:
     completion_logprobs: Sequence[float] | Any | None = None
     finish_reason: str | None = None
     version_runs: tuple[VersionRun, ...] = ()
-    supports: TokenSupports | None = None
+    candidates: CandidateSets | None = None
     """What each completion token was drawn from, where the request ruled tokens out and the server says which."""
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class ChatResponse:
             finish_reason=self.finish_reason,
             version_runs=self.version_runs,
             temperature=temperature,
-            supports=self.supports,
+            candidates=self.candidates,
         )
 
 
@@ -259,7 +259,7 @@ class ChatResponse:
 # What a trainer can repeat of how a token was drawn, and what it cannot.
 # ----------------------------------------------------------------------------------------------------
 # A ratio compares the probability of a token now with that when it was drawn, and both must be of the same kind. Temperature
-# is repeated, and so are top-p, top-k and min-p where the sampler recorded what they left (`TokenSupports`). Penalties change
+# is repeated, and so are top-p, top-k and min-p where the sampler recorded what they left (`CandidateSets`). Penalties change
 # with every token that was written, and are not.
 
 _TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -270,16 +270,16 @@ _OVERRIDES = frozenset(
 )
 
 
-def unrepeatable_settings(
-    sampling: SamplingParams, extensions: BackendExtensions | None = None, supports: TokenSupports | None = None
+def untrainable_settings(
+    sampling: SamplingParams, extensions: BackendExtensions | None = None, candidates: CandidateSets | None = None
 ) -> str | None:
     """The settings that stand between these tokens and a ratio, such as "top_p=0.9, top_k=50"; None when nothing does."""
     if extensions is None and _is_plain(sampling):  # nearly always, and every model call asks
         return None
     found = {name: getattr(sampling, name) for name in _PENALTIES if getattr(sampling, name) != _PENALTIES[name]}
-    if supports is None and sampling.temperature > 0:
+    if candidates is None and sampling.temperature > 0:
         found |= {name: getattr(sampling, name) for name in _TRUNCATION if getattr(sampling, name) != _TRUNCATION[name]}
-    if supports is None and sampling.min_tokens:
+    if candidates is None and sampling.min_tokens:
         found["min_tokens"] = sampling.min_tokens
     if isinstance(extensions, VLLMExtensions):
         if extensions.repetition_penalty != 1.0:
@@ -298,12 +298,12 @@ def _is_plain(sampling: SamplingParams) -> bool:
     )
 
 
-def require_repeatable_reply(request: TokenCompletionRequest, response: ChatResponse) -> str | None:
+def require_trainable_reply(request: TokenCompletionRequest, response: ChatResponse) -> str | None:
     """What stands between the reply's tokens and a ratio; ConfigError where their log-probs were asked for, to train on.
 
     Found at the first reply, and not when a batch of them is to be trained on.
     """
-    found = unrepeatable_settings(request.sampling, request.extensions, response.supports)
+    found = untrainable_settings(request.sampling, request.extensions, response.candidates)
     if found is not None and request.return_.return_chosen_logprobs:
         raise ConfigError(
             f"Log-probs of the sampled tokens were asked for, to train on, but with {found} a trainer cannot tell what "

@@ -24,7 +24,7 @@ EndArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenSupports:
+class CandidateSets:
     """The candidates of each of several tokens, one list after the other."""
 
     ids: TokenArray
@@ -44,14 +44,14 @@ class TokenSupports:
         object.__setattr__(self, "ends", ends)
 
     @classmethod
-    def of(cls, lists: Sequence[TokenIds]) -> "TokenSupports":
+    def of(cls, lists: Sequence[TokenIds]) -> "CandidateSets":
         """One list of candidates per token; an empty one is the whole vocabulary."""
         arrays = [token_array(ids, "support ids") for ids in lists]
         ids = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
         return cls(ids, np.cumsum([len(array) for array in arrays], dtype=np.int64))
 
     @classmethod
-    def joined(cls, parts: Iterable["TokenSupports | int"]) -> "TokenSupports":
+    def joined(cls, parts: Iterable["CandidateSets | int"]) -> "CandidateSets":
         """Those of tokens one after the other; a number stands for so many tokens of the whole vocabulary."""
         ids: list[TokenArray] = []
         ends: list[EndArray] = []
@@ -78,10 +78,10 @@ class TokenSupports:
         """How many candidates each token had; 0 is the whole vocabulary."""
         return np.diff(self.ends, prepend=0)
 
-    def first(self, count: int) -> "TokenSupports":
+    def first(self, count: int) -> "CandidateSets":
         """Those of the first `count` tokens."""
         ends = self.ends[:count]
-        return TokenSupports(self.ids[: ends[-1] if len(ends) else 0], ends)
+        return CandidateSets(self.ids[: ends[-1] if len(ends) else 0], ends)
 
     def first_outside(self, tokens: TokenIds) -> int | None:
         """The first token that is not among its own candidates; None when all are."""
@@ -95,11 +95,11 @@ class TokenSupports:
         return {"ids": self.ids.tolist(), "ends": self.ends.tolist()}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "TokenSupports":
+    def from_dict(cls, data: dict[str, Any]) -> "CandidateSets":
         return cls(data["ids"], data["ends"])
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TokenSupports):
+        if not isinstance(other, CandidateSets):
             return NotImplemented
         return np.array_equal(self.ids, other.ids) and np.array_equal(self.ends, other.ends)
 
@@ -167,9 +167,9 @@ class TokenTrace:
     """Which policy version sampled which stretch of the completion; empty when the client does not say."""
     temperature: float | None = None
     """Sampling temperature, so that a trainer can compute log-probs of the same distribution."""
-    supports: TokenSupports | None = None
+    candidates: CandidateSets | None = None
     """What each completion token was drawn from, where the sampler ruled tokens out and said which."""
-    unrepeatable: str | None = None
+    untrainable_sampling: str | None = None
     """Settings that shaped the distribution and that no trainer can repeat from what is here, such as "top_p=0.9"."""
 
     def __init__(
@@ -180,8 +180,8 @@ class TokenTrace:
         finish_reason: str | None = None,
         version_runs: Sequence[tuple[int, int]] = (),
         temperature: float | None = None,
-        supports: TokenSupports | None = None,
-        unrepeatable: str | None = None,
+        candidates: CandidateSets | None = None,
+        untrainable_sampling: str | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "prompt_token_ids", token_array(prompt_token_ids, "prompt_token_ids"))
@@ -198,10 +198,10 @@ class TokenTrace:
         put(self, "finish_reason", finish_reason)
         put(self, "version_runs", _checked_runs(version_runs, len(completion)) if version_runs else ())
         put(self, "temperature", temperature)
-        if supports is not None and len(supports) != len(completion):
-            raise ValueError(f"TokenTrace has {len(completion)} completion tokens but {len(supports)} supports.")
-        put(self, "supports", supports)
-        put(self, "unrepeatable", unrepeatable)
+        if candidates is not None and len(candidates) != len(completion):
+            raise ValueError(f"TokenTrace has {len(completion)} completion tokens but {len(candidates)} supports.")
+        put(self, "supports", candidates)
+        put(self, "unrepeatable", untrainable_sampling)
 
     @property
     def policy_version(self) -> int | None:
@@ -218,10 +218,10 @@ class TokenTrace:
             "version_runs": [list(run) for run in self.version_runs],
             "temperature": self.temperature,
         }
-        if self.supports is not None:
-            data["supports"] = self.supports.to_dict()
-        if self.unrepeatable is not None:
-            data["unrepeatable"] = self.unrepeatable
+        if self.candidates is not None:
+            data["supports"] = self.candidates.to_dict()
+        if self.untrainable_sampling is not None:
+            data["unrepeatable"] = self.untrainable_sampling
         return data
 
     @classmethod
@@ -236,8 +236,8 @@ class TokenTrace:
             finish_reason=data.get("finish_reason"),
             version_runs=data.get("version_runs") or (),
             temperature=data.get("temperature"),
-            supports=None if data.get("supports") is None else TokenSupports.from_dict(data["supports"]),
-            unrepeatable=data.get("unrepeatable"),
+            candidates=None if data.get("supports") is None else CandidateSets.from_dict(data["supports"]),
+            untrainable_sampling=data.get("unrepeatable"),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -250,8 +250,8 @@ class TokenTrace:
             and self.finish_reason == other.finish_reason
             and self.version_runs == other.version_runs
             and self.temperature == other.temperature
-            and self.supports == other.supports
-            and self.unrepeatable == other.unrepeatable
+            and self.candidates == other.candidates
+            and self.untrainable_sampling == other.untrainable_sampling
         )
 
     __hash__ = None  # type: ignore[assignment]

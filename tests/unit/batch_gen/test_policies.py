@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from ludic.batch_gen import (
+    AssignedRequests,
     GRPORequestStrategy,
     RolloutEngine,
-    SeatedRequests,
+    assign_roles,
     make_dataset_sequence_requests_fn,
-    seated,
 )
 from ludic.inference import ScriptedClient
 from ludic.interaction import Policies
@@ -45,7 +45,7 @@ def play(policies: Policies, *requests: RolloutRequest) -> list:
 
 def test_the_request_decides_who_is_asked_and_the_rollouts_say_who_it_was():
     both = policies(one=says("A1"), two=says("B2"))
-    rollouts = play(both, seated(GAME, {"X": "one", "O": "two"}), seated(GAME, {"X": "two", "O": "one"}))
+    rollouts = play(both, assign_roles(GAME, {"X": "one", "O": "two"}), assign_roles(GAME, {"X": "two", "O": "one"}))
     moves = [(r.meta["agent_id"], r.meta["model"], r.agent_steps[0].action) for r in rollouts]
     assert moves == [
         ("X", "one", "<a>A1</a>"), ("O", "two", "<a>B2</a>"), ("X", "two", "<a>B2</a>"), ("O", "one", "<a>A1</a>"),
@@ -54,7 +54,7 @@ def test_the_request_decides_who_is_asked_and_the_rollouts_say_who_it_was():
 
 
 def test_a_member_of_a_league_is_asked_by_its_version():
-    rollouts = play(policies(now=says("A1"), past=Past([0, 4])), seated(GAME, {"X": "past@4", "O": "now"}))
+    rollouts = play(policies(now=says("A1"), past=Past([0, 4])), assign_roles(GAME, {"X": "past@4", "O": "now"}))
     assert rollouts[0].agent_steps[0].action == "<a>v4</a>" and rollouts[0].meta["model"] == "past@4"
 
 
@@ -68,13 +68,13 @@ def test_a_member_of_a_league_is_asked_by_its_version():
 )
 def test_a_seat_for_nobody_stops_the_run(name, message):
     with pytest.raises((ConfigError, UnknownName), match=message):
-        play(policies(now=says("A1"), past=Past([0])), seated(GAME, {"X": name, "O": "now"}))
+        play(policies(now=says("A1"), past=Past([0])), assign_roles(GAME, {"X": name, "O": "now"}))
 
 
 def test_an_agent_that_hides_its_policy_is_refused():
     hiding = Policies({"one": says("A1")}, lambda client, name: make_agent(client))
     with pytest.raises(ConfigError, match="pass the name on"):
-        play(hiding, seated(GAME, {"X": "one", "O": "one"}))
+        play(hiding, assign_roles(GAME, {"X": "one", "O": "one"}))
 
 
 def test_an_empty_league_is_a_mistake_in_the_set_up():
@@ -105,7 +105,7 @@ def drawn(requests) -> list[dict[str, str]]:
 
 def test_members_of_a_group_sit_alike_and_groups_differ():
     everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
-    seats = drawn(SeatedRequests(requests_fn(), SEATINGS, everybody)())
+    seats = drawn(AssignedRequests(requests_fn(), SEATINGS, everybody)())
     groups = [seats[start : start + 3] for start in range(0, len(seats), 3)]
     assert all(group == [group[0]] * 3 for group in groups)
     met = {(group[0]["X"], group[0]["O"]) for group in groups}
@@ -115,25 +115,25 @@ def test_members_of_a_group_sit_alike_and_groups_differ():
 
 def test_a_resumed_run_draws_what_it_would_have_drawn():
     everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
-    whole = SeatedRequests(requests_fn(), SEATINGS, everybody)
+    whole = AssignedRequests(requests_fn(), SEATINGS, everybody)
     first, state, second = whole(), whole.state_dict(), whole()
-    again = SeatedRequests(requests_fn(), SEATINGS, everybody)
+    again = AssignedRequests(requests_fn(), SEATINGS, everybody)
     again.load_state_dict(state)
     assert drawn(again()) == drawn(second) != drawn(first)
 
 
 def test_seats_are_drawn_before_a_group_is_made_as_well():
     everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
-    asked = SeatedRequests(lambda: [GAME], SEATINGS, everybody)
+    asked = AssignedRequests(lambda: [GAME], SEATINGS, everybody)
     assert len({str(seats) for seats in drawn(GRPORequestStrategy(4).expand(asked()))}) == 1
 
 
 def test_a_request_without_a_seed_has_nothing_to_draw_by():
     nameless = RolloutRequest(env=GAME.env, protocol=GAME.protocol)
     with pytest.raises(ConfigError, match="env_seed"):
-        SeatedRequests(lambda: [nameless], SEATINGS, policies(one=says("A1"), past=Past([0])))()
+        AssignedRequests(lambda: [nameless], SEATINGS, policies(one=says("A1"), past=Past([0])))()
 
 
 def test_there_is_a_seating_to_draw():
     with pytest.raises(ConfigError, match="at least one seating"):
-        SeatedRequests(requests_fn(), [], policies())
+        AssignedRequests(requests_fn(), [], policies())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ludic.agents import Agent
-from ludic.batch_gen import RolloutEngine, SeatedRequests, SharedRollouts, make_dataset_sequence_requests_fn
+from ludic.batch_gen import AssignedRequests, RolloutEngine, SharedRollouts, make_dataset_sequence_requests_fn
 from ludic.envs.tic_tac_toe.board import CELLS
 from ludic.inference import ByteTemplate
 from ludic.interaction import Policies
@@ -77,7 +77,7 @@ class Stream:
         )
         self.shared = SharedRollouts(
             RolloutEngine(protocol_registry={"duel": policies.protocol}, max_retries=0, max_failed_share=1.0),
-            requests_fn=SeatedRequests(requests_fn, seatings, policies),
+            requests_fn=AssignedRequests(requests_fn, seatings, policies),
             max_steps=3,
         )
 

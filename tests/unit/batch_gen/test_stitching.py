@@ -13,7 +13,7 @@ from ludic.batch_gen import stitch_rollout
 from ludic.batch_gen.stitching import MAX_INFO_TEXT
 from ludic.context import SlidingWindow, TruncatedThinkingContext
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
-from ludic.types import AgentStep, EnvironmentStep, Failure, Rollout, TokenSupports, TokenTrace, VersionRun
+from ludic.types import AgentStep, CandidateSets, EnvironmentStep, Failure, Rollout, TokenTrace, VersionRun
 from tests.fakes import CountingEnv, RecordingClient, ScriptedClient, make_agent
 from tests.unit.batch_gen.parts import RL, SHORT, StepIndex, random_client
 
@@ -82,12 +82,12 @@ def test_turns_that_weigh_differently_give_token_weights_and_their_mean():
 
 def test_candidates_of_turns_are_put_together_and_what_cannot_be_repeated_is_said_of_the_item():
     (item,) = stitch_rollout(
-        rollout := two_turns(drawn=(TokenSupports.of([[6, 8]]), "min_tokens=1")), _constant(rollout)
+        rollout := two_turns(drawn=(CandidateSets.of([[6, 8]]), "min_tokens=1")), _constant(rollout)
     )
-    assert [item.attachments.supports[i].tolist() for i in range(3)] == [[], [], [6, 8]]
-    assert item.attachments.unrepeatable == "min_tokens=1"
+    assert [item.attachments.candidates[i].tolist() for i in range(3)] == [[], [], [6, 8]]
+    assert item.attachments.untrainable_sampling == "min_tokens=1"
     (plain,) = stitch_rollout(rollout := two_turns(), _constant(rollout))
-    assert plain.attachments.supports is None and plain.attachments.unrepeatable is None
+    assert plain.attachments.candidates is None and plain.attachments.untrainable_sampling is None
 
 
 def test_per_turn_gives_one_item_each():

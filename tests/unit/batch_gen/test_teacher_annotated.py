@@ -11,7 +11,7 @@ from ludic.batch_gen import (
     MixedPart,
     PrivilegedTeacher,
     TeacherAnnotatedBatchSource,
-    told_first,
+    hint_first,
 )
 from ludic.batch_gen.sources.teachers import domain_of
 from ludic.inference import ByteTemplate
@@ -183,15 +183,15 @@ def test_a_hint_is_a_system_message_before_what_the_student_saw():
     item = sample([*asked, 65], [0] * len(asked) + [1], request_meta={"hint": "It is A."})
     both = [{"role": "system", "content": "It is A."}, {"role": "user", "content": "q"}]
     expected = template.apply(both).prompt_token_ids.tolist()
-    assert told_first(template)(item).tolist() == expected
-    own = told_first(template, lambda item: "It is " + chr(item.input_ids[-1]) + ".")
+    assert hint_first(template)(item).tolist() == expected
+    own = hint_first(template, lambda item: "It is " + chr(item.input_ids[-1]) + ".")
     assert own(item).tolist() == expected
 
 
 async def test_a_privileged_teacher_without_anything_to_tell_is_refused():
     item = sample([1, 2], [0, 1])
     with pytest.raises(ConfigError, match="has no hint"):
-        await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), told_first(ByteTemplate()))).next_batch()
+        await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), hint_first(ByteTemplate()))).next_batch()
     with pytest.raises(ConfigError, match="empty prompt"):
         await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), lambda item: [])).next_batch()
     with pytest.raises(ConfigError, match="'privileged' has another tokenizer"):

@@ -23,7 +23,7 @@ from ludic.batch_gen.pipeline.wire import encode_group
 from ludic.cli.pipeline import actor as run_actor
 from ludic.run import pipeline_learner as run_pipeline
 from ludic.run.config import ModelSettings, RunConfig, resolve
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.run.model import load_tokenizer, without_adapter
 from ludic.run.pipeline import PipelineSettings
 from ludic.run.pipeline_learner import pipeline_algorithm
@@ -76,7 +76,7 @@ def test_no_two_lives_of_any_actors_share_a_seed():
 def test_a_pipeline_corrects_its_loss_unless_told_not_to():
     def loss_of(**values: object) -> object:
         config = with_values(RunConfig(), {"id": "tic_tac_toe", "engine": "pipeline", **values})
-        return pipeline_algorithm(resolve(config, find_env("tic_tac_toe"))).loss
+        return pipeline_algorithm(resolve(config, env_factory("tic_tac_toe"))).loss
 
     assert isinstance(loss_of(), CorrectedLoss) and isinstance(loss_of(algo="cispo"), CorrectedLoss)
     assert not isinstance(loss_of(corrections=False), CorrectedLoss)
@@ -133,7 +133,7 @@ def actors_beside(config: RunConfig, *indices: int):
             reports.append(await run_actor._play(config, policy, index, stop))
 
         with contextlib.ExitStack() as stack:
-            policy = run_actor._with_an_engine(config, find_env(config.env.id), stack)
+            policy = run_actor._with_an_engine(config, env_factory(config.env.id), stack)
             asyncio.run(play())
 
     threads = [threading.Thread(target=work, args=(index,)) for index in indices]
@@ -155,7 +155,7 @@ def pipeline_config(redis: RedisServer, name: str, arguments: list[str]) -> tupl
     from ludic.cli.train import Words
 
     _, config = read_run_command(Words, flags, prog="ludic train", description="")
-    return resolve(config, find_env(config.env.id)), lambda *more: ["train", *flags, *more]
+    return resolve(config, env_factory(config.env.id)), lambda *more: ["train", *flags, *more]
 
 
 def episodes(folder: Path) -> list[dict]:

@@ -11,17 +11,17 @@ from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
 from ludic.run.build import (
-    Play,
+    EpisodeSetup,
     agent_factory,
     fixed_requests,
     make_algorithm,
-    make_play,
+    make_episode_setup,
     make_source,
     train_requests,
     trainer_config,
 )
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig, resolve
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
 from ludic.run.settings import with_values
 from ludic.training.losses import ActionTokens, BatchFacts, Loss
@@ -29,12 +29,12 @@ from ludic.types import ConfigError, ReturnSpec, TemplateError, load_rollouts
 
 
 def resolved(env: str, **values) -> RunConfig:
-    return resolve(with_values(RunConfig(), {"id": env, "model": "tiny", **values}), find_env(env))
+    return resolve(with_values(RunConfig(), {"id": env, "model": "tiny", **values}), env_factory(env))
 
 
-def scripted_play(config: RunConfig, reply: str = "A1") -> Play:
+def scripted_play(config: RunConfig, reply: str = "A1") -> EpisodeSetup:
     client = ScriptedClient(lambda request: reply)
-    return make_play(config.env, config.agent, find_env(config.env.id), client, ByteTemplate(), "scripted")
+    return make_episode_setup(config.env, config.agent, env_factory(config.env.id), client, ByteTemplate(), "scripted")
 
 
 # --- what is left open ---
@@ -180,7 +180,7 @@ def _gradient_size(loss: Loss, length: int) -> float:
         returns=torch.ones(2 * length),
         old_values=values.detach(),
     )
-    loss.of(tokens)[0].backward()
+    loss(tokens)[0].backward()
     assert logps.grad is not None
     return float(logps.grad.abs().sum() + (0.0 if values.grad is None else values.grad.abs().sum()))
 
@@ -221,7 +221,7 @@ def test_a_conversation_in_characters_continues_token_by_token():
     text = "".join(map(chr, range(32, 127))) + "\n  two  spaces"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     template = make_template(tokenizer)
-    opening = [{"role": "system", "content": "Play."}, {"role": "user", "content": " X\n"}]
+    opening = [{"role": "system", "content": "EpisodeSetup."}, {"role": "user", "content": " X\n"}]
     prompt = template.apply(opening).prompt_token_ids.tolist()
     reply = [*tokenizer.encode("A 1", add_special_tokens=False), tokenizer.eos_token_id]
     messages = [*opening, {"role": "assistant", "content": "A 1"}, {"role": "user", "content": "X B2"}]

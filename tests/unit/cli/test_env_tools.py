@@ -11,7 +11,7 @@ from ludic.cli.play_tools import Toolbox
 from ludic.inference import HermesToolParser, HFChatTemplate, tool_parser_for
 from ludic.models.tiny import make_tiny
 from ludic.run.config import AgentSettings, EnvSettings, resolve_play
-from ludic.run.env import find_env
+from ludic.run.env import env_factory
 from ludic.types import load_rollouts
 
 pytest.importorskip("bm25s", reason="the search extra is not installed")
@@ -20,7 +20,7 @@ runner = CliRunner()
 
 def agent_for(**settings) -> AgentSettings:
     config = EvalConfig(env=EnvSettings(id="musique_search"), agent=AgentSettings(**settings))
-    return resolve_play(config, find_env("musique_search").suggested).agent
+    return resolve_play(config, env_factory("musique_search").suggested).agent
 
 
 def test_an_env_suggests_an_agent_and_its_arguments():
@@ -36,13 +36,13 @@ def test_arguments_of_the_suggested_agent_are_not_given_to_another():
 
 def test_an_env_that_suggests_nothing_is_played_by_the_plain_agent():
     config = EvalConfig(env=EnvSettings(id="key_door"))
-    agent = resolve_play(config, find_env("key_door").suggested).agent
+    agent = resolve_play(config, env_factory("key_door").suggested).agent
     assert agent.agent == "agent" and not agent.may_call_tools
 
 
 def test_the_tiny_model_is_told_of_the_tools_and_may_search(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sample = find_env("musique_search").example["sample"]
+    sample = env_factory("musique_search").example["sample"]
     (tmp_path / "q.jsonl").write_text(json.dumps(sample) + "\n")
     done = runner.invoke(app, ["eval", "musique_search", "--model", "tiny", "--data", "q.jsonl", "--max-tokens", "8"])
     assert done.exit_code == 0, done.output

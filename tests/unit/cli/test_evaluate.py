@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ludic.cli.eval import run as eval_run
 from ludic.cli.eval.config import PolicySettings
 from ludic.cli.eval.folder import slug
-from ludic.cli.eval.models import contenders, load
+from ludic.cli.eval.models import evaluated_models, load
 from ludic.cli.evaluate import read_command
 from ludic.cli.main import app
 from ludic.inference.local import LocalEngine
@@ -170,7 +170,7 @@ def test_another_model_of_the_same_name_is_not_given_the_episodes_of_the_first(f
     assert ludic(*args, "--name", "mine", "--model", "one").exit_code == 0
     first = samples(mine, "one")
     if share_a_file:
-        (other,) = contenders(PolicySettings(model=("other/one",)))
+        (other,) = evaluated_models(PolicySettings(model=("other/one",)))
         episodes(mine, "one").rename(mine / "rollouts" / f"{other.file_stem}.jsonl.gz")
     assert ludic(*args, "--name", "mine", "--model", "other/one", "--resume").exit_code == 0
     assert ludic(*args, "--name", "fresh", "--model", "other/one").exit_code == 0
@@ -179,15 +179,15 @@ def test_another_model_of_the_same_name_is_not_given_the_episodes_of_the_first(f
 
 
 def test_a_model_is_the_same_one_however_it_is_typed_and_whatever_it_is_compared_with(folder):
-    (typed,) = contenders(PolicySettings(model=("one",)))
-    _, compared = contenders(PolicySettings(model=("two/../two/../one", str(folder / "one"))))
+    (typed,) = evaluated_models(PolicySettings(model=("one",)))
+    _, compared = evaluated_models(PolicySettings(model=("two/../two/../one", str(folder / "one"))))
     assert (compared.identity, compared.file_stem) == (typed.identity, typed.file_stem)
 
 
 def test_no_two_models_of_a_comparison_share_a_file(folder):
     for name in ("a/model", "b/model", "model_2"):
         save_model(folder / name)
-    field = contenders(PolicySettings(model=("a/model", "b/model", "model_2")))
+    field = evaluated_models(PolicySettings(model=("a/model", "b/model", "model_2")))
     assert [contender.label for contender in field] == ["model", "model (2)", "model_2 (2)"]
     assert len({slug(contender.label) for contender in field}) == len({c.file_stem for c in field}) == 3
 

@@ -11,8 +11,8 @@ from ludic.cli.pipeline.launch import prepare
 from ludic.cli.pipeline.roles import LUDIC, Sizes, make_roles, reachable_socket
 from ludic.cli.pipeline.supervisor import WhenDone
 from ludic.run.config import RunConfig, resolve
-from ludic.run.env import find_env
-from ludic.run.folder import Start, prepare_folder
+from ludic.run.env import env_factory
+from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.pipeline import PipelineSettings, given_redis, redis_url, required_servers
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
@@ -28,7 +28,7 @@ def ludic(tmp_path, monkeypatch, capsys):
 
 def config_with(tmp_path, **values: object) -> RunConfig:
     given = {"id": "tic_tac_toe", "model": "tiny", "engine": "pipeline", "runs": tmp_path, "name": "run", **values}
-    return resolve(with_values(RunConfig(), given), find_env("tic_tac_toe"))
+    return resolve(with_values(RunConfig(), given), env_factory("tic_tac_toe"))
 
 
 # --- what is refused ---
@@ -160,9 +160,9 @@ def test_a_new_run_finds_nothing_of_an_old_one_but_a_resumed_run_finds_everythin
     for name in ("redis", "weights", "logs"):
         (config.folder / name).mkdir(parents=True)
         (config.folder / name / "old").write_text("old")
-    prepare(config, Start(), resume=True)
+    prepare(config, ResumePoint(), resume=True)
     assert (config.folder / "redis" / "old").is_file() and (config.folder / "weights" / "old").is_file()
-    prepare(config, Start(), resume=False)
+    prepare(config, ResumePoint(), resume=False)
     assert (config.folder / "redis").is_dir() and not (config.folder / "redis" / "old").exists()
     assert not (config.folder / "weights").exists() and (config.folder / "config.toml").is_file()
 
@@ -173,14 +173,14 @@ def test_what_actors_wrote_survives_a_learner_that_starts_over(tmp_path):
     rollouts.mkdir(parents=True)
     for name in ("actor-0-00000001.jsonl.gz", "from_step_000000.jsonl.gz"):
         (rollouts / name).write_text("{}\n")
-    prepare_folder(config, Start(starts_over=True))
+    prepare_folder(config, ResumePoint(restarts=True))
     assert [path.name for path in rollouts.iterdir()] == ["actor-0-00000001.jsonl.gz"]
 
 
 def test_a_pipeline_may_be_resumed_with_another_redis_and_more_actors(ludic, tmp_path):
     (tmp_path / "runs").mkdir()
     config = config_with(tmp_path / "runs", redis="redis://one")
-    prepare_folder(config, Start())
+    prepare_folder(config, ResumePoint())
     ended = ludic("launch", "runs/run", "--resume", "--dry-run", "--redis", "redis://two", "--actors", "4")
     assert ended.code == 0 and "actor-3" in ended.out, ended.err
     ended = ludic("launch", "runs/run", "--resume", "--dry-run", "--lr", "1")

@@ -9,9 +9,16 @@ import torch
 from torch import distributed as dist
 
 from ludic.distributed.ranks import OneProcess, ProcessRanks, RankFailed, difference, join_ranks, launched, require_same
-from ludic.training.learner.metrics import StatSum, added_up
+from ludic.training.learner.metrics import MetricSums, added_up
 from ludic.training.learner.packing import balanced_shares
-from ludic.training.learner.rank_batches import Ending, EndKind, NothingToTrainOn, Prepared, deal, recredited
+from ludic.training.learner.rank_batches import (
+    NothingToTrainOn,
+    PreparedBatch,
+    RankStop,
+    StopKind,
+    recredited,
+    scatter_batch,
+)
 from ludic.training.learner.stop import StopRequested
 from ludic.types import ConfigError, RequestsExhausted
 from tests import forked
@@ -76,8 +83,8 @@ def exchange(ranks: ProcessRanks) -> None:
 
 def dealing(ranks: ProcessRanks) -> None:
     items = random_items([9, 4, 7, 12, 3])
-    own = Prepared(items if ranks.is_first else [], {"made": 5.0}, {"num_stale": 1.0})
-    share = deal(ranks, own, lambda whole: {"num": float(len(whole.items)), **whole.counts})
+    own = PreparedBatch(items if ranks.is_first else [], {"made": 5.0}, {"num_stale": 1.0})
+    share = scatter_batch(ranks, own, lambda whole: {"num": float(len(whole.items)), **whole.counts})
     assert share.facts.num_items == 5 and share.stats == {"num": 5.0, "num_stale": 3.0}
     assert ranks.sum(len(share.items)) == 5
     again, facts = recredited(ranks, share.items, lambda all_items: all_items)
@@ -86,20 +93,22 @@ def dealing(ranks: ProcessRanks) -> None:
     assert facts.weight_std == pytest.approx(share.facts.weight_std)
 
     few = random_items([5])  # fewer samples than ranks: somebody gets nothing
-    assert ranks.sum(len(deal(ranks, Prepared(few if ranks.is_first else []), lambda whole: {}).items)) == 1
+    assert (
+        ranks.sum(len(scatter_batch(ranks, PreparedBatch(few if ranks.is_first else []), lambda whole: {}).items)) == 1
+    )
 
     third = ranks.rank == 2
     for ending, error in (
-        (Ending(EndKind.STOPPED, "SIGTERM"), StopRequested),
-        (Ending(EndKind.EXHAUSTED, "no more"), RequestsExhausted),
-        (Ending(EndKind.FAILED, "ValueError: x"), RankFailed),
+        (RankStop(StopKind.STOPPED, "SIGTERM"), StopRequested),
+        (RankStop(StopKind.EXHAUSTED, "no more"), RequestsExhausted),
+        (RankStop(StopKind.FAILED, "ValueError: x"), RankFailed),
     ):
         with pytest.raises(error, match="Rank 2"):
-            deal(ranks, ending if third else Prepared(items), lambda whole: {})
+            scatter_batch(ranks, ending if third else PreparedBatch(items), lambda whole: {})
     with pytest.raises(NothingToTrainOn):
-        deal(ranks, Ending(EndKind.NOTHING, "all filtered"), lambda whole: {})
+        scatter_batch(ranks, RankStop(StopKind.NOTHING, "all filtered"), lambda whole: {})
     with pytest.raises(RankFailed, match="KeyError"):
-        deal(ranks, Prepared(items), lambda whole: {"reward": whole.meta["reward"]})
+        scatter_batch(ranks, PreparedBatch(items), lambda whole: {"reward": whole.meta["reward"]})
 
 
 def missing(ranks: ProcessRanks) -> None:
@@ -153,11 +162,11 @@ def test_shares_are_disjoint_and_about_equally_long():
 
 
 def test_totals_of_ranks_add_up_to_those_of_one():
-    whole, first, second = StatSum(), StatSum(), StatSum()
+    whole, first, second = MetricSums(), MetricSums(), MetricSums()
     for sums in (whole, first):
         sums.add({"loss": (1.0, 0.5), "kl": (2.0, 4.0)})
         sums.add_max({"ratio": 3.0})
     for sums in (whole, second):
         sums.add({"loss": (3.0, 0.5)})
         sums.add_max({"ratio": 2.0})
-    assert added_up([first.totals(), second.totals(), StatSum().totals()]).means() == whole.means()
+    assert added_up([first.totals(), second.totals(), MetricSums().totals()]).means() == whole.means()

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from ludic.batch_gen import RolloutEngine, seated
+from ludic.batch_gen import RolloutEngine, assign_roles
 from ludic.eval import Match, matches_of, round_robin
 from ludic.inference import ScriptedClient
 from ludic.interaction import Policies
@@ -60,7 +60,7 @@ def test_whoever_earns_more_has_won_also_if_the_other_never_came_to_move():
 def test_a_legal_game_is_won_by_three_in_a_row():
     """Both take the first free cell: X gets A1 A3 B2 C1, a diagonal."""
     rollouts = play(
-        [seated(GAME, {"X": "one", "O": "two"})], one=ScriptedClient(first_free), two=ScriptedClient(first_free)
+        [assign_roles(GAME, {"X": "one", "O": "two"})], one=ScriptedClient(first_free), two=ScriptedClient(first_free)
     )
     assert matches_of(rollouts, SEATS) == [Match("one", "two", 1.0)]
 
@@ -69,13 +69,13 @@ def test_failed_episodes_are_no_matches():
     def breaks(_: object) -> str:
         raise RuntimeError("broken")
 
-    requests = [seated(GAME, {"X": "plays", "O": name}) for name in ("cheats", "broken")]
+    requests = [assign_roles(GAME, {"X": "plays", "O": name}) for name in ("cheats", "broken")]
     rollouts = play(requests, **scripts(), broken=ScriptedClient(breaks))
     assert matches_of(rollouts, SEATS) == [Match("plays", "cheats", 1.0)]
 
 
 def test_rollouts_that_do_not_say_who_played_are_refused():
-    rollouts = play([seated(GAME, {"X": "plays", "O": "cheats"})], **scripts())
+    rollouts = play([assign_roles(GAME, {"X": "plays", "O": "cheats"})], **scripts())
     del rollouts[0].meta["policies"]
     with pytest.raises(ConfigError, match="does not say who played"):
         matches_of(rollouts, SEATS)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.inference import ByteTemplate, TinkerChatClient
-from ludic.inference.http import EndpointError, NoAnswer
+from ludic.inference.http import EndpointError, ResponseTimeout
 from ludic.tinker.service import TinkerConfig, sdk
 from ludic.types import (
     ConfigError,
@@ -180,7 +180,7 @@ async def test_a_completion_that_does_not_come_in_time_is_given_up_and_says_so(
 ):
     fake.num_try_again = 10_000
     monkeypatch.setattr(client, "_request_timeout_s", 0.2)
-    with pytest.raises(NoAnswer, match=r"asked to sample.*request_timeout_s=0\.2"):
+    with pytest.raises(ResponseTimeout, match=r"asked to sample.*request_timeout_s=0\.2"):
         await ask(client, request())
     fake.behave()  # or the SDK, which nobody told, goes on asking
 

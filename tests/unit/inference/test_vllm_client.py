@@ -256,8 +256,8 @@ def test_tokens_that_max_think_forced_had_one_candidate(logprobs, sampling, forc
     choice = {"token_ids": [1, 2, 3, 4, 5, 6], "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
     asked = a_request(sampling={"temperature": 1.0, **sampling}, extensions=VLLMExtensions(max_think=2))
     response = read_completion("http://x", msgspec.json.encode({"choices": [choice]}), asked)
-    assert (None if response.supports is None else response.supports.lengths.tolist()) == forced
-    assert read_completion("http://x", msgspec.json.encode({"choices": [choice]}), a_request()).supports is None
+    assert (None if response.candidates is None else response.candidates.lengths.tolist()) == forced
+    assert read_completion("http://x", msgspec.json.encode({"choices": [choice]}), a_request()).candidates is None
 
 
 async def test_a_log_prob_that_is_missing_is_an_error():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.batch_gen import stitch_rollouts
-from ludic.batch_gen.external_rollouts import weighed_batch
+from ludic.batch_gen.external_rollouts import weighted_batch
 from ludic.minimal import (
     Action,
     GRPOConfig,
@@ -272,8 +272,8 @@ def trajectory_of(prompt, sampled) -> Trajectory:
 async def test_a_batch_without_any_weight_is_an_error_that_says_so(model):
     rollout = as_rollout(trajectory_of([3, 5, 4], [6, 1]), Reward(0.0, False), "g")
     with pytest.raises(RequestsExhausted, match="nothing to train on"):
-        await model.update(weighed_batch([rollout], [0.0]))
-    result = await model.update(weighed_batch([rollout], [1.0]))  # and the next one is not affected
+        await model.update(weighted_batch([rollout], [0.0]))
+    result = await model.update(weighted_batch([rollout], [1.0]))  # and the next one is not affected
     assert result.loss == result.metrics["train/loss"] and result.metrics["train/num_samples"] == 1
 
 
@@ -281,7 +281,7 @@ async def test_an_advantage_moves_the_probability_of_what_was_sampled_the_way_it
     prompt, sampled = [3, 5, 6, 1, 4], [6, 1]
     before = (await model.engine.score_tokens(prompt, sampled)).sum()
     rollout = as_rollout(trajectory_of(prompt, sampled), Reward(1.0, True), "g")
-    await model.update(weighed_batch([rollout], [1.0]))
+    await model.update(weighted_batch([rollout], [1.0]))
     raised = (await model.engine.score_tokens(prompt, sampled)).sum()
     assert raised > before + 0.01
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ludic.batch_gen.external_rollouts import weighed_batch
+from ludic.batch_gen.external_rollouts import weighted_batch
 from ludic.inference import ByteTemplate, HermesToolParser
 from ludic.minimal import (
     Action,
@@ -77,7 +77,7 @@ async def test_every_prompt_begins_with_all_that_was_sent_and_sampled_before():
 async def test_an_episode_becomes_one_item_in_which_exactly_the_sampled_tokens_are_trained():
     client = random_bytes()
     trajectory = await play(Chat, BYTES, client)
-    (item,) = weighed_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [0.75]).items
+    (item,) = weighted_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [0.75]).items
     last_sent, last_sampled = client.calls[-1]
     assert item.input_ids.tolist() == last_sent + last_sampled
     assert item.input_ids[item.action_mask].tolist() == [t for _, sampled in client.calls for t in sampled]
@@ -89,7 +89,7 @@ async def test_an_episode_becomes_one_item_in_which_exactly_the_sampled_tokens_a
 async def test_an_env_that_rewrites_history_starts_a_new_item_and_no_token_is_lost_or_trained_twice():
     client = random_bytes()
     trajectory = await play(Chat, BYTES, client, example={"forget": True})
-    items = weighed_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [0.5]).items
+    items = weighted_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [0.5]).items
     assert len(items) == 2 and {item.weight for item in items} == {0.5}
     trained = [t for item in items for t in item.input_ids[item.action_mask].tolist()]
     assert trained == [t for _, sampled in client.calls for t in sampled]
@@ -127,7 +127,7 @@ async def test_tool_calls_reach_the_env_and_the_conversation_goes_on_token_for_t
     assert [call["id"] for call in second.tool_calls] == ["call00001", "call00002"], "numbered over the episode"
     assert third.text == "Three." and not third.tool_calls and trajectory.is_finished
     assert "price" in BYTES.decode(client.calls[0][0]), "the model is told of the tool"
-    (item,) = weighed_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [1.0]).items
+    (item,) = weighted_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [1.0]).items
     assert item.input_ids[item.action_mask].tolist() == [t for _, sampled in client.calls for t in sampled]
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from ludic.inference.local.kv import PrefillState, Span
 from ludic.models.attention import route_attention
 from ludic.models.forward import ModuleForward, make_forward
-from ludic.models.fused_llama import LeanForward, PackedLinear, packed_bytes
+from ludic.models.fused_llama import FusedLlama, PackedLinear, packed_bytes
 from ludic.models.shared_view import WeightsWatch, shared_view
 from tests.unit.inference.local.tiny_models import FAMILIES, new_model
 
@@ -70,7 +70,7 @@ def test_the_three_ways_agree(family):
     model = new_model(family)
     plain, fast = make_forward(routed_view(model), pack=False), make_forward(routed_view(model), pack=True)
     assert isinstance(plain, ModuleForward)
-    assert isinstance(fast, LeanForward if family in LEAN else ModuleForward)
+    assert isinstance(fast, FusedLlama if family in LEAN else ModuleForward)
     assert fast.min_rows == 2 and plain.min_rows == 16
     tokens = torch.randint(0, 128, (24,)).tolist()
     assert torch.allclose(logits(fast, tokens), logits(plain, tokens), atol=2e-4, rtol=1e-4)
@@ -86,7 +86,7 @@ def test_wide_layers_agree_too():
 def test_biases_in_the_mlp_and_attention_are_kept():
     model = new_model("llama", mlp_bias=True, attention_bias=True)
     plain, fast = make_forward(routed_view(model), pack=False), make_forward(routed_view(model), pack=True)
-    assert isinstance(fast, LeanForward)
+    assert isinstance(fast, FusedLlama)
     tokens = list(range(20))
     assert torch.allclose(logits(fast, tokens), logits(plain, tokens), atol=2e-4, rtol=1e-4)
 

@@ -5,15 +5,15 @@ import signal
 import pytest
 
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
-from ludic.sandbox.run import Ending, read_compile_record, read_ending
-from ludic.sandbox.runner_process import Seen, compile_verdict, run_verdict, termination
+from ludic.sandbox.run import ExitFacts, read_compile_record, read_exit_facts
+from ludic.sandbox.runner_process import RawRun, compile_verdict, run_verdict, termination
 
 GOOD = CompileResult(status=CompileStatus.SUCCESS)
 
 
-def ending(status: int = 0, **facts: bool) -> Ending:
+def ending(status: int = 0, **facts: bool) -> ExitFacts:
     flags = {"memory_error": False, "overflow": False, "timed_out": False, **facts}
-    return Ending(status=status, run_ms=1.0, cpu_ms=1.0, peak=1, **flags)
+    return ExitFacts(status=status, run_ms=1.0, cpu_ms=1.0, peak=1, **flags)
 
 
 def exited(code: int) -> int:
@@ -23,33 +23,33 @@ def exited(code: int) -> int:
 @pytest.mark.parametrize(
     ("seen", "status"),
     [
-        (Seen(compiled=GOOD, ending=ending()), RunStatus.SUCCESS),
-        (Seen(compiled=GOOD, ending=ending(exited(1))), RunStatus.RUNTIME_ERROR),
-        (Seen(compiled=GOOD, ending=ending(exited(137))), RunStatus.RUNTIME_ERROR),
-        (Seen(compiled=GOOD, ending=ending(signal.SIGSEGV)), RunStatus.KILLED),
-        (Seen(compiled=GOOD, ending=ending(signal.SIGXCPU)), RunStatus.TIMEOUT),
-        (Seen(compiled=GOOD, ending=ending(exited(1), memory_error=True)), RunStatus.MEMORY_EXCEEDED),
-        (Seen(compiled=GOOD, ending=ending(0, memory_error=True)), RunStatus.SUCCESS),
-        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL), killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
-        (Seen(compiled=GOOD, ending=ending(), killed_for_memory=True), RunStatus.SUCCESS),
-        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=1), RunStatus.MEMORY_EXCEEDED),
-        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=2), RunStatus.KILLED),
-        (Seen(compiled=GOOD, ending=ending(signal.SIGSEGV), memory_limit=1), RunStatus.KILLED),
-        (Seen(compiled=GOOD, timed_out=True), RunStatus.TIMEOUT),
+        (RawRun(compiled=GOOD, ending=ending()), RunStatus.SUCCESS),
+        (RawRun(compiled=GOOD, ending=ending(exited(1))), RunStatus.RUNTIME_ERROR),
+        (RawRun(compiled=GOOD, ending=ending(exited(137))), RunStatus.RUNTIME_ERROR),
+        (RawRun(compiled=GOOD, ending=ending(signal.SIGSEGV)), RunStatus.KILLED),
+        (RawRun(compiled=GOOD, ending=ending(signal.SIGXCPU)), RunStatus.TIMEOUT),
+        (RawRun(compiled=GOOD, ending=ending(exited(1), memory_error=True)), RunStatus.MEMORY_EXCEEDED),
+        (RawRun(compiled=GOOD, ending=ending(0, memory_error=True)), RunStatus.SUCCESS),
+        (RawRun(compiled=GOOD, ending=ending(signal.SIGKILL), killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
+        (RawRun(compiled=GOOD, ending=ending(), killed_for_memory=True), RunStatus.SUCCESS),
+        (RawRun(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=1), RunStatus.MEMORY_EXCEEDED),
+        (RawRun(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=2), RunStatus.KILLED),
+        (RawRun(compiled=GOOD, ending=ending(signal.SIGSEGV), memory_limit=1), RunStatus.KILLED),
+        (RawRun(compiled=GOOD, timed_out=True), RunStatus.TIMEOUT),
         (
-            Seen(compiled=GOOD, ending=ending(signal.SIGKILL, timed_out=True), timed_out=True, memory_limit=1),
+            RawRun(compiled=GOOD, ending=ending(signal.SIGKILL, timed_out=True), timed_out=True, memory_limit=1),
             RunStatus.TIMEOUT,
         ),
-        (Seen(compiled=GOOD, timed_out=True, killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
-        (Seen(compiled=GOOD, ending=ending(signal.SIGKILL, overflow=True)), RunStatus.KILLED),
-        (Seen(compiled=GOOD, ending=ending(0, overflow=True)), RunStatus.KILLED),
-        (Seen(compiled=GOOD), RunStatus.KILLED),
-        (Seen(compiled=GOOD, killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
-        (Seen(compiled=CompileResult(status=CompileStatus.SYNTAX_ERROR), ending=ending()), RunStatus.NOT_RUN),
-        (Seen(timed_out=True), RunStatus.NOT_RUN),
-        (Seen(ending=ending(signal.SIGSEGV)), RunStatus.NOT_RUN),
-        (Seen(killed_for_memory=True), RunStatus.NOT_RUN),
-        (Seen(), RunStatus.SANDBOX_ERROR),
+        (RawRun(compiled=GOOD, timed_out=True, killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
+        (RawRun(compiled=GOOD, ending=ending(signal.SIGKILL, overflow=True)), RunStatus.KILLED),
+        (RawRun(compiled=GOOD, ending=ending(0, overflow=True)), RunStatus.KILLED),
+        (RawRun(compiled=GOOD), RunStatus.KILLED),
+        (RawRun(compiled=GOOD, killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
+        (RawRun(compiled=CompileResult(status=CompileStatus.SYNTAX_ERROR), ending=ending()), RunStatus.NOT_RUN),
+        (RawRun(timed_out=True), RunStatus.NOT_RUN),
+        (RawRun(ending=ending(signal.SIGSEGV)), RunStatus.NOT_RUN),
+        (RawRun(killed_for_memory=True), RunStatus.NOT_RUN),
+        (RawRun(), RunStatus.SANDBOX_ERROR),
     ],
 )
 def test_each_way_to_end_has_its_status(seen, status):
@@ -59,11 +59,11 @@ def test_each_way_to_end_has_its_status(seen, status):
 @pytest.mark.parametrize(
     ("seen", "status"),
     [
-        (Seen(compiled=GOOD), CompileStatus.SUCCESS),
-        (Seen(timed_out=True), CompileStatus.TIMEOUT),
-        (Seen(ending=ending(signal.SIGSEGV)), CompileStatus.UNKNOWN_ERROR),
-        (Seen(killed_for_memory=True), CompileStatus.UNKNOWN_ERROR),
-        (Seen(), CompileStatus.UNKNOWN_ERROR),
+        (RawRun(compiled=GOOD), CompileStatus.SUCCESS),
+        (RawRun(timed_out=True), CompileStatus.TIMEOUT),
+        (RawRun(ending=ending(signal.SIGSEGV)), CompileStatus.UNKNOWN_ERROR),
+        (RawRun(killed_for_memory=True), CompileStatus.UNKNOWN_ERROR),
+        (RawRun(), CompileStatus.UNKNOWN_ERROR),
     ],
 )
 def test_each_way_to_compile_has_its_status(seen, status):
@@ -71,20 +71,20 @@ def test_each_way_to_compile_has_its_status(seen, status):
 
 
 def test_a_sandbox_error_passes_on_what_the_launcher_said():
-    assert run_verdict(Seen(complaint="bwrap: no such thing")) == (RunStatus.SANDBOX_ERROR, "bwrap: no such thing")
+    assert run_verdict(RawRun(complaint="bwrap: no such thing")) == (RunStatus.SANDBOX_ERROR, "bwrap: no such thing")
 
 
 def test_exit_code_and_signal_exclude_each_other():
-    assert termination(Seen(ending=ending(exited(7)))) == (7, None)
-    assert termination(Seen(ending=ending(signal.SIGKILL))) == (None, 9)
-    assert termination(Seen()) == (None, None)
+    assert termination(RawRun(ending=ending(exited(7)))) == (7, None)
+    assert termination(RawRun(ending=ending(signal.SIGKILL))) == (None, 9)
+    assert termination(RawRun()) == (None, None)
 
 
 def test_frames_are_read_as_plain_values_and_nothing_else():
     record = read_compile_record(b"('syntax_error', \"it's\", 3, None, 1.5)")
     assert (record.status, record.error_message, record.error_line) == (CompileStatus.SYNTAX_ERROR, "it's", 3)
     with pytest.raises(ValueError):
-        read_ending(b"__import__('os').abort()")
+        read_exit_facts(b"__import__('os').abort()")
 
 
 def test_a_result_answers_the_usual_questions():

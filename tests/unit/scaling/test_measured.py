@@ -136,7 +136,7 @@ def saved_bytes(model: Any) -> int:
     items, loss = samples(), TokenClippedSurrogateLoss()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         tokens = action_tokens(policy, loss, policy.batch(items), batch_facts(items), None, None, True)
-        loss.of(tokens)
+        loss(tokens)
     return sum(storage.nbytes() for storage in kept.values())
 
 

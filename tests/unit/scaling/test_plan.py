@@ -8,9 +8,9 @@ from ludic.scaling import (
     SHAPES,
     Hardware,
     Job,
+    PlanOptions,
     Rates,
     TrainingSetup,
-    Wishes,
     best_plan,
     changes_that_help,
     training_memory,
@@ -142,7 +142,7 @@ def test_summing_after_every_micro_batch_sends_more():
 
 def test_the_plan_is_the_fastest_of_all_splits():
     plan = best_plan(MIDDLE, Job(), H200)
-    others = [best_plan(MIDDLE, Job(), H200, wishes=Wishes(inference_gpus=n)) for n in range(1, 8)]
+    others = [best_plan(MIDDLE, Job(), H200, wishes=PlanOptions(inference_gpus=n)) for n in range(1, 8)]
     assert plan.update_s == min(other.update_s for other in others if other.fits)
     assert plan.inference_gpus + plan.setup.ranks == 8
 
@@ -156,7 +156,7 @@ def test_slow_generation_gets_more_gpus():
 
 def test_measured_rates_give_the_seconds_that_can_be_worked_out_by_hand():
     """512 × 1280 tokens on 4 GPUs of 10,000 tokens/s, 512 × 1024 on 4 of 8,192."""
-    rates, wishes = Rates(training=10_000, generation=8_192), Wishes(inference_gpus=4, checkpointing=False)
+    rates, wishes = Rates(training=10_000, generation=8_192), PlanOptions(inference_gpus=4, checkpointing=False)
     plan = best_plan(SMALL, Job(), H200, rates=rates, wishes=wishes)
     assert plan.training_s == pytest.approx(512 * 1280 / 40_000)
     assert plan.generation_s == pytest.approx(16)
@@ -172,7 +172,7 @@ def test_one_gpu_takes_turns_on_the_same_weights():
 
 
 def test_gpus_of_one_copy_divide_its_heads():
-    sizes = {size for _, size in divisions(SMALL, Hardware(gpus=16), Wishes())}
+    sizes = {size for _, size in divisions(SMALL, Hardware(gpus=16), PlanOptions())}
     assert sizes == {1, 2, 4}  # 12 heads
 
 
@@ -191,7 +191,9 @@ def test_settings_are_only_as_thrifty_as_they_have_to_be():
 
 
 def test_what_was_wished_is_what_is_planned():
-    wishes = Wishes(checkpointing=True, sync_gradients="every", micro_token_budget=8192, lora_rank=8, tensor_parallel=2)
+    wishes = PlanOptions(
+        checkpointing=True, sync_gradients="every", micro_token_budget=8192, lora_rank=8, tensor_parallel=2
+    )
     plan = best_plan(SMALL, Job(), H200, wishes=wishes)
     setup = plan.setup
     assert (setup.checkpointing, setup.sync_gradients, plan.budget, setup.lora_rank) == (True, "every", 8192, 8)
@@ -202,7 +204,7 @@ def test_what_was_wished_is_what_is_planned():
 
 
 def test_what_does_not_fit_is_said_with_what_helps():
-    wishes, hardware = Wishes(offload=False), Hardware(gpus=8, memory_gib=80)
+    wishes, hardware = PlanOptions(offload=False), Hardware(gpus=8, memory_gib=80)
     plan = best_plan(LARGE, Job(), hardware, wishes=wishes)
     assert not plan.fits and plan.training_excess > 0
     helps = changes_that_help(LARGE, Job(), hardware, wishes=wishes)
@@ -214,7 +216,7 @@ def test_what_does_not_fit_is_said_with_what_helps():
 
 def test_settings_that_were_forbidden_are_among_what_helps():
     hardware = Hardware(gpus=4, memory_gib=40)
-    wishes = Wishes(checkpointing=False, micro_token_budget=16_384)
+    wishes = PlanOptions(checkpointing=False, micro_token_budget=16_384)
     assert not best_plan(SMALL, Job(), hardware, wishes=wishes).fits
     found = {change.what for change in changes_that_help(SMALL, Job(), hardware, wishes=wishes)}
     assert {"checkpoint activations", "a smaller micro_token_budget"} <= found
@@ -236,10 +238,10 @@ def test_a_model_that_cannot_be_served_says_so():
         (lambda: Rates(training=0), "training rate is 0"),
         (lambda: TrainingSetup(offload=True), "ranks=1"),
         (lambda: TrainingSetup(action_share=0), "action_share=0"),
-        (lambda: best_plan(SMALL, Job(), H200, wishes=Wishes(micro_token_budget=2048)), "longest sample of 4096"),
-        (lambda: best_plan(SMALL, Job(), H200, wishes=Wishes(inference_gpus=8)), "at least one trains"),
-        (lambda: best_plan(SMALL, Job(), H200, wishes=Wishes(tensor_parallel=8)), "no way to divide 8 GPUs"),
-        (lambda: best_plan(SMALL, Job(), Hardware(gpus=1), wishes=Wishes(offload=True)), "two or more training GPUs"),
+        (lambda: best_plan(SMALL, Job(), H200, wishes=PlanOptions(micro_token_budget=2048)), "longest sample of 4096"),
+        (lambda: best_plan(SMALL, Job(), H200, wishes=PlanOptions(inference_gpus=8)), "at least one trains"),
+        (lambda: best_plan(SMALL, Job(), H200, wishes=PlanOptions(tensor_parallel=8)), "no way to divide 8 GPUs"),
+        (lambda: best_plan(SMALL, Job(), Hardware(gpus=1), wishes=PlanOptions(offload=True)), "two or more training GPUs"),
     ],
 )  # fmt: skip
 def test_impossible_wishes_are_errors_that_say_why(make, message):

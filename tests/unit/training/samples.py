@@ -41,7 +41,9 @@ def item_of(response: ChatResponse, temperature: float, weight: float = 1.0) -> 
     """The sample that a reply is."""
     prompt, written = response.prompt_token_ids, response.completion_token_ids
     attached = SampleAttachments(
-        actor_logps=ActorTokenLogps(response.completion_logprobs), temperature=temperature, supports=response.supports
+        actor_logps=ActorTokenLogps(response.completion_logprobs),
+        temperature=temperature,
+        candidates=response.candidates,
     )
     mask = [False] * len(prompt) + [True] * len(written)
     return SAWItem(np.concatenate([prompt, written]), None, mask, weight, {}, attached)

@@ -56,7 +56,7 @@ from ludic.training.losses import (
     TokenKLLoss,
     tokens_from_logits,
 )
-from ludic.training.losses.corrections import effective_share
+from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.training.hand_made import item, rollout, turn_weights
 
@@ -428,8 +428,8 @@ def test_a_preset_has_a_page_that_names_every_metric_of_its_loss(name):
     tokens = tokens_from_logits(torch.zeros(1, 2, 4), batch)
     if name == "ppo":
         tokens = replace(tokens, values=torch.zeros(1), returns=torch.ones(1), old_values=torch.zeros(1))
-    _, stats = maker(name)().loss.of(tokens)
-    stats = effective_share(dict.fromkeys(stats, 1.0))  # as it is logged
+    _, stats = maker(name)().loss(tokens)
+    stats = effective_sample_size(dict.fromkeys(stats, 1.0))  # as it is logged
     stats = {metric.split("/")[-1] for metric in stats} if name == "ppo" else stats
     assert {metric for metric in stats if f"`{metric}`" not in text} == set()
 

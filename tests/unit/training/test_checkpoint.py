@@ -357,7 +357,7 @@ def test_steps_that_keep_every_divides_are_kept_for_good(tmp_path: Path):
 def test_whoever_asks_is_told_when_a_checkpoint_cannot_be_lost_any_more(tmp_path: Path):
     told: list[tuple[Path, Path | None]] = []
     checkpoints = manager(tmp_path)
-    path = checkpoints.save(1, model=a_module(), when_durable=lambda path: told.append((path, checkpoints.latest())))
+    path = checkpoints.save(1, model=a_module(), on_committed=lambda path: told.append((path, checkpoints.latest())))
     assert told == [(path, path)]
 
 

@@ -237,8 +237,8 @@ def test_turn_group_without_a_size_takes_groups_as_they_come():
 def test_leave_one_out_is_the_group_mean_scaled(rewards):
     n = len(rewards)
     batch = [rollout([reward]) for reward in rewards]
-    centred, others = GroupNormalizedReturn(n).compute(batch), LeaveOneOutReturn(n).compute(batch)
-    assert others == pytest.approx({key: w * n / (n - 1) for key, w in centred.items()}, abs=1e-9)
+    center, others = GroupNormalizedReturn(n).compute(batch), LeaveOneOutReturn(n).compute(batch)
+    assert others == pytest.approx({key: w * n / (n - 1) for key, w in center.items()}, abs=1e-9)
 
 
 @pytest.mark.parametrize(

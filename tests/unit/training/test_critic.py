@@ -9,7 +9,7 @@ import torch
 
 from ludic.training import CheckpointConfig, TrainerConfig, make_grpo, make_ppo
 from ludic.training.critic.train import explained_variance, make_critic, saved_critic, value_moments
-from ludic.training.learner.metrics import StatSum
+from ludic.training.learner.metrics import MetricSums
 from ludic.types import ConfigError, SampleAttachments, SAWItem
 from tests.unit.training.bandit import bandit_trainer, tiny_llama
 from tests.unit.training.samples import random_items
@@ -240,13 +240,13 @@ def test_explained_variance_by_hand_and_over_parts():
         attached = SampleAttachments(token_returns=np.array(returns), token_values=np.array(values))
         return SAWItem([0] * (len(returns) + 1), None, [0] + [1] * len(returns), 0.0, {}, attached)
 
-    whole, halves = StatSum(), StatSum()
+    whole, halves = MetricSums(), MetricSums()
     whole.add(value_moments([part([1, 2, 3, 6], [1, 1, 3, 3])]))
     halves.add(value_moments([part([1, 2], [1, 1])]))
     halves.add(value_moments([part([3, 6], [3, 3])]))
     for sums in (whole, halves):
         assert explained_variance(sums.means()) == pytest.approx({"value/explained_variance": 1 - 3 / 7})
-    same = StatSum()
+    same = MetricSums()
     same.add(value_moments([part([2, 2], [0, 1])]))
     assert explained_variance(same.means()) == {}, "nothing varies, so there is nothing to explain"
 

@@ -130,7 +130,7 @@ def gradients(loss, tokens):
 
 def gradient(loss_fn, tokens):
     """With respect to the log-probs."""
-    return torch.autograd.grad(loss_fn.of(tokens)[0], tokens.logps)[0]
+    return torch.autograd.grad(loss_fn(tokens)[0], tokens.logps)[0]
 
 
 # --- closed forms ---------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def exact_gradient(function):
 def test_the_expected_gradient_of_a_kl_estimator_is_the_gradient_of_a_kl(estimator, kind, to):
     length = 2
     how = {"reduction": "sample_sum"} if kind is TokenKLLoss else {}
-    found = expected_gradient(lambda tokens: kind(estimator=estimator, to=to, **how).of(tokens)[0], length)
+    found = expected_gradient(lambda tokens: kind(estimator=estimator, to=to, **how)(tokens)[0], length)
     forward = exact_gradient(lambda logits: length * kl(logits, REFERENCE))
     backward = exact_gradient(lambda logits: length * kl(REFERENCE, logits))
     assert not torch.allclose(forward, backward, rtol=0.05)
@@ -230,8 +230,8 @@ def test_micro_batches_add_up_to_the_whole(loss_fn, data):
     tokens = random_batch(lengths, seed=data.draw(st.integers(0, 99)))
     bins = [[i for i, p in enumerate(place) if p == b] for b in sorted(set(place))]
 
-    whole, whole_stats = loss_fn.of(tokens)
-    parts = [loss_fn.of(some_items(tokens, kept)) for kept in bins]
+    whole, whole_stats = loss_fn(tokens)
+    parts = [loss_fn(some_items(tokens, kept)) for kept in bins]
 
     torch.testing.assert_close(torch.stack([loss for loss, _ in parts]).sum(), whole)
     sums = [sum(g) for g in zip(*[gradients(loss, tokens) for loss, _ in parts], strict=True)]
@@ -256,14 +256,14 @@ def test_mismatch_statistics_add_up_too(place):
 def test_a_sample_without_action_tokens_adds_nothing(loss_fn):
     tokens = random_batch([3, 2])
     joined = replace(tokens, num_items=3)  # the third has no tokens
-    (a, _), (b, stats) = loss_fn.of(tokens), loss_fn.of(joined)
+    (a, _), (b, stats) = loss_fn(tokens), loss_fn(joined)
     torch.testing.assert_close(a, b)
     if "avg_action_tokens" in stats:
         total, count = stats["avg_action_tokens"]
         assert float(total) / count == pytest.approx(5 / 3)
     torch.testing.assert_close(gradients(a, tokens), gradients(b, tokens))
     alone = some_items(replace(random_batch([3, 2, 0]), facts=tokens.facts), [2])
-    assert loss_fn.of(alone)[0].item() == 0.0
+    assert loss_fn(alone)[0].item() == 0.0
 
 
 # --- the padded form ------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def flat_tokens(items, batch, logits):
 def test_the_padded_form_equals_the_flat_form(loss_fn):
     items, batch, logits = padded_case()
     padded, stats = loss_fn.compute(logits, batch)
-    flat, flat_stats = loss_fn.of(flat_tokens(items, batch, logits))
+    flat, flat_stats = loss_fn(flat_tokens(items, batch, logits))
     torch.testing.assert_close(padded, flat)
     torch.testing.assert_close(torch.autograd.grad(padded, logits), torch.autograd.grad(flat, logits))
     means = {name: float(total) / float(count) for name, (total, count) in flat_stats.items()}
@@ -389,9 +389,9 @@ def test_a_loss_that_needs_the_samplers_log_probs_says_so(loss_fn):
     tokens = replace(random_batch([2, 1]), old_logps=None)
     if loss_fn.needs_old_logps:
         with pytest.raises(KeyError, match=r"actor_logps.*ReturnSpec\.for_rl"):
-            loss_fn.of(tokens)
+            loss_fn(tokens)
     else:
-        assert loss_fn.of(tokens)[0].isfinite()
+        assert loss_fn(tokens)[0].isfinite()
 
 
 @every_loss
@@ -399,9 +399,9 @@ def test_a_loss_that_needs_a_reference_says_so(loss_fn):
     tokens = replace(random_batch([2, 1]), ref_logps=None)
     if loss_fn.needs_reference:
         with pytest.raises(KeyError, match="Trainer\\(reference=…\\)"):
-            loss_fn.of(tokens)
+            loss_fn(tokens)
     else:
-        assert loss_fn.of(tokens)[0].isfinite()
+        assert loss_fn(tokens)[0].isfinite()
 
 
 def test_wrappers_need_what_their_parts_need():
@@ -457,7 +457,7 @@ def test_extreme_log_ratios_stay_finite(loss_fn, differences):
     tokens = random_batch([2, 3], dtype=torch.float32)
     far = tokens.logps.detach() - torch.tensor(differences)
     tokens = replace(tokens, old_logps=far, ref_logps=far)
-    loss, stats = loss_fn.of(tokens)
+    loss, stats = loss_fn(tokens)
     assert loss.isfinite()
     assert all(g.isfinite().all() for g in gradients(loss, tokens))
     assert all(torch.as_tensor(total).isfinite() for total, _ in stats.values())

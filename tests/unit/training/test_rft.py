@@ -6,7 +6,7 @@ import pytest
 from ludic.batch_gen import ReplayBatchSource
 from ludic.training import make_rft
 from ludic.training.preprocess import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
-from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem, TokenSupports
+from ludic.types import ActorTokenLogps, CandidateSets, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.training.bandit import bandit_trainer
 
 
@@ -28,7 +28,7 @@ def test_only_what_earned_enough_is_kept_at_the_models_own_temperature():
     [
         ({"temperature": 0.6}, False),
         ({"unrepeatable": "top_p=0.9"}, False),
-        ({"supports": TokenSupports.of([[1, 2]])}, False),
+        ({"supports": CandidateSets.of([[1, 2]])}, False),
         ({"temperature": 1.0}, True),
         ({"temperature": 0.0}, True),
     ],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.batch_gen import PrivilegedTeacher, RolloutBatchSource, TeacherAnnotatedBatchSource, told_first
+from ludic.batch_gen import PrivilegedTeacher, RolloutBatchSource, TeacherAnnotatedBatchSource, hint_first
 from ludic.distributed import SharedWeightsPublisher
 from ludic.envs import SingleAgentEnv
 from ludic.inference import ByteTemplate, LocalTeacher, tokenizer_fingerprint
@@ -99,7 +99,7 @@ async def test_a_model_internalises_hints_that_only_its_frozen_self_is_told():
     assert accuracy(model, hinted=True) > 0.95 and accuracy(model, hinted=False) == pytest.approx(1 / 8, abs=0.03)
     engine = LocalEngine(model, Vocabulary(), max_model_len=64, kv_tokens=8192)
     frozen = LocalEngine(copy.deepcopy(model).requires_grad_(False), Vocabulary(), max_model_len=64, kv_tokens=1024)
-    teacher = PrivilegedTeacher(LocalTeacher(frozen), told_first(TEMPLATE))
+    teacher = PrivilegedTeacher(LocalTeacher(frozen), hint_first(TEMPLATE))
     algorithm = make_opd()
     rollouts = RolloutBatchSource(
         RolloutEngine(env_registry={"quiz": Quiz}, protocol_registry={"single": lambda: bandit_protocol(engine)}),

@@ -22,7 +22,7 @@ from ludic.training import (
     make_spo,
 )
 from ludic.training.learner.metrics import DriftProbe
-from ludic.training.learner.packing import FILLER
+from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.prepare import load_data_states
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
@@ -93,7 +93,7 @@ def test_the_drift_is_the_kl_of_the_tokens_under_both_weights():
     total, count = probe.measure()["policy_drift"]
     expected = sum(float(torch.exp(a - b)) - 1 - float(a - b) for a, b in zip(after, before, strict=True))
     assert float(total) == pytest.approx(expected, rel=1e-4) and count == len(before) and expected > 0
-    assert DriftProbe(policy, [FILLER]).measure() == {}
+    assert DriftProbe(policy, [PADDING_ITEM]).measure() == {}
 
 
 async def test_a_resumed_run_goes_on_with_the_same_values_and_the_same_prompts(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ludic.training.guards import why_nothing_was_learned
-from ludic.training.learner.metrics import StatSum, batch_stats, prefixed
+from ludic.training.learner.metrics import MetricSums, batch_stats, prefixed
 from ludic.types import ConfigError, Reducer, SAWItem
 
 # --- names ------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ VALUES = [1.0, 2.0, 3.0, 10.0, 0.5, 0.25]
 @pytest.mark.parametrize("splits", [[6], [1, 5], [2, 2, 2], [1] * 6, [5, 0, 1]])
 @pytest.mark.parametrize("as_cell", [float, torch.tensor], ids=["floats", "tensors"])
 def test_means_do_not_depend_on_how_the_batch_was_split(splits, as_cell):
-    sums = StatSum()
+    sums = MetricSums()
     rest = list(VALUES)
     for size in splits:
         part, rest = rest[:size], rest[size:]
@@ -56,20 +56,20 @@ def test_means_do_not_depend_on_how_the_batch_was_split(splits, as_cell):
 
 
 def test_tensors_and_numbers_of_any_kind_add_up_exactly():
-    sums = StatSum()
+    sums = MetricSums()
     sums.add({"x": (torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor(2**24 + 1)), "y": (1, 2)})
     sums.add({"x": (2.5, 2), "y": (torch.tensor(True), torch.tensor(1, dtype=torch.int32))})
     assert sums.means() == {"x": 4.0 / (2**24 + 3), "y": 2 / 3}
 
 
 def test_a_mean_over_nothing_is_left_out():
-    sums = StatSum()
+    sums = MetricSums()
     sums.add({"clip_fraction": (torch.tensor(0.0), 0), "loss": (1.0, 1)})
     assert sums.means() == {"loss": 1.0}
 
 
 def test_a_nan_stays_visible():
-    sums = StatSum()
+    sums = MetricSums()
     sums.add({"loss": (math.nan, 1)})
     sums.add_max({"norm": 1.0})
     sums.add_max({"norm": math.nan})
@@ -80,14 +80,14 @@ def test_a_nan_stays_visible():
 
 def test_a_stat_holds_no_graph():
     weight = torch.ones((), requires_grad=True)
-    sums = StatSum()
+    sums = MetricSums()
     sums.add({"loss": (weight * 2, 1)})
     ((total, _),) = sums._pairs["loss"]
     assert isinstance(total, torch.Tensor) and total.grad_fn is None
 
 
 def test_means_copies_once_from_the_device(monkeypatch):
-    sums = StatSum()
+    sums = MetricSums()
     for _ in range(3):
         sums.add({"a": (torch.ones(()), torch.ones(())), "b": (torch.ones(()), 1)})
         sums.add_max({"c": torch.ones(())})

@@ -45,6 +45,7 @@ from ludic.training.losses import Loss
 from ludic.training.schedules import LRSchedule
 from ludic.types import (
     ActorTokenLogps,
+    CandidateSets,
     ConfigError,
     NotFinite,
     ReturnSpec,
@@ -53,7 +54,6 @@ from ludic.types import (
     SAWBatch,
     SAWItem,
     TokenCompletionRequest,
-    TokenSupports,
 )
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.fixtures import SEED, fake, new_policy, policy_at, service
@@ -385,8 +385,8 @@ def test_a_number_of_the_service_that_is_not_finite_stops_the_run_though_the_los
 def test_samples_of_a_part_of_the_vocabulary_are_refused(fake: FakeTinker):
     (item,) = random_items((5,), vocab=264)
     actions = item.input_ids[item.action_mask]
-    supports = TokenSupports.of([[int(token)] for token in actions])
-    items = [replace(item, attachments=replace(item.attachments, supports=supports))]
+    candidates = CandidateSets.of([[int(token)] for token in actions])
+    items = [replace(item, attachments=replace(item.attachments, candidates=candidates))]
     trainer = TinkerTrainer(model=policy_at(fake), algo=make_grpo(), batch_source=Repeated(items), cfg=settings())
     with pytest.raises(ConfigError, match="part of the vocabulary"):
         trainer.train_step_sync()

@@ -20,11 +20,11 @@ from ludic.training import (
     make_rft,
     make_sft,
 )
-from ludic.training.learner.checks import require_repeatable
+from ludic.training.learner.checks import require_trainable_sampling
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.prepare import prepare
 from ludic.training.losses import tokens_from_logits
-from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, SAWBatch, TokenSupports
+from ludic.types import CandidateSets, ConfigError, InferenceSpec, ReturnSpec, SamplingParams, SAWBatch
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, rollout_engine, tiny_llama
 from tests.unit.training.samples import random_items
 
@@ -76,7 +76,7 @@ class Unrecorded:
 
 
 def unrecorded(item):
-    return replace(item, attachments=replace(item.attachments, supports=None, unrepeatable="top_p=0.6"))
+    return replace(item, attachments=replace(item.attachments, candidates=None, untrainable_sampling="top_p=0.6"))
 
 
 async def test_log_probs_of_a_distribution_that_nobody_recorded_are_refused_before_anything_is_trained():
@@ -93,11 +93,11 @@ async def test_log_probs_of_a_distribution_that_nobody_recorded_are_refused_befo
 def test_a_teacher_of_the_whole_vocabulary_is_not_compared_with_a_part_of_it(candidates, is_refused):
     (item,) = random_items([4])
     ids = item.input_ids[item.action_mask]
-    supports = TokenSupports.of([sorted({int(token), *candidates}) if candidates else () for token in ids])
+    candidates = CandidateSets.of([sorted({int(token), *candidates}) if candidates else () for token in ids])
     teacher = np.full(len(ids), -1.0, dtype=np.float32)
-    taught = replace(item, attachments=replace(item.attachments, supports=supports, teacher_logps=teacher))
+    taught = replace(item, attachments=replace(item.attachments, candidates=candidates, teacher_logps=teacher))
     with pytest.raises(ConfigError, match="over all of it") if is_refused else nullcontext():
-        require_repeatable([taught], make_opd().loss)
+        require_trainable_sampling([taught], make_opd().loss)
 
 
 @pytest.mark.parametrize("make", [make_sft, make_rft], ids=lambda make: make.__name__)
@@ -105,9 +105,9 @@ async def test_imitation_takes_them_as_they_are(make):
     trainer, engine = trainer_of(make(), ReturnSpec.for_eval())
     batch = await trainer.batch_source.next_batch()
     engine.close()
-    assert {item.attachments.unrepeatable for item in batch.items} == {"top_p=0.6"}
+    assert {item.attachments.untrainable_sampling for item in batch.items} == {"top_p=0.6"}
     for item in prepare(batch, trainer.algo, trainer.cfg, 0).items:
-        assert item.attachments.unrepeatable is None and item.attachments.supports is None
+        assert item.attachments.untrainable_sampling is None and item.attachments.candidates is None
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"presence_penalty": 0.5}, {"min_tokens": 2}], ids=str)
@@ -130,8 +130,8 @@ async def test_the_engine_cannot_record_penalties_either():
 def cut_items(**attached):
     def with_candidates(item):
         tokens = item.input_ids[item.action_mask].tolist()
-        supports = TokenSupports.of([[token, (token + 1) % 128] for token in tokens])
-        return replace(item, attachments=replace(item.attachments, supports=supports, **attached))
+        candidates = CandidateSets.of([[token, (token + 1) % 128] for token in tokens])
+        return replace(item, attachments=replace(item.attachments, candidates=candidates, **attached))
 
     return [with_candidates(item) for item in random_items([5, 9])]
 

@@ -202,14 +202,14 @@ def _logits_and_batch(model, items):
 
 def test_losses_without_a_base_class_can_be_parts_of_others():
     class WithOf:
-        def of(self, tokens):
+        def __call__(self, tokens):
             return -tokens.reduce_items(tokens.item_sum(tokens.weights * tokens.logps)), {}
 
     items = [replace(item, attachments=replace(item.attachments, token_weights=None)) for item in random_items(LENGTHS)]
     both = [CompositeLoss([LossTerm(name="half", loss=own, weight=0.5)]) for own in (OfTheSeeds(), WithOf())]
     assert_same_gradient(*(gradient(loss, items)[0] for loss in both))
-    centred = [gradient(BatchNormalized(own), items)[0] for own in (OfTheSeeds(), WithOf())]
-    assert_same_gradient(*centred)
+    center = [gradient(BatchNormalized(own), items)[0] for own in (OfTheSeeds(), WithOf())]
+    assert_same_gradient(*center)
     with pytest.raises(ConfigError, match="neither compute"):
         as_loss(object())
 

@@ -12,7 +12,7 @@ from typing import Any
 from peft import LoraConfig
 
 from ludic.agents import Agent
-from ludic.batch_gen import RolloutEngine, SeatedRequests, SharedRollouts, make_dataset_sequence_requests_fn
+from ludic.batch_gen import AssignedRequests, RolloutEngine, SharedRollouts, make_dataset_sequence_requests_fn
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
 from ludic.envs import LudicEnv
@@ -115,7 +115,7 @@ class Players:
         )
         self.shared = SharedRollouts(
             self.engine,
-            requests_fn=SeatedRequests(requests_fn, self.seatings, self.policies),
+            requests_fn=AssignedRequests(requests_fn, self.seatings, self.policies),
             max_steps=1,
             concurrency=32,
         )

@@ -5,61 +5,63 @@ import pickle
 import pytest
 
 from ludic.types import (
+    CandidateSets,
     SampleAttachments,
     SamplingParams,
     SAWItem,
-    TokenSupports,
     TokenTrace,
     VLLMExtensions,
-    unrepeatable_settings,
+    untrainable_settings,
 )
 
 
-def listed(supports):
-    return [supports[i].tolist() for i in range(len(supports))]
+def listed(candidates):
+    return [candidates[i].tolist() for i in range(len(candidates))]
 
 
 def test_each_token_has_its_own_candidates():
-    supports = TokenSupports.of([[3, 1], [], [7]])
-    assert listed(supports) == [[3, 1], [], [7]] and supports.lengths.tolist() == [2, 0, 1]
-    assert listed(supports.first(2)) == [[3, 1], []] and listed(supports.first(0)) == []
-    assert TokenSupports.from_dict(supports.to_dict()) == supports == pickle.loads(pickle.dumps(supports))
-    assert TokenSupports.of([[3, 1], [7], []]) != supports
-    assert not supports.ids.flags.writeable and not supports.ends.flags.writeable
+    candidates = CandidateSets.of([[3, 1], [], [7]])
+    assert listed(candidates) == [[3, 1], [], [7]] and candidates.lengths.tolist() == [2, 0, 1]
+    assert listed(candidates.first(2)) == [[3, 1], []] and listed(candidates.first(0)) == []
+    assert CandidateSets.from_dict(candidates.to_dict()) == candidates == pickle.loads(pickle.dumps(candidates))
+    assert CandidateSets.of([[3, 1], [7], []]) != candidates
+    assert not candidates.ids.flags.writeable and not candidates.ends.flags.writeable
 
 
 def test_those_of_several_calls_are_put_together():
-    first, second = TokenSupports.of([[3, 1], [7]]), TokenSupports.of([[], [2]])
-    assert listed(TokenSupports.joined([first, 2, second])) == [[3, 1], [7], [], [], [], [2]]
-    assert listed(TokenSupports.joined([1])) == [[]] and len(TokenSupports.joined([])) == 0
+    first, second = CandidateSets.of([[3, 1], [7]]), CandidateSets.of([[], [2]])
+    assert listed(CandidateSets.joined([first, 2, second])) == [[3, 1], [7], [], [], [], [2]]
+    assert listed(CandidateSets.joined([1])) == [[]] and len(CandidateSets.joined([])) == 0
 
 
 @pytest.mark.parametrize(
     ("tokens", "outside"), [([1, 9, 7], None), ([3, 9, 7], None), ([2, 9, 7], 0), ([1, 9, 3], 2), ([7, 9, 7], 0)]
 )
 def test_a_token_that_is_not_among_its_candidates_is_found(tokens, outside):
-    assert TokenSupports.of([[3, 1], [], [7]]).first_outside(tokens) == outside
+    assert CandidateSets.of([[3, 1], [], [7]]).first_outside(tokens) == outside
 
 
 @pytest.mark.parametrize("ends", [[2, 1, 3], [1, 2], [-1, 3], [[3]], [4]])
 def test_ends_that_do_not_fit_the_ids_are_refused(ends):
     with pytest.raises(ValueError, match="3 ids"):
-        TokenSupports([1, 2, 3], ends)
+        CandidateSets([1, 2, 3], ends)
 
 
 def test_a_trace_has_candidates_for_every_token_and_is_stored_with_them():
-    trace = TokenTrace([1], [2, 3], [-0.5, 0.0], supports=TokenSupports.of([[2, 5], [3]]), unrepeatable="min_tokens=2")
+    trace = TokenTrace(
+        [1], [2, 3], [-0.5, 0.0], candidates=CandidateSets.of([[2, 5], [3]]), untrainable_sampling="min_tokens=2"
+    )
     assert TokenTrace.from_dict(trace.to_dict()) == trace
     assert TokenTrace.from_dict({**trace.to_dict(), "supports": None}) != trace
     with pytest.raises(ValueError, match="2 completion tokens but 1 supports"):
-        TokenTrace([1], [2, 3], supports=TokenSupports.of([[2, 5]]))
+        TokenTrace([1], [2, 3], candidates=CandidateSets.of([[2, 5]]))
 
 
 def test_an_item_has_candidates_for_every_action_token_and_its_tokens_are_among_them():
     def item(*lists):
-        return SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, {}, SampleAttachments(supports=TokenSupports.of(lists)))
+        return SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, {}, SampleAttachments(candidates=CandidateSets.of(lists)))
 
-    assert len(item([2, 5], []).attachments.supports) == 2
+    assert len(item([2, 5], []).attachments.candidates) == 2
     with pytest.raises(ValueError, match=r"2 action tokens, but .*'supports': 1"):
         item([2])
     with pytest.raises(ValueError, match="Action token 1 is not among"):
@@ -80,11 +82,11 @@ def test_an_item_has_candidates_for_every_action_token_and_its_tokens_are_among_
     ],
 )
 def test_what_cannot_be_repeated_is_named(settings, is_recorded, expected):
-    supports = TokenSupports.of([[1]]) if is_recorded else None
-    assert unrepeatable_settings(SamplingParams(**settings), None, supports) == expected
+    candidates = CandidateSets.of([[1]]) if is_recorded else None
+    assert untrainable_settings(SamplingParams(**settings), None, candidates) == expected
 
 
 def test_settings_that_go_past_the_sampling_params_are_seen_too():
     sneaky = VLLMExtensions(repetition_penalty=1.2, extra_body_overrides={"top_p": 0.5, "stop_token_ids": [3]})
-    assert unrepeatable_settings(SamplingParams(), sneaky) == "repetition_penalty=1.2, top_p=0.5"
-    assert unrepeatable_settings(SamplingParams(), VLLMExtensions(max_think=5)) is None
+    assert untrainable_settings(SamplingParams(), sneaky) == "repetition_penalty=1.2, top_p=0.5"
+    assert untrainable_settings(SamplingParams(), VLLMExtensions(max_think=5)) is None

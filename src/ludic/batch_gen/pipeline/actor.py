@@ -13,16 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludic.batch_gen.build_batch import Assembly, HasCreditAssigner, credit_of
+from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import RolloutEngine
-from ludic.batch_gen.pipeline.episodes import GroupPlayer, RecentFailures
+from ludic.batch_gen.pipeline.episodes import GroupRunner, RecentFailures
 from ludic.batch_gen.pipeline.pacing import is_too_late, may_begin
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, LearnerState, new_actor_id
 from ludic.batch_gen.pipeline.wire import WireLimits, encode_group, group_facts
 from ludic.batch_gen.requests.dataset import RequestsFn
 from ludic.batch_gen.requests.strategies import RequestStrategy
 from ludic.batch_gen.requests.stream import RequestGroup, RequestStream
-from ludic.inference.http import Busy
+from ludic.inference.http import RetryableError
 from ludic.types import (
     ChatClient,
     ConfigError,
@@ -114,10 +114,10 @@ async def run_pipeline_actor(
     """
     if max_groups is not None and max_groups < 1:
         raise ConfigError(f"max_groups={max_groups}; an actor pushes at least one group, or None for no limit.")
-    assembly = Assembly(
+    assembly = BatchBuilder(
         credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter, per_turn=per_turn
     )
-    player = GroupPlayer(engine, max_steps=max_steps, concurrency=concurrency, timeout_s=timeout_s)
+    player = GroupRunner(engine, max_steps=max_steps, concurrency=concurrency, timeout_s=timeout_s)
     queue = ExperienceQueue(
         redis_url, queue_key, max_waiting=max_waiting, max_bytes=limits.max_bytes, patience_s=patience_s
     )
@@ -148,8 +148,8 @@ class _Actor:
 
     queue: ExperienceQueue
     requests: RequestStream
-    player: GroupPlayer
-    assembly: Assembly
+    player: GroupRunner
+    assembly: BatchBuilder
     failures: RecentFailures
     encode: Callable[[Sequence[SAWItem]], bytes]
     served_by: VersionedClient | None
@@ -251,7 +251,7 @@ class _Actor:
             return False
         try:
             served_version = None if self.served_by is None else await self.served_by.get_policy_version()
-        except Busy as error:  # a server that is being restarted; one that is gone for good says PolicyGone
+        except RetryableError as error:  # a server that is being restarted; one that is gone for good says PolicyGone
             if not self.is_policy_away:
                 logger.warning("nothing is begun until the policy can be asked for its version: %s", error)
             self.is_policy_away = True

@@ -112,7 +112,7 @@ def code_of(error: BaseException) -> str | None:
     return known
 
 
-class Patience:
+class RetryBackoff:
     """How long a Redis that is away, or refuses for the moment, is waited for, from the first failure on.
 
     `waits_for_room`: without an end while Redis is at maxmemory. For pushes: the learner makes room.
@@ -185,7 +185,7 @@ def refuse_for_good(error: Exception, address: RedisAddress) -> None:
 
 
 def away() -> tuple[type[Exception], ...]:
-    """What is perhaps worth another try (`Patience.wait_after` knows): no connection, no answer, a refusal."""
+    """What is perhaps worth another try (`RetryBackoff.wait_after` knows): no connection, no answer, a refusal."""
     import redis.exceptions as failures
 
     return (

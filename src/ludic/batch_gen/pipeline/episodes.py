@@ -22,7 +22,7 @@ _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlayedGroup:
+class FinishedGroup:
     """What became of one group."""
 
     episodes: list[Episode]
@@ -33,7 +33,7 @@ class PlayedGroup:
     """False when an episode is missing that the others would have been compared with."""
 
 
-class GroupPlayer:
+class GroupRunner:
     """Plays groups with one engine."""
 
     def __init__(
@@ -56,7 +56,7 @@ class GroupPlayer:
         """Whether an episode of another group could begin at once."""
         return self._num_open < self._concurrency
 
-    async def play(self, group: RequestGroup) -> PlayedGroup:
+    async def play(self, group: RequestGroup) -> FinishedGroup:
         members = list(single_episodes(group))
         first_index, self._num_planned = self._num_planned, self._num_planned + len(members)
         jobs = [partial(self._play_one, request, first_index + number) for number, request in enumerate(members)]
@@ -77,7 +77,7 @@ class GroupPlayer:
             self._num_open -= num_left
         episodes.sort(key=lambda episode: episode.plan.index)
         is_compared = any("group_id" in request.meta for request in group)
-        return PlayedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
+        return FinishedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
 
     async def _play_one(self, request: RolloutRequest, index: int) -> Episode | str:
         async with self._places:

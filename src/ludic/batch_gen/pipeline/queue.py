@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
 from ludic.batch_gen.pipeline import scripts
-from ludic.batch_gen.pipeline.connection import Patience, RedisAddress, away, code_of
+from ludic.batch_gen.pipeline.connection import RedisAddress, RetryBackoff, away, code_of
 from ludic.batch_gen.pipeline.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseTimes, lost
 from ludic.types import ConfigError
 
@@ -424,7 +424,7 @@ class ExperienceQueue:
         self, ask: Callable[["redis.asyncio.Redis"], Awaitable[Any]], *, waits_for_room: bool = False
     ) -> Any:
         """The answer; where the connection is lost, or Redis cannot do it for the moment, it is asked again."""
-        patience = Patience(self.address, self.patience_s, waits_for_room=waits_for_room)
+        patience = RetryBackoff(self.address, self.patience_s, waits_for_room=waits_for_room)
         while True:
             try:
                 async with asyncio.timeout(self.address.timeout_s):

@@ -70,7 +70,7 @@ class _ReadyGroup:
     """Learners have died while they trained on its batch. It is handed out alone, so that a further death costs no other group."""
 
 
-class BuriedGroups:
+class DeadLetters:
     """Warns of each kind of bad group: of the first, the tenth, the hundredth. Reasons that differ in their numbers alone are of
     one kind."""
 
@@ -143,7 +143,7 @@ class PipelineBatchSource:
         self._heartbeat = Heartbeat(self._queue.address, self._queue.keys, self._lease, lease_times, self._beat)
         self._is_named = self._has_begun = self._is_closed = self._has_failed = False
         self._sample_check: SampleCheck | None = None
-        self._buried = BuriedGroups()
+        self._buried = DeadLetters()
         self._version: int | None = None
         self._is_waiting = False
         self._ready: list[_ReadyGroup] = []

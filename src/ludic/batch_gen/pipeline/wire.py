@@ -22,17 +22,17 @@ from ludic.batch_gen.pipeline.wire_columns import (
     I4,
     U2,
     BoolArray,
+    CandidateColumn,
     FloatColumn,
-    SupportColumn,
     UnreadableGroup,
     UnwritableGroup,
     WireLimits,
+    decode_candidates,
     decode_floats,
     decode_mask,
-    decode_supports,
+    encode_candidates,
     encode_floats,
     encode_mask,
-    encode_supports,
     packed,
     raw,
     read,
@@ -102,8 +102,8 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     token_turns: FloatColumn | None = None
     temperatures: memoryview | None = None
     """float64 per item, NaN where an item has none; None when no item has one."""
-    supports: SupportColumn | None = None
-    unrepeatable: list[str | None] | None = None
+    candidates: CandidateColumn | None = None
+    untrainable_sampling: list[str | None] | None = None
     """Per item; None when nothing stands in the way of any."""
     run_counts: memoryview | None = None
     """Version runs of each item, uint32; None when no item has any."""
@@ -131,13 +131,13 @@ def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: Wi
         weights=packed([item.weight for item in items], "d"),
         metas=memoryview(encode_metas(item.meta for item in items)),
         **_attachment_fields([item.attachments for item in items]),
-        **_support_fields([item.attachments for item in items], limits),
+        **_candidate_fields([item.attachments for item in items], limits),
         **_version_fields([item.attachments.version_runs for item in items], limits),
     )
     if len(group.metas) > limits.max_meta_bytes:
         raise _too_large("bytes of meta", len(group.metas), limits.max_meta_bytes, "Put less into meta.")
     body = _encoder.encode(group)
-    flags = _ZSTD * compress + _RESHAPED * (group.supports is not None or group.unrepeatable is not None)
+    flags = _ZSTD * compress + _RESHAPED * (group.candidates is not None or group.untrainable_sampling is not None)
     message = _HEADER.pack(_MARK, MAJOR, MINOR, flags) + (_compressed(body) if compress else body)
     size = max(len(message), len(body))
     if size > limits.max_bytes:
@@ -196,10 +196,10 @@ def _attachment_fields(attached: list[SampleAttachments]) -> dict[str, Any]:
     }
 
 
-def _support_fields(attached: list[SampleAttachments], limits: WireLimits) -> dict[str, Any]:
-    reasons = [a.unrepeatable for a in attached]
+def _candidate_fields(attached: list[SampleAttachments], limits: WireLimits) -> dict[str, Any]:
+    reasons = [a.untrainable_sampling for a in attached]
     return {
-        "supports": encode_supports([a.supports for a in attached], limits),
+        "supports": encode_candidates([a.candidates for a in attached], limits),
         "unrepeatable": reasons if any(reason is not None for reason in reasons) else None,
     }
 
@@ -369,7 +369,7 @@ def _attachments(
         decode_floats(group.teacher_logps, counts, "teacher_logps", must_be_finite=True),
         decode_floats(group.token_turns, counts, "token_turns", must_be_finite=True),
         _read_temperatures(group, len(counts)),
-        decode_supports(group.supports, counts, action_ids, limits),
+        decode_candidates(group.candidates, counts, action_ids, limits),
         _unrepeatable(group, len(counts)),
         _version_runs(group, counts, limits),
     )
@@ -391,11 +391,11 @@ def _read_temperatures(group: _Group, num_items: int) -> list[float | None]:
 
 
 def _unrepeatable(group: _Group, num_items: int) -> list[str | None]:
-    if group.unrepeatable is None:
+    if group.untrainable_sampling is None:
         return [None] * num_items
-    if len(group.unrepeatable) != num_items:
-        raise UnreadableGroup(f"There are {num_items} items, but {len(group.unrepeatable)} of unrepeatable.")
-    return group.unrepeatable
+    if len(group.untrainable_sampling) != num_items:
+        raise UnreadableGroup(f"There are {num_items} items, but {len(group.untrainable_sampling)} of unrepeatable.")
+    return group.untrainable_sampling
 
 
 def _version_runs(group: _Group, counts: list[int], limits: WireLimits) -> list[tuple[VersionRun, ...]]:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types import ConfigError, LogprobArray, LudicError, TokenArray, TokenSupports
+from ludic.types import CandidateSets, ConfigError, LogprobArray, LudicError, TokenArray
 
 # ----------------------------------------------------------------------------------------------------
 # How large a group may be on the wire, and the two errors of its format.
@@ -220,7 +220,7 @@ def _float_values(column: FloatColumn, length: int, name: str, *, must_be_finite
 # ----------------------------------------------------------------------------------------------------
 
 
-class SupportColumn(msgspec.Struct, gc=False, omit_defaults=True):
+class CandidateColumn(msgspec.Struct, gc=False, omit_defaults=True):
     """Candidates of the action tokens of the items that have them."""
 
     ids: memoryview
@@ -231,22 +231,22 @@ class SupportColumn(msgspec.Struct, gc=False, omit_defaults=True):
     """1 for each item that has them, 0 for the others; None means all."""
 
 
-def encode_supports(given: Sequence[TokenSupports | None], limits: WireLimits) -> SupportColumn | None:
-    present = [supports for supports in given if supports is not None]
+def encode_candidates(given: Sequence[CandidateSets | None], limits: WireLimits) -> CandidateColumn | None:
+    present = [candidates for candidates in given if candidates is not None]
     if not present:
         return None
-    whole = TokenSupports.joined(present)
+    whole = CandidateSets.joined(present)
     if len(whole.ids) and (whole.ids.min() < 0 or whole.ids.max() >= limits.end_of_ids):
         raise UnwritableGroup(
             f"Supports hold ids from {whole.ids.min()} to {whole.ids.max()}; a learner reads 0 to {limits.end_of_ids - 1}."
         )
-    items = None if len(present) == len(given) else packed([supports is not None for supports in given], "B")
-    return SupportColumn(ids=raw(whole.ids, I4), lengths=raw(whole.lengths, U4), items=items)
+    items = None if len(present) == len(given) else packed([candidates is not None for candidates in given], "B")
+    return CandidateColumn(ids=raw(whole.ids, I4), lengths=raw(whole.lengths, U4), items=items)
 
 
-def decode_supports(
-    column: SupportColumn | None, counts: Sequence[int], action_ids: TokenArray, limits: WireLimits
-) -> list[TokenSupports | None]:
+def decode_candidates(
+    column: CandidateColumn | None, counts: Sequence[int], action_ids: TokenArray, limits: WireLimits
+) -> list[CandidateSets | None]:
     """One per item, None for items without. `counts` are the items' action tokens, `action_ids` these tokens."""
     if column is None:
         return [None] * len(counts)
@@ -263,7 +263,7 @@ def decode_supports(
         raise UnreadableGroup(
             f"Supports hold ids from {ids.min()} to {ids.max()}; 0 to {limits.end_of_ids - 1} are read."
         )
-    found: list[TokenSupports | None] = []
+    found: list[CandidateSets | None] = []
     token = place = 0
     for start, count, is_there in zip(starts[:-1], counts, has_them, strict=True):
         if not is_there:
@@ -271,9 +271,9 @@ def decode_supports(
             continue
         ends = np.cumsum(lengths[token : token + count])
         size = int(ends[-1]) if count else 0
-        supports = TokenSupports(ids[place : place + size], ends)
-        if supports.first_outside(action_ids[start : start + count]) is not None:
+        candidates = CandidateSets(ids[place : place + size], ends)
+        if candidates.first_outside(action_ids[start : start + count]) is not None:
             raise UnreadableGroup("An action token is not among the candidates that it is said to be drawn from.")
-        found.append(supports)
+        found.append(candidates)
         token, place = token + count, place + size
     return found

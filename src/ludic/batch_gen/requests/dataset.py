@@ -29,7 +29,7 @@ from ludic.types import (
 # ----------------------------------------------------------------------------------------------------
 
 
-class Passes:
+class EpochOrder:
     """Positions in a dataset, for ever; where it stands survives a resume."""
 
     def __init__(self, num_samples: int, *, shuffle: bool, seed: int) -> None:
@@ -265,7 +265,7 @@ class DatasetRequests:
         self._batch_size = batch_size
         self._strategy = strategy
         self._rng_seed = rng_seed
-        self._passes = Passes(len(samples), shuffle=shuffle, seed=rng_seed)
+        self._passes = EpochOrder(len(samples), shuffle=shuffle, seed=rng_seed)
 
     @property
     def epoch(self) -> int:

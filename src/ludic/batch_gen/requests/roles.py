@@ -5,20 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 from ludic.batch_gen.requests.dataset import RequestsFn
-from ludic.interaction import Policies, Seating
+from ludic.interaction import Policies, RoleAssignment
 from ludic.types import ConfigError, RolloutRequest, Stateful, derive_seed
 
 _WHICH_SEATING, _WHICH_VERSION = 0, 1
 
 
-def seated(request: RolloutRequest, seating: Seating) -> RolloutRequest:
+def assign_roles(request: RolloutRequest, seating: RoleAssignment) -> RolloutRequest:
     """The request with these policies in its seats. Its meta says so too: every rollout knows who the others were."""
     who = {"policies": dict(seating)}
     protocol = replace(request.protocol, kwargs={**request.protocol.kwargs, **who})
     return replace(request, protocol=protocol, meta={**request.meta, **who})
 
 
-class SeatedRequests:
+class AssignedRequests:
     """Requests with a seating each, one of `seatings`; a league's name becomes one of its members.
 
     Both are drawn by the request's env seed and nothing else: the members of a group, which share it, meet the same
@@ -26,22 +26,22 @@ class SeatedRequests:
     """
 
     def __init__(
-        self, requests_fn: RequestsFn, seatings: Sequence[Seating], policies: Policies, *, seed: int = 0
+        self, requests_fn: RequestsFn, seatings: Sequence[RoleAssignment], policies: Policies, *, seed: int = 0
     ) -> None:
         if not seatings:
-            raise ConfigError('SeatedRequests needs at least one seating, such as {"X": "first", "O": "second"}.')
+            raise ConfigError('AssignedRequests needs at least one seating, such as {"X": "first", "O": "second"}.')
         self._requests_fn = requests_fn
         self._seatings = [dict(seating) for seating in seatings]
         self._policies = policies
         self._seed = seed
 
     def __call__(self) -> list[RolloutRequest]:
-        return [seated(request, self._seating(request)) for request in self._requests_fn()]
+        return [assign_roles(request, self._assignment(request)) for request in self._requests_fn()]
 
-    def _seating(self, request: RolloutRequest) -> Seating:
+    def _assignment(self, request: RolloutRequest) -> RoleAssignment:
         if request.env_seed is None:
             raise ConfigError(
-                "SeatedRequests draws seats by a request's env_seed, and this request has none. Give it one."
+                "AssignedRequests draws seats by a request's env_seed, and this request has none. Give it one."
             )
         seed = derive_seed(self._seed, request.env_seed)
         chosen = self._seatings[derive_seed(seed, _WHICH_SEATING) % len(self._seatings)]

@@ -3,7 +3,7 @@
 import time
 from typing import Any, TypeVar
 
-from ludic.batch_gen.build_batch import Assembly, HasCreditAssigner, credit_of
+from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
 from ludic.batch_gen.requests.curriculum import Curriculum
@@ -49,7 +49,7 @@ class RolloutBatchSource:
         parts: dict[str, object] = {"requests": requests_fn} if curriculum is None else {"curriculum": curriculum}
         self._requests = RequestStream(requests_fn, strategy, parts)
         credit = credit_of(credit_assigner, algorithm)
-        self._assembly = Assembly(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        self._assembly = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._max_steps = max_steps
         self._timeout_s = timeout_s

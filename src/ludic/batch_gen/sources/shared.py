@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.batch_gen.build_batch import Assembly, HasCreditAssigner, credit_of
+from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
 from ludic.batch_gen.groups import policy_of
@@ -80,7 +80,7 @@ class SharedRollouts:
         if policy in self._sources:
             raise ConfigError(f"The policy {policy!r} has a batch source already; one trainer trains one policy.")
         credit = credit_of(credit_assigner, algorithm)
-        assembly = Assembly(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        assembly = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
         self._sources[policy] = PolicyBatchSource(policy, self, assembly, followers)
         return self._sources[policy]
 
@@ -142,7 +142,7 @@ class PolicyBatchSource:
     """
 
     def __init__(
-        self, policy: str, shared: SharedRollouts, assembly: Assembly, followers: Sequence[FollowsVersions]
+        self, policy: str, shared: SharedRollouts, assembly: BatchBuilder, followers: Sequence[FollowsVersions]
     ) -> None:
         self.policy = policy
         self._shared = shared

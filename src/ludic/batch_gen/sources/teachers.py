@@ -204,14 +204,14 @@ class PrivilegedTeacher:
                 f"prompt_of gave an empty prompt for a sample (rollout {item.meta.get('rollout_id')}); a teacher needs at least "
                 "one token to go on from."
             )
-        return _ToldMore(self._teacher, prompt)
+        return _HintedTeacher(self._teacher, prompt)
 
     def require_tokenizer(self, fingerprint: str) -> None:
         require_same_tokenizer("privileged", self._teacher, fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
-class _ToldMore:
+class _HintedTeacher:
     """A teacher of one sample."""
 
     teacher: TeacherScorer
@@ -230,7 +230,7 @@ class _ToldMore:
 # --- prompts with more in them ---
 
 
-def told_first(template: ChatTemplate, hint_of: Callable[[SAWItem], str] | None = None) -> PromptOf:
+def hint_first(template: ChatTemplate, hint_of: Callable[[SAWItem], str] | None = None) -> PromptOf:
     """A system message with the sample's hint, and then the tokens that the student saw.
 
     For templates whose conversations are their messages one after the other. The hint is what the request said

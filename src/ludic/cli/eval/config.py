@@ -10,7 +10,7 @@ import tyro
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
 from ludic.run.config import AgentSettings, Dtype, EnvSettings, RunConfig, check_data, check_name, resolve_play
-from ludic.run.env import FoundEnv
+from ludic.run.env import EnvFactory
 from ludic.run.settings import MaybeFloat, MaybeInt, MaybeText, read_toml
 from ludic.types import ConfigError
 from ludic.types.urls import PUT_LOGIN, refuse_login
@@ -160,7 +160,7 @@ def trains_on(folder: Path, data: Path | None) -> bool:
     return data is not None and trained is not None and data.resolve() == trained.resolve()
 
 
-def resolve(config: EvalConfig, found: FoundEnv) -> EvalConfig:
+def resolve(config: EvalConfig, found: EnvFactory) -> EvalConfig:
     """The config with what the env suggests filled in, and checked."""
     check_data(found, config.env.data, config.env.set, "--data")
     if config.measure.num_tasks == 0 and config.env.data is None:

@@ -29,7 +29,7 @@ _NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class EvaluatedModel:
     """One of the models of a comparison."""
 
     label: str
@@ -57,19 +57,19 @@ class OpenPolicy:
     model: str
 
 
-def contenders(settings: PolicySettings) -> list[Contender]:
+def evaluated_models(settings: PolicySettings) -> list[EvaluatedModel]:
     """In the order in which they were given; no two are called the same, nor are their files."""
     sources = list(settings.model or (DEFAULT_MODEL,))
     if settings.base_url is None:
         need_extras("local", "ludic eval without --base-url")
         sources = [_resolved(source) for source in sources]
-    found: dict[str, Contender] = {}
+    found: dict[str, EvaluatedModel] = {}
     for source in sources:
         label = base = source if settings.base_url is not None else _label(source)
         number = 2
         while slug(label) in found:
             label, number = f"{base} ({number})", number + 1
-        found[slug(label)] = Contender(label, source)
+        found[slug(label)] = EvaluatedModel(label, source)
     return list(found.values())
 
 
@@ -120,7 +120,7 @@ def _check_served(models: Sequence[str], served: Sequence[str], base_url: str) -
 
 @asynccontextmanager
 async def opened(
-    contender: Contender, settings: PolicySettings, *, with_tools: bool, seed: int
+    contender: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int
 ) -> AsyncIterator[OpenPolicy]:
     """The contender, ready to be asked until the end of the block."""
     if settings.base_url is not None:

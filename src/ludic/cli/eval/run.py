@@ -17,23 +17,23 @@ from ludic.batch_gen import GRPORequestStrategy
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.cli.eval.config import EvalConfig
 from ludic.cli.eval.folder import choose_folder, prepare_folder, rollouts_file, write_results
-from ludic.cli.eval.models import Contender, contenders, endpoint_models, opened
+from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
 from ludic.cli.eval.table import Column, make_table
 from ludic.eval import EvalReport, Grading, evaluate, outcome_of
-from ludic.run.build import Play, env_arguments, fixed_requests, make_play
-from ludic.run.env import FoundEnv
+from ludic.run.build import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
+from ludic.run.env import EnvFactory
 from ludic.types import ReturnSpec, Rollout, RolloutRequest
 
 console = Console(highlight=False, soft_wrap=True)
 
 
-def run(config: EvalConfig, found: FoundEnv, *, resume: bool) -> int:
+def run(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
     """Evaluate every model on the same tasks; the exit code of the command."""
     samples = None if config.env.data is None else read_samples(config.env.data)
     env = found.make(env_arguments(config.env, None if samples is None else samples[0]))
     grading = config.measure.grading(env.full_reward)
     config = replace(config, policy=asyncio.run(endpoint_models(config.policy)))
-    field = contenders(config.policy)
+    field = evaluated_models(config.policy)
     folder = choose_folder(config, [contender.label for contender in field], resume=resume)
     columns: list[Column] = []
     try:
@@ -52,9 +52,9 @@ def run(config: EvalConfig, found: FoundEnv, *, resume: bool) -> int:
 
 
 async def _measure(
-    contender: Contender,
+    contender: EvaluatedModel,
     config: EvalConfig,
-    found: FoundEnv,
+    found: EnvFactory,
     samples: list[dict[str, Any]] | None,
     grading: Grading,
     folder: Path,
@@ -62,7 +62,7 @@ async def _measure(
     measure = config.measure
     seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
     async with opened(contender, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
-        play = make_play(config.env, config.agent, found, policy.client, policy.template, policy.model)
+        play = make_episode_setup(config.env, config.agent, found, policy.client, policy.template, policy.model)
         play = replace(play, player=contender.identity)
         requests = make_requests(play, config, samples)
         prepare_folder(folder, config)  # now that all is well: a mistake should leave nothing behind
@@ -82,7 +82,7 @@ async def _measure(
         return Column(label=contender.label, report=report, seconds=time.perf_counter() - began)
 
 
-def make_requests(play: Play, config: EvalConfig, samples: list[dict[str, Any]] | None) -> list[RolloutRequest]:
+def make_requests(play: EpisodeSetup, config: EvalConfig, samples: list[dict[str, Any]] | None) -> list[RolloutRequest]:
     """The same for every model: `samples` episodes of each task, each with seeds of its own."""
     measure = config.measure
     num_tasks = measure.num_tasks if samples is None else min(measure.num_tasks or len(samples), len(samples))

@@ -16,23 +16,23 @@ from ludic.batch_gen.groups import TooManyFailures
 from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
 from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
 from ludic.distributed.publish.folder import FolderFollower
-from ludic.run.build import Play, make_play, train_requests
+from ludic.run.build import EpisodeSetup, make_episode_setup, train_requests
 from ludic.run.config import RunConfig, resolve
-from ludic.run.env import FoundEnv
+from ludic.run.env import EnvFactory
 from ludic.run.folder import ROLLOUTS, WEIGHTS
 from ludic.run.model import (
     load_policy,
     load_tokenizer,
     local_engine,
     make_template,
-    pinned,
     use_threads,
+    with_fixed_checkpoints,
     without_adapter,
 )
 from ludic.run.pipeline import TRY_AGAIN, redis_url, required_servers
 from ludic.run.pipeline_learner import pipeline_algorithm
 from ludic.run.vllm import client_of, served_name, wait_for_servers
-from ludic.training.learner.stop import StopWishes
+from ludic.training.learner.stop import StopRequests
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
 
 _ACTOR_SEEDS = 201
@@ -44,16 +44,16 @@ class ActorPolicy:
     """What answers this actor's agents."""
 
     client: ChatClient
-    play: Play
+    play: EpisodeSetup
     first_version: Callable[[], Coroutine[Any, Any, object]] | None = None
     """Waited for before the first episode."""
     follow: Callable[[], Awaitable[None]] | None = None
     """Runs beside the episodes and brings new weights; None where the learner brings them."""
 
 
-def play(config: RunConfig, found: FoundEnv, *, index: int) -> int:
+def play(config: RunConfig, found: EnvFactory, *, index: int) -> int:
     """Play until stopped; the exit code of the command."""
-    config = pinned(resolve(config, found))
+    config = with_fixed_checkpoints(resolve(config, found))
     require_redis("ludic actor")
     url = redis_url(config.pipeline)
     pipeline_algorithm(config)
@@ -77,7 +77,7 @@ def play(config: RunConfig, found: FoundEnv, *, index: int) -> int:
 # --- the policy ------------------------------------------------------------------------------------------------
 
 
-def _with_an_engine(config: RunConfig, found: FoundEnv, stack: contextlib.ExitStack) -> ActorPolicy:
+def _with_an_engine(config: RunConfig, found: EnvFactory, stack: contextlib.ExitStack) -> ActorPolicy:
     """An engine of its own, which follows the learner's folder."""
     loaded = load_policy(without_adapter(config.model), seed=config.train.seed)
     engine = local_engine(loaded, max_length=config.train.max_seq_len)
@@ -86,13 +86,13 @@ def _with_an_engine(config: RunConfig, found: FoundEnv, stack: contextlib.ExitSt
     follower = FolderFollower(config.folder / WEIGHTS, engine)
     return ActorPolicy(
         client=engine,
-        play=make_play(config.env, config.agent, found, engine, template, loaded.name),
+        play=make_episode_setup(config.env, config.agent, found, engine, template, loaded.name),
         first_version=follower.first_version,
         follow=follower.run,
     )
 
 
-def _on_servers(config: RunConfig, found: FoundEnv, stack: contextlib.ExitStack) -> ActorPolicy:
+def _on_servers(config: RunConfig, found: EnvFactory, stack: contextlib.ExitStack) -> ActorPolicy:
     servers = required_servers(config.rollouts.server)
     tokenizer = load_tokenizer(config.model)
     wait_for_servers(servers)
@@ -100,7 +100,7 @@ def _on_servers(config: RunConfig, found: FoundEnv, stack: contextlib.ExitStack)
     stack.callback(lambda: asyncio.run(client.close()))
     template = make_template(tokenizer, with_tools=config.agent.may_call_tools)
     model = asyncio.run(served_name(client))
-    return ActorPolicy(client=client, play=make_play(config.env, config.agent, found, client, template, model))
+    return ActorPolicy(client=client, play=make_episode_setup(config.env, config.agent, found, client, template, model))
 
 
 # --- playing ---------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def actor_seed(seed: int, index: int, life: int) -> int:
 
 async def _until_stopped(config: RunConfig, policy: ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
     """What it has done, and the exit code. The first wish to stop lets what is being pushed arrive, the second does not wait."""
-    stop, signals, wishes = asyncio.Event(), list[int](), StopWishes()
+    stop, signals, wishes = asyncio.Event(), list[int](), StopRequests()
     playing = asyncio.create_task(_play(config, policy, index, stop))
 
     def on_signal(number: int) -> None:

@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     words, command = _read(sys.argv[1:])
-    tether = Tether(command)
+    tether = ProcessGuard(command)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, tether.on_signal)
     tether.start()
@@ -40,7 +40,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(arguments[:split]), arguments[split + 1 :]
 
 
-class Tether:
+class ProcessGuard:
     """The command as a child that leads a session of its own, so that its children can be found when it is gone."""
 
     def __init__(self, command: list[str]) -> None:

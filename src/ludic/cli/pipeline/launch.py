@@ -12,18 +12,18 @@ from ludic.cli.pipeline.supervisor import MergedOutput, Outcome, RestartLimit, R
 from ludic.run import pipeline_learner as run_pipeline
 from ludic.run.config import RunConfig, resolve
 from ludic.run.dry_run import plan_lines
-from ludic.run.env import FoundEnv
-from ludic.run.folder import LOGS, REDIS, WEIGHTS, Start, find_start, how_to_resume, prepare_folder
-from ludic.run.model import pinned
+from ludic.run.env import EnvFactory
+from ludic.run.folder import LOGS, REDIS, WEIGHTS, ResumePoint, how_to_resume, prepare_folder, resume_point
+from ludic.run.model import with_fixed_checkpoints
 from ludic.run.pipeline import REDIS_VARIABLE, given_redis, given_servers
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
 
 
-def launch(words: Words, config: RunConfig, found: FoundEnv) -> int:
+def launch(words: Words, config: RunConfig, found: EnvFactory) -> int:
     """Everything, until the learner is done; the exit code of the command."""
-    config = pinned(resolve(config, found))
-    start = find_start(config, resume=words.resume)
+    config = with_fixed_checkpoints(resolve(config, found))
+    start = resume_point(config, resume=words.resume)
     plan = plan_lines(config, found, start)
     run_pipeline.pipeline_algorithm(config)
     if words.ray:
@@ -54,7 +54,7 @@ def _check_for_ray(config: RunConfig) -> None:
         raise ConfigError("--ray with actor_engine = 'vllm' needs --server URL…, which every machine reaches.")
 
 
-def prepare(config: RunConfig, start: Start, *, resume: bool) -> None:
+def prepare(config: RunConfig, start: ResumePoint, *, resume: bool) -> None:
     """The run folder as the roles expect it; a new run finds nothing of one that was called the same before."""
     prepare_folder(config, start)
     if not resume:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import IO, Protocol
 
-from ludic.training.learner.stop import StopWishes
+from ludic.training.learner.stop import StopRequests
 
 _LOOK_EVERY_S = 0.1
 _LAST_LINES = 3
@@ -92,7 +92,7 @@ class Outcome:
 
 
 @dataclass
-class _Post:
+class _Managed:
     """A role and its present life."""
 
     role: Role
@@ -120,12 +120,12 @@ class Supervisor:
         limit: RestartLimit | None = None,
     ) -> None:
         """`show(name, line)` gets every line of every role, and ours under the name "launch"."""
-        self._posts = [_Post(role) for role in roles]
+        self._posts = [_Managed(role) for role in roles]
         self._start = start
         self._show = show
         self._limit = limit or RestartLimit()
         self._outcome: Outcome | None = None
-        self._wishes = StopWishes()
+        self._wishes = StopRequests()
 
     def run(self) -> Outcome:
         with self._listening():
@@ -142,7 +142,7 @@ class Supervisor:
 
     # --- while it goes on ---
 
-    def _look_at(self, post: _Post) -> None:
+    def _look_at(self, post: _Managed) -> None:
         if post.running is None:
             if post.start_at is not None and time.monotonic() >= post.start_at and self._outcome is None:
                 post.running, post.start_at = self._start(post.role), None
@@ -154,7 +154,7 @@ class Supervisor:
             if self._outcome is None:
                 self._ended(post, code)
 
-    def _ended(self, post: _Post, code: int) -> None:
+    def _ended(self, post: _Managed, code: int) -> None:
         role = post.role
         if code == 0 and role.when_done is WhenDone.ENDS_ALL:
             self._outcome = Outcome(0, f"{role.name} is done.")
@@ -165,7 +165,7 @@ class Supervisor:
         else:
             self._died(post, code)
 
-    def _died(self, post: _Post, code: int) -> None:
+    def _died(self, post: _Managed, code: int) -> None:
         now, limit = time.monotonic(), self._limit
         post.deaths.append(now)
         while post.deaths[0] < now - limit.within_s:
@@ -195,7 +195,7 @@ class Supervisor:
                     self._ask_to_stop(post, post.running)
             time.sleep(_LOOK_EVERY_S)
 
-    def _ask_to_stop(self, post: _Post, running: Running) -> None:
+    def _ask_to_stop(self, post: _Managed, running: Running) -> None:
         now = time.monotonic()
         if post.asked_at is None:
             post.asked_at = now
@@ -227,7 +227,7 @@ class Supervisor:
 
     # --- output ---
 
-    def _show_output(self, post: _Post, *, is_last: bool) -> None:
+    def _show_output(self, post: _Managed, *, is_last: bool) -> None:
         assert post.running is not None, "only called while it runs"
         *lines, post.unfinished = (post.unfinished + post.running.read()).split(b"\n")
         if is_last and post.unfinished:
@@ -245,7 +245,7 @@ def how_it_ended(code: int) -> str:
     return f"was ended by {names[code]}" if code in names else f"ended with exit code {code}"
 
 
-def _quoted(post: _Post) -> str:
+def _quoted(post: _Managed) -> str:
     said = [line.strip() for line in post.last_lines if line.strip()]
     return f"its last lines: {' / '.join(said)}" if said else "it said nothing."
 

@@ -15,7 +15,7 @@ from ludic.models.lora import DenseWeight
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _GatherRequest:
     """What the first rank tells the others: a weight to gather, or that it has finished."""
 
     name: str | None = None
@@ -35,7 +35,7 @@ class GatheredWeights(Mapping[str, Tensor]):
         with self._one_at_a_time:
             if not self._is_open:
                 raise RuntimeError(f"{name!r} was read after publishing had ended: nobody helps to gather it any more.")
-            self._ranks.broadcast(_Wish(name=name))
+            self._ranks.broadcast(_GatherRequest(name=name))
             return weight.read()
 
     def __iter__(self) -> Iterator[str]:
@@ -47,7 +47,7 @@ class GatheredWeights(Mapping[str, Tensor]):
     def close(self, failure: str | None = None) -> None:
         with self._one_at_a_time:
             self._is_open = False
-            self._ranks.broadcast(_Wish(failure=failure))
+            self._ranks.broadcast(_GatherRequest(failure=failure))
 
 
 def publish_gathered(
@@ -74,7 +74,7 @@ def _publish(gathered: GatheredWeights, publish: Callable[[Mapping[str, Tensor]]
 
 def _follow(weights: Mapping[str, DenseWeight], ranks: Ranks) -> None:
     while True:
-        wish: _Wish = ranks.broadcast(None)
+        wish: _GatherRequest = ranks.broadcast(None)
         if wish.failure is not None:
             raise RankFailed(f"Rank 0 could not publish: {wish.failure}")
         if wish.name is None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from ludic.envs.adapters.plain import plain
-from ludic.envs.adapters.verifiers_seat import Seat, api, refuse_what_is_missing
+from ludic.envs.adapters.verifiers_seat import VerifiersRole, api, refuse_what_is_missing
 from ludic.envs.env import LudicEnv
 from ludic.types import ConfigError, Info, Observation, StepOutcome
 
@@ -82,7 +82,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         self._asked: dict[str, str] = {}
         self._played: list[dict[str, str]] = []
         self._running: asyncio.Task[None] | None = None
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[str, VerifiersRole] = {}
 
     @property
     def agent_ids(self) -> list[str]:
@@ -124,7 +124,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         await self.async_close()
         self._bell = asyncio.Event()
         alone = len(self._roles) == 1
-        self._seats = {role: Seat(role, self._bell, knows_system_prompt=alone) for role in self._roles}
+        self._seats = {role: VerifiersRole(role, self._bell, knows_system_prompt=alone) for role in self._roles}
         self._running = asyncio.create_task(_episode(load(*self._source)[0], self._task, self._seats))
         await self._until_asked()
 
@@ -172,7 +172,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         return self.__dict__ | gone
 
 
-async def _episode(program: Any, task: Any, seats: Mapping[str, Seat]) -> None:
+async def _episode(program: Any, task: Any, seats: Mapping[str, VerifiersRole]) -> None:
     agents = api().Agents(program.config, lambda name, config: seats[name].configured(config))
     await program.setup(agents)
     await program.run(task, agents)

@@ -21,7 +21,7 @@ def api(module: str = "") -> Any:
         raise MissingExtra("verifiers", f"The env 'verifiers' ({error})") from error
 
 
-class Seat:
+class VerifiersRole:
     """One agent of the program, for one conversation."""
 
     def __init__(self, name: str, bell: asyncio.Event, *, knows_system_prompt: bool) -> None:
@@ -33,7 +33,7 @@ class Seat:
         self._bell = bell
         self._knows_system_prompt = knows_system_prompt
 
-    def configured(self, config: Any) -> "Seat":
+    def configured(self, config: Any) -> "VerifiersRole":
         self.config = config
         return self
 
@@ -50,7 +50,7 @@ class Seat:
         return self.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any, **options: Any) -> AsyncIterator["Seat"]:
+    async def interaction(self, task: Any, **options: Any) -> AsyncIterator["VerifiersRole"]:
         if options:
             raise ConfigError(f"The program runs {self.name!r} with {sorted(options)}, which Ludic does not offer it.")
         if self.trace is not None:

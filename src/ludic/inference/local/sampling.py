@@ -137,7 +137,7 @@ def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
             threshold = logits_V.max() + torch.log(torch.tensor(params.min_p))
             logits_V[logits_V < threshold] = _MINUS_INFINITY
         if sequence.keeps_supports:
-            sequence.supports.append(_support(logits_V))
+            sequence.candidates.append(_support(logits_V))
 
 
 def _support(logits_V: Tensor) -> TokenArray:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ludic.inference.templates.conversation import find_stop
-from ludic.types import ChatResponse, SamplingParams, TokenArray, TokenCompletionRequest, TokenSupports, VersionRun
+from ludic.types import CandidateSets, ChatResponse, SamplingParams, TokenArray, TokenCompletionRequest, VersionRun
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """Prompt and completion."""
     logprobs: list[float] = field(default_factory=list)
-    supports: list[TokenArray] = field(default_factory=list)
+    candidates: list[TokenArray] = field(default_factory=list)
     """What each token of the completion was drawn from, where `keeps_supports`; empty for the whole vocabulary."""
     runs: list[list[int]] = field(default_factory=list)
     """[version, number of tokens] of the completion."""
@@ -118,7 +118,7 @@ class Sequence:
             completion_logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=self.finish_reason,
             version_runs=tuple(VersionRun(version, length) for version, length in self.runs),
-            supports=TokenSupports.of(self.supports) if self.keeps_supports else None,
+            candidates=CandidateSets.of(self.candidates) if self.keeps_supports else None,
         )
 
 

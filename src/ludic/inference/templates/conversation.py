@@ -22,7 +22,7 @@ from ludic.types import (
     TokenIds,
     TokenLog,
     TokenTrace,
-    require_repeatable_reply,
+    require_trainable_reply,
 )
 
 
@@ -187,7 +187,7 @@ class ClientPolicy:
             seed=seed,
         )
         response, _ = await self.client.complete_tokens(request)
-        require_repeatable_reply(request, response)
+        require_trainable_reply(request, response)
         return response.to_trace(temperature=self.sampling.temperature)
 
 

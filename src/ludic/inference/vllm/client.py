@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ludic.inference.http import Answer, Busy, EndpointError, HttpSessions, Retries, Unreachable, error_of
+from ludic.inference.http import Answer, EndpointError, HttpSessions, Retries, RetryableError, Unreachable, error_of
 from ludic.inference.vllm.control_token import CONTROL_HEADER, CONTROL_VARIABLE
 from ludic.inference.vllm.routing import Server, ServerFacts, ServerPool
 from ludic.inference.vllm.wire import (
@@ -115,7 +115,7 @@ class VLLMChatClient:
                 response, info = await self._complete_at(server, request)
             except Aborted:
                 raise
-            except Busy as busy:
+            except RetryableError as busy:
                 self._pool.failed(server)
                 if self._pool.has_another(server):
                     busy.wait_s = 0.0
@@ -165,7 +165,7 @@ class VLLMChatClient:
             num_failures = server.num_failures
             async with (await self._http.lane()).locks[server.url]:
                 if server.num_failures > num_failures:  # or each of those who wait would wait for it in turn
-                    raise Busy(f"{server.url} has just failed to answer.")
+                    raise RetryableError(f"{server.url} has just failed to answer.")
                 if server.facts is None:
                     server.facts = await self._find_facts(server, request)
         return server.facts
@@ -278,7 +278,7 @@ class VLLMChatClient:
         """Whether it answers GET /health; that it makes progress does not follow (it may be paused)."""
         try:
             return (await self._http.ask("GET", f"{server}/health", timeout_s=_QUICK_S)).status == 200
-        except Busy:
+        except RetryableError:
             return False
 
     async def close(self) -> None:
@@ -309,7 +309,9 @@ def _refusal_of(
 ) -> LudicError:
     if answer.status == 404 and request.model in server.models:
         # It was restarted and has lost an adapter; other servers have it, and whoever pushed it will push it again.
-        return Busy(f"{server.url} has lost {request.model!r}: {error_of(answer.text)['message']}", status=404)
+        return RetryableError(
+            f"{server.url} has lost {request.model!r}: {error_of(answer.text)['message']}", status=404
+        )
     return refusal(server.url + path, answer, num_prompt=len(request.prompt_token_ids), max_tokens=max_tokens)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ludic.inference.http import Answer, Busy, EndpointError, error_of
+from ludic.inference.http import Answer, EndpointError, RetryableError, error_of
 from ludic.types import (
+    CandidateSets,
     ChatResponse,
     ConfigError,
     LogprobArray,
@@ -21,7 +22,6 @@ from ludic.types import (
     TokenArray,
     TokenCompletionRequest,
     TokenMismatch,
-    TokenSupports,
     VersionRun,
     VLLMExtensions,
 )
@@ -169,7 +169,7 @@ class _Completion(msgspec.Struct, gc=False):
 _decoder = msgspec.json.Decoder(_Completion)
 
 
-class Aborted(Busy):
+class Aborted(RetryableError):
     """Taken out of the batch by the server, which is well otherwise; what was sampled until then is no sample."""
 
 
@@ -191,7 +191,7 @@ def read_completion(url: str, data: bytes, request: TokenCompletionRequest, vers
         completion_logprobs=logprobs,
         finish_reason=choice.finish_reason,
         version_runs=_version_runs(choice, version),
-        supports=None if logprobs is None else _forced(request, ids, logprobs),
+        candidates=None if logprobs is None else _forced(request, ids, logprobs),
     )
 
 
@@ -259,7 +259,7 @@ def _read_logprobs(logprobs: _Logprobs, num_tokens: int) -> LogprobArray:
     return values
 
 
-def _forced(request: TokenCompletionRequest, ids: TokenArray, logprobs: LogprobArray) -> TokenSupports | None:
+def _forced(request: TokenCompletionRequest, ids: TokenArray, logprobs: LogprobArray) -> CandidateSets | None:
     """`max_think` forces the closing tag once its limit is reached: each of these tokens was the only candidate.
 
     Nobody says which they are, but they follow each other from the limit on, and are certain.
@@ -269,7 +269,7 @@ def _forced(request: TokenCompletionRequest, ids: TokenArray, logprobs: LogprobA
         return None  # what else was ruled out is not known; whoever trains must hear of that
     free = np.flatnonzero(logprobs[limit:] != 0)
     end = limit + int(free[0]) if len(free) else len(ids)
-    return TokenSupports.of([ids[i : i + 1] if limit <= i < end else () for i in range(len(ids))])
+    return CandidateSets.of([ids[i : i + 1] if limit <= i < end else () for i in range(len(ids))])
 
 
 def _version_runs(choice: _Choice, version: int | None) -> tuple[VersionRun, ...]:
@@ -287,7 +287,7 @@ def refusal(url: str, answer: Answer, *, num_prompt: int = 0, max_tokens: int = 
     message = error["message"]
     said = f"{url} answered {answer.status}: {message}"
     if answer.status >= 500 and answer.status != 501:
-        return Busy(said, status=answer.status)
+        return RetryableError(said, status=answer.status)
     if answer.status == 400 and _is_about_length(error):
         return too_long(num_prompt, max_tokens, _limit_in(message) or num_prompt)
     if answer.status == 401:

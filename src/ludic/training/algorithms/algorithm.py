@@ -30,7 +30,7 @@ class RLAlgorithm:
     credit_assigner: CreditAssigner
     """From rollouts to one weight per step."""
     loss: Loss
-    """From action tokens and their weights to a scalar. A class with `compute(logits, batch)` or `of(tokens)` and no base class
+    """From action tokens and their weights to a scalar. A class with `compute(logits, batch)` or a callable without the base class
     is taken, too; here it is then a `ForeignLoss`, whose `loss` it is."""
     advantages: Advantages | None = None
     """For algorithms with a critic: how its values turn rewards into weights, just before the update."""

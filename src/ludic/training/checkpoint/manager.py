@@ -131,11 +131,11 @@ class CheckpointManager:
         state: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         tokenizer: Any = None,
-        when_durable: Callable[[Path], None] | None = None,
+        on_committed: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write step_<step> and prune older ones. `state` may hold plain values and tensors, nested in lists and dicts.
 
-        `when_durable` is told the folder once nothing can take it away any more: here before `save` returns, in managers that
+        `on_committed` is told the folder once nothing can take it away any more: here before `save` returns, in managers that
         write in the background later. Whatever goes wrong, the checkpoints that were there stay as they were.
         """
         target = self.root / f"step_{step:06d}"
@@ -159,8 +159,8 @@ class CheckpointManager:
             raise CheckpointError(self._why_not_written(target, error)) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        if when_durable is not None:
-            when_durable(target)
+        if on_committed is not None:
+            on_committed(target)
         return target
 
     def finish(self) -> None:

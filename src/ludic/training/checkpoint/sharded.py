@@ -68,7 +68,7 @@ class _Job:
     tensors: dict[str, torch.Tensor]
     own_state: dict[str, Any]
     metrics: dict[str, float]
-    when_durable: Callable[[Path], None] | None
+    on_committed: Callable[[Path], None] | None
 
 
 class ShardedCheckpointManager(CheckpointManager):
@@ -109,11 +109,11 @@ class ShardedCheckpointManager(CheckpointManager):
         state: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         tokenizer: Any = None,
-        when_durable: Callable[[Path], None] | None = None,
+        on_committed: Callable[[Path], None] | None = None,
     ) -> Path:
         """Start to write step_<step>; training may go on as soon as this returns.
 
-        `when_durable` is told the folder, on every rank and from the writing thread, once the checkpoint counts. One that
+        `on_committed` is told the folder, on every rank and from the writing thread, once the checkpoint counts. One that
         failed is an error here the next time, and in `finish`.
         """
         self.finish()
@@ -132,7 +132,7 @@ class ShardedCheckpointManager(CheckpointManager):
             self._on_first(lambda: write_description(model, fingerprint, unfinished))
             self._on_first(lambda: _write_tokenizer(tokenizer, unfinished))
         tensors = model_tensors(model) | (optimizer_tensors(optimizer_state) if optimizer_state is not None else {})
-        job = _Job(step, target, unfinished, staged(tensors), _copied(own), dict(metrics or {}), when_durable)
+        job = _Job(step, target, unfinished, staged(tensors), _copied(own), dict(metrics or {}), on_committed)
         self._writing = self._thread.submit(self._write, job)
         self._writing.add_done_callback(_log_failure)
         if not self.in_background:
@@ -177,8 +177,8 @@ class ShardedCheckpointManager(CheckpointManager):
             write_shards(job.tensors, job.unfinished, self._group)
             entries = self._together(lambda: synced(job.unfinished, self._own_files(job.unfinished)))
             self._on_first(lambda: self._make_it_count(job, entries))
-        if job.when_durable is not None:
-            job.when_durable(job.target)
+        if job.on_committed is not None:
+            job.on_committed(job.target)
 
     def _own_files(self, folder: Path) -> list[Path]:
         """Each rank reads back what it wrote itself; rank 0 the rest, too."""

@@ -15,7 +15,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.critic.critic import Critic, CriticKind, HeadCritic, ModelCritic, expected_values
 from ludic.training.learner.gradients import equal_micro_batches
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.rank_batches import Share, recredited
+from ludic.training.learner.rank_batches import RankBatch, recredited
 from ludic.training.losses import BatchFacts
 from ludic.types import ConfigError, SAWItem
 
@@ -100,7 +100,7 @@ def saved_critic(state: Mapping[str, Any], algo_name: str) -> Mapping[str, Any]:
 
 
 def with_advantages(
-    critic: Critic, algo: RLAlgorithm, policy: TrainedPolicy, share: Share, cfg: TrainerConfig, ranks: Ranks
+    critic: Critic, algo: RLAlgorithm, policy: TrainedPolicy, share: RankBatch, cfg: TrainerConfig, ranks: Ranks
 ) -> tuple[list[SAWItem], BatchFacts]:
     """The share's samples with weights from what the critic expects of them now, and the batch's facts with these weights."""
     bins = equal_micro_batches(policy, share.items, cfg.micro_token_budget, ranks)

@@ -60,13 +60,13 @@ async def _ended(task: asyncio.Task[Any]) -> None:
 Log = Callable[[int, Mapping[str, float]], None]
 
 
-class Evaluating:
+class Evaluation:
     """One evaluator, asked now or beside the steps that follow."""
 
     def __init__(self, evaluator: Evaluator | None, cfg: TrainerConfig, log: Log) -> None:
         self.evaluator = evaluator
         self._cfg, self._log = cfg, log
-        self.beside = BackgroundEval()
+        self.background = BackgroundEval()
         """The evaluation that runs while training goes on."""
         self.last: dict[str, float] = {}
         """The newest metrics, with the step of the weights they speak of under eval/step."""
@@ -80,15 +80,15 @@ class Evaluating:
         self._take_snapshot(step)
         return await self._of(step)
 
-    async def now_or_beside(self, step: int, stop: StopSignal) -> None:
+    async def run(self, step: int, stop: StopSignal) -> None:
         if not self._cfg.eval_in_background:
             with contextlib.suppress(StopRequested):  # it can take long, and nothing is lost with it
                 await stop.unless(self.now(step))
             return
-        await self.beside.finish()
+        await self.background.finish()
         if not stop.is_set:
             self._take_snapshot(step)
-            self.beside.start(step, self._of(step))
+            self.background.start(step, self._of(step))
 
     def found_of(self, step: int) -> dict[str, float]:
         """What was found of this step's weights; an older evaluation says nothing of them."""
@@ -96,8 +96,8 @@ class Evaluating:
 
     async def wait_for_judgement(self, step: int, best_metric: str | None) -> None:
         """Which checkpoint is the best may hang on the evaluation of these weights, which may still be running."""
-        if best_metric is not None and best_metric.startswith("eval/") and self.beside.is_evaluating(step):
-            await self.beside.finish()
+        if best_metric is not None and best_metric.startswith("eval/") and self.background.is_evaluating(step):
+            await self.background.finish()
 
     async def _of(self, step: int) -> dict[str, float]:
         """`step` is the version that the evaluator sees; beside training, the trainer's goes on meanwhile."""

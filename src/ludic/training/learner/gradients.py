@@ -16,9 +16,9 @@ from ludic.distributed.fsdp import sync_gradients
 from ludic.distributed.ranks import OneProcess, Ranks
 from ludic.models.head import EntropyMode
 from ludic.training.critic.critic import Critic
-from ludic.training.learner.metrics import StatSum
+from ludic.training.learner.metrics import MetricSums
 from ludic.training.learner.packing import (
-    FILLER,
+    PADDING_ITEM,
     PackedBatch,
     collate_saw_items,
     split_items_by_token_budget,
@@ -68,7 +68,7 @@ def equal_micro_batches(
 ) -> list[list[SAWItem]]:
     """As many on every rank, or ranks would wait for each other for ever: who has fewer gets some that count for nothing."""
     bins = micro_batches(policy, items, micro_token_budget, padded=padded)
-    return bins + [[FILLER]] * (int(ranks.max(len(bins))) - len(bins))
+    return bins + [[PADDING_ITEM]] * (int(ranks.max(len(bins))) - len(bins))
 
 
 def accumulate_gradients(
@@ -84,22 +84,22 @@ def accumulate_gradients(
     watch_entropy: bool = False,
     facts: BatchFacts | None = None,
     ranks: Ranks | None = None,
-) -> StatSum:
+) -> MetricSums:
     """Add the batch's gradient to the parameters'; what the loss and the mismatch have to say comes back.
 
     Where `items` are one rank's share, `facts` are those of the whole batch, and gradients are summed over ranks.
     """
     facts = batch_facts(items) if facts is None else facts
-    sums = StatSum()
+    sums = MetricSums()
     bins = equal_micro_batches(policy, items, micro_token_budget, ranks or OneProcess(), padded=loss.needs_logits)
     for number, members in enumerate(bins):
         batch = policy.batch(members, pad_token_id, padded=loss.needs_logits)
         sync_gradients(policy.model, is_last=number == len(bins) - 1)
         tokens = action_tokens(policy, loss, batch, facts, reference, critic, watch_entropy, teacher, pad_token_id)
-        if members[0] is FILLER:
-            _nothing(tokens).backward()
+        if members[0] is PADDING_ITEM:
+            _zero_loss(tokens).backward()
             continue
-        value, stats = loss.of(tokens)
+        value, stats = loss(tokens)
         value.backward()
         sums.add({"loss": (value.detach(), tokens.num_items / facts.num_items), **stats, **mismatch_stats(tokens)})
         if tokens.entropy is not None:
@@ -108,7 +108,7 @@ def accumulate_gradients(
     return sums
 
 
-def _nothing(tokens: ActionTokens) -> Tensor:
+def _zero_loss(tokens: ActionTokens) -> Tensor:
     """Zero, by way of everything that a loss could have used: the gradients are there, and are zero."""
     used = (tokens.logps, tokens.entropy, tokens.values, tokens.teacher_kl)
     return sum((values.sum() for values in used if values is not None), torch.zeros(())) * 0.0
@@ -158,9 +158,11 @@ def action_tokens(
 def _teacher_kl(
     policy: TrainedPolicy, teacher: TrainedPolicy | None, hidden_AD: Tensor | None, batch: PackedBatch, loss: Loss
 ) -> Tensor | None:
-    if teacher is None or loss.distils is None:
+    if teacher is None or loss.teacher_kl is None:
         return None
-    return policy.kl_to(teacher, policy.action_hidden(batch) if hidden_AD is None else hidden_AD, batch, loss.distils)
+    return policy.kl_to(
+        teacher, policy.action_hidden(batch) if hidden_AD is None else hidden_AD, batch, loss.teacher_kl
+    )
 
 
 class FrozenReference:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.training.learner.packing import FILLER
+from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses.tokens import Stats, over_tokens
 from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers, result_rates
 
 PREFIXES = ("train/", "eval/", "perf/")
-Cell: TypeAlias = float | torch.Tensor
+Scalar: TypeAlias = float | torch.Tensor
 """A number, or a tensor with one element; it is only fetched from its device when somebody reads it."""
 
 
@@ -50,19 +50,19 @@ def prefixed(stats: Mapping[str, float]) -> dict[str, float]:
 # --- what losses report ---------------------------------------------------------------------------------------
 
 
-class StatSum:
+class MetricSums:
     """Adds up (sum, count) pairs and maxima over the micro-batches of a step, without waiting for the device."""
 
     def __init__(self) -> None:
-        self._pairs: dict[str, list[tuple[Cell, Cell]]] = {}
-        self._maxima: dict[str, list[Cell]] = {}
+        self._pairs: dict[str, list[tuple[Scalar, Scalar]]] = {}
+        self._maxima: dict[str, list[Scalar]] = {}
 
-    def add(self, stats: Mapping[str, tuple[Cell, Cell]]) -> None:
+    def add(self, stats: Mapping[str, tuple[Scalar, Scalar]]) -> None:
         """One micro-batch's share of each mean."""
         for name, (total, count) in stats.items():
             self._pairs.setdefault(name, []).append((_scalar(name, total), _scalar(name, count)))
 
-    def add_max(self, stats: Mapping[str, Cell]) -> None:
+    def add_max(self, stats: Mapping[str, Scalar]) -> None:
         """Values of which the largest counts, such as a ratio's maximum."""
         for name, value in stats.items():
             self._maxima.setdefault(name, []).append(_scalar(name, value))
@@ -99,7 +99,7 @@ class Totals:
         return {name: total / count for name, (total, count) in self.sums.items() if count != 0} | self.maxima
 
 
-def added_up(parts: Iterable[Totals]) -> Totals:
+def merge(parts: Iterable[Totals]) -> Totals:
     """The totals of all."""
     whole = Totals()
     for part in parts:
@@ -111,7 +111,7 @@ def added_up(parts: Iterable[Totals]) -> Totals:
     return whole
 
 
-def _scalar(name: str, cell: Cell) -> Cell:
+def _scalar(name: str, cell: Scalar) -> Scalar:
     if not isinstance(cell, torch.Tensor):
         return float(cell)
     assert cell.numel() == 1, f"the stat {name!r} must be one number, but has shape {tuple(cell.shape)}"
@@ -119,7 +119,7 @@ def _scalar(name: str, cell: Cell) -> Cell:
     return cell.detach().reshape(()).to(torch.float64)
 
 
-def _on_host(cells: Sequence[Cell]) -> list[float]:
+def _on_host(cells: Sequence[Scalar]) -> list[float]:
     """The values in order; one copy for each device that holds some of them."""
     waiting: dict[torch.device, list[int]] = {}
     for index, cell in enumerate(cells):
@@ -229,7 +229,7 @@ class DriftProbe:
     def __init__(self, policy: TrainedPolicy, items: Sequence[SAWItem], pad_token_id: int = 0) -> None:
         self._policy = policy
         self._batch = policy.batch(items, pad_token_id)
-        self._counts = items[0] is not FILLER
+        self._counts = items[0] is not PADDING_ITEM
         self._before_A = self._logps()
 
     def measure(self) -> Stats:

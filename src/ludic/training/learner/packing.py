@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.models.head import Supports
-from ludic.types import ConfigError, SAWItem, TokenSupports, objective_of
+from ludic.models.head import CandidateMask
+from ludic.types import CandidateSets, ConfigError, SAWItem, objective_of
 
 
 class TooLong(StrEnum):
@@ -88,7 +88,7 @@ def truncated(item: SAWItem, length: int) -> SAWItem:
 # --- which samples go together ---
 
 
-FILLER = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]), 0.0)
+PADDING_ITEM = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]), 0.0)
 """What a rank computes that has no sample left while others still have: as short as can be, and multiplied by zero."""
 
 
@@ -169,7 +169,7 @@ class ActionFields:
     """Under the policy that sampled it."""
     inverse_temperature_A: Tensor
     num_items: int
-    supports: Supports | None = None
+    candidates: CandidateMask | None = None
     """What each was drawn from, where a sampler ruled tokens out."""
     value_A: Tensor | None = None
     """What a critic expected before the update."""
@@ -229,7 +229,7 @@ def action_fields(items: Sequence[SAWItem], starts: Sequence[int] | np.ndarray, 
         old_logp_A=_old_logps(items, device),
         inverse_temperature_A=_to((1 / np.repeat(temperatures, counts)).astype(np.float32), device),
         num_items=len(items),
-        supports=_supports(items, device),
+        candidates=_candidates(items, device),
         value_A=_attached([item.attachments.token_values for item in items], device),
         return_A=_attached([item.attachments.token_returns for item in items], device),
         objectives=_objectives(items),
@@ -242,15 +242,15 @@ def _attached(arrays: Sequence[np.ndarray | None], device: torch.device) -> Tens
     return _to(np.concatenate(given), device) if given and len(given) == len(arrays) else None
 
 
-def _supports(items: Sequence[SAWItem], device: torch.device) -> Supports | None:
-    given = [item.attachments.supports for item in items]
+def _candidates(items: Sequence[SAWItem], device: torch.device) -> CandidateMask | None:
+    given = [item.attachments.candidates for item in items]
     if all(one is None for one in given):
         return None
-    whole = TokenSupports.joined(
+    whole = CandidateSets.joined(
         item.num_action_tokens if one is None else one for item, one in zip(items, given, strict=True)
     )
     rows_S = np.repeat(np.arange(len(whole)), whole.lengths)
-    return Supports(_to(whole.ids.astype(np.int64), device), _to(rows_S, device), (0, *whole.ends.tolist()))
+    return CandidateMask(_to(whole.ids.astype(np.int64), device), _to(rows_S, device), (0, *whole.ends.tolist()))
 
 
 def _check_prompt(item: SAWItem) -> None:
@@ -345,7 +345,7 @@ def collate_saw_items(
 
 
 def _check_whole_vocabulary(items: Sequence[SAWItem]) -> None:
-    cut = next((item for item in items if item.attachments.supports is not None), None)
+    cut = next((item for item in items if item.attachments.candidates is not None), None)
     if cut is not None:
         raise ConfigError(
             f"A sample (rollout {cut.meta.get('rollout_id')}) was drawn from a part of the vocabulary (top_p, top_k or min_p), "

@@ -90,7 +90,7 @@ class TrainedPolicy:
         actions = batch.actions
         logits_AV = logits_BLV.flatten(0, 1).index_select(0, actions.predictor_A)
         return logps_of_logits(
-            logits_AV, actions.target_A, actions.inverse_temperature_A, entropy=entropy, supports=actions.supports
+            logits_AV, actions.target_A, actions.inverse_temperature_A, entropy=entropy, candidates=actions.candidates
         )
 
     def _whole_logits(self, batch: PackedBatch) -> Tensor:
@@ -126,7 +126,7 @@ class TrainedPolicy:
                 actions.target_A,
                 actions.inverse_temperature_A,
                 entropy=entropy,
-                supports=actions.supports,
+                candidates=actions.candidates,
             )
 
     def _hidden(self, batch: PackedBatch) -> Tensor:

@@ -7,16 +7,16 @@ from typing import Any
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.guards import check_masks
-from ludic.training.learner.checks import require_repeatable
+from ludic.training.learner.checks import require_trainable_sampling
 from ludic.training.learner.metrics import batch_stats
 from ludic.training.learner.packing import TooLong, fit_length
-from ludic.training.learner.rank_batches import NothingToTrainOn, Prepared
+from ludic.training.learner.rank_batches import NothingToTrainOn, PreparedBatch
 from ludic.types import BatchSource, Reducer, SAWBatch, SAWItem, Stateful
 
 _NO_SAMPLES = "num_rollouts_without_samples"
 
 
-async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> Prepared:
+async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> PreparedBatch:
     """The next batch that has anything to train on."""
     left_out: dict[str, float] = {}
     for _ in range(cfg.max_empty_batches):
@@ -33,14 +33,14 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
     )
 
 
-def prepare(batch: SAWBatch, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> Prepared:
+def prepare(batch: SAWBatch, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> PreparedBatch:
     """Leave out what is too old, what the algorithm does not want, and what does not fit."""
     num_received = len(batch.items)
     fresh = [item for item in batch.items if _is_fresh(item, cfg.max_lag, step)]
     kept = SAWBatch(items=fresh, meta=dict(batch.meta))
     if algo.preprocess is not None and fresh:
         kept = algo.preprocess(kept)
-    require_repeatable(kept.items, algo.loss)
+    require_trainable_sampling(kept.items, algo.loss)
     fitted = fit_length(kept.items, cfg.max_seq_len, TooLong(cfg.too_long))
     items = [item for item in fitted.items if item.num_action_tokens]
     counts = {
@@ -50,7 +50,7 @@ def prepare(batch: SAWBatch, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -
         "num_cut": float(fitted.num_truncated),
         "num_without_action": float(len(fitted.items) - len(items)),
     }
-    return Prepared(items, kept.meta, counts)
+    return PreparedBatch(items, kept.meta, counts)
 
 
 def _is_fresh(item: SAWItem, max_lag: int | None, step: int) -> bool:
@@ -60,7 +60,7 @@ def _is_fresh(item: SAWItem, max_lag: int | None, step: int) -> bool:
 
 
 def describe(
-    whole: Prepared, step: int, reducers: Mapping[str, Reducer] | None, tokenizer: Any = None
+    whole: PreparedBatch, step: int, reducers: Mapping[str, Reducer] | None, tokenizer: Any = None
 ) -> dict[str, float]:
     """What there is to say of a batch before it is trained on."""
     if step == 0:

@@ -10,7 +10,7 @@ import torch
 from ludic.distributed.publish.gather import publish_gathered
 from ludic.distributed.ranks import Ranks
 from ludic.models.lora import dense_parameters, dense_weights
-from ludic.training.learner.rank_setup import Roles
+from ludic.training.learner.rank_setup import RankPlan
 from ludic.types import AdapterPublisher, ChecksServers, InPlacePublisher, PolicyPublisher
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 ParamFilter = Callable[[str, torch.Tensor], bool]
 
 
-class Publishing:
+class WeightUpdates:
     """The weights of one model, on their way to whatever serves them. All ranks call it alike; the first one sends."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Publishing:
         publisher: PolicyPublisher | None,
         *,
         ranks: Ranks,
-        roles: Roles,
+        roles: RankPlan,
         is_spread: bool,
         param_filter: ParamFilter | None,
         every: int | None,

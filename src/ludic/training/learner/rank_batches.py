@@ -22,7 +22,7 @@ class NothingToTrainOn(LudicError, RuntimeError):
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedBatch:
     """A batch that can be trained on, and what was left out of it."""
 
     items: list[SAWItem]
@@ -31,7 +31,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankBatch:
     """What one rank trains on, and what it must know of the others' shares."""
 
     items: list[SAWItem]
@@ -41,7 +41,7 @@ class Share:
     """Of the whole batch."""
 
 
-class EndKind(StrEnum):
+class StopKind(StrEnum):
     """Why a rank has no batch; of several, the first of these is what everybody hears."""
 
     FAILED = "failed"
@@ -51,81 +51,81 @@ class EndKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RankStop:
     """What a rank reports in the place of a batch."""
 
-    kind: EndKind
+    kind: StopKind
     reason: str
 
     @classmethod
-    def of(cls, error: Exception) -> "Ending":
+    def of(cls, error: Exception) -> "RankStop":
         if isinstance(error, StopRequested):
-            return cls(EndKind.STOPPED, str(error))
+            return cls(StopKind.STOPPED, str(error))
         if isinstance(error, RequestsExhausted):
-            return cls(EndKind.EXHAUSTED, str(error))
+            return cls(StopKind.EXHAUSTED, str(error))
         if isinstance(error, NothingToTrainOn):
-            return cls(EndKind.NOTHING, str(error))
-        return cls(EndKind.FAILED, f"{type(error).__name__}: {error}")
+            return cls(StopKind.NOTHING, str(error))
+        return cls(StopKind.FAILED, f"{type(error).__name__}: {error}")
 
     def error(self) -> Exception:
-        kinds: dict[EndKind, type[Exception]] = {
-            EndKind.FAILED: RankFailed,
-            EndKind.STOPPED: StopRequested,
-            EndKind.EXHAUSTED: RequestsExhausted,
-            EndKind.NOTHING: NothingToTrainOn,
+        kinds: dict[StopKind, type[Exception]] = {
+            StopKind.FAILED: RankFailed,
+            StopKind.STOPPED: StopRequested,
+            StopKind.EXHAUSTED: RequestsExhausted,
+            StopKind.NOTHING: NothingToTrainOn,
         }
         return kinds[self.kind](self.reason)
 
 
-def deal(
+def scatter_batch(
     ranks: Ranks,
-    report: Prepared | Ending,
-    describe: Callable[[Prepared], dict[str, float]],
+    report: PreparedBatch | RankStop,
+    describe: Callable[[PreparedBatch], dict[str, float]],
     num_shares: int | None = None,
-) -> Share:
+) -> RankBatch:
     """This rank's share of what all ranks have brought. `describe` is asked on the first, about the whole batch.
 
     `num_shares` is 1 where all ranks work on the same samples; None gives each its own.
     """
     reports = ranks.gather(report)
-    dealt: Share | Ending = ranks.scatter(
+    dealt: RankBatch | RankStop = ranks.scatter(
         None if reports is None else _dealt(reports, describe, num_shares or ranks.world_size)
     )
-    if isinstance(dealt, Ending):
+    if isinstance(dealt, RankStop):
         raise dealt.error()
     return dealt
 
 
 def _dealt(
-    reports: Sequence[Prepared | Ending], describe: Callable[[Prepared], dict[str, float]], num_shares: int
-) -> Sequence[Share | Ending]:
+    reports: Sequence[PreparedBatch | RankStop], describe: Callable[[PreparedBatch], dict[str, float]], num_shares: int
+) -> Sequence[RankBatch | RankStop]:
     ending = _ending(reports)
     if ending is not None:
         return [ending] * len(reports)
-    whole = _together([report for report in reports if isinstance(report, Prepared)])
+    whole = _together([report for report in reports if isinstance(report, PreparedBatch)])
     try:
         facts, stats = batch_facts(whole.items), describe(whole)
     except Exception as error:  # noqa: BLE001 - the others are waiting for their shares, and must hear of it
-        return [Ending.of(error)] * len(reports)
+        return [RankStop.of(error)] * len(reports)
     shares = balanced_shares(whole.items, num_shares)
-    return [Share(shares[rank % num_shares], facts, stats) for rank in range(len(reports))]
+    return [RankBatch(shares[rank % num_shares], facts, stats) for rank in range(len(reports))]
 
 
-def _ending(reports: Sequence[Prepared | Ending]) -> Ending | None:
-    endings = [(rank, report) for rank, report in enumerate(reports) if isinstance(report, Ending)]
-    for kind in EndKind:
+def _ending(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
+    endings = [(rank, report) for rank, report in enumerate(reports) if isinstance(report, RankStop)]
+    for kind in StopKind:
         for rank, ending in endings:
-            has_others = kind is EndKind.NOTHING and any(isinstance(r, Prepared) and r.items for r in reports)
+            has_others = kind is StopKind.NOTHING and any(isinstance(r, PreparedBatch) and r.items for r in reports)
             if ending.kind is kind and not has_others:
-                said = f"failed: {ending.reason}" if kind is EndKind.FAILED else f"says: {ending.reason}"
-                return Ending(kind, f"Rank {rank} {said}")
+                said = f"failed: {ending.reason}" if kind is StopKind.FAILED else f"says: {ending.reason}"
+                return RankStop(kind, f"Rank {rank} {said}")
     return None
 
 
-def _together(parts: Sequence[Prepared]) -> Prepared:
+def _together(parts: Sequence[PreparedBatch]) -> PreparedBatch:
     """Samples one after the other, counts added up, numbers about them averaged by how many samples they speak of."""
     full = [part for part in parts if part.items]
-    return Prepared(
+    return PreparedBatch(
         items=[item for part in full for item in part.items],
         meta=_averaged([(part.meta, len(part.items)) for part in full]),
         counts={name: sum(p.counts.get(name, 0.0) for p in parts) for part in parts for name in part.counts},

@@ -15,7 +15,7 @@ from ludic.types import BatchSource, ChecksServers, ConfigError, InPlacePublishe
 
 
 @dataclass(frozen=True, slots=True)
-class Roles:
+class RankPlan:
     """The same on every rank."""
 
     publishes: bool
@@ -29,7 +29,7 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankSettings:
     """What a rank was started with."""
 
     cfg: TrainerConfig
@@ -40,7 +40,7 @@ class Told:
     batch_source: BatchSource | None
 
 
-def meet(ranks: Ranks, told: Told) -> Roles:
+def check_ranks_agree(ranks: Ranks, told: RankSettings) -> RankPlan:
     """ConfigError on all ranks if they cannot train together."""
     is_cut = is_tensor_parallel(told.model)
     if ranks.world_size > 1 and not (is_sharded(told.model) or is_cut):
@@ -57,7 +57,7 @@ def meet(ranks: Ranks, told: Told) -> Roles:
             "the first rank only (batch_source=None on the others), or to every rank."
         )
     return ranks.broadcast(
-        Roles(
+        RankPlan(
             publishes=told.publisher is not None and not isinstance(told.publisher, InPlacePublisher),
             checks_servers=isinstance(told.publisher, ChecksServers),
             has_source_per_rank=len(sources) > 1 and all(sources),
@@ -66,7 +66,7 @@ def meet(ranks: Ranks, told: Told) -> Roles:
     )
 
 
-def _facts(told: Told) -> dict[str, str]:
+def _facts(told: RankSettings) -> dict[str, str]:
     """Everything that must be the same on all ranks, by name."""
     model, checkpoints = told.model, told.checkpoint_config
     settings: list[Any] = [told.cfg, *([settings_of(model)] if is_sharded(model) else [])]

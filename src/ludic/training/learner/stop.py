@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as a wish: finish this step, save, and go.
 
 GNU `timeout`, torchrun, Slurm and `uv run` deliver one wish twice, to a process and to its group, within milliseconds;
-`StopWishes` tells that from a person who presses Ctrl-C again. Trainers, actors, `ludic launch` and `ludic serve` use it.
+`StopRequests` tells that from a person who presses Ctrl-C again. Trainers, actors, `ludic launch` and `ludic serve` use it.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class StopRequested(Exception):
     """The wish to stop came while we were waiting."""
 
 
-class StopWishes:
+class StopRequests:
     """Counts wishes to stop: signals in quick succession are one."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.is_set = False
-        self._signals = StopWishes()
+        self._signals = StopRequests()
         self._wishes: set[asyncio.Future[None]] = set()
         """Of those who wait, each in its own event loop."""
 

@@ -29,23 +29,23 @@ class Loss(ABC):
     needs_values: bool = False
     needs_logits: bool = False
     """Whether it looks at `ActionTokens.padded`: whole logits, in memory at once."""
-    distils: VocabularyKL | None = None
+    teacher_kl: VocabularyKL | None = None
     """The KL to a teacher in this process that it wants of every token."""
 
     @abstractmethod
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         """This micro-batch's share of the loss, and its statistics."""
 
     def compute(self, logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a whole padded batch: logits [B, T, V] and the tensors of `collate_saw_items`."""
         tokens = tokens_from_logits(logits, batch, with_entropy=self.needs_entropy)
-        loss, stats = self.of(tokens)
+        loss, stats = self(tokens)
         means = {name: torch.as_tensor(total) / max(count, 1e-12) for name, (total, count) in stats.items()}
         return loss, {"loss": loss.detach(), **means}
 
 
 class ForeignLoss(Loss):
-    """A loss without this base class: a class with `of`, or with the seeds' `compute(logits, batch) -> (loss, stats)` alone.
+    """A loss without this base class: an object with the seeds' `compute(logits, batch) -> (loss, stats)`, or a callable.
 
     `compute` is called on padded micro-batches; its result and its statistics count as means over their samples, so how a batch
     is cut matters unless it divides by the number of samples. It sees raw logits: `batch["inverse_temperature"]` says what
@@ -58,17 +58,17 @@ class ForeignLoss(Loss):
         self.needs_reference = getattr(loss, "needs_reference", False)
         self.needs_old_logps = getattr(loss, "needs_old_logps", True)
         self.needs_values = getattr(loss, "needs_values", False)
-        self.needs_logits = getattr(loss, "needs_logits", not hasattr(loss, "of"))
-        self.distils = getattr(loss, "distils", None)
+        self.needs_logits = getattr(loss, "needs_logits", hasattr(loss, "compute"))
+        self.teacher_kl = getattr(loss, "teacher_kl", None)
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        if hasattr(self.loss, "of"):
-            given: tuple[Tensor, Stats] = self.loss.of(tokens)
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        if not hasattr(self.loss, "compute"):
+            given: tuple[Tensor, Stats] = self.loss(tokens)
             return given
         if tokens.padded is None:
             raise KeyError(
                 f"{type(self.loss).__name__}.compute needs whole logits, which the Trainer computes for it. Where only log-probs "
-                "are known (Tinker), a loss needs `of(tokens)`."
+                "are known (Tinker), a loss needs `__call__(tokens)`."
             )
         logits, batch = tokens.padded
         loss, stats = self.loss.compute(logits, _with_weights(batch, tokens))
@@ -100,17 +100,17 @@ def as_loss(loss: Any) -> Loss:
     """The loss itself, or one without our base class in a form that the rest of the library can ask what it needs."""
     if isinstance(loss, Loss):
         return loss
-    if not hasattr(loss, "of") and not hasattr(loss, "compute"):
+    if not callable(loss) and not hasattr(loss, "compute"):
         raise ConfigError(
-            f"{type(loss).__name__} is no loss: it has neither compute(logits, batch) nor of(tokens), which return a scalar and "
-            "statistics."
+            f"{type(loss).__name__} is no loss: it has neither compute(logits, batch) nor __call__(tokens), which return a "
+            "scalar and statistics."
         )
     return ForeignLoss(loss)
 
 
 def common_distillation(losses: Iterable[Loss]) -> VocabularyKL | None:
     """The KL to a teacher that the parts of a loss share; there is one teacher and one pass over its logits."""
-    wanted = {loss.distils for loss in losses} - {None}
+    wanted = {loss.teacher_kl for loss in losses} - {None}
     if len(wanted) > 1:
         raise ConfigError(
             f"Parts of one loss want different KLs to the teacher: {sorted(map(str, wanted))}. Give them the same direction and "
@@ -247,7 +247,7 @@ class BatchNormalized(Loss):
         self.loss = loss = as_loss(loss)
         self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
         self.needs_old_logps, self.needs_values = loss.needs_old_logps, loss.needs_values
-        self.distils, self.needs_logits = loss.distils, loss.needs_logits
+        self.teacher_kl, self.needs_logits = loss.teacher_kl, loss.needs_logits
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        return self.loss.of(tokens.centred())
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        return self.loss(tokens.center())

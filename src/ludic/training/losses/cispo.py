@@ -24,7 +24,7 @@ class CISPOLoss(Loss):
         self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
         self.constant_length = constant_length
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         ratio = log_ratio(tokens, type(self).__name__).detach().exp()
         held = ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
         loss = -tokens.reduce_tokens(held * tokens.weights * tokens.logps, self.reduction, self.constant_length)

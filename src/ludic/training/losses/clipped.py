@@ -37,7 +37,7 @@ class TokenClippedSurrogateLoss(Loss):
         self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
         self.constant_length = constant_length
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         full = log_ratio(tokens, type(self).__name__).exp()
         # Dual clipping: a cap on the ratio bounds what a negative weight can do.
         ratio = full if self.ratio_clip is None else full.clamp(max=self.ratio_clip)
@@ -68,7 +68,7 @@ class ClippedSurrogateLoss(Loss):
         self.clip_eps_low, self.clip_eps_high, self.ratio_clip = clip_eps_low, clip_eps_high, ratio_clip
         self.length_normalize = length_normalize
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         difference = log_ratio(tokens, type(self).__name__)
         total_B = tokens.item_mean(difference) if self.length_normalize else tokens.item_sum(difference)
         full_B = total_B.clamp(max=20.0).exp()

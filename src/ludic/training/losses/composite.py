@@ -40,14 +40,14 @@ class CompositeLoss(Loss):
         self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
         self.needs_values = any(term.loss.needs_values for term in terms)
         self.needs_logits = any(term.loss.needs_logits for term in terms)
-        self.distils = common_distillation(term.loss for term in terms)
+        self.teacher_kl = common_distillation(term.loss for term in terms)
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         total = torch.zeros((), device=tokens.logps.device)
         stats: dict[str, tuple[Tensor, Tensor | float]] = {}
         share = tokens.num_items / max(tokens.facts.num_items, 1)
         for term in self.terms:
-            loss, own = term.loss.of(tokens)
+            loss, own = term.loss(tokens)
             total = total + term.weight * loss
             # A share of the batch's loss: summed over micro-batches and divided by the shares' sum, it is the loss.
             stats[f"{term.name}/loss"] = loss.detach(), share
@@ -73,14 +73,14 @@ class RoutedLoss(Loss):
         self.needs_reference = any(term.loss.needs_reference for term in terms)
         self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
         self.needs_logits = any(term.loss.needs_logits for term in terms)
-        self.distils = common_distillation(term.loss for term in terms)
+        self.teacher_kl = common_distillation(term.loss for term in terms)
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         total = torch.zeros((), device=tokens.logps.device)
         stats: dict[str, tuple[Tensor, Tensor | float]] = {}
         for name, members in self._members(tokens).items():
             term, facts = self.terms[name], tokens.facts.by_objective[name]
-            loss, own = term.loss.of(tokens.of_items(members, facts))
+            loss, own = term.loss(tokens.select(members, facts))
             total = total + term.weight * loss
             # A share of the objective's loss: summed over micro-batches and divided by the shares' sum, it is the loss.
             stats[f"{name}/loss"] = loss.detach(), len(members) / facts.num_items

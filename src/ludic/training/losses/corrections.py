@@ -81,11 +81,11 @@ def part_of_sample(tokens: ActionTokens) -> Tensor:
 
 
 def moments(name: str, values: Tensor) -> Stats:
-    """Mean and mean square, of which `effective_share` makes an effective sample size when all are added up."""
+    """Mean and mean square, of which `effective_sample_size` makes an effective sample size when all are added up."""
     return {f"{name}_mean": over_items(values), f"{name}_square_mean": over_items(values.square())}
 
 
-def effective_share(stats: dict[str, float]) -> dict[str, float]:
+def effective_sample_size(stats: dict[str, float]) -> dict[str, float]:
     """In place of mean squares, Kish's (Σ r)² / (n Σ r²): the share of tokens or samples that counts after weighting by r.
 
     `ess` by the ratios of tokens, `ess_sequence` by those of whole samples, `correction_ess` by what corrections have left.
@@ -207,16 +207,16 @@ class CorrectedLoss(Loss):
         self.loss = loss = as_loss(loss)
         self.corrections = tuple(corrections)
         self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
-        self.needs_values, self.distils = loss.needs_values, loss.distils
+        self.needs_values, self.teacher_kl = loss.needs_values, loss.teacher_kl
         self.needs_logits = loss.needs_logits
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         factors = torch.ones_like(tokens.weights)
         is_capped = torch.zeros_like(factors, dtype=torch.bool)
         for correction in self.corrections:
             own = correction.factors(tokens)
             factors, is_capped = factors * own, is_capped | correction.is_capped(own)
-        loss, stats = self.loss.of(tokens.corrected(factors))
+        loss, stats = self.loss(tokens.corrected(factors))
         return loss, {
             **stats,
             **moments("correction", factors),

@@ -32,12 +32,12 @@ class DistillationLoss(Loss):
     ) -> None:
         """`top_k`: compare the teacher's k likeliest tokens one by one and all others as one; None compares all."""
         require_not_negative(coeff=coeff)
-        self.distils = self.kl = VocabularyKL(named(KLDirection, direction, "direction"), top_k)
+        self.teacher_kl = self.kl = VocabularyKL(named(KLDirection, direction, "direction"), top_k)
         self.coeff = coeff
         self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
         self.constant_length = constant_length
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         if tokens.teacher_kl is None:
             raise KeyError(
                 "DistillationLoss needs the KL to a teacher, which the Trainer computes: Trainer(teacher=…). It cannot be used on "

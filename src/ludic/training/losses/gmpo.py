@@ -24,7 +24,7 @@ class GMPOLoss(Loss):
         self.clip_eps_low, self.clip_eps_high, self.ratio_clip = clip_eps_low, clip_eps_high, ratio_clip
         self.length_normalize = length_normalize
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         weights_B = tokens.item_weights
         sign = torch.sign(tokens.spread(weights_B))
         difference = log_ratio(tokens, type(self).__name__)

@@ -60,7 +60,7 @@ class TokenKLLoss(Loss):
         self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
         self.constant_length = constant_length
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         difference = tokens.logps - anchor(tokens, self.to, type(self).__name__)
         terms = kl_terms(difference, tokens.logps, self.estimator)
         loss = self.coeff * tokens.reduce_tokens(terms, self.reduction, self.constant_length)
@@ -84,7 +84,7 @@ class KLLoss(Loss):
         self.needs_old_logps = to == "actor"
         self.length_normalize = length_normalize
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         combine = tokens.item_mean if self.length_normalize else tokens.item_sum
         difference_B = combine(tokens.logps - anchor(tokens, self.to, type(self).__name__))
         terms_B = kl_terms(difference_B, combine(tokens.logps), self.estimator)
@@ -119,7 +119,7 @@ class EntropyBonus(Loss):
     def __init__(self, *, coeff: float = 0.01) -> None:
         self.coeff = coeff
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         assert tokens.entropy is not None, "needs_entropy says so"
         loss = -self.coeff * tokens.reduce_tokens(tokens.entropy, Reduction.TOKEN_MEAN)
         return loss, {"entropy_mean": over_tokens(tokens.entropy)}

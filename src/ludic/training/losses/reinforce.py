@@ -28,7 +28,7 @@ class ReinforceLoss(Loss):
         self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
         self.constant_length = constant_length
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         difference = log_ratio(tokens, type(self).__name__).detach()
         total_B = tokens.item_mean(difference) if self.length_normalize else tokens.item_sum(difference)
         ratio_B = total_B.clamp(max=20.0).exp()
@@ -63,7 +63,7 @@ class ReinforceBaselineLoss(ReinforceLoss):
         )
         self.normalize = normalize
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        loss, stats = super().of(tokens.centred(scaled=self.normalize))
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        loss, stats = super().__call__(tokens.center(scaled=self.normalize))
         baseline = tokens.logps.new_tensor(tokens.facts.weight_mean)
         return loss, {**stats, "baseline": (baseline, 1.0)}

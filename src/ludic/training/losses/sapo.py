@@ -25,7 +25,7 @@ class SAPOLoss(Loss):
         self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
         self.constant_length = constant_length
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         ratio = log_ratio(tokens, type(self).__name__).exp()
         tau = torch.where(tokens.weights > 0, self.tau_pos, self.tau_neg)
         gate = torch.sigmoid(tau * (ratio - 1))

@@ -21,6 +21,6 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
         self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
         self.constant_length = constant_length
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         loss = tokens.reduce_tokens(-tokens.weights * tokens.logps, self.reduction, self.constant_length)
         return loss, {"nll_mean": over_tokens(-tokens.logps)}

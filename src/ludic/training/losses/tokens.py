@@ -86,7 +86,7 @@ class ActionTokens:
         correction = factors if self.correction is None else self.correction * factors
         return replace(self, weights=self.weights * factors, correction=correction)
 
-    def centred(self, *, scaled: bool = True) -> "ActionTokens":
+    def center(self, *, scaled: bool = True) -> "ActionTokens":
         """A minus the batch's mean, over its standard deviation where it has one if `scaled`.
 
         What a correction has masked stays 0: it must not come back as minus the mean.
@@ -109,7 +109,7 @@ class ActionTokens:
             )
         return self.old_logps
 
-    def of_items(self, chosen: Sequence[int], facts: BatchFacts) -> "ActionTokens":
+    def select(self, chosen: Sequence[int], facts: BatchFacts) -> "ActionTokens":
         """Some of its samples, as if they were a micro-batch of their own, of a batch with these facts."""
         place_B = self.item_index.new_full((self.num_items,), -1)
         place_B[list(chosen)] = torch.arange(len(chosen), device=place_B.device)
@@ -144,7 +144,7 @@ class ActionTokens:
         """Only the samples whose old_logps are known; all, where no sample lacks them."""
         if not self.without_old_logps:
             return self
-        return self.of_items([i for i in range(self.num_items) if i not in self.without_old_logps], self.facts)
+        return self.select([i for i in range(self.num_items) if i not in self.without_old_logps], self.facts)
 
     def item_sum(self, values_A: Tensor) -> Tensor:
         """[B] sums over each sample's tokens."""

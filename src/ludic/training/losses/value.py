@@ -17,7 +17,7 @@ class ValueLoss(Loss):
         require_positive(clip_eps=clip_eps)
         self.coeff, self.clip_eps = coeff, clip_eps
 
-    def of(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         values, returns, old = tokens.values, tokens.returns, tokens.old_values
         if values is None or returns is None or old is None:
             raise KeyError(

@@ -25,14 +25,14 @@ import torch
 
 from ludic.batch_gen.pipeline import PipelineBatchSource
 from ludic.batch_gen.pipeline.queue import ExperienceQueue, PackedGroup
-from ludic.batch_gen.pipeline.source import BuriedGroups, _in_one_line
+from ludic.batch_gen.pipeline.source import DeadLetters, _in_one_line
 from ludic.batch_gen.pipeline.wire import encode_group, group_facts
 from ludic.models.tiny import tiny_llama
 from ludic.training import Trainer, TrainerConfig
 from ludic.training.algorithms import RLAlgorithm, make_grpo, make_ppo, make_rft
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.training.sample_check import TrainableSamples, positions_of, vocabulary_of
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, TokenSupports, VersionRun
+from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SAWItem, VersionRun
 from tests.conftest import Fuzz
 from tests.unit.batch_gen.pipeline.queue_parts import ACTOR, SHORT, crash, let_lease_run_out, raw_client
 
@@ -112,8 +112,8 @@ def odd_group(name: str, rng: Random) -> list[SAWItem]:
         attached = SampleAttachments(
             actor_logps=ActorTokenLogps(np.full(num_actions, -3.0, np.float32)) if rng.random() < 0.8 else None,
             temperature=rng.choice([None, 0.0, 0.7, 1.0]),
-            unrepeatable=rng.choice([None] * 8 + ["top_p=0.9"]),
-            supports=TokenSupports.of([[int(own), 3] for own in item.input_ids[action]]) if has_supports else None,
+            untrainable_sampling=rng.choice([None] * 8 + ["top_p=0.9"]),
+            candidates=CandidateSets.of([[int(own), 3] for own in item.input_ids[action]]) if has_supports else None,
             version_runs=(VersionRun(0, num_actions),) if rng.random() < 0.8 else (),
             **arrays,
         )
@@ -367,14 +367,14 @@ POISONS: dict[str, tuple[Callable[[], Poison], str]] = {
     "text as the request": (lambda: meta(request_meta="text"), "no attribute"),
     "text as a number of errors": (lambda: meta(parse_error=True, num_parse_errors="two"), "TypeError"),
     "a result that looks like a metric": (lambda: meta(result="train/parse_error"), "taken for a metric"),
-    "settings that cannot be repeated": (lambda: attached(unrepeatable="top_p=0.9"), "top_p=0.9"),
+    "settings that cannot be repeated": (lambda: attached(untrainable_sampling="top_p=0.9"), "top_p=0.9"),
     "a candidate outside the vocabulary": (
         lambda: with_items(
             lambda item: SAWItem(
                 item.input_ids, None, item.action_mask, 1.0, item.meta,
                 SampleAttachments(
                     actor_logps=logps(-3.0),
-                    supports=TokenSupports.of([[int(own), 900] for own in item.input_ids[item.action_mask]]),
+                    candidates=CandidateSets.of([[int(own), 900] for own in item.input_ids[item.action_mask]]),
                     version_runs=item.attachments.version_runs,
                 ),
             )
@@ -447,13 +447,13 @@ def test_the_check_knows_a_models_vocabulary_and_its_learned_positions():
 
 def test_each_kind_is_warned_of_once_and_again_ten_times_as_many_later(caplog):
     caplog.set_level(logging.WARNING)
-    buried = BuriedGroups()
+    buried = DeadLetters()
     for number in range(250):
         buried.add({f"temperature {number / 7}e-9": 1, "no log-probs": 2})
     said = [record.getMessage().split(" of this kind")[0] for record in caplog.records]
     assert said == ["1 group", "2 groups", "10 groups", "10 groups", "100 groups", "100 groups"]
     assert buried.summary().startswith("750 groups could not be trained on: 500 × no log-probs; 250 × temperature #")
-    assert BuriedGroups().summary() is None
+    assert DeadLetters().summary() is None
 
 
 # --- by chance ---

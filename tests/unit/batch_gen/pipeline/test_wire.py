@@ -21,7 +21,7 @@ from ludic.batch_gen.pipeline.wire import (
     encode_group,
     group_facts,
 )
-from ludic.types import ConfigError, LudicError, SampleAttachments, SAWItem, TokenSupports, VersionRun
+from ludic.types import CandidateSets, ConfigError, LudicError, SampleAttachments, SAWItem, VersionRun
 from tests.unit.batch_gen.pipeline.wire_items import as_constructed, facts, groups, plain_item
 
 HEADER = 7
@@ -166,7 +166,7 @@ def with_attachments(**fields):
         ([SAWItem([1, -1], None, [0, 1], 1.0)], "from -1 to 1; a learner reads 0 to 2147483647"),
         ([with_attachments(temperature=float("nan"))], "Temperatures"),
         ([with_attachments(temperature=-1.0)], "Temperatures"),
-        ([with_attachments(supports=TokenSupports.of([[2, -1], [], [], []]))], "from -1 to 2; a learner reads 0"),
+        ([with_attachments(candidates=CandidateSets.of([[2, -1], [], [], []]))], "from -1 to 2; a learner reads 0"),
         ([with_attachments(version_runs=[(1, 6), (2, -2)])], "version_runs"),
         ([with_attachments(version_runs=[(2**63, 4)])], "version_runs"),
         ([with_attachments(version_runs=[(0.5, 4)])], "version_runs"),
@@ -250,8 +250,8 @@ def test_an_unknown_flag_is_refused():
 def test_a_reader_that_knows_nothing_of_what_was_cut_off_refuses_the_group_and_takes_others():
     """Ignoring candidates as an unknown field would make its ratios wrong; so they come with a flag."""
     told = [
-        with_attachments(supports=TokenSupports.of([[2], [], [], [5, 6]])),
-        with_attachments(unrepeatable="top_p=0.9"),
+        with_attachments(candidates=CandidateSets.of([[2], [], [], [5, 6]])),
+        with_attachments(untrainable_sampling="top_p=0.9"),
     ]
     assert [encode_group([item])[6] for item in (plain_item(), *told)] == [0, 2, 2]
     assert encode_group([plain_item(), told[0]], compress=True)[6] == 3

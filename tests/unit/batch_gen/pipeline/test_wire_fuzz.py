@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, WireLimits, decode_group, encode_group
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, TokenSupports, VersionRun
+from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SAWItem, VersionRun
 from tests.unit.batch_gen.pipeline.wire_items import PER_TOKEN, as_constructed, plain_item
 
 LIMITS = WireLimits(max_bytes=64 << 10, max_items=64, max_tokens=4096, max_meta_bytes=4 << 10, max_version_runs=256)
@@ -52,9 +52,9 @@ def read_safely(data: bytes) -> bool:
 # --- messages to start from ---
 
 
-def random_supports(rng: np.random.Generator, tokens: np.ndarray) -> TokenSupports:
+def random_supports(rng: np.random.Generator, tokens: np.ndarray) -> CandidateSets:
     sizes = rng.integers(0, 4, len(tokens))
-    return TokenSupports.of(
+    return CandidateSets.of(
         [[*rng.integers(0, 100, size), own] if size else [] for own, size in zip(tokens, sizes, strict=True)]
     )
 
@@ -74,8 +74,8 @@ def random_item(rng: np.random.Generator, length: int) -> SAWItem:
         SampleAttachments(
             actor_logps=None if rng.random() < 0.3 else ActorTokenLogps(-rng.random(count, dtype=np.float32)),
             temperature=None if rng.random() < 0.5 else 0.7,
-            supports=random_supports(rng, ids[action]) if rng.random() < 0.5 else None,
-            unrepeatable="top_p=0.9" if rng.random() < 0.3 else None,
+            candidates=random_supports(rng, ids[action]) if rng.random() < 0.5 else None,
+            untrainable_sampling="top_p=0.9" if rng.random() < 0.3 else None,
             version_runs=(VersionRun(3, cut), VersionRun(4, count - cut)) if rng.random() < 0.7 else (),
             **arrays,
         ),

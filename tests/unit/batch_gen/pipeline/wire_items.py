@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem, TokenSupports, VersionRun
+from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SAWItem, VersionRun
 
 PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns")
 
@@ -49,10 +49,10 @@ def version_runs(draw, count: int) -> tuple[VersionRun, ...]:
 
 
 @st.composite
-def supports(draw, tokens: list[int]) -> TokenSupports:
+def candidates(draw, tokens: list[int]) -> CandidateSets:
     """Each token among some candidates, or drawn from the whole vocabulary."""
     others = st.lists(st.integers(0, 2**31 - 1), max_size=3)
-    return TokenSupports.of([draw(st.just([]) | others.map(lambda ids, own=own: [*ids, own])) for own in tokens])
+    return CandidateSets.of([draw(st.just([]) | others.map(lambda ids, own=own: [*ids, own])) for own in tokens])
 
 
 @st.composite
@@ -62,8 +62,8 @@ def attachments(draw, tokens: list[int]) -> SampleAttachments:
     return SampleAttachments(
         actor_logps=None if logps is None else ActorTokenLogps(logps),
         temperature=draw(st.none() | st.floats(0, 1e300)),
-        supports=draw(st.none() | supports(tokens)),
-        unrepeatable=draw(st.none() | texts),
+        candidates=draw(st.none() | candidates(tokens)),
+        untrainable_sampling=draw(st.none() | texts),
         version_runs=draw(st.just(()) | version_runs(count)),
         **{name: draw(st.none() | floats(count, finite32)) for name in PER_TOKEN},
     )

@@ -391,7 +391,7 @@ async def test_what_tokens_were_drawn_from_is_kept_only_for_those_who_want_it(wa
     asked.return_ = ReturnSpec(return_chosen_logprobs=True, return_supports=wanted)
     async with make_engine() as engine:
         response, _ = await engine.complete_tokens(asked)
-    assert (response.supports is not None) == wanted and len(response.completion_logprobs) == 16
+    assert (response.candidates is not None) == wanted and len(response.completion_logprobs) == 16
 
 
 # --- logits that are not finite ---

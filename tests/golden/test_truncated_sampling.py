@@ -14,7 +14,7 @@ import torch
 
 from ludic.distributed.ranks import OneProcess
 from ludic.models import head as head_module
-from ludic.models.head import Head, Supports, chosen_logps
+from ludic.models.head import CandidateMask, Head, chosen_logps
 from ludic.training.learner.gradients import FrozenReference, accumulate_gradients
 from ludic.training.learner.packing import fit_length
 from ludic.training.learner.policy import TrainedPolicy
@@ -101,9 +101,9 @@ async def test_a_truncation_that_rules_nothing_out_is_the_whole_vocabulary():
 
 
 def ragged(rows, vocab):
-    """Supports on a device, and the mask that they stand for."""
+    """CandidateMask on a device, and the mask that they stand for."""
     joined = CandidateSets.of(rows)
-    device = Supports(
+    device = CandidateMask(
         torch.from_numpy(joined.ids.astype(np.int64)),
         torch.from_numpy(np.repeat(np.arange(len(rows)), joined.lengths)),
         (0, *joined.ends.tolist()),

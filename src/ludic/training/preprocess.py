@@ -61,7 +61,7 @@ def forget_temperature(batch: SAWBatch) -> SAWBatch:
     For imitation: what is learned is the model's own distribution, and not the one that some sampler made of it. Log-probs of the
     sampler's go with it: beside the model's own they would pass for a mismatch of sampler and trainer.
     """
-    forgotten: dict[str, Any] = {"temperature": None, "supports": None, "unrepeatable": None}
+    forgotten: dict[str, Any] = {"temperature": None, "candidates": None, "untrainable_sampling": None}
     if any(_is_processed(item.attachments) or item.actor_logps is None for item in batch.items):
         forgotten["actor_logps"] = None  # of all: a batch knows them of every sample or of none
     items = [replace(item, attachments=replace(item.attachments, **forgotten)) for item in batch.items]

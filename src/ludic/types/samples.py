@@ -145,7 +145,7 @@ def _check_lengths(item: SAWItem) -> None:
     arrays = {name: getattr(attached, name) for name in _PER_TOKEN}
     lengths = {name: None if array is None else len(array) for name, array in arrays.items()}
     lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
-    lengths["supports"] = None if attached.candidates is None else len(attached.candidates)
+    lengths["candidates"] = None if attached.candidates is None else len(attached.candidates)
     lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
     wrong = {name: length for name, length in lengths.items() if length not in (None, item.num_action_tokens)}
     if wrong:

@@ -121,7 +121,7 @@ class ReturnSpec:
     return_token_ids: bool = True
     return_chosen_logprobs: bool = False
     top_logprobs_k: int = 1
-    return_supports: bool = True
+    return_candidates: bool = True
     """With the log-probs of a request that rules tokens out: which tokens each one was drawn from (up to the vocabulary's
     size per token). A trainer needs them; a client that only shows log-probs does not."""
 

@@ -37,7 +37,7 @@ class CandidateSets:
         ends = np.array(self.ends, dtype=np.int64)
         if ends.ndim != 1 or (np.diff(ends, prepend=0) < 0).any() or (ends[-1] if len(ends) else 0) != len(ids):
             raise ValueError(
-                f"The ends of supports must rise to the {len(ids)} ids that there are; they are {ends[:8]}."
+                f"The ends of candidates must rise to the {len(ids)} ids that there are; they are {ends[:8]}."
             )
         ends.setflags(write=False)
         object.__setattr__(self, "ids", ids)
@@ -199,9 +199,11 @@ class TokenTrace:
         put(self, "version_runs", _checked_runs(version_runs, len(completion)) if version_runs else ())
         put(self, "temperature", temperature)
         if candidates is not None and len(candidates) != len(completion):
-            raise ValueError(f"TokenTrace has {len(completion)} completion tokens but {len(candidates)} supports.")
-        put(self, "supports", candidates)
-        put(self, "unrepeatable", untrainable_sampling)
+            raise ValueError(
+                f"TokenTrace has {len(completion)} completion tokens but {len(candidates)} candidate sets."
+            )
+        put(self, "candidates", candidates)
+        put(self, "untrainable_sampling", untrainable_sampling)
 
     @property
     def policy_version(self) -> int | None:
@@ -219,9 +221,9 @@ class TokenTrace:
             "temperature": self.temperature,
         }
         if self.candidates is not None:
-            data["supports"] = self.candidates.to_dict()
+            data["candidates"] = self.candidates.to_dict()
         if self.untrainable_sampling is not None:
-            data["unrepeatable"] = self.untrainable_sampling
+            data["untrainable_sampling"] = self.untrainable_sampling
         return data
 
     @classmethod
@@ -236,8 +238,8 @@ class TokenTrace:
             finish_reason=data.get("finish_reason"),
             version_runs=data.get("version_runs") or (),
             temperature=data.get("temperature"),
-            candidates=None if data.get("supports") is None else CandidateSets.from_dict(data["supports"]),
-            untrainable_sampling=data.get("unrepeatable"),
+            candidates=None if data.get("candidates") is None else CandidateSets.from_dict(data["candidates"]),
+            untrainable_sampling=data.get("untrainable_sampling"),
         )
 
     def __eq__(self, other: object) -> bool:

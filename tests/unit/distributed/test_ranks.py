@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 
 from ludic.distributed.ranks import OneProcess, ProcessRanks, RankFailed, difference, join_ranks, launched, require_same
-from ludic.training.learner.metrics import MetricSums, added_up
+from ludic.training.learner.metrics import MetricSums, merge
 from ludic.training.learner.packing import balanced_shares
 from ludic.training.learner.rank_batches import (
     NothingToTrainOn,
@@ -169,4 +169,4 @@ def test_totals_of_ranks_add_up_to_those_of_one():
     for sums in (whole, second):
         sums.add({"loss": (3.0, 0.5)})
         sums.add_max({"ratio": 2.0})
-    assert added_up([first.totals(), second.totals(), MetricSums().totals()]).means() == whole.means()
+    assert merge([first.totals(), second.totals(), MetricSums().totals()]).means() == whole.means()

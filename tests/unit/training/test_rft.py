@@ -27,8 +27,8 @@ def test_only_what_earned_enough_is_kept_at_the_models_own_temperature():
     ("attached", "is_known"),
     [
         ({"temperature": 0.6}, False),
-        ({"unrepeatable": "top_p=0.9"}, False),
-        ({"supports": CandidateSets.of([[1, 2]])}, False),
+        ({"untrainable_sampling": "top_p=0.9"}, False),
+        ({"candidates": CandidateSets.of([[1, 2]])}, False),
         ({"temperature": 1.0}, True),
         ({"temperature": 0.0}, True),
     ],

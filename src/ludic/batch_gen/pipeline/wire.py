@@ -199,8 +199,8 @@ def _attachment_fields(attached: list[SampleAttachments]) -> dict[str, Any]:
 def _candidate_fields(attached: list[SampleAttachments], limits: WireLimits) -> dict[str, Any]:
     reasons = [a.untrainable_sampling for a in attached]
     return {
-        "supports": encode_candidates([a.candidates for a in attached], limits),
-        "unrepeatable": reasons if any(reason is not None for reason in reasons) else None,
+        "candidates": encode_candidates([a.candidates for a in attached], limits),
+        "untrainable_sampling": reasons if any(reason is not None for reason in reasons) else None,
     }
 
 
@@ -370,7 +370,7 @@ def _attachments(
         decode_floats(group.token_turns, counts, "token_turns", must_be_finite=True),
         _read_temperatures(group, len(counts)),
         decode_candidates(group.candidates, counts, action_ids, limits),
-        _unrepeatable(group, len(counts)),
+        _untrainable_sampling(group, len(counts)),
         _version_runs(group, counts, limits),
     )
 
@@ -390,11 +390,13 @@ def _read_temperatures(group: _Group, num_items: int) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values]
 
 
-def _unrepeatable(group: _Group, num_items: int) -> list[str | None]:
+def _untrainable_sampling(group: _Group, num_items: int) -> list[str | None]:
     if group.untrainable_sampling is None:
         return [None] * num_items
     if len(group.untrainable_sampling) != num_items:
-        raise UnreadableGroup(f"There are {num_items} items, but {len(group.untrainable_sampling)} of unrepeatable.")
+        raise UnreadableGroup(
+            f"There are {num_items} items, but {len(group.untrainable_sampling)} of untrainable_sampling."
+        )
     return group.untrainable_sampling
 
 

@@ -216,7 +216,7 @@ def _float_values(column: FloatColumn, length: int, name: str, *, must_be_finite
 
 
 # ----------------------------------------------------------------------------------------------------
-# Supports on the wire: the candidates that each action token of a group was drawn from, as three arrays.
+# Candidates on the wire: the candidates that each action token of a group was drawn from, as three arrays.
 # ----------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +238,7 @@ def encode_candidates(given: Sequence[CandidateSets | None], limits: WireLimits)
     whole = CandidateSets.joined(present)
     if len(whole.ids) and (whole.ids.min() < 0 or whole.ids.max() >= limits.end_of_ids):
         raise UnwritableGroup(
-            f"Supports hold ids from {whole.ids.min()} to {whole.ids.max()}; a learner reads 0 to {limits.end_of_ids - 1}."
+            f"Candidates hold ids from {whole.ids.min()} to {whole.ids.max()}; a learner reads 0 to {limits.end_of_ids - 1}."
         )
     items = None if len(present) == len(given) else packed([candidates is not None for candidates in given], "B")
     return CandidateColumn(ids=raw(whole.ids, I4), lengths=raw(whole.lengths, U4), items=items)
@@ -252,16 +252,16 @@ def decode_candidates(
         return [None] * len(counts)
     has_them = [True] * len(counts)
     if column.items is not None:
-        has_them = [flag != 0 for flag in unpacked(column.items, "B", len(counts), "items of supports")]
+        has_them = [flag != 0 for flag in unpacked(column.items, "B", len(counts), "items of candidates")]
     starts = [0, *accumulate(counts)]
     own = [count if is_there else 0 for count, is_there in zip(counts, has_them, strict=True)]
-    lengths = read(column.lengths, U4, sum(own), "lengths of supports").astype(np.int64)
-    ids = read_any(column.ids, I4, "ids of supports").astype(np.int32)
+    lengths = read(column.lengths, U4, sum(own), "lengths of candidates").astype(np.int64)
+    ids = read_any(column.ids, I4, "ids of candidates").astype(np.int32)
     if int(lengths.sum()) != len(ids):
-        raise UnreadableGroup(f"Supports hold {len(ids)} ids, but their lengths add up to {lengths.sum()}.")
+        raise UnreadableGroup(f"Candidates hold {len(ids)} ids, but their lengths add up to {lengths.sum()}.")
     if len(ids) and (ids.min() < 0 or ids.max() >= limits.end_of_ids):
         raise UnreadableGroup(
-            f"Supports hold ids from {ids.min()} to {ids.max()}; 0 to {limits.end_of_ids - 1} are read."
+            f"Candidates hold ids from {ids.min()} to {ids.max()}; 0 to {limits.end_of_ids - 1} are read."
         )
     found: list[CandidateSets | None] = []
     token = place = 0

@@ -136,7 +136,7 @@ def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
         if params.min_p > 0:
             threshold = logits_V.max() + torch.log(torch.tensor(params.min_p))
             logits_V[logits_V < threshold] = _MINUS_INFINITY
-        if sequence.keeps_supports:
+        if sequence.keeps_candidates:
             sequence.candidates.append(_support(logits_V))
 
 

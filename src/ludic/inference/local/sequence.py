@@ -25,7 +25,7 @@ class Sequence:
     """Prompt and completion."""
     logprobs: list[float] = field(default_factory=list)
     candidates: list[TokenArray] = field(default_factory=list)
-    """What each token of the completion was drawn from, where `keeps_supports`; empty for the whole vocabulary."""
+    """What each token of the completion was drawn from, where `keeps_candidates`; empty for the whole vocabulary."""
     runs: list[list[int]] = field(default_factory=list)
     """[version, number of tokens] of the completion."""
     blocks: list[int] = field(default_factory=list)
@@ -61,10 +61,10 @@ class Sequence:
         return self.request.sampling
 
     @property
-    def keeps_supports(self) -> bool:
+    def keeps_candidates(self) -> bool:
         """Whether the client will compute the log-probs again, over the same tokens."""
         wanted = self.request.return_
-        return self.sampling.is_truncated and wanted.return_chosen_logprobs and wanted.return_supports
+        return self.sampling.is_truncated and wanted.return_chosen_logprobs and wanted.return_candidates
 
     @property
     def num_prompt(self) -> int:
@@ -118,7 +118,7 @@ class Sequence:
             completion_logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=self.finish_reason,
             version_runs=tuple(VersionRun(version, length) for version, length in self.runs),
-            candidates=CandidateSets.of(self.candidates) if self.keeps_supports else None,
+            candidates=CandidateSets.of(self.candidates) if self.keeps_candidates else None,
         )
 
 

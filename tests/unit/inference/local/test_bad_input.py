@@ -388,7 +388,7 @@ async def test_a_model_that_reads_more_ids_than_it_writes_takes_every_setting():
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_what_tokens_were_drawn_from_is_kept_only_for_those_who_want_it(wanted):
     asked = request([1, 2], temperature=1.0, top_p=0.999, seed=1)
-    asked.return_ = ReturnSpec(return_chosen_logprobs=True, return_supports=wanted)
+    asked.return_ = ReturnSpec(return_chosen_logprobs=True, return_candidates=wanted)
     async with make_engine() as engine:
         response, _ = await engine.complete_tokens(asked)
     assert (response.candidates is not None) == wanted and len(response.completion_logprobs) == 16

@@ -376,7 +376,7 @@ class _Server:
                 model=self._model_name,
                 prompt_token_ids=prompt,
                 sampling=sampling,
-                return_=ReturnSpec(return_chosen_logprobs=options.logprobs, return_supports=False),
+                return_=ReturnSpec(return_chosen_logprobs=options.logprobs, return_candidates=False),
                 seed=None if options.seed is None else options.seed + i,  # as vLLM does
             )
             for prompt in prompts

@@ -52,8 +52,8 @@ def test_a_trace_has_candidates_for_every_token_and_is_stored_with_them():
         [1], [2, 3], [-0.5, 0.0], candidates=CandidateSets.of([[2, 5], [3]]), untrainable_sampling="min_tokens=2"
     )
     assert TokenTrace.from_dict(trace.to_dict()) == trace
-    assert TokenTrace.from_dict({**trace.to_dict(), "supports": None}) != trace
-    with pytest.raises(ValueError, match="2 completion tokens but 1 supports"):
+    assert TokenTrace.from_dict({**trace.to_dict(), "candidates": None}) != trace
+    with pytest.raises(ValueError, match="2 completion tokens but 1 candidate sets"):
         TokenTrace([1], [2, 3], candidates=CandidateSets.of([[2, 5]]))
 
 
@@ -62,7 +62,7 @@ def test_an_item_has_candidates_for_every_action_token_and_its_tokens_are_among_
         return SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, {}, SampleAttachments(candidates=CandidateSets.of(lists)))
 
     assert len(item([2, 5], []).attachments.candidates) == 2
-    with pytest.raises(ValueError, match=r"2 action tokens, but .*'supports': 1"):
+    with pytest.raises(ValueError, match=r"2 action tokens, but .*'candidates': 1"):
         item([2])
     with pytest.raises(ValueError, match="Action token 1 is not among"):
         item([2], [2])

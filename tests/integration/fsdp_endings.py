@@ -155,7 +155,7 @@ def main(folder: Path, endings: list[str]) -> None:
                 raise
         finally:
             if trainer is not None:
-                report |= {"step": trainer.step, "eval": trainer._evaluating.last}
+                report |= {"step": trainer.step, "eval": trainer._evaluation.last}
             (folder / f"{ending}-{ranks.rank}.json").write_text(json.dumps(report))
         ranks.barrier(timeout_s=60)
     leave_ranks()

@@ -10,7 +10,7 @@ from ludic.agents import ToolAgent
 from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
-from ludic.run.build import (
+from ludic.run.parts import (
     EpisodeSetup,
     agent_factory,
     fixed_requests,

@@ -8,7 +8,7 @@ import torch
 
 from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.run import build as assemble
-from ludic.run.build import make_loggers
+from ludic.run.parts import make_loggers
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig, RunSettings, resolve
 from ludic.run.dry_run import plan_lines
 from ludic.run.env import env_factory

@@ -20,6 +20,7 @@ from ludic.models.loading import LoadedModel, best_dtype, load_model
 from ludic.models.tiny import character_tokenizer
 from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
 from ludic.run.folder import CONFIG
+from ludic.run.resolve import default_name
 from ludic.run.settings import read_toml, with_values
 from ludic.training.checkpoint.atomic import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -144,8 +145,10 @@ def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
 
 
 def with_fixed_checkpoints(config: RunConfig) -> RunConfig:
-    """With the checkpoint that a run folder means now: that run may go on, and this one must not begin elsewhere then."""
+    """With the checkpoint that a run folder means now, which must not change when that run goes on. The run's name is fixed, too:
+    it is made of the model's name as it was given."""
     values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
+    values["name"] = config.run.name or default_name(config)
     if config.model.fork_from is not None:
         values["fork_from"] = checkpoint_in(config.model.fork_from) or config.model.fork_from
     if config.algo.teacher is not None and not config.algo.teacher_is_served:

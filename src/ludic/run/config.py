@@ -318,7 +318,7 @@ class RunConfig:
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     train: TrainSettings = field(default_factory=TrainSettings)
-    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(lr_schedule=LRSchedule(total_steps=_OPEN_END)))
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalSettings = field(default_factory=EvalSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     run: RunSettings = field(default_factory=RunSettings)
@@ -354,8 +354,9 @@ class RunConfig:
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.trainer.max_grad_norm is None:  # a file has no word for None
-            object.__setattr__(self, "trainer", replace(self.trainer, max_grad_norm=0.0))
+        schedule = self.trainer.lr_schedule or LRSchedule(total_steps=_OPEN_END)
+        norm = self.trainer.max_grad_norm or 0.0  # a file has no word for None
+        object.__setattr__(self, "trainer", replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm))
 
     @property
     def is_evaluated(self) -> bool:

@@ -9,7 +9,7 @@ The command `ludic train` is the same with flags. Nothing is loaded before the f
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from ludic.run.generation import GENERATIONS, Generation
 from ludic.run.model import load_policy, use_threads, with_fixed_checkpoints
 from ludic.run.parts import make_loggers
 from ludic.run.resolve import Parts, ResolvedRun, resolve
-from ludic.run.settings import read_toml, storable, with_values
+from ludic.run.settings import check_numbers, converted, read_toml, settings_of, with_values
 from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.critic.critic import CriticKind
@@ -305,7 +305,10 @@ def build(
         values["model"] = objects["model"].name
     factory = _factory(config, env)
     values["id"] = factory.id
-    config = with_values(config, {name: _as_setting(name, value) for name, value in values.items()})
+    kinds = {setting.name: setting.kind for setting in settings_of(RunConfig)}
+    checked = {name: converted(value, kinds[name], name) if name in kinds else value for name, value in values.items()}
+    check_numbers(checked)
+    config = with_values(config, checked)
     return Run(resolve(with_fixed_checkpoints(config), factory, Parts(**objects, loss=loss)))
 
 
@@ -331,9 +334,3 @@ def _as_loaded(model: Any, tokenizer: Any) -> LoadedModel:
     if tokenizer is None:
         raise ConfigError(f"model is a {type(model).__name__}; give its tokenizer, too: build(model=…, tokenizer=…).")
     return LoadedModel(model, tokenizer, type(model).__name__)
-
-
-def _as_setting(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: storable(one, f"{name}: {key}") for key, one in value.items()}
-    return tuple(value) if isinstance(value, list) else value

@@ -193,7 +193,7 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
         for name, value in table.items():
             if name not in by_section[section]:
                 raise ConfigError(_unknown_key(section, name, by_section, where))
-            values[name] = _converted(value, by_section[section][name].kind, f"{where}: {name}")
+            values[name] = converted(value, by_section[section][name].kind, f"{where}: {name}")
     check_numbers(values, f"{where}: ")
     return with_values(cls(), values)
 
@@ -219,8 +219,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _converted(value: Any, kind: Any, where: str) -> Any:
-    """A TOML value as the field's type."""
+def converted(value: Any, kind: Any, where: str) -> Any:
+    """A value as the type of its setting; ConfigError if it is none."""
     try:
         return msgspec.convert(
             value, kind, dec_hook=lambda wanted, text: wanted(text) if isinstance(text, str) else None

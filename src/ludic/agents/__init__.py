@@ -1,6 +1,7 @@
 """Agents: a model with a context, a parser and tools; one call, a tool loop, or a folded history.
 
-`interaction` and `run` import it; it imports `context`, `parsers`, `tools`, `inference`. Start with base_agent.py, then tool_agent.py.
+`interaction` and `run` import it; it imports `context`, `parsers`, `tools` and `inference`. Start with base_agent.py, then
+tool_agent.py.
 """
 
 from ludic.agents.act import AgentActResult, AgentActStep

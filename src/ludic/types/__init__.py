@@ -1,4 +1,4 @@
-"""Types: what crosses a package border. Standard library, numpy and msgspec only.
+"""Types: what crosses a package border. Standard library and numpy only.
 
 Everything may import it; it imports nothing. Start with rollout.py and samples.py, then interfaces.py.
 """

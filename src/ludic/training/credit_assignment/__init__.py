@@ -1,7 +1,7 @@
 """Credit assignment: from finished rollouts to one weight (advantage) per step.
 
-Algorithms choose a rule; no torch here. A rule sees a whole batch, so a baseline can compare siblings; failed rollouts get no weight.
-Start with group.py (GRPO's advantage) or returns.py.
+Algorithms choose a rule; no torch here. A rule sees a whole batch, so a baseline can compare siblings; failed rollouts get no
+weight. Start with group.py (GRPO's advantage) or returns.py.
 """
 
 from ludic.training.credit_assignment.group import (

@@ -222,9 +222,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def converted(value: Any, kind: Any, where: str) -> Any:
     """A value as the type of its setting; ConfigError if it is none."""
     try:
-        return msgspec.convert(
-            value, kind, dec_hook=lambda wanted, text: wanted(text) if isinstance(text, str) else None
-        )
+        return msgspec.convert(value, kind, dec_hook=lambda wanted, given: wanted(given))
     except (msgspec.ValidationError, TypeError) as error:
         raise ConfigError(f"{where} = {value!r}: expected {kind_name(kind)}.") from error
 

@@ -1,6 +1,6 @@
 """The floor: what crosses a package border. Standard library and numpy only."""
 
-from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, rounding_of, spread_of, token_array
+from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, float_array, rounding_of, spread_of, token_array
 from ludic.types.errors import (
     ConfigError,
     ContextError,
@@ -108,7 +108,7 @@ __all__ = [
     "ChecksSamples", "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "CandidateSets", "VersionRun", "token_array",
     "rounding_of", "spread_of",
-    "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
+    "float_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions", "untrainable_settings", "require_trainable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
     "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "was_rejected_as_cut_off", "save_rollouts",

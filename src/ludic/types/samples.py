@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.arrays import LogprobArray, TokenArray, logprob_array, token_array
+from ludic.types.arrays import LogprobArray, TokenArray, float_array, token_array
 from ludic.types.tokens import CandidateSets, VersionRun
 
 RolloutStepKey: TypeAlias = tuple[str, int]
@@ -25,7 +25,7 @@ class ActorTokenLogps:
     token_logps: LogprobArray
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_logps", logprob_array(self.token_logps, "token_logps"))
+        object.__setattr__(self, "token_logps", float_array(self.token_logps, "token_logps"))
 
     def __len__(self) -> int:
         return len(self.token_logps)
@@ -64,7 +64,7 @@ class SampleAttachments:
         for name in _PER_TOKEN:
             values = getattr(self, name)
             if values is not None:
-                array = logprob_array(values, name)
+                array = float_array(values, name)
                 if not np.isfinite(array).all():
                     raise ValueError(f"{name} holds values that are not finite.")
                 object.__setattr__(self, name, array)

@@ -219,9 +219,9 @@ def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Matc
             raise ConfigError(
                 f"Rollout {rollout.id} does not say who played. Take requests from round_robin or assign_roles."
             )
-        episode = rollout.meta["engine"]["episode_run"]
+        episode = rollout.engine_facts["episode_run"]
         names[episode] = rollout.meta["policies"][seats[0]], rollout.meta["policies"][seats[1]]
-        earned.setdefault(episode, {})[rollout.meta.get("agent_id", "")] = rollout.total_reward
+        earned.setdefault(episode, {})[rollout.agent_id or ""] = rollout.total_reward
         if rollout.failure is not None:
             failed.add(episode)
     return [

@@ -15,7 +15,7 @@ from ludic.interaction.base import (
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.failures import all_or_none
-from ludic.interaction.session import AgentSession, Turn, call_handler
+from ludic.interaction.session import AgentSession, TurnResult, call_handler
 from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall, derive_seed
 
 
@@ -114,7 +114,7 @@ class MultiAgentProtocol(InteractionProtocol):
         return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE
 
     @staticmethod
-    def _settle(acting: Sequence[AgentSession], turns: Mapping[str, Turn]) -> None:
+    def _settle(acting: Sequence[AgentSession], turns: Mapping[str, TurnResult]) -> None:
         """Tell agents whose reply was no action; let go of those with no room left for another prompt."""
         for session in acting:
             turn = turns[session.agent_id]

@@ -6,9 +6,6 @@ alike, so a file grows with the conversation and not with its square.
 
 import json
 import logging
-import os
-import sysconfig
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,89 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ludic.types.errors import EnvContractError, LudicError
+from ludic.types.errors import EnvContractError, Failure, LudicError
 from ludic.types.line_files import Line, LineWriter, read_lines
-from ludic.types.messages import MessageView, encodable
+from ludic.types.messages import MessageView
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, Turn, is_parse_failure, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Why an episode could not be finished."""
-
-    error: str
-    """Name of the exception's type."""
-    message: str
-    traceback: str = ""
-    """All of it, Ludic's frames included."""
-    user_traceback: str = ""
-    """From the first frame of code that is neither Ludic's nor installed; empty where the error passed through none."""
-    place: str = ""
-    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all; empty for Ludic's own errors."""
-
-    @classmethod
-    def from_exception(cls, error: BaseException) -> "Failure":
-        try:
-            message = str(error)
-        except BaseException as broken:  # noqa: BLE001 - an exception of the user's, whose __str__ raises
-            message = f"(its text cannot be shown: {type(broken).__name__})"
-        # What Ludic raises on purpose says itself what broke which rule; the frame that noticed it explains nothing.
-        user_traceback, place = ("", "") if isinstance(error, LudicError) else _user_part(error)
-        return cls(
-            error=encodable(type(error).__name__),
-            message=_shortened(message, _MAX_MESSAGE),
-            traceback=_shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
-            user_traceback=_shortened(user_traceback, _MAX_TRACEBACK),
-            place=encodable(place),
-        )
-
-    @property
-    def summary(self) -> str:
-        return f"{self.error}: {self.message}"
-
-
-_MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 40_000
-"""Characters. An exception may hold megabytes, and every failed episode is stored."""
-
-
-def _shortened(text: str, limit: int) -> str:
-    """Both ends of a long text, without lone surrogates, which no file takes."""
-    if len(text) > limit:
-        text = f"{text[: limit // 2]} … ({len(text) - limit:,} characters) … {text[-limit // 2 :]}"
-    return encodable(text)
-
-
-_INSTALLED = tuple(
-    f"{Path(folder).resolve()}{os.sep}"
-    for folder in (
-        str(Path(__file__).parents[1]),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
-)
-"""Folders whose code is not the user's: Ludic, the standard library, installed packages."""
-
-
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith(("<", *_INSTALLED)) and not str(Path(frame.filename).resolve()).startswith(
-        _INSTALLED
-    )
-
-
-def _user_part(error: BaseException) -> tuple[str, str]:
-    """(the traceback from the user's first frame on, where it was raised)."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [number for number, frame in enumerate(frames) if _is_users(frame)]
-    raised = [frames[users[-1]]] if users else frames[-1:]
-    place = "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in raised)
-    if not users:
-        return "", place
-    shown = traceback.format_list(frames[users[0] :]) + traceback.format_exception_only(error)
-    return "".join(shown), place
 
 
 class GroupKey(NamedTuple):
@@ -182,7 +105,8 @@ class Rollout:
     @property
     def engine_facts(self) -> Mapping[str, Any]:
         """What the engine wrote about the episode: its run, limits, seeds, kinds."""
-        return self.meta.get("engine") or {}
+        given = self.meta.get("engine")
+        return given if isinstance(given, Mapping) else {}
 
     @property
     def env_seed(self) -> int | None:

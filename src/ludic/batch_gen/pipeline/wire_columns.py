@@ -39,7 +39,7 @@ class WireLimits:
     max_tokens: int = 1_048_576
     """Of one item."""
     max_meta_bytes: int = 4 << 20
-    """Of the meta of all items of a group. Small values take a byte on the wire and seventy in memory."""
+    """Of the meta and origin of all items of a group. Small values take a byte on the wire and seventy in memory."""
     max_version_runs: int = 262_144
     """Of all items of a group; each becomes a Python object."""
     vocab_size: int | None = None

@@ -14,7 +14,6 @@ from typing import Any
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
-from ludic.batch_gen.groups import policy_of
 from ludic.batch_gen.requests.dataset import RequestsFn
 from ludic.batch_gen.requests.strategies import RequestStrategy
 from ludic.batch_gen.requests.stream import RequestStream
@@ -36,7 +35,7 @@ class _Round:
     @property
     def players(self) -> list[str]:
         """By name, as they were seated."""
-        return sorted({str(policy_of(rollout)) for episode in self.episodes for rollout in episode.rollouts})
+        return sorted({str(rollout.policy) for episode in self.episodes for rollout in episode.rollouts})
 
 
 class SharedRollouts:

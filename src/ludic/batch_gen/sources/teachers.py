@@ -148,13 +148,13 @@ DomainOf: TypeAlias = Callable[[SAWItem], str]
 
 def domain_of(item: SAWItem) -> str:
     """What the request said (`RolloutRequest.meta["domain"]`); without that, the name of the environment."""
-    domain = item.meta.get("request_meta", {}).get("domain") or item.meta.get("env_name")
+    domain = item.origin.domain or item.origin.env_name
     if domain is None:
         raise ConfigError(
-            f"A sample (rollout {item.meta.get('rollout_id')}) names neither a domain nor an env, so no teacher can be chosen. "
+            f"A sample (rollout {item.origin.rollout_id}) names neither a domain nor an env, so no teacher can be chosen. "
             'Put meta={"domain": …} on its request.'
         )
-    return str(domain)
+    return domain
 
 
 class DomainTeachers:
@@ -201,7 +201,7 @@ class PrivilegedTeacher:
         prompt = token_array(self._prompt_of(item))
         if not len(prompt):
             raise ConfigError(
-                f"prompt_of gave an empty prompt for a sample (rollout {item.meta.get('rollout_id')}); a teacher needs at least "
+                f"prompt_of gave an empty prompt for a sample (rollout {item.origin.rollout_id}); a teacher needs at least "
                 "one token to go on from."
             )
         return _HintedTeacher(self._teacher, prompt)
@@ -249,7 +249,7 @@ def hint_in_request(item: SAWItem) -> str:
     hint = item.meta.get("request_meta", {}).get("hint")
     if hint is None:
         raise ConfigError(
-            f"A sample (rollout {item.meta.get('rollout_id')}) has no hint, so its teacher would know no more than the student. "
+            f"A sample (rollout {item.origin.rollout_id}) has no hint, so its teacher would know no more than the student. "
             'Put meta={"hint": …} on its request.'
         )
     return str(hint)

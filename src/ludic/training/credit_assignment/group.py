@@ -143,7 +143,7 @@ RoleFn: TypeAlias = Callable[[Rollout], str]
 
 def agent_in_env(rollout: Rollout) -> str:
     """One role per env, agent id and delegate."""
-    parts = [rollout.meta.get(name) for name in ("env_name", "agent_id", "delegate")]
+    parts = [rollout.env_name, rollout.agent_id, rollout.delegate]
     return "/".join(str(part) for part in parts if part is not None)
 
 

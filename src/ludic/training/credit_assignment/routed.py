@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.types import ConfigError, CreditAssigner, FollowsDrift, Rollout, RolloutStepKey, Stateful, objective_of
+from ludic.types import ConfigError, CreditAssigner, FollowsDrift, Rollout, RolloutStepKey, Stateful
 
 
 class RoutedCredit:
@@ -30,7 +30,7 @@ class RoutedCredit:
         }
 
     def _objective(self, rollout: Rollout) -> str:
-        name = objective_of(rollout.meta) or self.default
+        name = rollout.objective or self.default
         if name is None or name not in self.assigners:
             raise ConfigError(
                 f"Rollout {rollout.id} has the objective {name!r}; there are {', '.join(self.assigners)}. Name one in "

@@ -16,6 +16,10 @@ from torch import Tensor
 Stats: TypeAlias = Mapping[str, tuple[Tensor, Tensor | float]]
 """Name → (sum, count): means are taken over the whole batch, at the end."""
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are bounded by it before the exponential: e^20 is beyond what any clip or correction lets through, and far from
+overflow."""
+
 
 class Reduction(StrEnum):
     """What the sum over action tokens is divided by."""

@@ -54,8 +54,8 @@ from ludic.types import (
     SampleAttachments,
     SampleOrigin,
     SAWItem,
-    StopReason,
     StepOutcome,
+    StopReason,
     TokenCompletionRequest,
     VersionRun,
 )

@@ -140,7 +140,7 @@ class EpisodePlan:
 
     @property
     def group_id(self) -> str | None:
-        return self.request.meta.get("group_id")
+        return self.request.group_id
 
     @property
     def label(self) -> str:

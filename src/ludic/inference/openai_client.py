@@ -106,7 +106,9 @@ class OpenAIChatClient:
             text=text,
             prompt_token_ids=token_array(prompt),
             completion_token_ids=token_array(completion),
-            completion_logprobs=None if content is None else float_array([entry["logprob"] for entry in content], "logprobs"),
+            completion_logprobs=None
+            if content is None
+            else float_array([entry["logprob"] for entry in content], "logprobs"),
             finish_reason=finish_reason,
         )
         return response, _info(answer)

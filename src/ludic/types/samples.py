@@ -143,7 +143,9 @@ class SampleOrigin:
         for name in ("reward", "total_reward"):
             value = getattr(self, name)
             if value is not None and type(value) is not float:
-                object.__setattr__(self, name, float(value))  # numpy's floats are no plain numbers, which a queue carries
+                object.__setattr__(
+                    self, name, float(value)
+                )  # numpy's floats are no plain numbers, which a queue carries
 
     @classmethod
     def of_rollout(cls, rollout: Rollout, **facts: Any) -> "SampleOrigin":

@@ -76,7 +76,7 @@ class GroupRunner:
         finally:
             self._num_open -= num_left
         episodes.sort(key=lambda episode: episode.plan.index)
-        is_compared = any("group_id" in request.meta for request in group)
+        is_compared = any(request.group_id is not None for request in group)
         return FinishedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
 
     async def _play_one(self, request: RolloutRequest, index: int) -> Episode | str:

@@ -25,6 +25,7 @@ from ludic.types import (
     UnknownName,
     token_array,
 )
+from ludic.types.rollout import request_meta_in
 
 
 @runtime_checkable
@@ -246,7 +247,7 @@ def hint_first(template: ChatTemplate, hint_of: Callable[[SAWItem], str] | None 
 
 
 def hint_in_request(item: SAWItem) -> str:
-    hint = item.meta.get("request_meta", {}).get("hint")
+    hint = request_meta_in(item.meta).get("hint")
     if hint is None:
         raise ConfigError(
             f"A sample (rollout {item.origin.rollout_id}) has no hint, so its teacher would know no more than the student. "

@@ -71,7 +71,7 @@ def _members(batch: SAWBatch, algorithms: Mapping[str, RLAlgorithm], default: st
         if name is None or name not in algorithms:
             raise ConfigError(
                 f"A sample has the objective {name!r} (rollout {item.origin.rollout_id}); there are "
-                f'{", ".join(algorithms)}. Name it in SampleOrigin.objective (MixedBatchSource does), or give default=….'
+                f"{', '.join(algorithms)}. Name it in SampleOrigin.objective (MixedBatchSource does), or give default=…."
             )
         members.setdefault(name, []).append(item.with_origin(objective=name))
     return members

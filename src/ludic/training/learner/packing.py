@@ -65,9 +65,7 @@ def without_padding(item: SAWItem) -> SAWItem:
     if counts is None or counts.all():
         return item
     if (item.action_mask & ~counts).any():
-        raise ConfigError(
-            f"A sample masks out action tokens by its attention mask (rollout {item.origin.rollout_id})."
-        )
+        raise ConfigError(f"A sample masks out action tokens by its attention mask (rollout {item.origin.rollout_id}).")
     return replace(item, input_ids=item.input_ids[counts], attention_mask=None, action_mask=item.action_mask[counts])
 
 

@@ -94,7 +94,7 @@ class RoutedLoss(Loss):
             if name is None or name not in self.terms:
                 raise ConfigError(
                     f"A sample has the objective {name!r}; this loss has terms for {', '.join(self.terms)}. Tag samples by "
-                    'SampleOrigin.objective (MixedBatchSource does), or give mix_objectives(default=…).'
+                    "SampleOrigin.objective (MixedBatchSource does), or give mix_objectives(default=…)."
                 )
             members.setdefault(name, []).append(index)
         return members

@@ -147,9 +147,9 @@ def _is_truncated(rollout: Rollout, last: Step | None) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # One record per reply that was meant for the env: what reducers read, and what stands in records.jsonl.
 # ----------------------------------------------------------------------------------------------------
-# Shaped like the record of a training sample (`SAWItem.record`), so one reducer serves both. A reply that could not be read has a record like one
-# that could, and an episode that failed before its first reply has one too: whatever is averaged over records or rollouts is
-# averaged over all of them.
+# Shaped like the record of a training sample (`SAWItem.record`), so one reducer serves both. A reply that could not be read
+# has a record like one that could, and an episode that failed before its first reply has one too: averages over records or
+# rollouts are averages over all of them.
 
 
 def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from ludic.training.learner.prepare import prepare
 from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
 
 MAX_WEIGHT = 1e9
-"""Times the largest ratio that losses let through (e^MAX_LOG_RATIO), squared for a norm and summed, this stays finite in float32."""
+"""Times the largest ratio that losses let through (e^MAX_LOG_RATIO), squared for a norm and summed, it is finite in float32."""
 TEMPERATURES = (1e-4, 1e4)
 MAX_REWARD = 1e30
 ROUNDING = 0.01

@@ -1,7 +1,8 @@
 """A rollout: one agent's view of one episode, the facts that its meta states, and its lossless JSON form.
 
-`Rollout.meta` is a dict because it is stored; Ludic's own facts in it are read through the properties of `Rollout`. In JSON a model call that extends the one before it stores only what is new, for messages and for tokens
-alike, so a file grows with the conversation and not with its square.
+`Rollout.meta` is a dict because it is stored as one; code reads Ludic's own facts in it through the properties of `Rollout`.
+In JSON a model call that extends the one before it stores only what is new, for messages and for tokens alike, so a file
+grows with the conversation and not with its square.
 """
 
 import json

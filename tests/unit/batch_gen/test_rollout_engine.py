@@ -449,9 +449,9 @@ async def test_items_say_the_seeds_of_their_episode_also_after_the_wire():
     requests = [request(env_seed=11, sampling_seed=12), request()]
     batch = await make_engine(seed=5).generate_batch(requests, credit_assigner=TotalReward())
     first, second = batch.items
-    assert (first.meta["env_seed"], first.meta["sampling_seed"]) == (11, 12)
+    assert (first.origin.env_seed, first.origin.sampling_seed) == (11, 12)
     (again,) = await make_engine(seed=5).generate_rollouts(
-        [request(env_seed=second.meta["env_seed"], sampling_seed=second.meta["sampling_seed"])]
+        [request(env_seed=second.origin.env_seed, sampling_seed=second.origin.sampling_seed)]
     )
     assert again.agent_steps[0].trace.completion_token_ids.tolist() == second.input_ids[second.action_mask].tolist()
     sent = decode_group(encode_group(batch.items))

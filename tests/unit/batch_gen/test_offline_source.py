@@ -57,8 +57,8 @@ async def test_items_are_those_of_an_online_run(files):
     rollouts.sort(key=lambda r: groups.index(r.meta["group_id"]))
     expected = stitch_rollouts(rollouts, TotalReward().compute(rollouts))
     batch = await source.next_batch()
-    assert [(i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta) for i in batch.items] == [
-        (i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta) for i in expected
+    assert [(i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta, i.origin) for i in batch.items] == [
+        (i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta, i.origin) for i in expected
     ]
 
 

@@ -418,6 +418,10 @@ async def test_each_kind_of_poison_is_set_aside_with_its_reason(shared_redis, ke
     assert not unnamed, reasons
 
 
+async def test_a_request_meta_that_is_a_text_is_the_users_and_costs_nothing(shared_redis, key):
+    assert await train_through(shared_redis.url, key, [meta(request_meta="text")], Random(0), "grpo") == {}
+
+
 async def test_a_version_of_the_future_is_stale(shared_redis, key):
     items = [good_item(f"bad-{index}", Random(0), version=10**14) for index in range(2)]
     bad = Poison(encode_group(items), *group_facts(items))

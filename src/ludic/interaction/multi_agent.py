@@ -22,7 +22,7 @@ from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReas
 class MultiAgentProtocol(InteractionProtocol):
     """Each step, every managed agent whose turn it is acts, side by side; then the env moves.
 
-    Agents in the env that nobody manages here are the env's own business. Every managed agent hears every outcome
+    Agents in the env that this protocol does not manage are the env's own business. Every managed agent hears every outcome
     that the env addresses to it, whether it acted or not, and finishes on its own.
     """
 
@@ -89,7 +89,7 @@ class MultiAgentProtocol(InteractionProtocol):
         return collector.extract_rollouts_with_per_agent_status()
 
     async def _play(self, env: AnyEnv, sessions: Sequence[AgentSession], max_steps: int) -> StopReason:
-        """Steps until nobody is left; the reason for those who had not finished by themselves."""
+        """Steps until no agent is left; the stop reason of those that had not finished by themselves."""
         for _ in range(max_steps):
             active = env.active_agents
             if not active or all(session.finished or session.retired for session in sessions):

@@ -117,7 +117,7 @@ class AgentSession:
     def start(self, opening: tuple[Observation, Info] | None, env: AnyEnv) -> None:
         """The env has been reset; `opening` is what it told this agent. A context's own system prompt goes before the env's
         suggestion."""
-        self.agent.begin_episode()  # first: whoever plays elsewhere is refused, and keeps its tools
+        self.agent.begin_episode()  # first: an agent that plays elsewhere is refused, and keeps its tools
         try:
             self.agent.take_tools(env.episode_tools(self.agent_id))
         except BaseException:

@@ -69,7 +69,7 @@ def forget_temperature(batch: SAWBatch) -> SAWBatch:
 
 
 def _is_processed(attached: SampleAttachments) -> bool:
-    """Whether the sampler's log-probs are of another distribution than the model's own; greedy ones are of its own."""
+    """Whether the sampler's log-probs are of another distribution than the model's own; greedy ones are the model's."""
     is_scaled = attached.temperature not in (None, 0, 1)
     return is_scaled or attached.candidates is not None or attached.untrainable_sampling is not None
 

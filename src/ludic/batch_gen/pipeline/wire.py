@@ -261,7 +261,7 @@ def _body(data: bytes, limits: WireLimits) -> bytes | memoryview:
         raise UnreadableGroup(f"The group has {len(data)} bytes; the limit is {limits.max_bytes}.")
     if len(data) < _HEADER.size or not data.startswith(_MARK):
         raise UnreadableGroup(
-            f"{len(data)} bytes that do not begin like a group; did somebody else write to this queue?"
+            f"{len(data)} bytes that do not begin like a group; does another program write to this queue?"
         )
     _, major, minor, flags = _HEADER.unpack_from(data)
     if major != MAJOR:

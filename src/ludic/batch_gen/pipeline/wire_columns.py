@@ -22,7 +22,7 @@ from ludic.types import CandidateSets, ConfigError, FloatArray, LudicError, Toke
 
 
 class UnreadableGroup(LudicError, ValueError):
-    """Bytes that are not a group which this learner can read. Whoever popped them buries them and goes on."""
+    """Bytes that are not a group which this learner can read. The learner that popped them buries them and goes on."""
 
 
 class UnwritableGroup(LudicError, ValueError):

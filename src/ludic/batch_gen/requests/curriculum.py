@@ -14,7 +14,7 @@ from ludic.types import ConfigError, Rollout, RolloutRequest, derive_seed, promp
 
 
 class Curriculum(Protocol):
-    """Chooses the requests of the next batch and is told what became of them."""
+    """Chooses the requests of the next batch and is told how they went."""
 
     def next_requests(self) -> list[RolloutRequest]: ...
 

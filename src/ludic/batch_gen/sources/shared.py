@@ -1,8 +1,8 @@
 """One stream of episodes for several trainers: each gets what its own policy has played, credited by its own rule.
 
-A round of episodes is played when one of the trainers asks and has none waiting; all of them get their part of it. Whoever
-has no trainer (a frozen opponent, a league) is played and not trained on. Failed episodes and broken groups are left out for
-everybody, before anything is dealt.
+A round of episodes is played when one of the trainers asks and has none waiting; all of them get their part of it. A policy
+without a trainer (a frozen opponent, a league) is played and not trained on. Failed episodes and broken groups are left out
+first, for all trainers alike.
 """
 
 import logging

@@ -130,7 +130,7 @@ async def annotated(item: SAWItem, teacher: TeacherScorer) -> SAWItem:
 
 
 async def _teacher_logps(item: SAWItem, teacher: TeacherScorer) -> LogprobArray:
-    counts = item.attention_mask  # a sample that somebody padded is scored without the padding
+    counts = item.attention_mask  # a padded sample is scored without the padding
     ids, where = item.input_ids[counts], np.flatnonzero(item.action_mask[counts])
     if not len(where):
         return np.zeros(0, dtype=np.float32)

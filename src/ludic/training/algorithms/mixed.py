@@ -1,4 +1,4 @@
-"""Several algorithms on one batch, each on the samples of its own objective: RL, imitation, distillation.
+"""Several algorithms on one batch, each on the samples of one objective: RL, imitation, distillation.
 
 Everything that makes an algorithm is routed by the sample's objective: its credit rule, what it does to samples first, its loss.
 """
@@ -20,7 +20,7 @@ class Objective:
     algorithm: RLAlgorithm
     """Its credit rule, what it does to samples first, and its loss."""
     weight: float = 1.0
-    """What its loss is multiplied by; 1 is what it would be in a batch of its own."""
+    """What its loss is multiplied by; 1 is what it would be if the batch held its samples only."""
 
     def __post_init__(self) -> None:
         if self.weight < 0:

@@ -153,7 +153,7 @@ class RoleBaselineReturn:
 
     A batch is measured by the batches before it and only then counted, so the baseline knows nothing of the actions
     that it is subtracted from: the gradient is unbiased, at any number of games per batch. (SPIRAL counts first.)
-    The mean is part of a checkpoint. It belongs to whoever assigns credit: each actor of a pipeline keeps its own.
+    The mean is part of a checkpoint. It belongs to the process that assigns credit: each actor of a pipeline keeps its own.
     """
 
     decay: float = 0.95

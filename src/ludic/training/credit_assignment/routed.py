@@ -1,4 +1,4 @@
-"""Credit where rollouts have different objectives: each is credited by the rule of its own."""
+"""Credit where rollouts have different objectives: each is credited by the rule of its objective."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ class RoutedCredit:
         followers = [name for name, part in assigners.items() if isinstance(part, FollowsDrift)]
         if followers:
             raise ConfigError(
-                f"The rules of {followers} want to know how far each update moves the policy, which nobody tells a rule among "
-                "others. Train that algorithm on its own, or use a rule without a tracker (make_reinforce_pp)."
+                f"The rules of {followers} want to know how far each update moves the policy, which a rule among others "
+                "is not told. Train that algorithm on its own, or use a rule without a tracker (make_reinforce_pp)."
             )
         self.assigners, self.default = dict(assigners), default
 

@@ -39,7 +39,7 @@ class _Chain(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenGAE:
-    """Every action token is a step of its own."""
+    """Every action token is one step."""
 
     gamma: float = 1.0
     """Discount per action token."""

@@ -19,7 +19,7 @@ from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records
 
 PREFIXES = ("train/", "eval/", "perf/")
 Scalar: TypeAlias = float | torch.Tensor
-"""A number, or a tensor with one element; it is only fetched from its device when somebody reads it."""
+"""A number, or a tensor with one element; it is fetched from its device only when it is read."""
 
 
 # --- names ----------------------------------------------------------------------------------------------------

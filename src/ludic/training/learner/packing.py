@@ -176,7 +176,7 @@ class ActionFields:
     objectives: tuple[str | None, ...] = ()
     """Of each sample; empty where no sample names one."""
     without_old_logps: tuple[int, ...] = ()
-    """Samples whose old_logp_A nobody knows, where those of others are known."""
+    """Samples whose old_logp_A is not known, where those of others are."""
 
     @property
     def num_tokens(self) -> int:

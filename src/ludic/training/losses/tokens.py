@@ -81,7 +81,7 @@ class ActionTokens:
     objectives: tuple[str | None, ...] = ()
     """[B] what each sample is trained for; empty where no sample says."""
     without_old_logps: tuple[int, ...] = ()
-    """Samples whose old_logps nobody knows, where those of others are known."""
+    """Samples whose old_logps are not known, where those of others are."""
     padded: tuple[Tensor, Mapping[str, Tensor]] | None = None
     """Logits [B, L, V] and the tensors of `collate_saw_items`, for losses that ask for them (`needs_logits`)."""
 

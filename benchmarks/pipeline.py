@@ -52,8 +52,10 @@ from ludic.types import (
     RolloutRequest,
     RolloutStepKey,
     SampleAttachments,
+    SampleOrigin,
     SAWItem,
     StepOutcome,
+    StopReason,
     TokenCompletionRequest,
     VersionRun,
 )
@@ -75,30 +77,29 @@ def make_item(rng: np.random.Generator) -> SAWItem:
     length = NUM_PROMPT + NUM_SAMPLED
     rewards = np.zeros(NUM_SAMPLED, dtype=np.float32)
     rewards[-1] = 1.0
+    group_id = rng.bytes(16).hex()
     return SAWItem(
         rng.integers(0, VOCAB, length).astype(np.int32),
         None,
         np.arange(length) >= NUM_PROMPT,
         float(rng.normal()),
-        make_meta(rng),
+        {"correct": True, "request_meta": {"group_id": group_id, "task": int(rng.integers(7000))}},
         SampleAttachments(
             actor_logps=ActorTokenLogps(-rng.exponential(0.5, NUM_SAMPLED).astype(np.float32)),
             token_rewards=rewards,
             temperature=1.0,
             version_runs=(VersionRun(VERSION, NUM_SAMPLED),),
         ),
+        make_origin(rng, group_id),
     )
 
 
-def make_meta(rng: np.random.Generator) -> dict[str, Any]:
-    group_id = rng.bytes(16).hex()
-    return {
-        "correct": True, "rollout_id": rng.bytes(16).hex(), "group_id": group_id, "agent_id": "agent_0", "delegate": None,
-        "env_name": "gsm8k", "segment": 0, "step_index": 1, "step_kind": "env", "num_turns": 1, "reward": 1.0,
-        "total_reward": 1.0, "completion_length": NUM_SAMPLED, "prompt_length": NUM_PROMPT, "truncated": False,
-        "terminated": True, "episode_truncated": False, "stop": "terminated", "finish_reason": "stop", "parse_error": False,
-        "num_parse_errors": 0, "request_meta": {"group_id": group_id, "task": int(rng.integers(7000))},
-    }  # fmt: skip
+def make_origin(rng: np.random.Generator, group_id: str) -> SampleOrigin:
+    return SampleOrigin(
+        rollout_id=rng.bytes(16).hex(), group_id=group_id, agent_id="agent_0", env_name="gsm8k", step_index=1, step_kind="env",
+        num_turns=1, reward=1.0, total_reward=1.0, terminated=True, stop=StopReason.TERMINATED, finish_reason="stop",
+        num_parse_errors=0,
+    )  # fmt: skip
 
 
 def make_groups() -> list[list[SAWItem]]:
@@ -125,7 +126,7 @@ def reference_item(item: SAWItem) -> ReferenceItem:
         attention_mask=item.attention_mask.astype(int).tolist(),
         action_mask=item.action_mask.astype(int).tolist(),
         weight=item.weight,
-        meta=dict(item.meta),
+        meta=item.record(),
         token_logps=item.actor_logps.tolist(),
     )
 

@@ -25,7 +25,7 @@ from ludic.inference import ByteTemplate, LocalTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.training import RLAlgorithm, Trainer
 from ludic.training.learner.rank_batches import NothingToTrainOn
-from ludic.types import BatchSource, SAWBatch, SAWItem
+from ludic.types import BatchSource, SampleOrigin, SAWBatch, SAWItem
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 
 STATED_REWARD, MAX_SECONDS = 0.85, 120.0
@@ -88,7 +88,7 @@ class RightAnswers:
         question = "xy"[self._rng.integers(2)]
         prompt = ByteTemplate().apply([{"role": "user", "content": question}]).prompt_token_ids.tolist()
         answer = int(self._rng.integers(128)) + (0 if question == "x" else 128)
-        return SAWItem([*prompt, answer], None, [0] * len(prompt) + [1], 1.0, {"total_reward": 1.0})
+        return SAWItem([*prompt, answer], None, [0] * len(prompt) + [1], 1.0, origin=SampleOrigin(total_reward=1.0))
 
 
 UNGROUPED = Recipe(is_grouped=False)

@@ -113,7 +113,7 @@ def run(way: str, lag: int, noise: float, seed: int, num_steps: int, lr: float) 
 async def _reward(engine: LocalEngine, algorithm: RLAlgorithm, seed: int) -> float:
     """Of the last weights themselves, on new lines."""
     batch = await lines(engine, algorithm, seed=seed + 500, num_prompts=16, group_size=GROUP_SIZE).next_batch()
-    return fmean(item.meta["total_reward"] for item in batch.items)
+    return fmean(item.origin.total_reward or 0.0 for item in batch.items)
 
 
 def _record(

@@ -117,7 +117,7 @@ def batches(server: LocalEngine, settings: Settings) -> ReplayBatchSource | Roll
         ),
         algorithm=make_rft(),
         # Here as well as in make_rft, so that what is kept for later updates is worth its room.
-        sample_filter=lambda item: item.meta["total_reward"] >= settings.min_reward,
+        sample_filter=lambda item: (item.origin.total_reward or 0.0) >= settings.min_reward,
         max_steps=1,
         concurrency=64,
     )

@@ -8,8 +8,8 @@ import pytest
 
 NAMES = {
     "ludic.types": "JSON Message TokenTrace ChatResponse Observation Info StepOutcome Snapshot AgentStep EnvironmentStep "
-    "Step Rollout StopReason SAWItem SAWBatch SampleAttachments ActorTokenLogps HasActorLogps has_actor_logps "
-    "RolloutStepKey EnvSpec ProtocolSpec CtxSpec RolloutRequest SamplingParams SamplingConfig ReturnSpec ToolRequest "
+    "Step Turn Rollout GroupKey StopReason SAWItem SAWBatch SampleOrigin SampleAttachments ActorTokenLogps HasActorLogps "
+    "has_actor_logps RolloutStepKey EnvSpec ProtocolSpec CtxSpec RolloutRequest SamplingParams SamplingConfig ReturnSpec ToolRequest "
     "TokenCompletionRequest InferenceSpec BackendExtensions VLLMExtensions ChatClient VersionedClient BatchSource "
     "CreditAssigner PolicyPublisher Evaluator TrainingLogger SampleFilter TokenizeFn StateFromStepFn StepSelector",
     "ludic.envs": "LudicEnv SingleAgentEnv DatasetQAEnv Sample ParserFn VerifierFn PromptBuilder check_env",

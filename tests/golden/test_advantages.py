@@ -11,18 +11,19 @@ from ludic.context import SummarisedDialog
 from ludic.interaction import SingleAgentProtocol
 from ludic.training.credit_assignment import GAE, EpisodicReturn
 from ludic.training.critic.gae import TokenGAE, TurnGAE
-from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SampleAttachments, SAWItem
+from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SampleAttachments, SampleOrigin, SAWItem, StopReason
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.training.samples import random_items
 
 
 def item(rewards, *, turns=None, rollout="r", segment=0, truncated=False):
     count = len(rewards)
-    meta = {"rollout_id": rollout, "segment": segment, "episode_truncated": truncated}
+    stop = StopReason.MAX_STEPS if truncated else StopReason.TERMINATED
+    origin = SampleOrigin(rollout_id=rollout, segment=segment, stop=stop)
     attachments = SampleAttachments(
         token_rewards=np.array(rewards, dtype=np.float32), token_turns=None if turns is None else np.array(turns, float)
     )
-    return SAWItem(list(range(count + 1)), None, [0] + [1] * count, 0.0, meta, attachments)
+    return SAWItem(list(range(count + 1)), None, [0] + [1] * count, 0.0, {}, attachments, origin)
 
 
 # --- tokens ---

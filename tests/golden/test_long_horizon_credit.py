@@ -17,7 +17,6 @@ from ludic.training.credit_assignment import (
     TurnLeaveOneOutReturn,
     info_potential,
     observation_before,
-    turns_of,
     with_turn_rewards,
 )
 from ludic.types import Rollout, StopReason
@@ -92,7 +91,7 @@ def test_a_reply_that_never_reached_the_env_stands_in_the_state_that_it_was_show
     reached = walk(["left or right?"], [1.0])
     unread = Rollout(steps=[agent_step(0, turn="t0", reward=-1.0, info={"parse_error": True})])
     unread.steps[0].prompt_messages = [{"role": "user", "content": "left or right?"}]
-    assert observation_before(turns_of(reached)[0]) == observation_before(turns_of(unread)[0]) == "left or right?"
+    assert observation_before(reached.turns()[0]) == observation_before(unread.turns()[0]) == "left or right?"
 
 
 def test_a_role_is_measured_by_its_own_past_and_not_by_the_batch_at_hand():
@@ -127,7 +126,7 @@ def test_shaping_pays_the_discounted_rise_of_the_potential():
 @pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.MAX_STEPS])
 def test_shaping_does_not_pay_for_where_an_episode_ends(stop):
     # undiscounted, everything cancels but the start, which all siblings share: totals 1 - 0.3 and 0 - 0.3
-    rule = Relabelled(EpisodicReturn(), PotentialShaping(lambda r: [0.3, 0.9, 0.7][: len(turns_of(r))]))
+    rule = Relabelled(EpisodicReturn(), PotentialShaping(lambda r: [0.3, 0.9, 0.7][: len(r.turns())]))
     assert per_turn(rule, rollout([0.0, 0.0, 1.0], stop=stop), rollout([0.0], stop=stop)) == [
         near([0.7] * 3),
         near([-0.3]),
@@ -239,7 +238,7 @@ def test_a_role_baseline_is_unbiased_whatever_it_has_seen():
 
 
 def some_potential(r):
-    return [0.7, -3.0, 2.0][: len(turns_of(r))]
+    return [0.7, -3.0, 2.0][: len(r.turns())]
 
 
 @pytest.mark.parametrize("rule", [MonteCarloReturn(), TurnLeaveOneOutReturn(), LeaveOneOutReturn(2), EpisodicReturn()])
@@ -248,7 +247,7 @@ def test_shaping_by_any_potential_leaves_the_gradient_as_it_was(rule):
 
 
 def test_shaping_by_the_true_values_lets_a_rule_that_looks_one_turn_ahead_see_everything():
-    rule = Relabelled(MonteCarloReturn(0.0), PotentialShaping(lambda r: VALUES[: len(turns_of(r))]))
+    rule = Relabelled(MonteCarloReturn(0.0), PotentialShaping(lambda r: VALUES[: len(r.turns())]))
     assert expected_gradient(rule, 1) == near(TRUE)
     # without it, it sees what the turn itself paid: 0.24 * (0.5 - 1), 0.15 * (0 + 2), 0.05625 * 4
     assert expected_gradient(MonteCarloReturn(0.0), 1) == near([-0.12, 0.3, 0.225])

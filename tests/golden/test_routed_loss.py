@@ -139,7 +139,7 @@ def test_micro_batches_add_up_to_the_batch(cut):
 
 @pytest.mark.parametrize("objectives", [(), ("rl", "imitate", "rl", None), ("rl", "imitate", "rl", "distill")], ids=str)
 def test_a_sample_without_a_term_is_refused(objectives):
-    with pytest.raises(ConfigError, match=r"this loss has terms for rl, imitate, distil.*meta\[\"objective\"\]"):
+    with pytest.raises(ConfigError, match=r"this loss has terms for rl, imitate, distil.*SampleOrigin\.objective"):
         RoutedLoss(TERMS)(batch(objectives=objectives))
 
 

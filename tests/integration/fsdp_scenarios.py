@@ -45,7 +45,7 @@ from ludic.training.losses import (
     TokenKLLoss,
 )
 from ludic.training.losses.base import BatchNormalized
-from ludic.types import RequestsExhausted, SAWBatch, SAWItem, with_objective
+from ludic.types import RequestsExhausted, SAWBatch, SAWItem
 from tests.unit.training.samples import random_items
 
 LENGTHS = ([40, 5, 31, 12, 9, 22, 17], [50, 3], [11, 11, 12, 13, 40, 39, 38, 20], [30, 8, 26, 25])
@@ -138,7 +138,7 @@ def _mixed() -> Any:
 
 def _tagged(items: Sequence[SAWItem]) -> list[SAWItem]:
     """Only the mixed run looks at it."""
-    return [with_objective(item, "imitated") if number % 3 == 2 else item for number, item in enumerate(items)]
+    return [item.with_origin(objective="imitated") if number % 3 == 2 else item for number, item in enumerate(items)]
 
 
 def _rewarded(items: Sequence[SAWItem]) -> list[SAWItem]:
@@ -149,10 +149,10 @@ def _rewarded(items: Sequence[SAWItem]) -> list[SAWItem]:
     for number, item in enumerate(items):
         rewards = np.zeros(item.num_action_tokens, dtype=np.float32)
         rewards[-1] = (number % 3) / 2
-        meta = {**item.meta, "rollout_id": f"r{number // 2}", "segment": number % 2}
+        origin = replace(item.origin, rollout_id=f"r{number // 2}", segment=number % 2)
         turns = np.arange(item.num_action_tokens) // 3 + 100 * (number % 2)
         attached = replace(item.attachments, token_rewards=rewards, token_turns=turns)
-        done.append(replace(item, meta=meta, attachments=attached))
+        done.append(replace(item, origin=origin, attachments=attached))
     return done
 
 

@@ -289,7 +289,7 @@ def twice(ids: list[str]) -> list[str]:
 def readable_ids(payload: bytes) -> list[str]:
     """Of a dead letter; those that no actor of ours has written have none."""
     try:
-        return [item.meta["rollout_id"] for item in decode_group(payload) if "rollout_id" in item.meta]
+        return [id_ for item in decode_group(payload) if (id_ := item.origin.rollout_id) is not None]
     except UnreadableGroup:
         return []
 

@@ -46,7 +46,7 @@ class Record:
 
 
 def ids_of(items: Sequence[SAWItem]) -> list[str]:
-    return [item.meta["rollout_id"] for item in items]
+    return [item.origin.rollout_id for item in items]
 
 
 # --- the actor ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -277,10 +276,8 @@ def test_a_group_that_kills_its_learner_again_and_again_is_buried_and_a_restart_
     """It passes every check and kills the process that trains on it, with one learner and with two."""
     ranks = range(world_size)
     settings = {"world_size": world_size, "batch_size": 8 * world_size, "fatal": "fatal", "save_every": 1}
-    first = replace(item(1), meta={"rollout_id": "fatal"})
-    asyncio.run(
-        push_all(pipeline.server.url, {encode_group([first, replace(item(2), meta={"rollout_id": "beside it"})]): 2})
-    )
+    first = item(1).with_origin(rollout_id="fatal")
+    asyncio.run(push_all(pipeline.server.url, {encode_group([first, item(2).with_origin(rollout_id="beside it")]): 2}))
     actor = pipeline.actor(concurrency=16)
     lives = {rank: pipeline.learner(rank=rank, **settings) for rank in ranks}
     deaths = 0

@@ -72,15 +72,15 @@ def _meta(
         "num_samples": len(kept),
         "num_samples_filtered": len(items) - len(kept),
         "num_rollouts": len(settled.rollouts),
-        "num_rollouts_without_samples": len({r.id for r in settled.rollouts} - {i.meta["rollout_id"] for i in items}),
+        "num_rollouts_without_samples": len({r.id for r in settled.rollouts} - {i.origin.rollout_id for i in items}),
         "num_failed": settled.num_failed,
         "num_retried": settled.num_retried,
         "num_groups_dropped": settled.num_groups_dropped,
     }
     averages = {
         "avg_total_reward": _mean([rollout.total_reward for rollout in settled.rollouts]),
-        "avg_completion_length": _mean([item.meta["completion_length"] for item in kept]),
-        "avg_prompt_length": _mean([item.meta["prompt_length"] for item in kept]),
+        "avg_completion_length": _mean([item.num_action_tokens for item in kept]),
+        "avg_prompt_length": _mean([len(item.input_ids) - item.num_action_tokens for item in kept]),
         "avg_turns": _mean([_num_turns(rollout) for rollout in settled.rollouts]),
     }
     metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
@@ -88,7 +88,9 @@ def _meta(
 
 
 def _num_turns(rollout: Rollout) -> int:
-    return len({step.turn_id or step.id for step in [*rollout.agent_steps, *rollout.sampling_steps]})
+    """Turns in which the agent acted; other players' moves are left out."""
+    acted = {step.id for step in [*rollout.agent_steps, *rollout.sampling_steps]}
+    return sum(any(step.id in acted for step in turn.steps) for turn in rollout.turns())
 
 
 def _mean(values: Sequence[float]) -> float:

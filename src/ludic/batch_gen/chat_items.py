@@ -12,9 +12,11 @@ from ludic.types import (
     EnvironmentStep,
     Message,
     Rollout,
+    SampleOrigin,
     SAWItem,
     Step,
     is_parse_failure,
+    was_rejected_as_cut_off,
 )
 
 StepToItem: TypeAlias = Callable[[Rollout, Step, float], SAWItem]
@@ -46,7 +48,8 @@ def make_chat_template_step_to_item(tokenizer: Any = None, *, chat_template: Cha
             raise ValueError(f"Step {step.index} of rollout {rollout.id} has an empty completion.")
         mask = np.zeros(len(full), dtype=np.bool_)
         mask[num_prompt:] = True
-        return SAWItem(full, None, mask, weight, _rendered_meta(rollout, step, num_prompt, len(full)))
+        meta = {"request_meta": rollout.request_meta}
+        return SAWItem(full, None, mask, weight, meta, origin=_origin(rollout, step))
 
     return step_to_item
 
@@ -71,21 +74,17 @@ def _source_of(rollout: Rollout, step: EnvironmentStep) -> AgentStep | None:
     return next((call for call in rollout.agent_steps if call.id == step.source_agent_step_id), None)
 
 
-def _rendered_meta(rollout: Rollout, step: Step, num_prompt: int, num_tokens: int) -> dict[str, Any]:
-    request_meta = rollout.meta.get("request_meta", {})
-    return {
-        "rollout_id": rollout.id,
-        "group_id": request_meta.get("group_id"),
-        "agent_id": rollout.meta.get("agent_id"),
-        "step_index": step.index,
-        "step_kind": step.kind,
-        "reward": step.reward,
-        "total_reward": rollout.total_reward,
-        "completion_length": num_tokens - num_prompt,
-        "prompt_length": num_prompt,
-        "truncated": step.truncated,
-        "terminated": step.terminated,
-        "finish_reason": step.info.get("finish_reason"),
-        "parse_error": is_parse_failure(step),
-        "request_meta": request_meta,
-    }
+def _origin(rollout: Rollout, step: Step) -> SampleOrigin:
+    return SampleOrigin.of_rollout(
+        rollout,
+        segment=step.index,
+        step_index=step.index,
+        step_kind=step.kind,
+        num_turns=1,
+        reward=step.reward,
+        truncated=step.truncated,
+        terminated=step.terminated,
+        finish_reason=step.info.get("finish_reason"),
+        num_parse_errors=int(is_parse_failure(step)),
+        num_cut_off=int(was_rejected_as_cut_off(step)),
+    )

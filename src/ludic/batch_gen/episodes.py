@@ -140,7 +140,7 @@ class EpisodePlan:
 
     @property
     def group_id(self) -> str | None:
-        return self.request.meta.get("group_id")
+        return self.request.group_id
 
     @property
     def label(self) -> str:
@@ -161,7 +161,7 @@ class Episode:
     @property
     def failure(self) -> Failure | None:
         """Why the episode failed. A delegated sub-task that failed was told to its parent; that is no failure."""
-        return next((r.failure for r in self.rollouts if r.failure and "parent_step_id" not in r.meta), None)
+        return next((r.failure for r in self.rollouts if r.failure and not r.is_sub_task), None)
 
 
 def plan_episodes(requests: Iterable[RolloutRequest], *, first_index: int, seed: int) -> Iterator[EpisodePlan]:

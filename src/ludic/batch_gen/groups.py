@@ -71,13 +71,8 @@ class KeptEpisodes:
         """The same episodes with this policy's perspectives alone."""
         return replace(
             self,
-            episodes=[replace(e, rollouts=[r for r in e.rollouts if policy_of(r) == policy]) for e in self.episodes],
+            episodes=[replace(e, rollouts=[r for r in e.rollouts if r.policy == policy]) for e in self.episodes],
         )
-
-
-def policy_of(rollout: Rollout) -> str | None:
-    """Who made its moves: the name under which its agent asked for them."""
-    return rollout.meta.get("model")
 
 
 def drop_failed_groups(episodes: Sequence[Episode]) -> KeptEpisodes:

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ludic.types import (
     ActorTokenLogps,
     CandidateSets,
+    FloatArray,
     Rollout,
     RolloutStepKey,
     SampleAttachments,
+    SampleOrigin,
     SAWItem,
     Step,
     TokenTrace,
+    Turn,
+    TurnNumbers,
     VersionRun,
     is_parse_failure,
     was_rejected_as_cut_off,
@@ -31,29 +34,11 @@ MAX_INFO_TEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """The steps of one turn; the last of them closes it."""
-
-    number: int
-    """Of the rollout's turns, counted from 0."""
-    steps: list[Step]
-
-    @property
-    def last(self) -> Step:
-        return self.steps[-1]
-
-    @property
-    def reward(self) -> float:
-        """What the turn adds to the rollout's total reward."""
-        return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """One step that holds sampled tokens, and the turn that it belongs to."""
 
     step: Step
-    turn: _Turn
+    turn: Turn
     ends_turn: bool
     """The last of its turn."""
 
@@ -109,18 +94,10 @@ def stitch_rollout(
 
 
 def _calls(rollout: Rollout) -> list[_Call]:
-    turns: dict[str, _Turn] = {}
-    last_calls: dict[str, str] = {}
+    turn_of = {step.id: turn for turn in rollout.turns() for step in turn.steps}
     sampling = rollout.sampling_steps
-    for step in rollout.steps:
-        turns.setdefault(_turn_of(step), _Turn(len(turns), [])).steps.append(step)
-    for call in sampling:
-        last_calls[_turn_of(call)] = call.id
-    return [_Call(c, turns[_turn_of(c)], ends_turn=last_calls[_turn_of(c)] == c.id) for c in sampling]
-
-
-def _turn_of(step: Step) -> str:
-    return step.turn_id or step.id
+    last_calls = {turn_of[call.id].number: call.id for call in sampling}
+    return [_Call(c, turn_of[c.id], ends_turn=last_calls[turn_of[c.id].number] == c.id) for c in sampling]
 
 
 def _segments(calls: Sequence[_Call], *, per_turn: bool) -> list[list[_Call]]:
@@ -161,7 +138,7 @@ def _call_rewards(rollout: Rollout, calls: Sequence[_Call]) -> dict[str, float]:
 
     Turns without a call (another player's move decided the game) go to the last call.
     """
-    rewards = {call.step.id: call.turn.reward if call.ends_turn else 0.0 for call in calls}
+    rewards = {call.step.id: call.turn.total_reward if call.ends_turn else 0.0 for call in calls}
     if calls:
         rewards[calls[-1].step.id] += rollout.total_reward - sum(rewards.values())
     return rewards
@@ -187,7 +164,7 @@ def _item(
         attention_mask=None,
         action_mask=mask,
         weight=weight,
-        meta=_meta(rollout, calls, number, num_tokens=len(ids)),
+        meta={**small_facts(calls[-1].turn.last), "request_meta": rollout.request_meta},
         attachments=SampleAttachments(
             actor_logps=_logprobs(calls),
             token_weights=token_weights,
@@ -200,12 +177,13 @@ def _item(
             ),
             version_runs=_version_runs(calls),
         ),
+        origin=_origin(rollout, calls, number),
     )
 
 
 def _weights(
     rollout: Rollout, calls: list[_Call], weights: Mapping[RolloutStepKey, float]
-) -> tuple[float, npt.NDArray[np.float32] | None]:
+) -> tuple[float, FloatArray | None]:
     """The item's weight, and one per action token where its turns differ."""
     by_call = [_weight(rollout, call, weights) for call in calls]
     if len(set(by_call)) == 1:
@@ -228,7 +206,7 @@ def _weight(rollout: Rollout, call: _Call, weights: Mapping[RolloutStepKey, floa
     return weight
 
 
-def _token_rewards(calls: list[_Call], rewards: Mapping[str, float]) -> npt.NDArray[np.float32]:
+def _token_rewards(calls: list[_Call], rewards: Mapping[str, float]) -> FloatArray:
     """Each call's reward at its last token."""
     lengths = np.array([len(call.trace.completion_token_ids) for call in calls])
     earned = np.zeros(lengths.sum(), dtype=np.float32)
@@ -236,7 +214,7 @@ def _token_rewards(calls: list[_Call], rewards: Mapping[str, float]) -> npt.NDAr
     return earned
 
 
-def _token_turns(calls: list[_Call]) -> npt.NDArray[np.float32]:
+def _token_turns(calls: list[_Call]) -> TurnNumbers:
     lengths = [len(call.trace.completion_token_ids) for call in calls]
     return np.repeat(np.array([call.turn.number for call in calls], dtype=np.float32), lengths)
 
@@ -275,48 +253,22 @@ def _version_runs(calls: list[_Call]) -> tuple[VersionRun, ...]:
     return tuple(merged)
 
 
-def _meta(rollout: Rollout, calls: list[_Call], number: int, *, num_tokens: int) -> dict[str, Any]:
+def _origin(rollout: Rollout, calls: list[_Call], number: int) -> SampleOrigin:
     last = calls[-1].turn.last
-    turns = list({id(call.turn): call.turn for call in calls}.values())
-    # A turn whose calls lie in two items counts where it ends.
-    ended = [call.turn for call in calls if call.ends_turn]
-    completion_length = sum(len(call.trace.completion_token_ids) for call in calls)
-    num_parse_errors = sum(is_parse_failure(call.step) for call in calls)
-    request_meta = rollout.meta.get("request_meta", {})
-    core = {
-        "rollout_id": rollout.id,
-        "group_id": request_meta.get("group_id"),
-        "agent_id": rollout.meta.get("agent_id"),
-        "policy": rollout.meta.get("model"),
-        "delegate": rollout.meta.get("delegate"),
-        "env_name": rollout.meta.get("env_name"),
-        **seeds_of(rollout),
-        "segment": number,
-        "step_index": last.index,
-        "step_kind": last.kind,
-        "num_turns": len(turns),
-        "reward": sum(turn.reward for turn in ended),
-        "total_reward": rollout.total_reward,
-        "completion_length": completion_length,
-        "prompt_length": num_tokens - completion_length,
-        "truncated": last.truncated,
-        "terminated": last.terminated,
-        "episode_truncated": rollout.stop is not None and rollout.stop.is_truncation,
-        "stop": None if rollout.stop is None else rollout.stop.value,
-        "finish_reason": calls[-1].trace.finish_reason,
-        "parse_error": num_parse_errors > 0,
-        "num_parse_errors": num_parse_errors,
-        "num_cut_off": sum(was_rejected_as_cut_off(call.step) for call in calls),
-        "request_meta": request_meta,
-    }
-    # Ludic's own facts go last: an env may add to them, not change them.
-    return {**small_facts(last), **core}
-
-
-def seeds_of(rollout: Rollout) -> dict[str, Any]:
-    """What the episode was played with; the engine has said so, or the protocol."""
-    said = {**rollout.meta, **rollout.meta.get("engine", {})}
-    return {name: said.get(name) for name in ("env_seed", "sampling_seed")}
+    return SampleOrigin.of_rollout(
+        rollout,
+        segment=number,
+        step_index=last.index,
+        step_kind=last.kind,
+        num_turns=len({call.turn.number for call in calls}),
+        # A turn whose calls lie in two items counts where it ends.
+        reward=sum(call.turn.total_reward for call in calls if call.ends_turn),
+        truncated=last.truncated,
+        terminated=last.terminated,
+        finish_reason=calls[-1].trace.finish_reason,
+        num_parse_errors=sum(is_parse_failure(call.step) for call in calls),
+        num_cut_off=sum(was_rejected_as_cut_off(call.step) for call in calls),
+    )
 
 
 def small_facts(step: Step) -> dict[str, Any]:

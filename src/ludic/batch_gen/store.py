@@ -21,7 +21,7 @@ import msgspec
 from ludic.batch_gen.episodes import Episode, EpisodePlan
 from ludic.types import ConfigError, Rollout
 from ludic.types.line_files import Line, LineWriter, read_lines, repair
-from ludic.types.rollout import json_number, stored_rollouts
+from ludic.types.rollout import json_number, request_meta_in, stored_rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,10 @@ class LineHead(msgspec.Struct):
     id: str
     meta: dict[str, Any] = {}
     failure: dict[str, Any] | None = None
+
+    @property
+    def group_id(self) -> str | None:
+        return request_meta_in(self.meta).get("group_id")
 
 
 def index_lines(path: Path) -> Iterator[tuple[Line, LineHead]]:
@@ -111,9 +115,9 @@ class FinishedEpisodes:
 
 def _whole_episodes(path: Path) -> Iterator[StoredEpisode]:
     open_episodes: dict[str, list[Line]] = defaultdict(list)
-    for line, meta in _metas(path):
-        facts = meta.get("engine")
-        if not isinstance(facts, dict) or facts.get("episode_failed") is not False:
+    for line, rollout in _readable(path):
+        facts = rollout.engine_facts
+        if facts.get("episode_failed") is not False:
             continue
         key, run = facts.get("request_key"), str(facts.get("episode_run"))
         if not isinstance(key, str):
@@ -122,16 +126,15 @@ def _whole_episodes(path: Path) -> Iterator[StoredEpisode]:
         lines.append(line)
         if len(lines) == facts.get("num_rollouts"):
             del open_episodes[run]
-            request = meta.get("request_meta")
-            yield StoredEpisode(key, request.get("group_id") if isinstance(request, dict) else None, lines)
+            yield StoredEpisode(key, rollout.group_id, lines)
 
 
-def _metas(path: Path) -> Iterator[tuple[Line, dict[str, Any]]]:
-    """Of the rollouts that can be read; where none can, all is played again."""
+def _readable(path: Path) -> Iterator[tuple[Line, Rollout]]:
+    """The rollouts that can be read; where none can, all is played again."""
     try:
         for line, rollout in stored_rollouts(path):
             if isinstance(rollout.meta, dict):
-                yield line, rollout.meta
+                yield line, rollout
     except ValueError as error:
         logger.warning("%s", error)
 

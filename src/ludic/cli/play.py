@@ -199,7 +199,7 @@ def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
     rollouts = asyncio.run(_scripted_episode(env, seed, max_steps))
     for rollout in rollouts:
         if len(rollouts) > 1:
-            console.print(Rule(escape(str(rollout.meta["agent_id"]))))
+            console.print(Rule(escape(str(rollout.agent_id))))
         _show_rollout(rollout, delay)
 
 

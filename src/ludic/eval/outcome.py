@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.batch_gen.stitching import seeds_of, small_facts
+from ludic.batch_gen.stitching import small_facts
 from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, StopReason, is_parse_failure, was_rejected_as_cut_off
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -72,7 +72,7 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
         failure=None if rollout.failure is None else f"{rollout.failure.error}: {rollout.failure.message}",
         result=facts["result"] if isinstance(facts.get("result"), str) else None,
         illegal_move=any(illegal) if illegal else None,
-        num_turns=len({step.turn_id or step.id for step in rollout.steps}),
+        num_turns=len(rollout.turns()),
         num_completion_tokens=sum(map(_num_sampled, [*rollout.agent_steps, *_own_samples(rollout)])),
     )
 
@@ -82,7 +82,7 @@ def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1
 
     If any can be graded, those that cannot (nothing readable ever reached the env) are wrong.
     """
-    found = [outcome_of(r, success_reward=success_reward) for r in rollouts if "parent_step_id" not in r.meta]
+    found = [outcome_of(r, success_reward=success_reward) for r in rollouts if not r.is_sub_task]
     if all(outcome.correct is None for outcome in found):
         return found
     return [replace(outcome, correct=bool(outcome.correct)) for outcome in found]
@@ -93,11 +93,10 @@ def task_of(rollout: Rollout) -> str:
     meta = rollout.meta
     if "task_id" in meta:
         return str(meta["task_id"])
-    facts = meta.get("engine", {})
-    sample, seed = meta.get("sample_index"), facts.get("env_seed", meta.get("env_seed"))
+    sample, seed = meta.get("sample_index"), rollout.env_seed
     if sample is None and seed is None:
         return rollout.id
-    return f"{facts.get('env_kind', meta.get('env_name'))}:{sample}:{seed}"
+    return f"{rollout.engine_facts.get('env_kind', rollout.env_name)}:{sample}:{seed}"
 
 
 def canonical(answer: str) -> str:
@@ -148,9 +147,9 @@ def _is_truncated(rollout: Rollout, last: Step | None) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # One record per reply that was meant for the env: what reducers read, and what stands in records.jsonl.
 # ----------------------------------------------------------------------------------------------------
-# Shaped like the meta of a training sample, so one reducer serves both. A reply that could not be read has a record like one
-# that could, and an episode that failed before its first reply has one too: whatever is averaged over records or rollouts is
-# averaged over all of them.
+# Shaped like the record of a training sample (`SAWItem.record`), so one reducer serves both. A reply that could not be read
+# has a record like one that could, and an episode that failed before its first reply has one too: averages over records or
+# rollouts are averages over all of them.
 
 
 def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:
@@ -163,15 +162,15 @@ def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _rollout_facts(rollout: Rollout, outcome: Outcome) -> dict[str, Any]:
-    meta = rollout.meta
     return {
         "rollout_id": rollout.id,
         "task": outcome.task,
-        "group_id": meta.get("request_meta", {}).get("group_id"),
-        "agent_id": meta.get("agent_id"),
-        "env_name": meta.get("env_name"),
-        **seeds_of(rollout),
-        "episode_idx": meta.get("episode_idx"),
+        "group_id": rollout.group_id,
+        "agent_id": rollout.agent_id,
+        "env_name": rollout.env_name,
+        "env_seed": rollout.env_seed,
+        "sampling_seed": rollout.sampling_seed,
+        "episode_idx": rollout.meta.get("episode_idx"),
         "num_turns": outcome.num_turns,
         "total_reward": outcome.total_reward,
         "env_reward": outcome.reward,
@@ -180,7 +179,7 @@ def _rollout_facts(rollout: Rollout, outcome: Outcome) -> dict[str, Any]:
         "stop": None if rollout.stop is None else rollout.stop.value,
         "failed": outcome.failure is not None,
         "failure": outcome.failure,
-        "request_meta": meta.get("request_meta", {}),
+        "request_meta": rollout.request_meta,
     }
 
 

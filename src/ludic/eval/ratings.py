@@ -60,7 +60,7 @@ def fit_elo(
 ) -> list[Rating]:
     """The likeliest ratings, best first, `anchor` being at `anchor_elo`.
 
-    They exist only if nobody, alone or as a group, won every game against all others (or lost every one); else this is a
+    They exist only if no player, alone or as a group, won every game against all others (or lost every one); else this is a
     ConfigError, unless `prior_draws` imagined draws between any two who met keep ratings finite. They pull all ratings together,
     the more the fewer real games a pair has. Intervals come from the curvature of the likelihood (Fisher), of real games
     alone. A draw varies less than the win or loss it is counted as, so they are too wide rather than too narrow.
@@ -157,7 +157,7 @@ def _standard_errors(strength_P: Floats, games_PP: Floats, fixed: int) -> Floats
 
 
 def _require_finite(players: Sequence[str], points_PP: Floats, games_PP: Floats) -> None:
-    """Ratings are finite if everybody has taken something off everybody else, at least by way of others (Ford, 1957)."""
+    """Ratings are finite if every player has taken points off every other, directly or by way of others (Ford, 1957)."""
     if not _reaches(games_PP > 0).all():
         raise ConfigError(f"Of {players} some never met, not even by way of others; they cannot be rated together.")
     reaches_PP = _reaches(points_PP > 0)
@@ -179,14 +179,14 @@ def _reaches(edges_PP: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Everybody against everybody, in both seats: the games that ratings are made of.
+# Round-robin matches with both seatings: the games that ratings are made of.
 # ----------------------------------------------------------------------------------------------------
 
 
 def round_robin(
     template: RolloutRequest, players: Sequence[str], seats: tuple[str, str], *, num_games: int, seed: int = 0
 ) -> list[RolloutRequest]:
-    """`num_games` requests for every pair in each of the two ways to seat it, so that whoever moves first gains nothing.
+    """`num_games` requests for every pair in each of the two ways to seat it, so that moving first is no advantage.
 
     `template` says which env and protocol (one of `Policies`); players are policies, such as the members of a league.
     """
@@ -207,7 +207,7 @@ def round_robin(
 
 
 def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Match]:
-    """One match per episode of two: whoever earned more has won. Failed episodes are left out.
+    """One match per episode of two; the player who earned more has won. Failed episodes are left out.
 
     A player who never came to move has no rollout, and earned nothing.
     """
@@ -219,9 +219,9 @@ def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Matc
             raise ConfigError(
                 f"Rollout {rollout.id} does not say who played. Take requests from round_robin or assign_roles."
             )
-        episode = rollout.meta["engine"]["episode_run"]
+        episode = rollout.engine_facts["episode_run"]
         names[episode] = rollout.meta["policies"][seats[0]], rollout.meta["policies"][seats[1]]
-        earned.setdefault(episode, {})[rollout.meta.get("agent_id", "")] = rollout.total_reward
+        earned.setdefault(episode, {})[rollout.agent_id or ""] = rollout.total_reward
         if rollout.failure is not None:
             failed.add(episode)
     return [

@@ -27,7 +27,7 @@ from ludic.types import (
     SamplingParams,
     TokenArray,
     TokenCompletionRequest,
-    logprob_array,
+    float_array,
     shown_url,
     token_array,
 )
@@ -106,7 +106,9 @@ class OpenAIChatClient:
             text=text,
             prompt_token_ids=token_array(prompt),
             completion_token_ids=token_array(completion),
-            completion_logprobs=None if content is None else logprob_array([entry["logprob"] for entry in content]),
+            completion_logprobs=None
+            if content is None
+            else float_array([entry["logprob"] for entry in content], "logprobs"),
             finish_reason=finish_reason,
         )
         return response, _info(answer)

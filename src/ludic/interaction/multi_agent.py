@@ -15,14 +15,14 @@ from ludic.interaction.base import (
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.failures import all_or_none
-from ludic.interaction.session import AgentSession, Turn, call_handler
+from ludic.interaction.session import AgentSession, TurnResult, call_handler
 from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall, derive_seed
 
 
 class MultiAgentProtocol(InteractionProtocol):
     """Each step, every managed agent whose turn it is acts, side by side; then the env moves.
 
-    Agents in the env that nobody manages here are the env's own business. Every managed agent hears every outcome
+    Agents in the env that this protocol does not manage are the env's own business. Every managed agent hears every outcome
     that the env addresses to it, whether it acted or not, and finishes on its own.
     """
 
@@ -89,7 +89,7 @@ class MultiAgentProtocol(InteractionProtocol):
         return collector.extract_rollouts_with_per_agent_status()
 
     async def _play(self, env: AnyEnv, sessions: Sequence[AgentSession], max_steps: int) -> StopReason:
-        """Steps until nobody is left; the reason for those who had not finished by themselves."""
+        """Steps until no agent is left; the stop reason of those that had not finished by themselves."""
         for _ in range(max_steps):
             active = env.active_agents
             if not active or all(session.finished or session.retired for session in sessions):
@@ -114,7 +114,7 @@ class MultiAgentProtocol(InteractionProtocol):
         return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE
 
     @staticmethod
-    def _settle(acting: Sequence[AgentSession], turns: Mapping[str, Turn]) -> None:
+    def _settle(acting: Sequence[AgentSession], turns: Mapping[str, TurnResult]) -> None:
         """Tell agents whose reply was no action; let go of those with no room left for another prompt."""
         for session in acting:
             turn = turns[session.agent_id]

@@ -42,8 +42,8 @@ _NO_REPLY_READ = "Invalid action."
 
 
 @dataclass(kw_only=True, slots=True)
-class Turn:
-    """One turn of one agent: the model calls, and the action they led to."""
+class TurnResult:
+    """What one turn of one agent came to: the model calls, and the action they led to."""
 
     id: str
     step_ids: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Turn:
 class _Transition:
     """What the env has said since the agent's last turn."""
 
-    turn: Turn | None
+    turn: TurnResult | None
     prev_obs: Observation | None
     reward: float = 0.0
     info: Info = field(default_factory=dict)
@@ -117,7 +117,7 @@ class AgentSession:
     def start(self, opening: tuple[Observation, Info] | None, env: AnyEnv) -> None:
         """The env has been reset; `opening` is what it told this agent. A context's own system prompt goes before the env's
         suggestion."""
-        self.agent.begin_episode()  # first: whoever plays elsewhere is refused, and keeps its tools
+        self.agent.begin_episode()  # first: an agent that plays elsewhere is refused, and keeps its tools
         try:
             self.agent.take_tools(env.episode_tools(self.agent_id))
         except BaseException:
@@ -131,11 +131,11 @@ class AgentSession:
 
     # --- the agent acts ---
 
-    async def take_turn(self) -> Turn:
+    async def take_turn(self) -> TurnResult:
         """Show the agent what is new, let it act, and log every model call of the turn."""
         self._close_transition()
         self._show_unseen()
-        turn = Turn(id=self._next_turn_id())
+        turn = TurnResult(id=self._next_turn_id())
         for round_index in range(self._max_external_rounds + 1):
             try:
                 final = await self._act(turn)
@@ -151,7 +151,7 @@ class AgentSession:
         turn.feedback = f"Too many external tool calls in one turn ({self._max_external_rounds}). Act without them."
         return turn
 
-    async def _act(self, turn: Turn) -> AgentActStep:
+    async def _act(self, turn: TurnResult) -> AgentActStep:
         seed = None if self._sampling_seed is None else derive_seed(self._sampling_seed, self._num_acts)
         self._num_acts += 1
         result = await self.agent.act(self._inference, seed, self._timeout_s)
@@ -159,7 +159,7 @@ class AgentSession:
             turn.source = self._log_agent_step(turn, act_step)
         return result.final_step
 
-    def _log_agent_step(self, turn: Turn, act: AgentActStep) -> AgentStep:
+    def _log_agent_step(self, turn: TurnResult, act: AgentActStep) -> AgentStep:
         parsed = act.parse_result
         reward, _ = split_parser_reward(parsed)
         info = dict(act.info)
@@ -188,7 +188,7 @@ class AgentSession:
         turn.step_ids.append(step.id)
         return step
 
-    def _read_action(self, turn: Turn, final: AgentActStep) -> None:
+    def _read_action(self, turn: TurnResult, final: AgentActStep) -> None:
         parsed = final.parse_result
         if final.action_target == "internal":
             turn.out_of_room = self._why_no_room()
@@ -204,7 +204,7 @@ class AgentSession:
         is_spent = self._max_tokens is not None and sampled >= self._max_tokens
         return StopReason.TOKEN_BUDGET if is_spent else StopReason.CONTEXT_FULL
 
-    async def _serve_external(self, turn: Turn, final: AgentActStep, *, is_over: bool) -> None:
+    async def _serve_external(self, turn: TurnResult, final: AgentActStep, *, is_over: bool) -> None:
         assert turn.source is not None, "an external call is made by a logged step"
         own = {result["tool_call_id"]: result for result in final.tool_results or ()}
         calls = [call for call in final.tool_calls or () if call["id"] not in own]
@@ -238,11 +238,11 @@ class AgentSession:
 
     # --- the env answers ---
 
-    def reject(self, turn: Turn) -> None:
+    def reject(self, turn: TurnResult) -> None:
         """The reply could not be read: the agent will be shown why, and the env has not seen it."""
         self._tell(turn.feedback or _NO_REPLY_READ, {"parse_error": True, "parse_feedback_obs": turn.feedback})
 
-    def observe(self, outcome: StepOutcome, turn: Turn | None = None) -> None:
+    def observe(self, outcome: StepOutcome, turn: TurnResult | None = None) -> None:
         """What the env says after a step; `turn` is this agent's own, if it acted."""
         if turn is not None or self._open is None:
             self._open = _Transition(turn=turn, prev_obs=self._last_obs)
@@ -310,7 +310,7 @@ class AgentSession:
             return  # others moved before this agent's first turn, and nothing came of it
         stop = self.stop
         is_truncated = stop is not None and stop.is_truncation
-        turn = transition.turn or Turn(id=self._next_turn_id())
+        turn = transition.turn or TurnResult(id=self._next_turn_id())
         source = turn.source
         extra: Info = {}
         if stop is not None:

@@ -22,7 +22,7 @@ from ludic.types import (
     TokenArray,
     TokenCompletionRequest,
     VersionRun,
-    logprob_array,
+    float_array,
     token_array,
 )
 
@@ -111,7 +111,7 @@ class TinkerChatClient:
             raise EndpointError(f"Tinker sampled {len(tokens)} tokens and gave {found} log-probs for them.")
         length, text = self._end_of(tokens, request.sampling)
         is_over = length < len(tokens) or sequence.stop_reason == "stop" or text is not None
-        kept: LogprobArray = logprob_array(logprobs)[:length]
+        kept: LogprobArray = float_array(logprobs, "logprobs")[:length]
         return ChatResponse(
             text=text if text is not None else self._decode(tokens[:length]),
             prompt_token_ids=request.prompt_token_ids,

@@ -21,7 +21,7 @@ from ludic.training.losses import (
     MaskedCausalLMCrossEntropyLoss,
     TokenClippedSurrogateLoss,
 )
-from ludic.types import ConfigError, LogprobArray, SAWItem
+from ludic.types import ConfigError, FloatArray, SAWItem
 
 _CPU = torch.device("cpu")
 Reducing = TokenClippedSurrogateLoss | CISPOLoss | MaskedCausalLMCrossEntropyLoss
@@ -86,7 +86,7 @@ def rows_of(items: Sequence[SAWItem], loss: Loss, facts: BatchFacts) -> list[Tra
 
 def _loss_inputs(
     items: Sequence[SAWItem], loss: Loss, built_in: BuiltInLoss, facts: BatchFacts
-) -> list[dict[str, LogprobArray]]:
+) -> list[dict[str, FloatArray]]:
     assert isinstance(loss, Reducing), "the others are not built in"
     # Log-probs are not known yet, and a reduction does not look at them.
     tokens = tokens_of(items, [torch.zeros(len(item.input_ids) - 1) for item in items], facts)
@@ -105,7 +105,7 @@ def _scale(loss: Reducing, tokens: ActionTokens) -> Tensor:
     return scale
 
 
-def _at_targets(items: Sequence[SAWItem], values_A: np.ndarray) -> list[LogprobArray]:
+def _at_targets(items: Sequence[SAWItem], values_A: np.ndarray) -> list[FloatArray]:
     """One value per target of each row: those of action tokens, and zero elsewhere."""
     ends = np.cumsum([0, *(item.num_action_tokens for item in items)])
     spread = []

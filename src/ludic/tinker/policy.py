@@ -14,7 +14,7 @@ import torch
 from ludic.inference.http import EndpointError
 from ludic.tinker.client import TinkerChatClient
 from ludic.tinker.service import TinkerConfig, connect, context_length, sdk, tinker_errors
-from ludic.types import LogprobArray, TokenArray, logprob_array
+from ludic.types import FloatArray, LogprobArray, TokenArray, float_array
 
 CustomLoss: TypeAlias = Callable[[list[torch.Tensor]], torch.Tensor]
 """From the log-probs of each row's targets, which carry a gradient, to a scalar."""
@@ -26,7 +26,7 @@ class TrainRow:
 
     tokens: TokenArray
     targets: TokenArray
-    loss_inputs: Mapping[str, LogprobArray] = field(default_factory=dict)
+    loss_inputs: Mapping[str, FloatArray] = field(default_factory=dict)
     """What the built-in loss wants beside the targets, one number per target."""
 
 
@@ -136,4 +136,4 @@ def _logprobs_of(output: Mapping[str, Any], row: TrainRow) -> LogprobArray:
     if found is None or len(found.data) != len(row.targets):
         given = "none" if found is None else str(len(found.data))
         raise EndpointError(f"Tinker trained on {len(row.targets)} tokens and gave {given} log-probs for them.")
-    return logprob_array(np.asarray(found.data, dtype=np.float32))
+    return float_array(np.asarray(found.data, dtype=np.float32), "logprobs")

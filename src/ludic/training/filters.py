@@ -1,8 +1,8 @@
 """Sample filters: which items are trained on. True keeps an item.
 
 Every named filter is a predicate and a factory of itself, so `drop_truncated`, `drop_truncated()` and
-`drop_truncated(item)` all do what they look like. A filter reads the facts that stitching wrote into `SAWItem.meta`;
-an item that does not state a fact is kept by the filters that drop, and dropped by those that keep.
+`drop_truncated(item)` all do what they look like. A filter reads `SAWItem.origin`; an item whose origin does not
+state a fact is kept by the filters that drop, and dropped by those that keep.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,32 +38,32 @@ def keep_all(item: SAWItem) -> bool:
 
 @NamedFilter
 def drop_truncated(item: SAWItem) -> bool:
-    """Drop what a limit cut off: the env's, the protocol's, or the trainer's sequence length."""
-    return not item.meta.get("truncated", False)
+    """Drop what a limit of the env or the protocol cut off."""
+    return not item.origin.truncated
 
 
 @NamedFilter
 def drop_incomplete_completions(item: SAWItem) -> bool:
     """Drop replies that the model did not finish (it ran out of tokens)."""
-    return item.meta.get("finish_reason") != "length"
+    return item.origin.finish_reason != "length"
 
 
 @NamedFilter
 def drop_parse_errors(item: SAWItem) -> bool:
     """Drop replies that could not be read as an action."""
-    return not item.meta.get("parse_error", False)
+    return not item.origin.parse_error
 
 
 @NamedFilter
 def keep_env_steps(item: SAWItem) -> bool:
     """Keep turns that reached the env."""
-    return item.meta.get("step_kind") == "env"
+    return item.origin.step_kind == "env"
 
 
 @NamedFilter
 def keep_agent_steps(item: SAWItem) -> bool:
     """Keep turns that ended with a model call and never reached the env."""
-    return item.meta.get("step_kind") == "agent"
+    return item.origin.step_kind == "agent"
 
 
 def combine(*filters: SampleFilter) -> SampleFilter:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ludic.types import ConfigError, LogprobArray, SampleAttachments, SAWBatch, SAWItem
+from ludic.types import ConfigError, FloatArray, GroupKey, LogprobArray, SampleAttachments, SAWBatch, SAWItem
 
 PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
 
@@ -69,7 +69,7 @@ def forget_temperature(batch: SAWBatch) -> SAWBatch:
 
 
 def _is_processed(attached: SampleAttachments) -> bool:
-    """Whether the sampler's log-probs are of another distribution than the model's own; greedy ones are of its own."""
+    """Whether the sampler's log-probs are of another distribution than the model's own; greedy ones are the model's."""
     is_scaled = attached.temperature not in (None, 0, 1)
     return is_scaled or attached.candidates is not None or attached.untrainable_sampling is not None
 
@@ -97,24 +97,19 @@ def filter_zero_variance_groups(batch: SAWBatch, *, eps: float = 1e-6) -> SAWBat
     group, and groups with one rollout, pass. The share of dropped items is in meta["zvp_filter_frac"].
     """
     _check_eps("filter_zero_variance_groups", eps)
-    groups: dict[Any, dict[Any, list[SAWItem]]] = {}
+    groups: dict[GroupKey, dict[str | int, list[SAWItem]]] = {}
     for item in batch.items:
-        if (key := _group_of(item)) is not None:
+        if (key := item.origin.group) is not None:
             groups.setdefault(key, {}).setdefault(_rollout_of(item), []).append(item)
     flat = {key for key, rollouts in groups.items() if _are_alike(rollouts.values(), eps)}
-    kept = [item for item in batch.items if _group_of(item) not in flat]
+    kept = [item for item in batch.items if item.origin.group not in flat]
     return _reduced(batch, kept, "zvp_filter_frac")
 
 
-def _group_of(item: SAWItem) -> tuple[Any, ...] | None:
-    """As in credit assignment: agents of one episode play different roles and are not compared."""
-    meta = item.meta
-    return None if meta.get("group_id") is None else (meta["group_id"], meta.get("agent_id"), meta.get("delegate"))
-
-
-def _rollout_of(item: SAWItem) -> Any:
-    """Items that do not name a rollout are rollouts of their own."""
-    return item.meta.get("rollout_id", id(item))
+def _rollout_of(item: SAWItem) -> str | int:
+    """An item that names no rollout counts as one by itself."""
+    rollout_id = item.origin.rollout_id
+    return id(item) if rollout_id is None else rollout_id
 
 
 def _are_alike(rollouts: Iterable[list[SAWItem]], eps: float) -> bool:
@@ -125,14 +120,14 @@ def _are_alike(rollouts: Iterable[list[SAWItem]], eps: float) -> bool:
     return bool((spread <= eps).all())
 
 
-def _profile(items: list[SAWItem], eps: float) -> LogprobArray:
+def _profile(items: list[SAWItem], eps: float) -> FloatArray:
     """The weights of a rollout in order, repetitions left out: how many tokens share a weight does not matter."""
     weights = np.concatenate([_weights(item) for item in items])
     is_new = np.abs(np.diff(weights, prepend=np.float32(np.inf))) > eps
     return weights[is_new]
 
 
-def _weights(item: SAWItem) -> LogprobArray:
+def _weights(item: SAWItem) -> FloatArray:
     own = item.attachments.token_weights
     return own if own is not None else np.array([item.weight], dtype=np.float32)
 
@@ -171,32 +166,29 @@ def keep_distinct(batch: SAWBatch) -> SAWBatch:
 def keep_few_per_group(batch: SAWBatch, *, max_rollouts: int) -> SAWBatch:
     """At most so many rollouts of each group, those that earned most: prompts that are easy do not outweigh the others.
 
-    Of equal ones the first are kept. Samples without a group pass.
+    Groups are those of credit assignment (`GroupKey`): each role of an episode has its own. Of equal ones the first are kept.
+    Samples without a group pass.
     """
     if max_rollouts < 1:
         raise ConfigError(f"max_rollouts={max_rollouts}; a group without any could be left out by min_reward.")
-    rewards: dict[Any, dict[Any, float]] = {}
+    rewards: dict[GroupKey | None, dict[str | int, float]] = {}
     for item in batch.items:
-        rewards.setdefault(item.meta.get("group_id"), {})[_rollout(item)] = _total_reward(item)
+        rewards.setdefault(item.origin.group, {})[_rollout_of(item)] = _total_reward(item)
     chosen = {
         rollout
         for group, earned in rewards.items()
         for place, rollout in enumerate(sorted(earned, key=lambda rollout: -earned[rollout]))
         if group is None or place < max_rollouts
     }
-    return SAWBatch(items=[item for item in batch.items if _rollout(item) in chosen], meta=dict(batch.meta))
-
-
-def _rollout(item: SAWItem) -> Any:
-    """Samples that do not name a rollout are rollouts of their own."""
-    return item.meta.get("rollout_id", id(item))
+    return SAWBatch(items=[item for item in batch.items if _rollout_of(item) in chosen], meta=dict(batch.meta))
 
 
 def _total_reward(item: SAWItem) -> float:
-    reward = item.meta.get("total_reward")
+    reward = item.origin.total_reward
     if reward is None:
         raise ConfigError(
-            "A sample does not say what its rollout earned (meta['total_reward']), so it cannot be accepted or rejected. "
-            "Items that Ludic makes from rollouts say it; write it into your own, or use make_sft for demonstrations."
+            "A sample does not say what its rollout earned (origin.total_reward), so it cannot be accepted or rejected. "
+            "Items that Ludic makes from rollouts say it; give your own SampleOrigin(total_reward=…), or use make_sft for "
+            "demonstrations."
         )
-    return float(reward)
+    return reward

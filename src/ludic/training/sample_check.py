@@ -5,7 +5,6 @@ First the numbers, which a model or an optimizer would choke on; then a rehearsa
 sees them, so that whatever the algorithm asks for is asked for here, in the algorithm's own words.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from ludic.training.learner.prepare import prepare
 from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
 
 MAX_WEIGHT = 1e9
-"""Times the largest ratio that losses let through (e^20), squared for a norm and summed, this stays finite in float32."""
+"""Times the largest ratio that losses let through (e^MAX_LOG_RATIO), squared for a norm and summed, it is finite in float32."""
 TEMPERATURES = (1e-4, 1e4)
 MAX_REWARD = 1e30
 ROUNDING = 0.01
@@ -49,7 +48,7 @@ class TrainableSamples:
         for item in items:
             self._check_ids(item)
             _check_numbers(item)
-            _check_meta(item)
+            _check_facts(item)
         self._rehearse(items)
 
     def _check_ids(self, item: SAWItem) -> None:
@@ -105,11 +104,13 @@ def _check_numbers(item: SAWItem) -> None:
         )
 
 
-def _check_meta(item: SAWItem) -> None:
-    reward, result = item.meta.get("total_reward"), item.meta.get("result")
-    is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
-    if reward is not None and not (is_number and math.isfinite(reward) and abs(reward) <= MAX_REWARD):
-        raise UntrainableSamples(f"A sample says that its rollout earned {reward!r:.100}; a reward is a finite number.")
+def _check_facts(item: SAWItem) -> None:
+    for reward in (item.origin.reward, item.origin.total_reward):
+        if reward is not None and not abs(reward) <= MAX_REWARD:
+            raise UntrainableSamples(
+                f"A sample says that its rollout earned {reward:g}; a reward is a finite number, up to {MAX_REWARD:g}."
+            )
+    result = item.meta.get("result")
     if isinstance(result, str) and result.startswith(PREFIXES):
         raise UntrainableSamples(
             f"A sample's rollout ended with the result {result!r:.100}, which would be taken for a metric."

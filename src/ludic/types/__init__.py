@@ -3,11 +3,22 @@
 Everything may import it; it imports nothing. Start with rollout.py and samples.py, then interfaces.py.
 """
 
-from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, rounding_of, spread_of, token_array
+from ludic.types.arrays import (
+    FloatArray,
+    LogprobArray,
+    TokenArray,
+    TokenIds,
+    TurnNumbers,
+    float_array,
+    rounding_of,
+    spread_of,
+    token_array,
+)
 from ludic.types.errors import (
     ConfigError,
     ContextError,
     EnvContractError,
+    Failure,
     LudicError,
     MissingExtra,
     NotFinite,
@@ -59,24 +70,16 @@ from ludic.types.metrics import (
     result_rates,
 )
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, derive_seed, prompt_key
-from ludic.types.rollout import (
-    Failure,
-    Rollout,
-    is_parse_failure,
-    load_rollouts,
-    save_rollouts,
-    was_rejected_as_cut_off,
-)
+from ludic.types.rollout import GroupKey, Rollout, load_rollouts, save_rollouts
 from ludic.types.samples import (
     ActorTokenLogps,
     HasActorLogps,
     RolloutStepKey,
     SampleAttachments,
+    SampleOrigin,
     SAWBatch,
     SAWItem,
     has_actor_logps,
-    objective_of,
-    with_objective,
 )
 from ludic.types.sampling import (
     BackendExtensions,
@@ -101,7 +104,10 @@ from ludic.types.steps import (
     Step,
     StepOutcome,
     StopReason,
+    Turn,
+    is_parse_failure,
     new_id,
+    was_rejected_as_cut_off,
 )
 from ludic.types.tokens import CandidateSets, TokenLog, TokenTrace, VersionRun
 from ludic.types.urls import shown_url
@@ -109,21 +115,21 @@ from ludic.types.urls import shown_url
 __all__ = [
     "JSON", "Message", "MessageView", "ToolCall", "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
     "ChecksSamples", "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
-    "TokenArray", "TokenIds", "LogprobArray", "TokenLog", "TokenTrace", "CandidateSets", "VersionRun", "token_array",
-    "rounding_of", "spread_of",
-    "logprob_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
+    "TokenArray", "TokenIds", "FloatArray", "LogprobArray", "TurnNumbers", "TokenLog", "TokenTrace", "CandidateSets", "VersionRun",
+    "token_array", "rounding_of", "spread_of",
+    "float_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions", "untrainable_settings", "require_trainable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
-    "AgentStep", "EnvironmentStep", "Step", "Rollout", "Failure", "is_parse_failure", "was_rejected_as_cut_off", "save_rollouts",
-    "load_rollouts",
+    "AgentStep", "EnvironmentStep", "Step", "Turn", "Rollout", "GroupKey", "Failure", "is_parse_failure",
+    "was_rejected_as_cut_off", "save_rollouts", "load_rollouts",
     "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest", "prompt_key",
-    "SAWItem", "SAWBatch", "SampleAttachments", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
+    "SAWItem", "SAWBatch", "SampleAttachments", "SampleOrigin", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
     "RolloutStepKey",
     "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
     "TeacherScorer", "SampleFilter", "SampleCheck", "TokenizeFn", "StateFromStepFn", "StepSelector",
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
     "result_names", "result_rates",
-    "derive_seed", "objective_of", "with_objective", "shown_url",
+    "derive_seed", "shown_url",
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",
     "NotFinite",

@@ -1,4 +1,4 @@
-"""Arrays of token ids (int32) and of log-probs (float32), flat, checked once and read-only; and when numbers are equal."""
+"""Flat arrays of token ids (int32) and of numbers per token (float32), checked once and read-only; and when numbers are equal."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -7,7 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
-LogprobArray: TypeAlias = npt.NDArray[np.float32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+"""One number per token: weights, rewards, values, returns."""
+LogprobArray: TypeAlias = FloatArray
+"""One log-probability per token."""
+TurnNumbers: TypeAlias = FloatArray
+"""Which turn each token belongs to. Whole numbers, held as float32 like every other number per token."""
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """What a constructor accepts; what it stores is a TokenArray."""
 
@@ -19,7 +24,7 @@ _NO_TOKENS.setflags(write=False)
 
 
 def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array itself if nobody can change it, else a copy: whoever made it may use its buffer again."""
+    """The array itself if it is read-only, else a read-only copy: the caller may write to its own buffer again."""
     if not array.flags.writeable:
         return array
     copied = array.copy()
@@ -45,13 +50,13 @@ def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
     return narrow
 
 
-def logprob_array(logprobs: Sequence[float] | npt.NDArray[Any], name: str = "logprobs") -> LogprobArray:
-    """`logprobs` as float32, or a TypeError that names the field."""
-    if type(logprobs) is np.ndarray and logprobs.dtype is _FLOAT32 and logprobs.ndim == 1:
-        return _frozen(logprobs)
-    if isinstance(logprobs, (str, bytes)) or not isinstance(logprobs, (Sequence, np.ndarray)):
-        raise TypeError(f"{name} must be a list or array of numbers, got {type(logprobs).__name__}.")
-    wide = np.asarray(logprobs)
+def float_array(values: Sequence[float] | npt.NDArray[Any], name: str = "values") -> FloatArray:
+    """`values` as float32, or a TypeError that names the field."""
+    if type(values) is np.ndarray and values.dtype is _FLOAT32 and values.ndim == 1:
+        return _frozen(values)
+    if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
+        raise TypeError(f"{name} must be a list or array of numbers, got {type(values).__name__}.")
+    wide = np.asarray(values)
     if wide.size and (wide.ndim != 1 or wide.dtype.kind not in "iuf"):
         raise TypeError(f"{name} must be a flat list of numbers, got elements of dtype {wide.dtype}.")
     narrow = wide.astype(np.float32)

@@ -1,11 +1,18 @@
 """Named errors: every message says what was asked, what there is, and what to do.
 
 They also inherit from the built-in error a caller would expect (ValueError, KeyError, …), so that code
-written against the plain Python contract keeps working.
+written against the plain Python contract keeps working. `Failure` is what is stored of an error that ended an episode.
 """
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludic.types.messages import encodable
 
 
 class LudicError(Exception):
@@ -109,3 +116,82 @@ class PromptTooLong(OutOfRoom, ValueError):
 
 class RequestsExhausted(LudicError, RuntimeError):
     """There are no more requests: the data has been used up. A trainer ends its run there."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# A failure as data: what is stored of an episode that raised.
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why an episode could not be finished."""
+
+    error: str
+    """Name of the exception's type."""
+    message: str
+    traceback: str = ""
+    """All of it, Ludic's frames included."""
+    user_traceback: str = ""
+    """From the first frame of code that is neither Ludic's nor installed; empty where the error passed through none."""
+    place: str = ""
+    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all; empty for Ludic's own errors."""
+
+    @classmethod
+    def from_exception(cls, error: BaseException) -> "Failure":
+        try:
+            message = str(error)
+        except BaseException as broken:  # noqa: BLE001 - an exception of the user's, whose __str__ raises
+            message = f"(its text cannot be shown: {type(broken).__name__})"
+        # What Ludic raises on purpose says itself what broke which rule; the frame that noticed it explains nothing.
+        user_traceback, place = ("", "") if isinstance(error, LudicError) else _user_part(error)
+        return cls(
+            error=encodable(type(error).__name__),
+            message=_shortened(message, _MAX_MESSAGE),
+            traceback=_shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
+            user_traceback=_shortened(user_traceback, _MAX_TRACEBACK),
+            place=encodable(place),
+        )
+
+    @property
+    def summary(self) -> str:
+        return f"{self.error}: {self.message}"
+
+
+_MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 40_000
+"""Characters. An exception may hold megabytes, and every failed episode is stored."""
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Both ends of a long text, without lone surrogates, which no file takes."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} … ({len(text) - limit:,} characters) … {text[-limit // 2 :]}"
+    return encodable(text)
+
+
+_INSTALLED = tuple(
+    f"{Path(folder).resolve()}{os.sep}"
+    for folder in (
+        str(Path(__file__).parents[1]),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
+"""Folders whose code is not the user's: Ludic, the standard library, installed packages."""
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(("<", *_INSTALLED)) and not str(Path(frame.filename).resolve()).startswith(
+        _INSTALLED
+    )
+
+
+def _user_part(error: BaseException) -> tuple[str, str]:
+    """(the traceback from the user's first frame on, where it was raised)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [number for number, frame in enumerate(frames) if _is_users(frame)]
+    raised = [frames[users[-1]]] if users else frames[-1:]
+    place = "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in raised)
+    if not users:
+        return "", place
+    shown = traceback.format_list(frames[users[0] :]) + traceback.format_exception_only(error)
+    return "".join(shown), place

@@ -34,7 +34,7 @@ class CtxSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """One wish for rollouts."""
+    """Which episodes to play, and how."""
 
     env: EnvSpec
     protocol: ProtocolSpec
@@ -47,6 +47,11 @@ class RolloutRequest:
     def __post_init__(self) -> None:
         if self.num_episodes < 1:
             raise ConfigError(f"RolloutRequest.num_episodes={self.num_episodes}; ask for at least one episode.")
+
+    @property
+    def group_id(self) -> str | None:
+        """Requests with the same id are one group; the request strategy writes it into their meta."""
+        return self.meta.get("group_id")
 
 
 PROMPT_KEYS = ("task_index", "sample_index")

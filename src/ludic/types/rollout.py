@@ -1,25 +1,23 @@
-"""A rollout: one agent's view of one episode, and its lossless JSON form.
+"""A rollout: one agent's view of one episode, the facts that its meta states, and its lossless JSON form.
 
-In JSON a model call that extends the one before it stores only what is new, for messages and for tokens
-alike, so a file grows with the conversation and not with its square.
+`Rollout.meta` is a dict because it is stored as one; code reads Ludic's own facts in it through the properties of `Rollout`.
+In JSON a model call that extends the one before it stores only what is new, for messages and for tokens alike, so a file
+grows with the conversation and not with its square.
 """
 
 import json
 import logging
-import os
-import sysconfig
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ludic.types.errors import EnvContractError, LudicError
+from ludic.types.errors import EnvContractError, Failure, LudicError
 from ludic.types.line_files import Line, LineWriter, read_lines
-from ludic.types.messages import MessageView, encodable
-from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
+from ludic.types.messages import MessageView
+from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, Turn, is_parse_failure, new_id
 from ludic.types.tokens import TokenLog, TokenTrace
 
 logger = logging.getLogger(__name__)
@@ -27,78 +25,24 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Why an episode could not be finished."""
+class GroupKey(NamedTuple):
+    """Which rollouts are compared with each other: those of one role in the episodes of one group.
 
-    error: str
-    """Name of the exception's type."""
-    message: str
-    traceback: str = ""
-    """All of it, Ludic's frames included."""
-    user_traceback: str = ""
-    """From the first frame of code that is neither Ludic's nor installed; empty where the error passed through none."""
-    place: str = ""
-    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all; empty for Ludic's own errors."""
+    The only definition: credit rules, group filters and dynamic sampling all use it. Agents of one episode play different
+    roles, so they are never compared, although they share a group id.
+    """
 
-    @classmethod
-    def from_exception(cls, error: BaseException) -> "Failure":
-        try:
-            message = str(error)
-        except BaseException as broken:  # noqa: BLE001 - an exception of the user's, whose __str__ raises
-            message = f"(its text cannot be shown: {type(broken).__name__})"
-        # What Ludic raises on purpose says itself what broke which rule; the frame that noticed it explains nothing.
-        user_traceback, place = ("", "") if isinstance(error, LudicError) else _user_part(error)
-        return cls(
-            error=encodable(type(error).__name__),
-            message=_shortened(message, _MAX_MESSAGE),
-            traceback=_shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
-            user_traceback=_shortened(user_traceback, _MAX_TRACEBACK),
-            place=encodable(place),
-        )
-
-    @property
-    def summary(self) -> str:
-        return f"{self.error}: {self.message}"
+    group_id: str
+    """Created by the request strategy, shared by the requests of one starting point."""
+    agent_id: str | None
+    delegate: str | None
+    """Set for a sub-agent, whose agent id may be that of its parent."""
 
 
-_MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 40_000
-"""Characters. An exception may hold megabytes, and every failed episode is stored."""
-
-
-def _shortened(text: str, limit: int) -> str:
-    """Both ends of a long text, without lone surrogates, which no file takes."""
-    if len(text) > limit:
-        text = f"{text[: limit // 2]} … ({len(text) - limit:,} characters) … {text[-limit // 2 :]}"
-    return encodable(text)
-
-
-_INSTALLED = tuple(
-    f"{Path(folder).resolve()}{os.sep}"
-    for folder in (
-        str(Path(__file__).parents[1]),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
-)
-"""Folders whose code is not the user's: Ludic, the standard library, installed packages."""
-
-
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith(("<", *_INSTALLED)) and not str(Path(frame.filename).resolve()).startswith(
-        _INSTALLED
-    )
-
-
-def _user_part(error: BaseException) -> tuple[str, str]:
-    """(the traceback from the user's first frame on, where it was raised)."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [number for number, frame in enumerate(frames) if _is_users(frame)]
-    raised = [frames[users[-1]]] if users else frames[-1:]
-    place = "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in raised)
-    if not users:
-        return "", place
-    shown = traceback.format_list(frames[users[0] :]) + traceback.format_exception_only(error)
-    return "".join(shown), place
+def request_meta_in(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The meta of the request behind a rollout, as its meta states it; empty where it does not."""
+    given = meta.get("request_meta")
+    return given if isinstance(given, Mapping) else {}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,6 +52,7 @@ class Rollout:
     id: str = field(default_factory=new_id)
     steps: list[Step] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+    """What the engine and the protocol state (see the properties), and what the user's request added."""
     stop: StopReason | None = None
     failure: Failure | None = None
     """Set when the episode raised; such a rollout is counted, never trained on."""
@@ -115,6 +60,81 @@ class Rollout:
     @classmethod
     def failed(cls, error: BaseException, *, meta: dict[str, Any] | None = None) -> "Rollout":
         return cls(meta=dict(meta or {}), stop=StopReason.FAILED, failure=Failure.from_exception(error))
+
+    def turns(self) -> list[Turn]:
+        """Steps with one turn id together, in the order in which the turns begin; a step without a turn id is a turn itself."""
+        turns: dict[str, Turn] = {}
+        for step in self.steps:
+            key = step.turn_id or step.id
+            if (turn := turns.get(key)) is None:
+                turns[key] = Turn(len(turns), [step])
+            else:
+                turn.steps.append(step)
+        return list(turns.values())
+
+    # --- what meta states ---
+
+    @property
+    def request_meta(self) -> Mapping[str, Any]:
+        """The meta of the request behind it; the user's."""
+        return request_meta_in(self.meta)
+
+    @property
+    def agent_id(self) -> str | None:
+        """Its agent's name in the env."""
+        return self.meta.get("agent_id")
+
+    @property
+    def delegate(self) -> str | None:
+        """The delegate that it is a sub-task of; None for an agent of the env."""
+        return self.meta.get("delegate")
+
+    @property
+    def is_sub_task(self) -> bool:
+        """True where another agent's tool call started it."""
+        return "parent_step_id" in self.meta
+
+    @property
+    def policy(self) -> str | None:
+        """The name under which its agent asked for completions."""
+        return self.meta.get("model")
+
+    @property
+    def env_name(self) -> str | None:
+        return self.meta.get("env_name")
+
+    @property
+    def engine_facts(self) -> Mapping[str, Any]:
+        """What the engine wrote about the episode: its run, limits, seeds, kinds."""
+        given = self.meta.get("engine")
+        return given if isinstance(given, Mapping) else {}
+
+    @property
+    def env_seed(self) -> int | None:
+        """As the engine states it, else the protocol."""
+        return self.engine_facts.get("env_seed", self.meta.get("env_seed"))
+
+    @property
+    def sampling_seed(self) -> int | None:
+        return self.engine_facts.get("sampling_seed", self.meta.get("sampling_seed"))
+
+    @property
+    def group_id(self) -> str | None:
+        return self.request_meta.get("group_id")
+
+    @property
+    def group(self) -> GroupKey | None:
+        """Whom it is compared with; None where its request belongs to no group."""
+        group_id = self.group_id
+        return None if group_id is None else GroupKey(group_id, self.agent_id, self.delegate)
+
+    @property
+    def objective(self) -> str | None:
+        """What it is trained for, where one batch mixes several objectives; a request may name it."""
+        own: str | None = self.meta.get("objective")
+        return own if own is not None else self.request_meta.get("objective")
+
+    # --- steps and rewards ---
 
     @property
     def agent_steps(self) -> list[AgentStep]:
@@ -240,16 +260,6 @@ def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
     if not num_read:
         raise ValueError(f"No line of {path} is a stored rollout. Line {number}: {reason}") from reason
     logger.warning("%s: %d damaged lines are left out. Line %d: %s", path, len(damaged), number, reason)
-
-
-def is_parse_failure(step: Step) -> bool:
-    """True for a reply that was meant for the env and could not be read."""
-    return isinstance(step, AgentStep) and step.action_target == "env" and bool(step.info.get("parse_error"))
-
-
-def was_rejected_as_cut_off(step: Step) -> bool:
-    """True for a reply that could not be read and had run out of tokens: what it lacks is an end, not a format."""
-    return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """State–Action–Weight samples: all that a trainer ever sees.
 
-One item is a token sequence, a mask that says which tokens the policy chose, and the weight that credit
-assignment gave them. Arrays are numpy; nothing here knows of tensors, episodes or environments.
+One item is a token sequence, a mask that says which tokens the policy chose, the weight that credit assignment gave
+them, and where it comes from (`SampleOrigin`). Arrays are numpy; nothing here knows of tensors or environments.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.arrays import LogprobArray, TokenArray, logprob_array, token_array
+from ludic.types.arrays import FloatArray, LogprobArray, TokenArray, TurnNumbers, float_array, token_array
+from ludic.types.rollout import GroupKey, Rollout
+from ludic.types.steps import StopReason
 from ludic.types.tokens import CandidateSets, VersionRun
 
 RolloutStepKey: TypeAlias = tuple[str, int]
@@ -25,7 +27,7 @@ class ActorTokenLogps:
     token_logps: LogprobArray
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_logps", logprob_array(self.token_logps, "token_logps"))
+        object.__setattr__(self, "token_logps", float_array(self.token_logps, "token_logps"))
 
     def __len__(self) -> int:
         return len(self.token_logps)
@@ -39,17 +41,17 @@ class SampleAttachments:
     """Optional arrays that ride along with a sample."""
 
     actor_logps: ActorTokenLogps | None = None
-    token_weights: LogprobArray | None = None
+    token_weights: FloatArray | None = None
     """One weight per action token, where turns of one item were credited differently; it wins over `SAWItem.weight`."""
-    token_rewards: LogprobArray | None = None
+    token_rewards: FloatArray | None = None
     """What each action token earned: a turn's reward at its last action token, zero elsewhere. For critics."""
-    token_values: LogprobArray | None = None
+    token_values: FloatArray | None = None
     """What a critic expected before each action token, before the update."""
-    token_returns: LogprobArray | None = None
+    token_returns: FloatArray | None = None
     """What it should have expected."""
     teacher_logps: LogprobArray | None = None
     """Log-probability of each action token under a teacher, at the temperature that it was sampled with."""
-    token_turns: LogprobArray | None = None
+    token_turns: TurnNumbers | None = None
     """Which turn of its rollout each action token belongs to, counted from 0. For critics that judge turns."""
     temperature: float | None = None
     """What the action tokens were sampled with; the trainer's log-probs use the same. None means 1."""
@@ -58,13 +60,13 @@ class SampleAttachments:
     untrainable_sampling: str | None = None
     """Settings of the sampler that a trainer cannot repeat from what is here ("top_p=0.9"): no ratio can be taken."""
     version_runs: tuple[VersionRun, ...] = ()
-    """Which policy version sampled which action tokens, in order; empty when nobody said."""
+    """Which policy version sampled which action tokens, in order; empty when it is not known."""
 
     def __post_init__(self) -> None:
         for name in _PER_TOKEN:
             values = getattr(self, name)
             if values is not None:
-                array = logprob_array(values, name)
+                array = float_array(values, name)
                 if not np.isfinite(array).all():
                     raise ValueError(f"{name} holds values that are not finite.")
                 object.__setattr__(self, name, array)
@@ -81,6 +83,111 @@ class SampleAttachments:
         logps = None if self.actor_logps is None else ActorTokenLogps(self.actor_logps.token_logps[:count])
         candidates = None if self.candidates is None else self.candidates.first(count)
         return replace(self, actor_logps=logps, version_runs=tuple(runs), candidates=candidates, **per_token)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOrigin:
+    """Where a sample comes from and how its part of the rollout went. None: not known (a sample of a data set, for instance).
+
+    Stitching fills it in, batch sources add to it, the pipeline carries it. What an env or a user's request says about a
+    sample is in `SAWItem.meta` instead.
+    """
+
+    rollout_id: str | None = None
+    """Samples with the same id are parts of one rollout; one without is a rollout by itself."""
+    group_id: str | None = None
+    """Of the request; see `group`. None also for a replayed sample, whose siblings are not all there."""
+    agent_id: str | None = None
+    """The role in the env."""
+    delegate: str | None = None
+    """The delegate that a sub-agent was; None for an agent of the env."""
+    policy: str | None = None
+    """The name of the model that was asked for completions."""
+    env_name: str | None = None
+    domain: str | None = None
+    """As the request names it (`RolloutRequest.meta["domain"]`); chooses among teachers."""
+    objective: str | None = None
+    """What it is trained for, where one batch mixes several; the request names it, or a source of a mixture."""
+    env_seed: int | None = None
+    sampling_seed: int | None = None
+    segment: int = 0
+    """Order among the samples of its rollout; stitching counts from 0."""
+    step_index: int | None = None
+    """Of the last step of its last turn."""
+    step_kind: Literal["agent", "env"] | None = None
+    """Of that step: "env" where the turn reached the env, "agent" where it ended with a model call."""
+    num_turns: int | None = None
+    """Turns that its action tokens belong to."""
+    reward: float | None = None
+    """Of the turns that end in this sample."""
+    total_reward: float | None = None
+    """Of the whole rollout."""
+    truncated: bool = False
+    """Its last step was cut off by a limit of the env or the protocol."""
+    terminated: bool = False
+    """Its last step ended the episode."""
+    stop: StopReason | None = None
+    """Why the rollout ended."""
+    finish_reason: str | None = None
+    """Of its last completion; "length" where it ran out of tokens."""
+    num_parse_errors: int | None = None
+    """Replies that could not be read as an action."""
+    num_cut_off: int = 0
+    """Those of them that ran out of tokens."""
+    is_replayed: bool = False
+    """A batch had it before."""
+    seq_len_truncated: bool = False
+    """The trainer cut it to `max_seq_len`."""
+
+    def __post_init__(self) -> None:
+        for name in ("reward", "total_reward"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not float:
+                object.__setattr__(
+                    self, name, float(value)
+                )  # numpy's floats are no plain numbers, which a queue carries
+
+    @classmethod
+    def of_rollout(cls, rollout: Rollout, **facts: Any) -> "SampleOrigin":
+        """What a rollout says of all of its samples; `facts` are those of one sample."""
+        return cls(
+            rollout_id=rollout.id,
+            group_id=_text(rollout.group_id),
+            agent_id=_text(rollout.agent_id),
+            delegate=rollout.delegate,
+            policy=rollout.policy,
+            env_name=rollout.env_name,
+            domain=_text(rollout.request_meta.get("domain")),
+            objective=rollout.objective,
+            env_seed=rollout.env_seed,
+            sampling_seed=rollout.sampling_seed,
+            total_reward=rollout.total_reward,
+            stop=rollout.stop,
+            **facts,
+        )
+
+    @property
+    def group(self) -> GroupKey | None:
+        """Whom its rollout is compared with; None where it is compared with no other."""
+        return None if self.group_id is None else GroupKey(self.group_id, self.agent_id, self.delegate)
+
+    @property
+    def episode_truncated(self) -> bool:
+        """A limit ended the rollout."""
+        return self.stop is not None and self.stop.is_truncation
+
+    @property
+    def parse_error(self) -> bool | None:
+        """Some reply could not be read; None where it is not known."""
+        return None if self.num_parse_errors is None else self.num_parse_errors > 0
+
+
+def _text(name: Any) -> str | None:
+    """Names of the user's, who may count groups or agents."""
+    return None if name is None else str(name)
+
+
+_ORIGIN_FACTS = (*(field.name for field in fields(SampleOrigin)), "episode_truncated", "parse_error")
 
 
 def _mask_array(mask: Sequence[int] | npt.NDArray[Any], name: str, length: int) -> npt.NDArray[np.bool_]:
@@ -105,7 +212,9 @@ class SAWItem:
     """True on the tokens that the policy chose."""
     weight: float
     meta: Mapping[str, Any] = field(default_factory=dict)
+    """What the user's env and request say about it, for filters and metrics; Ludic's own facts are in `origin`."""
     attachments: SampleAttachments = field(default_factory=SampleAttachments)
+    origin: SampleOrigin = SampleOrigin()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -119,14 +228,14 @@ class SAWItem:
         _check_lengths(self)
 
     @property
-    def token_weights(self) -> LogprobArray:
+    def token_weights(self) -> FloatArray:
         """One weight per action token."""
         own = self.attachments.token_weights
         return own if own is not None else np.full(self.num_action_tokens, self.weight, dtype=np.float32)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any of its tokens; None when nobody said."""
+        """The oldest policy version that sampled any of its tokens; None when it is not known."""
         return min((run.version for run in self.attachments.version_runs), default=None)
 
     @property
@@ -137,6 +246,17 @@ class SAWItem:
     @property
     def num_action_tokens(self) -> int:
         return int(self.action_mask.sum())
+
+    def record(self) -> dict[str, Any]:
+        """Meta and origin as one mapping, for reducers. What is known of the origin wins over keys of the same name in meta."""
+        num_actions = self.num_action_tokens
+        lengths = {"completion_length": num_actions, "prompt_length": len(self.input_ids) - num_actions}
+        known = {name: fact for name in _ORIGIN_FACTS if (fact := getattr(self.origin, name)) is not None}
+        return {**self.meta, **known, **lengths}
+
+    def with_origin(self, **facts: Any) -> "SAWItem":
+        """The same sample with these facts of its origin changed."""
+        return replace(self, origin=replace(self.origin, **facts))
 
 
 def _check_lengths(item: SAWItem) -> None:
@@ -175,27 +295,3 @@ class SAWBatch:
 
     def __len__(self) -> int:
         return len(self.items)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Which objective a sample is trained for, where one batch mixes several: a name in its meta.
-# ----------------------------------------------------------------------------------------------------
-# A name in `meta` travels with the sample, over a queue and into a checkpoint. A request may name it, too: what is played
-# for that request is then of that objective.
-
-OBJECTIVE = "objective"
-"""The key."""
-
-
-def objective_of(meta: Mapping[str, Any]) -> str | None:
-    """What a sample's or a rollout's meta says, or that of the request behind it; None when nobody said."""
-    own: str | None = meta.get(OBJECTIVE)
-    if own is not None:
-        return own
-    asked: str | None = (meta.get("request_meta") or {}).get(OBJECTIVE)
-    return asked
-
-
-def with_objective(item: SAWItem, name: str) -> SAWItem:
-    """The sample, trained for this objective."""
-    return replace(item, meta={**item.meta, OBJECTIVE: name})

@@ -1,7 +1,7 @@
-"""The two kinds of step in a rollout, and how episodes end.
+"""The two kinds of step in a rollout, the turns that they form, and how episodes end.
 
 AgentStep: one model call. EnvironmentStep: one transition of the environment. Both carry `turn_id`, which
-groups the calls of one turn with the transition they led to.
+groups the calls of one turn with the transition they led to (`Turn`).
 
 Records of what happened are plain dataclasses, to be read and not changed. They are not frozen because every model
 call makes half a dozen of them, and a frozen one takes four times as long to make.
@@ -48,7 +48,7 @@ def new_id() -> str:
 
 
 class StopReason(StrEnum):
-    """Why an agent's part in an episode ended. One value, set once, by whoever ended it."""
+    """Why an agent's part in an episode ended; set once, by the protocol."""
 
     TERMINATED = "terminated"
     """The env reached a terminal state."""
@@ -183,3 +183,37 @@ class EnvironmentStep:
 
 
 Step: TypeAlias = AgentStep | EnvironmentStep
+
+
+def is_parse_failure(step: Step) -> bool:
+    """True for a reply that was meant for the env and could not be read."""
+    return isinstance(step, AgentStep) and step.action_target == "env" and bool(step.info.get("parse_error"))
+
+
+def was_rejected_as_cut_off(step: Step) -> bool:
+    """True for a reply that could not be read and had run out of tokens: what it lacks is an end, not a format."""
+    return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"
+
+
+@dataclass(slots=True)
+class Turn:
+    """Everything from asking an agent to act until it acts again: its model calls and the transition they led to."""
+
+    number: int
+    """Position among the rollout's turns, counted from 0."""
+    steps: list[Step]
+    """In order, at least one; the last of them closes the turn."""
+
+    @property
+    def last(self) -> Step:
+        return self.steps[-1]
+
+    @property
+    def reward(self) -> float:
+        """Everything earned in the turn, penalties of single model calls included."""
+        return sum(step.reward for step in self.steps)
+
+    @property
+    def total_reward(self) -> float:
+        """What the turn adds to `Rollout.total_reward`."""
+        return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, token_array
+from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, float_array, token_array
 
 # ----------------------------------------------------------------------------------------------------
 # Which tokens could have been drawn at each place of a completion, where a sampler ruled some out.
@@ -188,7 +188,7 @@ class TokenTrace:
         completion = token_array(completion_token_ids, "completion_token_ids")
         put(self, "completion_token_ids", completion)
         if completion_logprobs is not None:
-            completion_logprobs = logprob_array(completion_logprobs, "completion_logprobs")
+            completion_logprobs = float_array(completion_logprobs, "completion_logprobs")
             if len(completion_logprobs) != len(completion):
                 raise ValueError(
                     f"TokenTrace has {len(completion)} completion tokens but {len(completion_logprobs)} "

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from ludic.types import ActorTokenLogps, RequestsExhausted, SampleAttachments, SAWBatch, SAWItem, VersionRun
+from ludic.types import (
+    ActorTokenLogps,
+    RequestsExhausted,
+    SampleAttachments,
+    SampleOrigin,
+    SAWBatch,
+    SAWItem,
+    VersionRun,
+)
 
 
 class Numbered:
@@ -25,8 +33,8 @@ class Numbered:
         attached = SampleAttachments(
             actor_logps=ActorTokenLogps([-0.1 * (number + 1), -0.5]), version_runs=(VersionRun(self.version, 2),)
         )
-        meta = {"rollout_id": f"r{number}", "group_id": f"g{number // 2}", "total_reward": 1.0}
-        return SAWItem([1, number, number + 1], None, [0, 1, 1], float(number), meta, attached)
+        origin = SampleOrigin(rollout_id=f"r{number}", group_id=f"g{number // 2}", total_reward=1.0)
+        return SAWItem([1, number, number + 1], None, [0, 1, 1], float(number), {}, attached, origin)
 
     def notify_version(self, version: int) -> None:
         self.version = version

@@ -51,7 +51,7 @@ async def test_a_batch_is_what_the_requests_ask_for():
     batch = await source.next_batch()
     assert len(batch) == 12 and batch.meta["source"] == "rollout" and batch.meta["batch_index"] == 0
     assert batch.meta["rollout_metrics"]["generation_s"] > 0
-    assert len({item.meta["group_id"] for item in batch.items}) == 3
+    assert len({item.origin.group_id for item in batch.items}) == 3
     assert (await source.get_next_batch()).meta["batch_index"] == 1
 
 
@@ -133,7 +133,7 @@ async def test_the_end_of_the_requests_reaches_the_trainer():
 def rewards_by_group(batch) -> list[set[float]]:
     groups: dict[str, set[float]] = {}
     for item in batch.items:
-        groups.setdefault(item.meta["group_id"], set()).add(item.meta["total_reward"])
+        groups.setdefault(item.origin.group_id, set()).add(item.origin.total_reward)
     return list(groups.values())
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ludic.batch_gen import MixedBatchSource, MixedPart
-from ludic.types import ConfigError, RequestsExhausted, objective_of
+from ludic.types import ConfigError, RequestsExhausted
 from tests.unit.batch_gen.numbered import Numbered, numbers
 
 
@@ -25,7 +25,7 @@ async def test_a_batch_is_a_whole_one_of_the_first_part_and_the_others_shares():
     assert numbers(first) == [0, 1, 2, 3, 1000, 1001]
     # 10 samples of the first part so far: 5 of demos, and 10 · 0.3 / 2 = 1.5 of the teacher, of which 1.
     assert numbers(second) == [4, 5, 6, 7, 8, 9, 1002, 1003, 1004, 2000]
-    assert [objective_of(item.meta) for item in second.items] == ["rl"] * 6 + ["sft"] * 3 + [None]
+    assert [item.origin.objective for item in second.items] == ["rl"] * 6 + ["sft"] * 3 + [None]
     assert second.meta["play/num_mixed"] == 6 and second.meta["demos/num_mixed"] == 3
     assert second.meta["avg_total_reward"] == 0.5 and second.meta["source"] == "mixed"
 

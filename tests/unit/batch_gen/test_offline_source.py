@@ -32,7 +32,7 @@ async def files(tmp_path):
 
 
 def ids(batch) -> list[str]:
-    return [item.meta["rollout_id"] for item in batch.items]
+    return [item.origin.rollout_id for item in batch.items]
 
 
 async def passes(source, num_batches) -> list[list[str]]:
@@ -57,8 +57,8 @@ async def test_items_are_those_of_an_online_run(files):
     rollouts.sort(key=lambda r: groups.index(r.meta["group_id"]))
     expected = stitch_rollouts(rollouts, TotalReward().compute(rollouts))
     batch = await source.next_batch()
-    assert [(i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta) for i in batch.items] == [
-        (i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta) for i in expected
+    assert [(i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta, i.origin) for i in batch.items] == [
+        (i.input_ids.tolist(), i.weight, i.actor_logps.tolist(), i.meta, i.origin) for i in expected
     ]
 
 
@@ -82,7 +82,7 @@ async def test_each_pass_has_its_own_order_that_repeats_from_the_seed(files):
     assert [first, second] == await passes(source(seed=1), 2)
     assert first != (await passes(source(seed=2), 1))[0]
     by_group = OfflineBatchSource(files, credit_assigner=Ones(), batch_size=3, chunk_rollouts=3)
-    groups = [(await by_group.next_batch()).items[0].meta["group_id"] for _ in range(20)]
+    groups = [(await by_group.next_batch()).items[0].origin.group_id for _ in range(20)]
     assert groups[:10] != groups[10:] and sorted(groups[:10]) == sorted(groups[10:]), "groups change places too"
     plain = await passes(source(shuffle=False), 2)
     assert plain[0] == plain[1]
@@ -145,7 +145,7 @@ async def test_steps_can_be_rendered_with_a_chat_template(tmp_path):
     to_item = make_chat_template_step_to_item(chat_template=ByteTemplate())
     source = OfflineBatchSource(path, to_item, Ones(), shuffle=False)
     batch = await source.next_batch()
-    assert [item.meta["step_kind"] for item in batch.items] == ["agent", "env", "env"]
+    assert [item.origin.step_kind for item in batch.items] == ["agent", "env", "env"]
     (rollout,) = load_rollouts(path)
     for item, call in zip(batch.items, rollout.agent_steps, strict=True):
         # ByteTemplate is exact, so rendering the messages gives the tokens that were sent and sampled

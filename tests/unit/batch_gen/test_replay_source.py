@@ -37,8 +37,8 @@ async def test_a_replayed_sample_has_the_log_probs_and_the_weight_that_it_was_sa
     for again in second.items[2:]:
         original = originals[int(again.weight)]
         assert again.actor_logps.tolist() == original.actor_logps.tolist()
-        assert again.oldest_version == 0 and again.meta["replayed"] and again.meta["group_id"] is None
-        assert original.meta["group_id"] == "g0" and "replayed" not in original.meta
+        assert again.oldest_version == 0 and again.origin.is_replayed and again.origin.group_id is None
+        assert original.origin.group_id == "g0" and not original.origin.is_replayed
 
 
 async def test_nothing_is_older_than_the_limit_and_what_expired_is_counted():

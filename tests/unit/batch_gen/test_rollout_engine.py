@@ -369,7 +369,7 @@ async def test_an_incomplete_group_is_dropped_before_credit_and_counted():
         request(meta={"group_id": g}, env={"fail_on": 1} if (g, i) == ("b", 1) else {}) for g in "abc" for i in range(3)
     ]
     batch = await make_engine(max_retries=0).generate_batch(grouped, max_steps=1, credit_assigner=credit)
-    assert [item.meta["group_id"] for item in batch.items] == ["a"] * 3 + ["c"] * 3
+    assert [item.origin.group_id for item in batch.items] == ["a"] * 3 + ["c"] * 3
     assert credit.seen == [6]
     assert (batch.meta["num_failed"], batch.meta["num_groups_dropped"], batch.meta["num_rollouts"]) == (1, 1, 6)
     assert batch.meta["target_rollouts"] == 9
@@ -414,7 +414,7 @@ async def test_a_batch_may_mix_envs():
     client = ScriptedClient(lambda request: "<a>inc</a>")
     requests = [request(), request("counting", {"target": 2}), request()]
     batch = await make_engine(client).generate_batch(requests, max_steps=5, credit_assigner=TotalReward())
-    assert [item.meta["env_name"] for item in batch.items] == ["SeededEnv", "CountingEnv", "SeededEnv"]
+    assert [item.origin.env_name for item in batch.items] == ["SeededEnv", "CountingEnv", "SeededEnv"]
 
 
 class Writes(InteractionProtocol):
@@ -434,7 +434,7 @@ async def test_rollouts_of_env_steps_alone_are_trained_on_or_counted():
     engine = RolloutEngine(env_registry={"seeded": SeededEnv}, protocol_registry={"single": Writes})
     batch = await engine.generate_batch([request(env_seed=3, sampling_seed=4)], credit_assigner=TotalReward())
     (item,) = batch.items
-    assert item.num_action_tokens == 2 and item.meta["total_reward"] == 1.0
+    assert item.num_action_tokens == 2 and item.origin.total_reward == 1.0
     assert batch.meta["num_rollouts"] == 2 and batch.meta["num_rollouts_without_samples"] == 1
     assert batch.meta["rollout_metrics"]["num_rollouts_without_samples"] == 1.0
     assert batch.meta["avg_total_reward"] == 0.0 and batch.meta["avg_turns"] == 0.5
@@ -449,11 +449,11 @@ async def test_items_say_the_seeds_of_their_episode_also_after_the_wire():
     requests = [request(env_seed=11, sampling_seed=12), request()]
     batch = await make_engine(seed=5).generate_batch(requests, credit_assigner=TotalReward())
     first, second = batch.items
-    assert (first.meta["env_seed"], first.meta["sampling_seed"]) == (11, 12)
+    assert (first.origin.env_seed, first.origin.sampling_seed) == (11, 12)
     (again,) = await make_engine(seed=5).generate_rollouts(
-        [request(env_seed=second.meta["env_seed"], sampling_seed=second.meta["sampling_seed"])]
+        [request(env_seed=second.origin.env_seed, sampling_seed=second.origin.sampling_seed)]
     )
     assert again.agent_steps[0].trace.completion_token_ids.tolist() == second.input_ids[second.action_mask].tolist()
     sent = decode_group(encode_group(batch.items))
-    assert [item.meta["env_seed"] for item in sent] == [item.meta["env_seed"] for item in batch.items]
-    assert [item.meta["sampling_seed"] for item in sent] == [item.meta["sampling_seed"] for item in batch.items]
+    assert [item.origin.env_seed for item in sent] == [item.origin.env_seed for item in batch.items]
+    assert [item.origin.sampling_seed for item in sent] == [item.origin.sampling_seed for item in batch.items]

@@ -82,7 +82,7 @@ async def test_a_group_that_was_finished_in_two_runs_is_one_group_in_the_batch_a
     await make_engine(jsonl_path=path).generate_rollouts(members()[:6], max_steps=1)
     engine = make_engine(jsonl_path=path, resume=True)
     batch = await engine.generate_batch(members(), max_steps=1, credit_assigner=TotalReward())
-    groups = [item.meta["group_id"] for item in batch.items]
+    groups = [item.origin.group_id for item in batch.items]
     assert groups == [groups[0]] * 4 + [groups[4]] * 4 and groups[0] != groups[4]
     assert sorted(r.meta["request_meta"]["group_id"] for r in load_rollouts(path)) == sorted(groups)
 

@@ -97,7 +97,7 @@ def test_each_trainer_gets_what_its_policy_sampled_and_nobody_gets_the_rest():
     stream = Stream()
     batches = asyncio.run(take(stream.source("ann"), stream.source("bob")))
     for name, batch in zip(("ann", "bob"), batches, strict=True):
-        assert {item.meta["policy"] for item in batch.items} == {name}
+        assert {item.origin.policy for item in batch.items} == {name}
         trained = sorted(tuple(item.input_ids[item.action_mask].tolist()) for item in batch.items)
         sampled = [tokens for _, tokens in stream.clients[name].calls]
         # Every sampled token is trained on once: an item holds the replies of one game.
@@ -121,8 +121,8 @@ def test_siblings_are_compared_within_group_seat_and_policy():
     ):
         groups: dict = {}
         for item in batch.items:
-            key = item.meta["group_id"], item.meta["agent_id"]
-            groups.setdefault(key, []).append((item.meta["total_reward"], item.weight))
+            key = item.origin.group_id, item.origin.agent_id
+            groups.setdefault(key, []).append((item.origin.total_reward, item.weight))
         for members in groups.values():
             mean = np.mean([reward for reward, _ in members])
             assert len(members) == GROUP
@@ -132,7 +132,7 @@ def test_siblings_are_compared_within_group_seat_and_policy():
 def test_a_policy_in_both_seats_is_trained_on_both():
     stream = Stream(seatings=[{"X": "ann", "O": "ann"}])
     (batch,) = asyncio.run(take(stream.source("ann")))
-    assert {item.meta["agent_id"] for item in batch.items} == {"X", "O"}
+    assert {item.origin.agent_id for item in batch.items} == {"X", "O"}
 
 
 def test_a_failure_of_one_takes_the_group_from_everybody():
@@ -144,8 +144,8 @@ def test_a_failure_of_one_takes_the_group_from_everybody():
 
     stream = Stream(seatings=SEATINGS[:1], bob=FailingClient(sampler(1), is_broken))
     ann, bob = asyncio.run(take(stream.source("ann"), stream.source("bob")))
-    broken = {item.meta["group_id"] for item in ann.items}
-    assert len(broken) == 5 and {item.meta["group_id"] for item in bob.items} <= broken
+    broken = {item.origin.group_id for item in ann.items}
+    assert len(broken) == 5 and {item.origin.group_id for item in bob.items} <= broken
     assert ann.meta["num_groups_dropped"] == bob.meta["num_groups_dropped"] == 1
 
 

@@ -13,7 +13,17 @@ from ludic.batch_gen import stitch_rollout
 from ludic.batch_gen.stitching import MAX_INFO_TEXT
 from ludic.context import SlidingWindow, TruncatedThinkingContext
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
-from ludic.types import AgentStep, CandidateSets, EnvironmentStep, Failure, Rollout, TokenTrace, VersionRun
+from ludic.types import (
+    AgentStep,
+    CandidateSets,
+    EnvironmentStep,
+    Failure,
+    GroupKey,
+    Rollout,
+    SampleOrigin,
+    TokenTrace,
+    VersionRun,
+)
 from tests.fakes import CountingEnv, RecordingClient, ScriptedClient, make_agent
 from tests.unit.batch_gen.parts import RL, SHORT, StepIndex, random_client
 
@@ -95,7 +105,7 @@ def test_per_turn_gives_one_item_each():
     assert (first.input_ids.tolist(), first.weight) == ([1, 2, 3, 4], 1.0)
     assert (second.input_ids.tolist(), second.weight) == ([1, 2, 3, 4, 5, 6], 3.0)
     assert second.action_mask.astype(int).tolist() == [0, 0, 0, 0, 0, 1], "what was sampled earlier is state here"
-    assert second.attachments.token_weights is None and [i.meta["segment"] for i in (first, second)] == [0, 1]
+    assert second.attachments.token_weights is None and [i.origin.segment for i in (first, second)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,7 @@ def test_a_rewritten_history_starts_a_new_item(prompt):
     first, second = stitch_rollout(rollout, weights_of(rollout))
     assert first.input_ids.tolist() == [1, 2, 3, 4] and second.input_ids.tolist() == [*prompt, 6]
     assert second.action_mask.tolist() == [False] * len(prompt) + [True]
-    assert [i.meta["reward"] for i in (first, second)] == [0.5, 1.0]
+    assert [i.origin.reward for i in (first, second)] == [0.5, 1.0]
 
 
 def test_calls_of_a_tool_loop_weigh_what_their_turn_does():
@@ -128,15 +138,15 @@ def test_calls_of_a_tool_loop_weigh_what_their_turn_does():
     )
     (item,) = stitch_rollout(rollout, {(rollout.id, 0): 8.0, (rollout.id, 1): 9.0, (rollout.id, 2): 5.0})
     assert item.weight == 5.0 and item.attachments.token_weights is None
-    assert item.meta["num_turns"] == 1 and item.meta["reward"] == 1.0 and item.actor_logps is None
+    assert item.origin.num_turns == 1 and item.origin.reward == 1.0 and item.actor_logps is None
 
 
 def test_a_turn_that_never_reached_the_env_weighs_what_its_last_call_does():
     failed = {"parse_error": True}
     rollout = Rollout(steps=[call_step(0, [1], [2], turn="a", reward=-0.5, info=failed)])
     (item,) = stitch_rollout(rollout, {(rollout.id, 0): -3.0})
-    assert item.weight == -3.0 and item.meta["parse_error"] and item.meta["reward"] == -0.5
-    assert item.meta["step_kind"] == "agent"
+    assert item.weight == -3.0 and item.origin.parse_error and item.origin.reward == -0.5
+    assert item.origin.step_kind == "agent"
 
 
 def test_versions_are_run_lengths_with_equal_neighbours_merged():
@@ -168,7 +178,7 @@ def test_env_steps_that_hold_their_own_tokens_give_items():
     (item,) = stitch_rollout(rollout, weights_of(rollout))
     assert item.input_ids.tolist() == [1, 2, 3, 4, 5, 6] and item.action_mask.tolist() == [0, 0, 1, 1, 0, 1]
     assert item.token_weights.tolist() == [0, 0, 1] and item.attachments.token_rewards.tolist() == [0, 0.5, 1]
-    assert item.meta["total_reward"] == 1.5 and item.meta["num_turns"] == 2
+    assert item.origin.total_reward == 1.5 and item.origin.num_turns == 2
 
 
 def test_the_reward_of_a_turn_is_counted_where_it_ends():
@@ -180,7 +190,7 @@ def test_the_reward_of_a_turn_is_counted_where_it_ends():
         ]
     )
     items = stitch_rollout(rollout, weights_of(rollout))
-    assert [item.meta["reward"] for item in items] == [0.0, 1.0]
+    assert [item.origin.reward for item in items] == [0.0, 1.0]
     assert [item.weight for item in items] == [2.0, 2.0]
 
 
@@ -200,25 +210,32 @@ def test_missing_and_infinite_weights_name_the_step():
         stitch_rollout(rollout, _constant(rollout, float("nan")))
 
 
-def test_meta_holds_ludics_facts_and_small_ones_of_the_env_that_cannot_replace_them():
+def test_the_origin_holds_ludics_facts_and_meta_small_ones_of_the_env_that_cannot_replace_them():
     rollout = two_turns()
-    rollout.meta = {"agent_id": "me", "model": "m", "request_meta": {"group_id": "g", "topic": "t"}}
+    rollout.meta = {"agent_id": "me", "model": "m", "request_meta": {"group_id": "g", "topic": "t", "domain": "d"}}
     rollout.meta |= {"env_seed": 5, "sampling_seed": 6}
     rollout.steps[3].info = {
         "reward": 99.0, "truncated": True, "correct": True, "level": 3, "word": "w",
         "board": [1, 2], "messages": [{"role": "user"}], "final_obs": "x" * (MAX_INFO_TEXT + 1),
     }  # fmt: skip
     (item,) = stitch_rollout(rollout, weights_of(rollout))
-    meta = dict(item.meta)
-    assert (meta.pop("correct"), meta.pop("level"), meta.pop("word")) == (True, 3, "w")
-    assert meta == {
-        "rollout_id": rollout.id, "group_id": "g", "agent_id": "me", "policy": "m", "delegate": None, "env_name": None, "segment": 0,
-        "env_seed": 5, "sampling_seed": 6,
-        "step_index": 3, "step_kind": "env", "num_turns": 2, "reward": 1.5, "total_reward": 1.5,
-        "completion_length": 3, "prompt_length": 3, "truncated": False, "terminated": True, "stop": None, "episode_truncated": False,
-        "finish_reason": "stop", "parse_error": False, "num_parse_errors": 0, "num_cut_off": 0,
-        "request_meta": {"group_id": "g", "topic": "t"},
-    }  # fmt: skip
+    env = {"reward": 99.0, "truncated": True, "correct": True, "level": 3, "word": "w"}
+    assert item.meta == {**env, "request_meta": {"group_id": "g", "topic": "t", "domain": "d"}}
+    assert item.origin == SampleOrigin(
+        rollout_id=rollout.id, group_id="g", agent_id="me", policy="m", delegate=None, env_name=None, domain="d", objective=None,
+        env_seed=5, sampling_seed=6, segment=0, step_index=3, step_kind="env", num_turns=2, reward=1.5, total_reward=1.5,
+        truncated=False, terminated=True, stop=None, finish_reason="stop", num_parse_errors=0, num_cut_off=0,
+    )  # fmt: skip
+    assert item.origin.group == GroupKey("g", "me", None) == rollout.group
+    assert item.origin.parse_error is False and item.origin.episode_truncated is False
+    record = item.record()
+    assert (record["reward"], record["truncated"], record["correct"], record["parse_error"]) == (
+        1.5,
+        False,
+        True,
+        False,
+    )
+    assert (record["completion_length"], record["prompt_length"]) == (3, 3)
 
 
 # --- the property: bit for bit what the server saw and sampled ---
@@ -320,9 +337,9 @@ async def test_a_tool_using_episode_over_several_turns_is_one_item(cls):
     items = stitch_rollout(rollout, weights_of(rollout), require_logprobs=True)
     assert len(calls) == 7 and len(items) == 1
     check_items(calls, items)
-    assert items[0].meta["num_turns"] == 4 and items[0].meta["num_parse_errors"] == 1
-    assert items[0].meta["reward"] == pytest.approx(rollout.total_reward)
-    assert items[0].meta["terminated"] and len(set(items[0].token_weights.tolist())) == 4
+    assert items[0].origin.num_turns == 4 and items[0].origin.num_parse_errors == 1
+    assert items[0].origin.reward == pytest.approx(rollout.total_reward)
+    assert items[0].origin.terminated and len(set(items[0].token_weights.tolist())) == 4
 
 
 async def test_the_shot_clock_stays_inside_the_item():
@@ -353,7 +370,7 @@ async def test_a_context_that_rewrites_history_gives_several_exact_items(ctx):
     items = stitch_rollout(rollout, weights_of(rollout))
     assert len(items) > 1
     check_items(calls, items)
-    assert sum(item.meta["reward"] for item in items) == pytest.approx(rollout.total_reward)
+    assert sum(item.origin.reward for item in items) == pytest.approx(rollout.total_reward)
 
 
 async def test_every_player_of_a_game_gets_its_own_items():
@@ -365,7 +382,7 @@ async def test_every_player_of_a_game_gets_its_own_items():
     for rollout, client in zip(rollouts, clients.values(), strict=True):
         items = stitch_rollout(rollout, weights_of(rollout))
         check_items(client.calls, items)
-        assert {item.meta["agent_id"] for item in items} == {rollout.meta["agent_id"]}
+        assert {item.origin.agent_id for item in items} == {rollout.meta["agent_id"]}
 
 
 def test_meta_is_plain_and_small():

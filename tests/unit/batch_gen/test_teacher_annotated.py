@@ -26,6 +26,7 @@ from ludic.types import (
     TeacherScorer,
     UnknownName,
 )
+from tests.origins import meta_and_origin
 from tests.unit.batch_gen.numbered import Numbered
 
 
@@ -81,8 +82,9 @@ class Plain:
         return SAWBatch(items=[])
 
 
-def sample(ids, mask, temperature=None, **meta):
-    return SAWItem(ids, None, mask, 1.0, meta, SampleAttachments(temperature=temperature))
+def sample(ids, mask, temperature=None, **facts):
+    attached = SampleAttachments(temperature=temperature)
+    return SAWItem(ids, None, mask, 1.0, attachments=attached, **meta_and_origin(**facts))
 
 
 def annotating(inner, teacher=None, chunk=None, fingerprint="bytes"):
@@ -148,8 +150,8 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_is_played()
 async def test_each_domain_asks_its_own_teacher():
     teachers = DomainTeachers({"math": CountingTeacher(), "code": CountingTeacher(shift=-100.0)})
     items = [
-        sample([1, 0], [0, 1], request_meta={"domain": "code"}, env_name="math"),
-        sample([1, 0], [0, 1], request_meta={}, env_name="math"),
+        sample([1, 0], [0, 1], domain="code", env_name="math"),
+        sample([1, 0], [0, 1], env_name="math"),
     ]
     batch = await annotating(Given(*items), teachers).next_batch()
     assert [item.attachments.teacher_logps[0] for item in batch.items] == [-101.0, -1.0]

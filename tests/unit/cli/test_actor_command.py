@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import math
 import os
 import signal
 import threading
@@ -31,7 +32,7 @@ from ludic.run.settings import with_values
 from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.types import ActorTokenLogps, SampleAttachments, SampleOrigin, SAWItem
 from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import SMALL, command_in
 
@@ -236,7 +237,9 @@ def test_poison_in_the_queue_costs_a_run_nothing_but_itself(ludic, shared_redis,
         replace(known, input_ids=np.array([1, 2, 10_000])),
         known,  # without log-probs
         replace(
-            known, meta={"total_reward": "a lot"}, attachments=SampleAttachments(actor_logps=ActorTokenLogps([-1.0]))
+            known,
+            origin=SampleOrigin(total_reward=math.nan),
+            attachments=SampleAttachments(actor_logps=ActorTokenLogps([-1.0])),
         ),
     ]
     clear_queue = run_pipeline.clear_queue

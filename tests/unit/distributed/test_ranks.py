@@ -88,7 +88,7 @@ def dealing(ranks: ProcessRanks) -> None:
     assert share.facts.num_items == 5 and share.stats == {"num": 5.0, "num_stale": 3.0}
     assert ranks.sum(len(share.items)) == 5
     again, facts = recredited(ranks, share.items, lambda all_items: all_items)
-    assert [item.meta for item in again] == [item.meta for item in share.items]
+    assert [(item.meta, item.origin) for item in again] == [(item.meta, item.origin) for item in share.items]
     assert (facts.num_items, facts.num_tokens) == (share.facts.num_items, share.facts.num_tokens)
     assert facts.weight_std == pytest.approx(share.facts.weight_std)
 

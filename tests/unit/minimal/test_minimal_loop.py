@@ -205,8 +205,8 @@ async def test_a_step_updates_with_the_groups_that_can_be_told_apart_and_says_ho
     await loop.train()
     (batch,) = loop.model.batches
     assert [item.weight for item in batch.items] == [-0.5, 0.5]
-    assert {item.meta["group_id"] for item in batch.items} == {"0:1"}
-    assert [item.meta["total_reward"] for item in batch.items] == [0.0, 1.0]
+    assert {item.origin.group_id for item in batch.items} == {"0:1"}
+    assert [item.origin.total_reward for item in batch.items] == [0.0, 1.0]
     [(step, stats)] = loop.logger.rows
     assert step == 1 and stats["train/reward"] == 0.5 and stats["train/loss"] == 0.25
     assert stats["train/groups_without_spread"] == pytest.approx(2 / 3) and stats["train/num_samples"] == 2

@@ -83,7 +83,7 @@ async def test_an_episode_becomes_one_item_in_which_exactly_the_sampled_tokens_a
     assert item.input_ids[item.action_mask].tolist() == [t for _, sampled in client.calls for t in sampled]
     logprobs = np.concatenate([step.completion.completion_logprobs for step in trajectory.steps])
     assert np.array_equal(item.actor_logps, logprobs)
-    assert item.weight == 0.75 and item.meta["total_reward"] == 1.0 and not item.meta["episode_truncated"]
+    assert item.weight == 0.75 and item.origin.total_reward == 1.0 and not item.origin.episode_truncated
 
 
 async def test_an_env_that_rewrites_history_starts_a_new_item_and_no_token_is_lost_or_trained_twice():

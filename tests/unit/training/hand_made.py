@@ -13,6 +13,7 @@ from ludic.types import (
     StopReason,
     TokenTrace,
 )
+from tests.origins import meta_and_origin
 
 TRACE = TokenTrace([1, 2], [3], [-0.5])
 
@@ -64,9 +65,10 @@ def turn_weights(weights: dict[tuple[str, int], float], of: Rollout) -> list[flo
 
 
 def item(
-    weight: float = 1.0, *, token_weights: Sequence[float] | None = None, logps: Any = None, **meta: Any
+    weight: float = 1.0, *, token_weights: Sequence[float] | None = None, logps: Any = None, **facts: Any
 ) -> SAWItem:
     """One state token and as many action tokens as there are token weights (else two)."""
     num_actions = 2 if token_weights is None else len(token_weights)
     attached = SampleAttachments(token_weights=token_weights, actor_logps=logps)  # type: ignore[arg-type]
-    return SAWItem([9] * (1 + num_actions), None, [0] + [1] * num_actions, weight, meta, attached)  # type: ignore[arg-type]
+    ids, mask = [9] * (1 + num_actions), [0] + [1] * num_actions
+    return SAWItem(ids, None, mask, weight, attachments=attached, **meta_and_origin(**facts))  # type: ignore[arg-type]

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 
 from ludic.types import ActorTokenLogps, ChatResponse, SampleAttachments, SAWItem
+from tests.origins import meta_and_origin
 
 
 def random_items(
-    lengths: Sequence[int], *, vocab: int = 128, seed: int = 0, temperature: float | None = None, **meta: Any
+    lengths: Sequence[int], *, vocab: int = 128, seed: int = 0, temperature: float | None = None, **facts: Any
 ) -> list[SAWItem]:
     """Samples with several stretches of action tokens, uneven weights and plausible old log-probs."""
     rng = np.random.default_rng(seed)
@@ -26,12 +27,12 @@ def random_items(
                 None,
                 mask,
                 float(rng.normal()) if weights is None else float(weights.mean()),
-                {"rollout_id": f"r{number}", "total_reward": 1.0, **meta},
-                SampleAttachments(
+                attachments=SampleAttachments(
                     actor_logps=ActorTokenLogps(rng.uniform(-5.2, -4.6, size=count).astype(np.float32)),
                     token_weights=weights,
                     temperature=temperature,
                 ),
+                **meta_and_origin(rollout_id=f"r{number}", total_reward=1.0, **facts),
             )
         )
     return items

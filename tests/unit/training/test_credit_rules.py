@@ -28,7 +28,6 @@ from ludic.training.credit_assignment import (
     TurnLeaveOneOutReturn,
     gae,
     returns_to_go,
-    turns_of,
 )
 from ludic.training.value_tracker import BetaValueTracker
 from ludic.types import ConfigError, FollowsDrift, Rollout, Stateful, StopReason
@@ -38,7 +37,7 @@ from tests.unit.training.hand_made import agent_step, env_step, failed, rollout,
 
 def no_values(rollout):
     cut_off = rollout.stop is not None and rollout.stop.is_truncation
-    return [0.0] * (len(turns_of(rollout)) + cut_off)
+    return [0.0] * (len(rollout.turns()) + cut_off)
 
 
 RULES = {
@@ -53,7 +52,7 @@ RULES = {
     "TurnLeaveOneOutReturn": TurnLeaveOneOutReturn(2),
     "StateGroupReturn": StateGroupReturn(2),
     "RoleBaselineReturn": RoleBaselineReturn(),
-    "Relabelled": Relabelled(MonteCarloReturn(0.9), PotentialShaping(lambda r: [0.5] * len(turns_of(r)), gamma=0.9)),
+    "Relabelled": Relabelled(MonteCarloReturn(0.9), PotentialShaping(lambda r: [0.5] * len(r.turns()), gamma=0.9)),
     "RoutedCredit": RoutedCredit({"rl": MonteCarloReturn(0.9)}, default="rl"),
     "ScaledCredit": ScaledCredit(MonteCarloReturn(0.9), 0.5),
     "TrackedValueReturn": TrackedValueReturn(BetaValueTracker(low=-10.0, high=10.0), key=lambda r: r.meta["agent_id"]),

@@ -18,7 +18,7 @@ from tests.unit.training.hand_made import agent_step, env_step, item
 CASES = [
     (drop_truncated, {"truncated": False}, {"truncated": True}),
     (drop_incomplete_completions, {"finish_reason": "stop"}, {"finish_reason": "length"}),
-    (drop_parse_errors, {"parse_error": False}, {"parse_error": True}),
+    (drop_parse_errors, {"num_parse_errors": 0}, {"num_parse_errors": 1}),
     (keep_env_steps, {"step_kind": "env"}, {"step_kind": "agent"}),
     (keep_agent_steps, {"step_kind": "agent"}, {"step_kind": "env"}),
 ]
@@ -40,8 +40,8 @@ def test_what_an_item_does_not_say_does_not_drop_it(keeps):
 def test_combine_keeps_what_all_keep_and_any_of_what_one_keeps():
     cut_off, unread, both, fine = (
         item(truncated=True),
-        item(parse_error=True),
-        item(truncated=True, parse_error=True),
+        item(num_parse_errors=1),
+        item(truncated=True, num_parse_errors=2),
         item(),
     )
     items = [cut_off, unread, both, fine]

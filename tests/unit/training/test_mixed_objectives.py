@@ -21,7 +21,7 @@ from ludic.training.credit_assignment import ConstantCredit, EpisodicReturn, Rou
 from ludic.training.learner.gradients import accumulate_gradients, batch_facts
 from ludic.training.learner.packing import pack
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem, objective_of, with_objective
+from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine
 from tests.unit.training.hand_made import item, rollout
@@ -43,7 +43,7 @@ def tagged_items():
         if name == "opd":
             read = replace(one.attachments, teacher_logps=one.actor_logps - 0.1 * number)
             one = replace(one, attachments=read)
-        tagged.append(with_objective(one, name))
+        tagged.append(one.with_origin(objective=name))
     return tagged
 
 
@@ -74,7 +74,7 @@ def assert_same(found, expected):
 def test_the_gradient_is_the_weighted_sum_of_the_gradients_of_separate_batches():
     expected: dict[str, torch.Tensor] = {}
     for name, part in PARTS.items():
-        own = SAWBatch(items=[one for one in tagged_items() if objective_of(one.meta) == name])
+        own = SAWBatch(items=[one for one in tagged_items() if one.origin.objective == name])
         for parameter, grad in gradient(part.algorithm.loss, part.algorithm.preprocess(own).items).items():
             expected[parameter] = expected.get(parameter, 0.0) + part.weight * grad
     assert_same(gradient(MIXED.loss, mixed_items()), expected)
@@ -88,7 +88,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(settings):
 
 def test_the_gradient_does_not_depend_on_the_number_of_ranks():
     items = mixed_items()
-    by_objective = [[one for one in items if objective_of(one.meta) == name] for name in PARTS]
+    by_objective = [[one for one in items if one.origin.objective == name] for name in PARTS]
     for shares in ([items[::2], items[1::2]], by_objective, [items[:1], items[1:4], items[4:]]):
         assert_same(gradient(MIXED.loss, items, shares=shares), gradient(MIXED.loss, items))
 
@@ -96,11 +96,11 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks():
 def test_log_probs_may_be_missing_in_one_objective_but_not_within_one():
     known, unknown = random_items([6, 6])
     unknown = replace(unknown, attachments=SampleAttachments())
-    fields = pack([with_objective(known, "rl"), with_objective(unknown, "sft")], "cpu").actions
+    fields = pack([known.with_origin(objective="rl"), unknown.with_origin(objective="sft")], "cpu").actions
     assert fields.without_old_logps == (1,) and fields.objectives == ("rl", "sft")
     assert fields.old_logp_A.isfinite().sum() == known.num_action_tokens
     with pytest.raises(ValueError, match=r"Samples \[1\] have no actor log-probs"):
-        pack([with_objective(known, "rl"), with_objective(unknown, "rl")], "cpu")
+        pack([known.with_origin(objective="rl"), unknown.with_origin(objective="rl")], "cpu")
 
 
 # --- hooks and credit ---
@@ -113,10 +113,10 @@ def logps():
 def test_each_objectives_samples_go_through_its_own_hook():
     warm = SampleAttachments(actor_logps=logps(), temperature=0.6)
     rl = SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, {}, warm)
-    prepared = MIXED.preprocess(SAWBatch(items=[rl, with_objective(rl, "sft")], meta={"epoch": 3}))
+    prepared = MIXED.preprocess(SAWBatch(items=[rl, rl.with_origin(objective="sft")], meta={"epoch": 3}))
     first, second = prepared.items
-    assert (objective_of(first.meta), first.attachments.temperature) == ("rl", 0.6) and first.actor_logps is not None
-    assert (objective_of(second.meta), second.attachments.temperature) == ("sft", None) and second.actor_logps is None
+    assert (first.origin.objective, first.attachments.temperature) == ("rl", 0.6) and first.actor_logps is not None
+    assert (second.origin.objective, second.attachments.temperature) == ("sft", None) and second.actor_logps is None
     assert prepared.meta == {"epoch": 3, "rl/num_samples": 1, "sft/num_samples": 1}
     with pytest.raises(ValueError, match="actor log-probs"):
         MIXED.preprocess(SAWBatch(items=[item(objective="rl")]))
@@ -127,7 +127,7 @@ def test_a_filter_of_one_objective_leaves_the_others_alone_and_reports_under_its
     flat = [item(1.0, logps=logps(), group_id="g", rollout_id=r, objective="rl") for r in "ab"]
     demos = [item(1.0, group_id="g", rollout_id=r, objective="sft") for r in "cd"]
     prepared = algo.preprocess(SAWBatch(items=[*flat, *demos]))
-    assert [objective_of(one.meta) for one in prepared.items] == ["sft", "sft"]
+    assert [one.origin.objective for one in prepared.items] == ["sft", "sft"]
     assert prepared.meta["rl/zvp_filter_frac"] == 1.0 and prepared.meta["rl/num_samples"] == 0
 
 
@@ -164,7 +164,7 @@ def both(source, engine_of):
         engine_of(),
         requests_fn=BanditRequests(32),
         algorithm=make_sft(),
-        sample_filter=lambda one: one.meta["total_reward"] >= 1.0,
+        sample_filter=lambda one: one.origin.total_reward >= 1.0,
         max_steps=1,
         concurrency=64,
     )

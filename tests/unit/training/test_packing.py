@@ -19,7 +19,7 @@ from ludic.training.learner.packing import (
     truncated,
     without_padding,
 )
-from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem, VersionRun
+from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleOrigin, SAWItem, VersionRun
 
 
 def sample(mask, *, first_id=10, weight=1.0, logps=True, token_weights=None, attention=None, runs=(), temperature=None):
@@ -32,7 +32,7 @@ def sample(mask, *, first_id=10, weight=1.0, logps=True, token_weights=None, att
         version_runs=runs,
     )
     ids = range(first_id, first_id + len(mask))
-    return SAWItem(list(ids), attention, mask, weight, {"rollout_id": f"r{first_id}"}, attached)
+    return SAWItem(list(ids), attention, mask, weight, {"task": 1}, attached, SampleOrigin(rollout_id=f"r{first_id}"))
 
 
 def of_length(length, **facts):
@@ -61,7 +61,7 @@ def test_truncation_keeps_what_was_said_of_the_tokens_that_stay():
     assert cut.token_weights.tolist() == [1, 1, -2, -2]
     assert cut.attachments.version_runs == (VersionRun(4, 3), VersionRun(5, 1))
     assert cut.attachments.temperature == 0.7
-    assert cut.meta == {"rollout_id": "r10", "seq_len_truncated": True}
+    assert cut.meta == {"task": 1} and cut.origin == SampleOrigin(rollout_id="r10", seq_len_truncated=True)
 
 
 def test_truncation_forgets_versions_that_sampled_nothing_that_stays():
@@ -87,7 +87,7 @@ def test_truncating_drops_a_sample_that_has_no_action_left(policy):
     fitted = fit_length([of_length(3), two_turns(), only_late], 6, policy)
     assert [len(item.input_ids) for item in fitted.items] == [3, 6]
     assert (fitted.num_truncated, fitted.num_dropped) == (1, 1)
-    assert ["seq_len_truncated" in item.meta for item in fitted.items] == [False, True]
+    assert [item.origin.seq_len_truncated for item in fitted.items] == [False, True]
 
 
 def test_dropping_keeps_the_others_in_order():

@@ -6,13 +6,13 @@ import pytest
 from ludic.batch_gen import ReplayBatchSource
 from ludic.training import make_rft
 from ludic.training.preprocess import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
-from ludic.types import ActorTokenLogps, CandidateSets, ConfigError, SampleAttachments, SAWBatch, SAWItem
+from ludic.types import ActorTokenLogps, CandidateSets, ConfigError, SampleAttachments, SampleOrigin, SAWBatch, SAWItem
 from tests.unit.training.bandit import bandit_trainer
 
 
-def sample(*ids, reward=1.0, group="g", rollout=None, **meta):
-    facts = {"total_reward": reward, "group_id": group, "rollout_id": rollout or f"{ids}{reward}", **meta}
-    return SAWItem([9, *ids], None, [0] + [1] * len(ids), 1.0, facts, SampleAttachments(temperature=0.6))
+def sample(*ids, reward=1.0, group="g", rollout=None, **facts):
+    origin = SampleOrigin(total_reward=reward, group_id=group, rollout_id=rollout or f"{ids}{reward}", **facts)
+    return SAWItem([9, *ids], None, [0] + [1] * len(ids), 1.0, {}, SampleAttachments(temperature=0.6), origin)
 
 
 def test_only_what_earned_enough_is_kept_at_the_models_own_temperature():
@@ -43,7 +43,7 @@ def test_log_probs_of_another_distribution_are_forgotten_with_it(attached, is_kn
 
 
 def test_a_sample_that_does_not_say_what_it_earned_is_refused():
-    with pytest.raises(ConfigError, match=r"meta\['total_reward'\]"):
+    with pytest.raises(ConfigError, match=r"origin\.total_reward"):
         make_rft().preprocess(SAWBatch(items=[SAWItem([1, 2], None, [0, 1], 1.0)]))
 
 
@@ -65,6 +65,18 @@ def test_few_rollouts_of_a_prompt_are_imitated_the_best_of_them():
     assert [item.input_ids[1] for item in make_rft(max_per_group=2).preprocess(batch).items] == [1, 2, 4, 5, 6]
     with pytest.raises(ConfigError, match="max_rollouts=0"):
         keep_few_per_group(batch, max_rollouts=0)
+
+
+def test_the_roles_of_an_episode_are_not_compared_with_each_other():
+    """X and O of one game share a group id; each role keeps its best, as credit compares within a role."""
+    games = [
+        sample(number, reward=reward, agent_id=role, rollout=f"{role}{number}")
+        for role, rewards in (("X", (2.0, 3.0)), ("O", (0.5, 0.0)))
+        for number, reward in enumerate(rewards)
+    ]
+    helper = sample(7, reward=0.1, agent_id="X", delegate="helper")
+    kept = keep_few_per_group(SAWBatch(items=[*games, helper]), max_rollouts=1)
+    assert [item.origin.rollout_id for item in kept.items] == ["X1", "O0", helper.origin.rollout_id]
 
 
 async def rewards_of(steps, make_source=lambda source: source, **settings):

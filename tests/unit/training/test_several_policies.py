@@ -184,7 +184,7 @@ def test_games_against_the_past_say_which_version_it_was():
         batch = asyncio.run(table.trainers["ann"].batch_source.next_batch())
         met = {item.meta["request_meta"]["policies"]["right"] for item in batch.items}
         assert met == {"past@0", "past@2"}
-        assert {item.meta["policy"] for item in batch.items} == {"ann"}
+        assert {item.origin.policy for item in batch.items} == {"ann"}
 
 
 def test_a_member_is_never_replaced():

@@ -9,6 +9,7 @@ import torch
 from ludic.training.guards import why_nothing_was_learned
 from ludic.training.learner.metrics import MetricSums, batch_stats, prefixed
 from ludic.types import ConfigError, Reducer, SAWItem
+from tests.origins import meta_and_origin
 
 # --- names ------------------------------------------------------------------------------------------------------
 
@@ -103,14 +104,14 @@ def test_means_copies_once_from_the_device(monkeypatch):
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
-def item(mask: list[int], weight: float = 1.0, **meta) -> SAWItem:
-    return SAWItem(np.arange(len(mask)), None, np.array(mask), weight, meta)
+def item(mask: list[int], weight: float = 1.0, **facts) -> SAWItem:
+    return SAWItem(np.arange(len(mask)), None, np.array(mask), weight, **meta_and_origin(**facts))
 
 
 ITEMS = [
-    item([0, 0, 1, 1], rollout_id="a", total_reward=1.0, parse_error=True, finish_reason="stop"),
+    item([0, 0, 1, 1], rollout_id="a", total_reward=1.0, num_parse_errors=1, finish_reason="stop"),
     item([0, 1], rollout_id="a", total_reward=1.0, truncated=True, finish_reason="length"),
-    item([0, 0, 0, 1, 1, 1], weight=0.0, rollout_id="b", total_reward=0.0, parse_error=False, finish_reason="stop"),
+    item([0, 0, 0, 1, 1, 1], weight=0.0, rollout_id="b", total_reward=0.0, num_parse_errors=0, finish_reason="stop"),
 ]
 
 
@@ -127,10 +128,10 @@ def test_a_batch_is_described_by_numbers_worked_by_hand():
 
 
 def test_a_reply_that_was_cut_off_is_over_a_limit_and_not_unreadable():
-    cut_off = item([0, 1], rollout_id="a", parse_error=True, num_parse_errors=1, num_cut_off=1)
-    unreadable = item([0, 1], rollout_id="b", parse_error=True, num_parse_errors=1, num_cut_off=0)
-    both = item([0, 1], rollout_id="c", parse_error=True, num_parse_errors=2, num_cut_off=1)
-    stats = batch_stats([cut_off, unreadable, both, item([0, 1], rollout_id="d", parse_error=False)])
+    cut_off = item([0, 1], rollout_id="a", num_parse_errors=1, num_cut_off=1)
+    unreadable = item([0, 1], rollout_id="b", num_parse_errors=1, num_cut_off=0)
+    both = item([0, 1], rollout_id="c", num_parse_errors=2, num_cut_off=1)
+    stats = batch_stats([cut_off, unreadable, both, item([0, 1], rollout_id="d", num_parse_errors=0)])
     assert (stats["parse_error_rate"], stats["unreadable_rate"], stats["over_limit_rate"]) == (0.75, 0.5, 0.5)
 
 

@@ -12,6 +12,7 @@ from ludic.types import (
     EnvContractError,
     EnvironmentStep,
     Failure,
+    GroupKey,
     MessageView,
     Rollout,
     StopReason,
@@ -115,6 +116,65 @@ def test_total_reward_counts_env_steps_and_unread_replies_once():
     assert rollout.total_reward == 0.0
     assert rollout.total_reward_all() == 0.75
     assert rollout.total_reward_for("env") == 1.0 and rollout.total_reward_for(["agent", "env"]) == 0.75
+
+
+def made_step(index: int, turn: str | None, reward: float = 0.0, **info) -> AgentStep:
+    return AgentStep(
+        index=index, prompt_messages=[], action="", trace=TokenTrace([1], [2]), reward=reward, turn_id=turn, info=info
+    )
+
+
+def moved(index: int, turn: str | None, reward: float) -> EnvironmentStep:
+    return EnvironmentStep(
+        index=index, prev_obs=None, action="", parsed_action="", next_obs=None, source_agent_step_id=None,
+        agent_step_ids=[], reward=reward, turn_id=turn,
+    )  # fmt: skip
+
+
+def test_steps_with_one_turn_id_are_one_turn_and_a_step_without_one_is_a_turn_itself():
+    steps = [
+        made_step(0, "a", -0.25),
+        made_step(1, "a", -0.5, parse_error=True),
+        moved(2, "a", 1.0),
+        moved(3, None, 0.125),
+        made_step(4, "b"),
+        moved(5, None, 0.0),
+        moved(6, "b", 2.0),  # others moved in between; it still belongs to its turn
+    ]
+    rollout = Rollout(steps=steps)
+    turns = rollout.turns()
+    assert [[step.index for step in turn.steps] for turn in turns] == [[0, 1, 2], [3], [4, 6], [5]]
+    assert [turn.number for turn in turns] == [0, 1, 2, 3] and turns[0].last is steps[2]
+    assert [turn.reward for turn in turns] == [0.25, 0.125, 2.0, 0.0]
+    assert [turn.total_reward for turn in turns] == [0.5, 0.125, 2.0, 0.0]
+    assert sum(turn.total_reward for turn in turns) == rollout.total_reward
+    assert Rollout().turns() == []
+
+
+def test_what_meta_states_is_read_in_one_place():
+    request = {"group_id": "g", "objective": "sft"}
+    meta = {"agent_id": "X", "model": "m", "env_name": "E", "env_seed": 1, "sampling_seed": 2, "request_meta": request}
+    rollout = Rollout(meta=meta)
+    assert (rollout.agent_id, rollout.policy, rollout.env_name, rollout.objective) == ("X", "m", "E", "sft")
+    assert (rollout.env_seed, rollout.sampling_seed) == (1, 2)
+    assert rollout.group == GroupKey("g", "X", None) and not rollout.is_sub_task
+    meta |= {
+        "delegate": "d",
+        "parent_step_id": "s",
+        "objective": "rl",
+        "engine": {"env_seed": 7, "sampling_seed": None},
+    }
+    assert rollout.group == GroupKey("g", "X", "d") and rollout.is_sub_task and rollout.objective == "rl"
+    assert (rollout.env_seed, rollout.sampling_seed) == (7, None), "the engine knows better than the protocol"
+
+
+@pytest.mark.parametrize(
+    "meta", [{}, {"request_meta": None, "engine": None}, {"request_meta": "text", "engine": "liar"}]
+)
+def test_a_rollout_that_states_nothing_has_no_group(meta):
+    rollout = Rollout(meta=meta)
+    assert rollout.group is None and rollout.objective is None and rollout.env_seed is None
+    assert rollout.request_meta == {} == rollout.engine_facts
 
 
 def test_a_failed_episode_is_data():

@@ -46,7 +46,7 @@ class GroupRunner:
         self._max_steps, self._timeout_s, self._concurrency = max_steps, timeout_s, concurrency
         self._places = asyncio.Semaphore(concurrency)
         self.freed = asyncio.Event()
-        """Set whenever an episode has ended; whoever waits for it clears it."""
+        """Set whenever an episode has ended; the actor clears it before it waits."""
         self._num_planned = 0
         self._num_open = 0
         """Episodes of all groups that have been begun, playing or waiting for a place."""
@@ -76,7 +76,7 @@ class GroupRunner:
         finally:
             self._num_open -= num_left
         episodes.sort(key=lambda episode: episode.plan.index)
-        is_compared = any("group_id" in request.meta for request in group)
+        is_compared = any(request.group_id is not None for request in group)
         return FinishedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
 
     async def _play_one(self, request: RolloutRequest, index: int) -> Episode | str:

@@ -38,8 +38,8 @@ from ludic.batch_gen.pipeline.wire_columns import (
     read,
     unpacked,
 )
-from ludic.batch_gen.pipeline.wire_meta import decode_metas, encode_metas
-from ludic.types import ActorTokenLogps, MissingExtra, SampleAttachments, SAWItem, TokenArray, VersionRun
+from ludic.batch_gen.pipeline.wire_meta import decode_metas, decode_origins, encode_metas, encode_origins
+from ludic.types import ActorTokenLogps, MissingExtra, SampleAttachments, SampleOrigin, SAWItem, TokenArray, VersionRun
 from ludic.types.errors import how_to_install
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
     "group_facts",
 ]
 
-MAJOR, MINOR = 1, 3
+MAJOR, MINOR = 2, 0
 
 _MARK = b"LGRP"
 _HEADER = struct.Struct("<4sBBB")
@@ -69,7 +69,7 @@ class GroupFacts(NamedTuple):
 
     num_items: int
     oldest_version: int | None
-    """Of any token of any item; None when nobody said."""
+    """Of any token of any item; None when it is not known."""
 
 
 def group_facts(items: Sequence[SAWItem]) -> GroupFacts:
@@ -91,6 +91,8 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     weights: memoryview
     """float64 per item."""
     metas: memoryview
+    origins: memoryview
+    """Columns of `SampleOrigin`."""
     attention_runs: memoryview | None = None
     """None: every token counts."""
     actor_logps: FloatColumn | None = None
@@ -130,12 +132,13 @@ def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: Wi
         **_token_fields(items, limits),
         weights=packed([item.weight for item in items], "d"),
         metas=memoryview(encode_metas(item.meta for item in items)),
+        origins=memoryview(encode_origins(item.origin for item in items)),
         **_attachment_fields([item.attachments for item in items]),
         **_candidate_fields([item.attachments for item in items], limits),
         **_version_fields([item.attachments.version_runs for item in items], limits),
     )
-    if len(group.metas) > limits.max_meta_bytes:
-        raise _too_large("bytes of meta", len(group.metas), limits.max_meta_bytes, "Put less into meta.")
+    if (size := len(group.metas) + len(group.origins)) > limits.max_meta_bytes:
+        raise _too_large("bytes of meta", size, limits.max_meta_bytes, "Put less into meta.")
     body = _encoder.encode(group)
     flags = _ZSTD * compress + _RESHAPED * (group.candidates is not None or group.untrainable_sampling is not None)
     message = _HEADER.pack(_MARK, MAJOR, MINOR, flags) + (_compressed(body) if compress else body)
@@ -258,7 +261,7 @@ def _body(data: bytes, limits: WireLimits) -> bytes | memoryview:
         raise UnreadableGroup(f"The group has {len(data)} bytes; the limit is {limits.max_bytes}.")
     if len(data) < _HEADER.size or not data.startswith(_MARK):
         raise UnreadableGroup(
-            f"{len(data)} bytes that do not begin like a group; did somebody else write to this queue?"
+            f"{len(data)} bytes that do not begin like a group; does another program write to this queue?"
         )
     _, major, minor, flags = _HEADER.unpack_from(data)
     if major != MAJOR:
@@ -309,6 +312,7 @@ def _items(group: _Group, limits: WireLimits) -> list[SAWItem]:
         _weights(group, len(spans)),
         _metas(group, limits, len(spans)),
         _attachments(group, counts, ids[action], limits),
+        _made(SampleOrigin, *decode_origins(group.origins, len(spans))),
     )
 
 
@@ -348,8 +352,8 @@ def _weights(group: _Group, num_items: int) -> Sequence[float]:
 
 
 def _metas(group: _Group, limits: WireLimits, num_items: int) -> list[dict[str, Any]]:
-    if len(group.metas) > limits.max_meta_bytes:
-        raise UnreadableGroup(f"The items have {len(group.metas)} bytes of meta; the limit is {limits.max_meta_bytes}.")
+    if (size := len(group.metas) + len(group.origins)) > limits.max_meta_bytes:
+        raise UnreadableGroup(f"The items have {size} bytes of meta; the limit is {limits.max_meta_bytes}.")
     metas = decode_metas(group.metas)
     if len(metas) != num_items:
         raise UnreadableGroup(f"There are {num_items} items, but {len(metas)} metas.")
@@ -426,10 +430,10 @@ def _version_runs(group: _Group, counts: list[int], limits: WireLimits) -> list[
 
 # --- items whose parts have been checked ---
 
-_Made = TypeVar("_Made", SAWItem, SampleAttachments, ActorTokenLogps)
+_Made = TypeVar("_Made", SAWItem, SampleAttachments, SampleOrigin, ActorTokenLogps)
 _SETTERS = {
     kind: [kind.__dict__[field.name].__set__ for field in fields(kind)]
-    for kind in (SAWItem, SampleAttachments, ActorTokenLogps)
+    for kind in (SAWItem, SampleAttachments, SampleOrigin, ActorTokenLogps)
 }
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types import CandidateSets, ConfigError, LogprobArray, LudicError, TokenArray
+from ludic.types import CandidateSets, ConfigError, FloatArray, LudicError, TokenArray
 
 # ----------------------------------------------------------------------------------------------------
 # How large a group may be on the wire, and the two errors of its format.
@@ -22,7 +22,7 @@ from ludic.types import CandidateSets, ConfigError, LogprobArray, LudicError, To
 
 
 class UnreadableGroup(LudicError, ValueError):
-    """Bytes that are not a group which this learner can read. Whoever popped them buries them and goes on."""
+    """Bytes that are not a group which this learner can read. The learner that popped them buries them and goes on."""
 
 
 class UnwritableGroup(LudicError, ValueError):
@@ -39,7 +39,7 @@ class WireLimits:
     max_tokens: int = 1_048_576
     """Of one item."""
     max_meta_bytes: int = 4 << 20
-    """Of the meta of all items of a group. Small values take a byte on the wire and seventy in memory."""
+    """Of the meta and origin of all items of a group. Small values take a byte on the wire and seventy in memory."""
     max_version_runs: int = 262_144
     """Of all items of a group; each becomes a Python object."""
     vocab_size: int | None = None
@@ -172,7 +172,7 @@ class FloatColumn(msgspec.Struct, gc=False, omit_defaults=True):
     """1 for each item that has it, 0 for the others; None means all."""
 
 
-def encode_floats(arrays: Sequence[LogprobArray | None], *, try_runs: bool) -> FloatColumn | None:
+def encode_floats(arrays: Sequence[FloatArray | None], *, try_runs: bool) -> FloatColumn | None:
     """`try_runs` where values usually repeat: rewards are zero but for a few tokens, weights are constant in a turn."""
     present = [array for array in arrays if array is not None]
     if not present:
@@ -189,7 +189,7 @@ def encode_floats(arrays: Sequence[LogprobArray | None], *, try_runs: bool) -> F
 
 def decode_floats(
     column: FloatColumn | None, counts: Sequence[int], name: str, *, must_be_finite: bool
-) -> list[LogprobArray | None]:
+) -> list[FloatArray | None]:
     """One array per item, None for items without; `counts` are the items' action tokens."""
     if column is None:
         return [None] * len(counts)
@@ -204,7 +204,7 @@ def decode_floats(
     ]
 
 
-def _float_values(column: FloatColumn, length: int, name: str, *, must_be_finite: bool) -> LogprobArray:
+def _float_values(column: FloatColumn, length: int, name: str, *, must_be_finite: bool) -> FloatArray:
     runs = None if column.runs is None else read_any(column.runs, U4, name)
     values = read(column.values, F4, length if runs is None else len(runs), name).astype(np.float32)
     if must_be_finite and not np.isfinite(values).all():

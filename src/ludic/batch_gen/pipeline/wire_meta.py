@@ -1,15 +1,70 @@
-"""An item's meta on the wire: plain JSON values only, checked on both sides.
+"""An item's origin and meta on the wire, checked on both sides.
 
-None, flags, numbers, texts, lists and maps with text keys. Two things differ from JSON's text form: NaN and the
-infinities survive, and an int has at most 64 bits. A tuple comes back as a list, an enum of texts as its text.
+Origins travel as columns, one per field of `SampleOrigin` and typed as it is. A meta holds plain JSON values only: None,
+flags, numbers, texts, lists and maps with text keys. Two things differ from JSON's text form: NaN and the infinities
+survive, and an int has at most 64 bits. A tuple comes back as a list, an enum of texts as its text.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from ludic.batch_gen.pipeline.wire_columns import UnreadableGroup, UnwritableGroup
+from ludic.types import SampleOrigin
+
+# ----------------------------------------------------------------------------------------------------
+# Origins: one column per field, left out where every item has the field's default.
+# ----------------------------------------------------------------------------------------------------
+
+MAX_NAME = 1024
+"""Characters of a text in an origin: ids, names and the like."""
+
+_FIELDS = {field.name: field.default for field in fields(SampleOrigin)}
+_facts_of = attrgetter(*_FIELDS)
+
+
+def _column_type(name: str) -> Any:
+    hint = get_type_hints(SampleOrigin)[name]
+    value = Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None if hint == str | None else hint
+    return list[value] | None  # type: ignore[valid-type]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_Columns = msgspec.defstruct("_Columns", [(name, _column_type(name), None) for name in _FIELDS], omit_defaults=True)
+_origin_decoder = msgspec.msgpack.Decoder(_Columns)
+
+
+def encode_origins(origins: Iterable[SampleOrigin]) -> bytes:
+    columns = zip(*map(_facts_of, origins), strict=True)
+    named = zip(_FIELDS.items(), columns, strict=True)
+    told = {name: column for (name, default), column in named if column.count(default) < len(column)}
+    try:
+        return _encoder.encode(msgspec.convert(told, _Columns))
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as error:
+        raise UnwritableGroup(f"SampleOrigin of the items cannot be written: {error}. Convert it.") from None
+
+
+def decode_origins(data: memoryview, num_items: int) -> list[Sequence[Any]]:
+    """A column per field of `SampleOrigin`, in the order of its fields."""
+    try:
+        columns = _origin_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableGroup(f"The origins of its items cannot be read: {error}.") from None
+    found: list[Sequence[Any]] = []
+    for name, default in _FIELDS.items():
+        column = getattr(columns, name)
+        if column is not None and len(column) != num_items:
+            raise UnreadableGroup(f"There are {num_items} items, but {len(column)} of {name}.")
+        found.append([default] * num_items if column is None else column)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Metas.
+# ----------------------------------------------------------------------------------------------------
 
 MAX_DEPTH = 32
 """Lists and maps inside one another. Readers of meta recurse; this keeps them far from Python's own limit."""
@@ -18,7 +73,6 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 _TEXT = frozenset({str})
 _CONTAINERS = (dict, list)
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[dict[str, Any]])
 
 

@@ -14,7 +14,7 @@ from ludic.types import ConfigError, Rollout, RolloutRequest, derive_seed, promp
 
 
 class Curriculum(Protocol):
-    """Chooses the requests of the next batch and is told what became of them."""
+    """Chooses the requests of the next batch and is told how they went."""
 
     def next_requests(self) -> list[RolloutRequest]: ...
 
@@ -72,7 +72,7 @@ class TaskCurriculum(ABC):
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            index = rollout.meta.get("request_meta", {}).get("task_index")
+            index = rollout.request_meta.get("task_index")
             if index is None:
                 raise ConfigError(
                     f"{type(self).__name__} was told of rollout {rollout.id}, whose request it did not choose: its "

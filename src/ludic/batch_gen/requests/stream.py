@@ -85,10 +85,9 @@ def group_requests(requests: Sequence[RolloutRequest]) -> list[RequestGroup]:
     groups: list[RequestGroup] = []
     last: str | None = None
     for request in requests:
-        group_id = request.meta.get("group_id")
-        if group_id is not None and group_id == last:
+        if request.group_id is not None and request.group_id == last:
             groups[-1].append(request)
         else:
             groups.append([request])
-        last = group_id
+        last = request.group_id
     return groups

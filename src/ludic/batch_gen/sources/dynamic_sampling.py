@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ludic.batch_gen.episodes import Episode
 from ludic.batch_gen.groups import by_group
 from ludic.batch_gen.requests.stream import RequestGroup
-from ludic.types import ConfigError, RequestsExhausted, rounding_of
+from ludic.types import ConfigError, GroupKey, RequestsExhausted, rounding_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,7 @@ def _teaches(episodes: Sequence[Episode], eps: float) -> bool:
     """True when some agent's rewards differ within the group. A single episode has nothing to be compared with."""
     if len(episodes) == 1:
         return True
-    rewards: dict[tuple[str | None, str | None], list[float]] = {}
+    rewards: dict[GroupKey | None, list[float]] = {}
     for rollout in (rollout for episode in episodes for rollout in episode.rollouts if rollout.failure is None):
-        role = (rollout.meta.get("agent_id"), rollout.meta.get("delegate"))
-        rewards.setdefault(role, []).append(rollout.total_reward)
+        rewards.setdefault(rollout.group, []).append(rollout.total_reward)
     return any(max(own) - min(own) > max(eps, rounding_of(own)) for own in rewards.values())

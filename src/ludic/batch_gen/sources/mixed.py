@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.batch_gen.sources.wrapper import StoredItem, load_into, refuse_accounts, state_of, tell_version
-from ludic.types import BatchSource, ConfigError, RequestsExhausted, SAWBatch, SAWItem, with_objective
+from ludic.types import BatchSource, ConfigError, RequestsExhausted, SAWBatch, SAWItem
 
 _MAX_EMPTY = 16
 """Batches without a sample that one source may give in a row."""
@@ -28,7 +28,7 @@ class MixedPart:
     share: float
     """How many of its samples there are, in proportion to the other parts' shares."""
     objective: str | None = None
-    """What its samples are trained for (see mix_objectives); None leaves the tags that they have."""
+    """What its samples are trained for (see mix_objectives); None leaves the objectives that they have."""
 
     def __post_init__(self) -> None:
         if not (self.share > 0 and math.isfinite(self.share)):
@@ -68,7 +68,7 @@ class MixedBatchSource:
             tell_version(part.source, version)
 
     def _num_due(self, part: MixedPart) -> int:
-        # The small number mends shares such as 0.3 / 0.1, whose quotient is just below 3.
+        # The small number is for shares such as 0.3 / 0.1, whose quotient is just below 3.
         wanted = math.floor(self._num_lead * part.share / self._lead.share + 1e-9)
         return wanted - self._num_given[part.name]
 
@@ -109,4 +109,4 @@ class MixedBatchSource:
 
 
 def _tagged(items: Sequence[SAWItem], part: MixedPart) -> list[SAWItem]:
-    return list(items) if part.objective is None else [with_objective(item, part.objective) for item in items]
+    return list(items) if part.objective is None else [item.with_origin(objective=part.objective) for item in items]

@@ -194,7 +194,7 @@ class OfflineBatchSource:
             "source": "offline",
             "epoch": epoch,
             "num_samples": len(items),
-            "target_rollouts": len({item.meta.get("rollout_id") for item in items}),
+            "target_rollouts": len({item.origin.rollout_id for item in items}),
             **averages,
             "rollout_metrics": averages,
         }
@@ -229,8 +229,8 @@ def _index(paths: Sequence[str | Path]) -> list[list[Line]]:
             if head.failure is not None:
                 num_failed += 1
                 continue
-            group_id = (head.meta.get("request_meta") or {}).get("group_id")
-            groups.setdefault(f"rollout {head.id}" if group_id is None else f"group {group_id}", []).append(line)
+            own = f"rollout {head.id}" if head.group_id is None else f"group {head.group_id}"
+            groups.setdefault(own, []).append(line)
     if not groups:
         raise ConfigError(
             f"There are no usable rollouts in {', '.join(map(str, paths)) or 'no files at all'} "

@@ -9,7 +9,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +21,7 @@ from ludic.types import BatchSource, ConfigError, SAWBatch, SAWItem, derive_seed
 class _Kept:
     stored: StoredItem
     version: int
-    """The oldest policy version behind any of its tokens; where nobody said, the one that was trained when it came."""
+    """The oldest policy version behind any of its tokens; where that is not known, the one that was trained when it came."""
 
 
 class ReplayBatchSource:
@@ -134,4 +134,4 @@ class ReplayBatchSource:
 
 def _again(item: SAWItem) -> SAWItem:
     """Its siblings are not all here: filters that compare a group's members must not take some for the whole."""
-    return replace(item, meta={**item.meta, "group_id": None, "replayed": True})
+    return item.with_origin(group_id=None, is_replayed=True)

@@ -1,8 +1,8 @@
 """One stream of episodes for several trainers: each gets what its own policy has played, credited by its own rule.
 
-A round of episodes is played when one of the trainers asks and has none waiting; all of them get their part of it. Whoever
-has no trainer (a frozen opponent, a league) is played and not trained on. Failed episodes and broken groups are left out for
-everybody, before anything is dealt.
+A round of episodes is played when one of the trainers asks and has none waiting; all of them get their part of it. A policy
+without a trainer (a frozen opponent, a league) is played and not trained on. Failed episodes and broken groups are left out
+first, for all trainers alike.
 """
 
 import logging
@@ -14,7 +14,6 @@ from typing import Any
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
-from ludic.batch_gen.groups import policy_of
 from ludic.batch_gen.requests.dataset import RequestsFn
 from ludic.batch_gen.requests.strategies import RequestStrategy
 from ludic.batch_gen.requests.stream import RequestStream
@@ -36,7 +35,7 @@ class _Round:
     @property
     def players(self) -> list[str]:
         """By name, as they were seated."""
-        return sorted({str(policy_of(rollout)) for episode in self.episodes for rollout in episode.rollouts})
+        return sorted({str(rollout.policy) for episode in self.episodes for rollout in episode.rollouts})
 
 
 class SharedRollouts:

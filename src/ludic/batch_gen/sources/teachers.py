@@ -25,6 +25,7 @@ from ludic.types import (
     UnknownName,
     token_array,
 )
+from ludic.types.rollout import request_meta_in
 
 
 @runtime_checkable
@@ -129,7 +130,7 @@ async def annotated(item: SAWItem, teacher: TeacherScorer) -> SAWItem:
 
 
 async def _teacher_logps(item: SAWItem, teacher: TeacherScorer) -> LogprobArray:
-    counts = item.attention_mask  # a sample that somebody padded is scored without the padding
+    counts = item.attention_mask  # a padded sample is scored without the padding
     ids, where = item.input_ids[counts], np.flatnonzero(item.action_mask[counts])
     if not len(where):
         return np.zeros(0, dtype=np.float32)
@@ -148,13 +149,13 @@ DomainOf: TypeAlias = Callable[[SAWItem], str]
 
 def domain_of(item: SAWItem) -> str:
     """What the request said (`RolloutRequest.meta["domain"]`); without that, the name of the environment."""
-    domain = item.meta.get("request_meta", {}).get("domain") or item.meta.get("env_name")
+    domain = item.origin.domain or item.origin.env_name
     if domain is None:
         raise ConfigError(
-            f"A sample (rollout {item.meta.get('rollout_id')}) names neither a domain nor an env, so no teacher can be chosen. "
+            f"A sample (rollout {item.origin.rollout_id}) names neither a domain nor an env, so no teacher can be chosen. "
             'Put meta={"domain": …} on its request.'
         )
-    return str(domain)
+    return domain
 
 
 class DomainTeachers:
@@ -201,7 +202,7 @@ class PrivilegedTeacher:
         prompt = token_array(self._prompt_of(item))
         if not len(prompt):
             raise ConfigError(
-                f"prompt_of gave an empty prompt for a sample (rollout {item.meta.get('rollout_id')}); a teacher needs at least "
+                f"prompt_of gave an empty prompt for a sample (rollout {item.origin.rollout_id}); a teacher needs at least "
                 "one token to go on from."
             )
         return _HintedTeacher(self._teacher, prompt)
@@ -246,10 +247,10 @@ def hint_first(template: ChatTemplate, hint_of: Callable[[SAWItem], str] | None 
 
 
 def hint_in_request(item: SAWItem) -> str:
-    hint = item.meta.get("request_meta", {}).get("hint")
+    hint = request_meta_in(item.meta).get("hint")
     if hint is None:
         raise ConfigError(
-            f"A sample (rollout {item.meta.get('rollout_id')}) has no hint, so its teacher would know no more than the student. "
+            f"A sample (rollout {item.origin.rollout_id}) has no hint, so its teacher would know no more than the student. "
             'Put meta={"hint": …} on its request.'
         )
     return str(hint)

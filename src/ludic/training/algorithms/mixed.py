@@ -1,6 +1,6 @@
-"""Several algorithms on one batch, each on the samples of its own objective: RL, imitation, distillation.
+"""Several algorithms on one batch, each on the samples of one objective: RL, imitation, distillation.
 
-Everything that makes an algorithm is routed by the sample's tag: its credit rule, what it does to samples first, its loss.
+Everything that makes an algorithm is routed by the sample's objective: its credit rule, what it does to samples first, its loss.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from ludic.training.algorithms.algorithm import Preprocess, RLAlgorithm
 from ludic.training.credit_assignment.routed import RoutedCredit
 from ludic.training.losses import LossTerm, RoutedLoss
-from ludic.types import ConfigError, SAWBatch, SAWItem, objective_of, with_objective
+from ludic.types import ConfigError, SAWBatch, SAWItem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Objective:
     algorithm: RLAlgorithm
     """Its credit rule, what it does to samples first, and its loss."""
     weight: float = 1.0
-    """What its loss is multiplied by; 1 is what it would be in a batch of its own."""
+    """What its loss is multiplied by; 1 is what it would be if the batch held its samples only."""
 
     def __post_init__(self) -> None:
         if self.weight < 0:
@@ -35,7 +35,7 @@ class Objective:
 def mix_objectives(
     objectives: Mapping[str, Objective], *, default: str | None = None, name: str = "mixed"
 ) -> RLAlgorithm:
-    """Σ weight · loss, each over the samples tagged with its name; `default` is the objective of samples without a tag."""
+    """Σ weight · loss, each over the samples of that objective; `default` is the objective of samples that name none."""
     credit = RoutedCredit({key: part.algorithm.credit_assigner for key, part in objectives.items()}, default=default)
     terms = [LossTerm(name=key, loss=part.algorithm.loss, weight=part.weight) for key, part in objectives.items()]
     return RLAlgorithm(
@@ -67,13 +67,13 @@ def _routed(algorithms: Mapping[str, RLAlgorithm], default: str | None) -> Prepr
 def _members(batch: SAWBatch, algorithms: Mapping[str, RLAlgorithm], default: str | None) -> dict[str, list[SAWItem]]:
     members: dict[str, list[SAWItem]] = {}
     for item in batch.items:
-        name = objective_of(item.meta) or default
+        name = item.origin.objective or default
         if name is None or name not in algorithms:
             raise ConfigError(
-                f"A sample has the objective {name!r} (rollout {item.meta.get('rollout_id')}); there are "
-                f'{", ".join(algorithms)}. Tag samples by meta["objective"] (MixedBatchSource does), or give default=….'
+                f"A sample has the objective {name!r} (rollout {item.origin.rollout_id}); there are "
+                f"{', '.join(algorithms)}. Name it in SampleOrigin.objective (MixedBatchSource does), or give default=…."
             )
-        members.setdefault(name, []).append(with_objective(item, name))
+        members.setdefault(name, []).append(item.with_origin(objective=name))
     return members
 
 

@@ -12,7 +12,7 @@ from ludic.training.credit_assignment.group import (
     RoleFn,
     agent_in_env,
 )
-from ludic.training.credit_assignment.grouping import Turn, returns_to_go, turns_of
+from ludic.training.credit_assignment.grouping import returns_to_go
 from ludic.training.credit_assignment.returns import (
     ConstantCredit,
     EpisodicReturn,
@@ -45,5 +45,5 @@ __all__ = [
     "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before",
     "RoleBaselineReturn", "RoleFn", "agent_in_env",
     "Relabelled", "Relabel", "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential",
-    "Turn", "turns_of", "returns_to_go",
+    "returns_to_go",
 ]  # fmt: skip

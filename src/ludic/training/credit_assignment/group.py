@@ -143,7 +143,7 @@ RoleFn: TypeAlias = Callable[[Rollout], str]
 
 def agent_in_env(rollout: Rollout) -> str:
     """One role per env, agent id and delegate."""
-    parts = [rollout.meta.get(name) for name in ("env_name", "agent_id", "delegate")]
+    parts = [rollout.env_name, rollout.agent_id, rollout.delegate]
     return "/".join(str(part) for part in parts if part is not None)
 
 
@@ -153,7 +153,7 @@ class RoleBaselineReturn:
 
     A batch is measured by the batches before it and only then counted, so the baseline knows nothing of the actions
     that it is subtracted from: the gradient is unbiased, at any number of games per batch. (SPIRAL counts first.)
-    The mean is part of a checkpoint. It belongs to whoever assigns credit: each actor of a pipeline keeps its own.
+    The mean is part of a checkpoint. It belongs to the process that assigns credit: each actor of a pipeline keeps its own.
     """
 
     decay: float = 0.95

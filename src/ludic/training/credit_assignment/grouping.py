@@ -1,18 +1,15 @@
-"""How a batch of rollouts falls into turns and groups: what the credit rules share.
+"""Returns over turns and comparisons within groups: what the credit rules share.
 
-A turn is everything from asking an agent to act until it acts again. A group is the rollouts of one role from one
-starting point (`GRPORequestStrategy` gives them one group id). Failed rollouts belong to no group and get no weight.
+Turns are `Rollout.turns()`, groups are those of `GroupKey`: the rollouts of one role from one starting point
+(`GRPORequestStrategy` gives them one group id). Failed rollouts belong to no group and get no weight.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types import ConfigError, Rollout, RolloutStepKey, Step, spread_of
+from ludic.types import ConfigError, GroupKey, Rollout, RolloutStepKey, spread_of
 
 Floats = npt.NDArray[np.float64]
 Weights = dict[RolloutStepKey, float]
@@ -22,26 +19,8 @@ Weights = dict[RolloutStepKey, float]
 # --- turns ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The model calls of one turn and the transition they led to."""
-
-    steps: tuple[Step, ...]
-
-    @property
-    def reward(self) -> float:
-        """Everything earned in the turn, penalties of single model calls included."""
-        return sum(step.reward for step in self.steps)
-
-
-def turns_of(rollout: Rollout) -> list[Turn]:
-    """Consecutive steps with one turn id; a step without a turn id is a turn of its own."""
-    by_turn = groupby(rollout.steps, key=lambda step: step.id if step.turn_id is None else step.turn_id)
-    return [Turn(tuple(steps)) for _, steps in by_turn]
-
-
 def turn_rewards(rollout: Rollout) -> Floats:
-    return np.array([turn.reward for turn in turns_of(rollout)], dtype=np.float64)
+    return np.array([turn.reward for turn in rollout.turns()], dtype=np.float64)
 
 
 def returns_to_go(rewards: Sequence[float] | Floats, gamma: float) -> Floats:
@@ -68,15 +47,6 @@ def is_truncated(rollout: Rollout) -> bool:
 # --- groups ---------------------------------------------------------------------------------------------------
 
 
-class GroupKey(NamedTuple):
-    """Who is compared with whom. Agents of one episode play different roles, so each role has its own groups."""
-
-    group_id: str
-    agent_id: str | None
-    delegate: str | None
-    """Set for a sub-agent; its agent id may well be its parent's."""
-
-
 def finished(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """All but the failed ones. Weights are filed under rollout ids, so two rollouts must not share one."""
     kept = [rollout for rollout in rollouts if rollout.failure is None]
@@ -88,14 +58,13 @@ def finished(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def group_key(rollout: Rollout) -> GroupKey:
-    group_id = rollout.meta.get("request_meta", {}).get("group_id")
-    if group_id is None:
+    if rollout.group is None:
         raise ValueError(
             f"Rollout {rollout.id!r} has no group: meta['request_meta']['group_id'] is missing (its meta has "
             f"{sorted(rollout.meta)}). Expand requests with GRPORequestStrategy(group_size=…), or use a credit rule "
             "without groups, such as MonteCarloReturn."
         )
-    return GroupKey(group_id, rollout.meta.get("agent_id"), rollout.meta.get("delegate"))
+    return rollout.group
 
 
 def rollouts_by_group(
@@ -149,7 +118,7 @@ def same_on_every_step(rollout: Rollout, weight: float) -> Weights:
 
 def one_per_turn(rollout: Rollout, weights: Sequence[float] | Floats) -> Weights:
     """Every step of a turn gets the turn's weight."""
-    pairs = zip(turns_of(rollout), weights, strict=True)
+    pairs = zip(rollout.turns(), weights, strict=True)
     return {(rollout.id, step.index): float(weight) for turn, weight in pairs for step in turn.steps}
 
 

@@ -1,9 +1,9 @@
-"""Credit where rollouts have different objectives: each is credited by the rule of its own."""
+"""Credit where rollouts have different objectives: each is credited by the rule of its objective."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.types import ConfigError, CreditAssigner, FollowsDrift, Rollout, RolloutStepKey, Stateful, objective_of
+from ludic.types import ConfigError, CreditAssigner, FollowsDrift, Rollout, RolloutStepKey, Stateful
 
 
 class RoutedCredit:
@@ -16,8 +16,8 @@ class RoutedCredit:
         followers = [name for name, part in assigners.items() if isinstance(part, FollowsDrift)]
         if followers:
             raise ConfigError(
-                f"The rules of {followers} want to know how far each update moves the policy, which nobody tells a rule among "
-                "others. Train that algorithm on its own, or use a rule without a tracker (make_reinforce_pp)."
+                f"The rules of {followers} want to know how far each update moves the policy, which a rule among others "
+                "is not told. Train that algorithm on its own, or use a rule without a tracker (make_reinforce_pp)."
             )
         self.assigners, self.default = dict(assigners), default
 
@@ -30,7 +30,7 @@ class RoutedCredit:
         }
 
     def _objective(self, rollout: Rollout) -> str:
-        name = objective_of(rollout.meta) or self.default
+        name = rollout.objective or self.default
         if name is None or name not in self.assigners:
             raise ConfigError(
                 f"Rollout {rollout.id} has the objective {name!r}; there are {', '.join(self.assigners)}. Name one in "

@@ -13,13 +13,11 @@ import numpy.typing as npt
 
 from ludic.training.credit_assignment.grouping import (
     Floats,
-    Turn,
     Weights,
     check_discount,
     finished,
     returns_to_go,
     turn_rewards,
-    turns_of,
 )
 from ludic.types import (
     ConfigError,
@@ -31,6 +29,7 @@ from ludic.types import (
     SAWItem,
     Stateful,
     Step,
+    Turn,
     is_parse_failure,
 )
 
@@ -88,19 +87,14 @@ class Relabelled:
 
 def with_turn_rewards(rollout: Rollout, rewards: Sequence[float] | Floats) -> Rollout:
     """A copy in which turn t earned rewards[t] and nothing else."""
-    steps = [step for turn, reward in zip(turns_of(rollout), rewards, strict=True) for step in _paid(turn, reward)]
-    return replace(rollout, steps=steps)
+    paid = {_payee(turn).id: float(reward) for turn, reward in zip(rollout.turns(), rewards, strict=True)}
+    return replace(rollout, steps=[replace(step, reward=paid.get(step.id, 0.0)) for step in rollout.steps])
 
 
-def _paid(turn: Turn, reward: float) -> list[Step]:
-    payee = _payee(turn)
-    return [replace(step, reward=float(reward) if i == payee else 0.0) for i, step in enumerate(turn.steps)]
-
-
-def _payee(turn: Turn) -> int:
-    """The last step whose reward counts for the episode's total; a turn that was cut short may have none."""
-    counted = [i for i, step in enumerate(turn.steps) if step.kind == "env" or is_parse_failure(step)]
-    return counted[-1] if counted else len(turn.steps) - 1
+def _payee(turn: Turn) -> Step:
+    """The last step whose reward counts for the episode's total; in a turn that was cut short, its last step."""
+    counted = [step for step in turn.steps if step.kind == "env" or is_parse_failure(step)]
+    return counted[-1] if counted else turn.last
 
 
 def _same_steps(changed: Sequence[Step], steps: Sequence[Step]) -> bool:
@@ -151,7 +145,7 @@ def info_potential(key: str, *, start: float = 0.0) -> PotentialFn:
     def potential(rollout: Rollout) -> list[float]:
         values = []
         latest = start
-        for turn in turns_of(rollout):
+        for turn in rollout.turns():
             values.append(latest)
             told = [step.info[key] for step in turn.steps if isinstance(step, EnvironmentStep) and key in step.info]
             latest = float(told[-1]) if told else latest
@@ -220,7 +214,7 @@ def _gap(item: SAWItem) -> npt.NDArray[np.float64]:
     assert teacher is not None, "checked for the whole batch"
     if old is None:
         raise ConfigError(
-            f"A sample (rollout {item.meta.get('rollout_id')}) has no actor log-probs to compare the teacher's with. Ask the "
+            f"A sample (rollout {item.origin.rollout_id}) has no actor log-probs to compare the teacher's with. Ask the "
             "sampler for them: InferenceSpec(return_=ReturnSpec.for_rl())."
         )
     return teacher.astype(np.float64) - old

@@ -13,7 +13,6 @@ import numpy as np
 
 from ludic.training.credit_assignment.grouping import (
     Floats,
-    Turn,
     Weights,
     check_discount,
     check_group_size,
@@ -23,9 +22,8 @@ from ludic.training.credit_assignment.grouping import (
     returns_to_go,
     rollouts_by_group,
     turn_rewards,
-    turns_of,
 )
-from ludic.types import AgentStep, ConfigError, EnvironmentStep, Rollout
+from ludic.types import AgentStep, ConfigError, EnvironmentStep, Rollout, Turn
 
 StateFn: TypeAlias = Callable[[Turn], Hashable | None]
 """The state that a turn was taken in; None when it is not known, and then the turn is compared with no other."""
@@ -112,7 +110,7 @@ class StateGroupReturn:
         """State -> who stood in it: (member, turn)."""
         visits: dict[Hashable, list[tuple[int, int]]] = {}
         for i, rollout in enumerate(members):
-            for t, turn in enumerate(turns_of(rollout)):
+            for t, turn in enumerate(rollout.turns()):
                 state = self.state_of(turn)
                 if state is not None:
                     visits.setdefault(state, []).append((i, t))

@@ -109,7 +109,7 @@ class GAE:
 
 
 def prompt_of(rollout: Rollout) -> str:
-    return prompt_key(rollout.meta.get("request_meta", {}))
+    return prompt_key(rollout.request_meta)
 
 
 @dataclass(frozen=True, slots=True)

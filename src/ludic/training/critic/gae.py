@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ludic.training.credit_assignment import gae
-from ludic.types import ConfigError, LogprobArray, SAWItem, spread_of
+from ludic.types import ConfigError, FloatArray, SAWItem, spread_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class _Chain(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenGAE:
-    """Every action token is a step of its own."""
+    """Every action token is one step."""
 
     gamma: float = 1.0
     """Discount per action token."""
@@ -114,17 +114,18 @@ def _credited(
 
 def _chains(items: Sequence[SAWItem]) -> list[list[int]]:
     """Indices of the samples of each rollout, in the order of its segments."""
-    found: dict[object, list[int]] = {}
+    found: dict[str | int, list[int]] = {}
     for index, item in enumerate(items):
-        found.setdefault(item.meta.get("rollout_id", index), []).append(index)
+        rollout_id = item.origin.rollout_id
+        found.setdefault(index if rollout_id is None else rollout_id, []).append(index)
     return [_in_order(items, chain) for chain in found.values()]
 
 
 def _in_order(items: Sequence[SAWItem], chain: list[int]) -> list[int]:
-    segments = {i: items[i].meta.get("segment", 0) for i in chain}
+    segments = {i: items[i].origin.segment for i in chain}
     if len(set(segments.values())) < len(chain):
         raise ConfigError(
-            f"The batch has a segment of rollout {items[chain[0]].meta['rollout_id']} twice (segments "
+            f"The batch has a segment of rollout {items[chain[0]].origin.rollout_id} twice (segments "
             f"{sorted(segments.values())}): as one episode its rewards would count twice. A critic needs every episode once in "
             "a batch; do not replay samples to it."
         )
@@ -134,7 +135,7 @@ def _in_order(items: Sequence[SAWItem], chain: list[int]) -> list[int]:
 def _joined(samples: list[SAWItem], values: Sequence[np.ndarray]) -> _Chain:
     expected = np.concatenate(values).astype(np.float64)
     # Cut off by a limit, the episode would have gone on from about where it stood.
-    bootstrap = float(expected[-1]) if samples[-1].meta.get("episode_truncated") else 0.0
+    bootstrap = float(expected[-1]) if samples[-1].origin.episode_truncated else 0.0
     return _Chain(np.concatenate([_rewards(item) for item in samples]), expected, bootstrap, samples)
 
 
@@ -154,7 +155,7 @@ def _turns(item: SAWItem) -> Floats:
 
 def _missing(item: SAWItem, what: str, name: str) -> str:
     return (
-        f"A sample (rollout {item.meta.get('rollout_id')}) does not say {what}; this critic needs attachments.{name}, which "
+        f"A sample (rollout {item.origin.rollout_id}) does not say {what}; this critic needs attachments.{name}, which "
         "stitching writes."
     )
 
@@ -183,7 +184,7 @@ def _normalized(items: list[SAWItem]) -> list[SAWItem]:
     return done
 
 
-def _made_of(item: SAWItem) -> tuple[LogprobArray, LogprobArray]:
+def _made_of(item: SAWItem) -> tuple[FloatArray, FloatArray]:
     values, returns = item.attachments.token_values, item.attachments.token_returns
     assert values is not None and returns is not None, "written just before"
     return values, returns

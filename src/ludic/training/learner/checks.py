@@ -129,4 +129,4 @@ def require_trainable_sampling(items: Sequence[SAWItem], loss: Loss) -> None:
 
 
 def _name(item: SAWItem) -> str:
-    return f"A sample (rollout {item.meta.get('rollout_id')})"
+    return f"A sample (rollout {item.origin.rollout_id})"

@@ -27,7 +27,7 @@ from ludic.training.learner.packing import (
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.tokens import over_tokens
-from ludic.types import SAWItem, objective_of, spread_of
+from ludic.types import SAWItem, spread_of
 
 
 class Reference(Protocol):
@@ -40,7 +40,7 @@ def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
     """What losses divide by and compare with."""
     members: dict[str, list[SAWItem]] = {}
     for item in items:
-        if (name := objective_of(item.meta)) is not None:
+        if (name := item.origin.objective) is not None:
             members.setdefault(name, []).append(item)
     return replace(_facts(items), by_objective={name: _facts(own) for name, own in members.items()})
 

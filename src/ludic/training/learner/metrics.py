@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.losses.tokens import Stats, over_tokens
+from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, over_tokens
 from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers, result_rates
 
 PREFIXES = ("train/", "eval/", "perf/")
 Scalar: TypeAlias = float | torch.Tensor
-"""A number, or a tensor with one element; it is only fetched from its device when somebody reads it."""
+"""A number, or a tensor with one element; it is fetched from its device only when it is read."""
 
 
 # --- names ----------------------------------------------------------------------------------------------------
@@ -148,7 +148,8 @@ def batch_stats(
     one of the items: a source knows all that it generated, the items are what its filters left.
     """
     rollouts = _by_rollout(items)
-    rewards = [float(metas[0]["total_reward"]) for metas in rollouts if "total_reward" in metas[0]]
+    origins = [item.origin for item in items]
+    rewards = [float(own[0].origin.total_reward) for own in rollouts if own[0].origin.total_reward is not None]
     stats = {
         "num_samples": float(len(items)),
         "num_rollouts": float(len(rollouts)),
@@ -159,16 +160,18 @@ def batch_stats(
         "avg_completion_length": _mean(item.num_action_tokens for item in items),
         "avg_prompt_length": _mean(len(item.input_ids) - item.num_action_tokens for item in items),
         "zero_weight_rate": _mean(not item.token_weights.any() for item in items),
-        "parse_error_rate": _mean(bool(item.meta["parse_error"]) for item in items if "parse_error" in item.meta),
-        "unreadable_rate": _mean(_is_unreadable(item.meta) for item in items if "parse_error" in item.meta),
+        "parse_error_rate": _mean(origin.parse_error for origin in origins if origin.parse_error is not None),
+        "unreadable_rate": _mean(
+            origin.num_parse_errors > origin.num_cut_off for origin in origins if origin.num_parse_errors is not None
+        ),
         "avg_total_reward": _mean(rewards),
         "total_reward_std": float(np.std(rewards)) if rewards else None,
-        "truncated_rate": _mean(any(map(_is_truncated, metas)) for metas in rollouts),
-        "over_limit_rate": _mean(any(_is_truncated(meta) or meta.get("num_cut_off") for meta in m) for m in rollouts),
-        **result_rates([_result(metas) for metas in rollouts]),
+        "truncated_rate": _mean(any(map(_is_truncated, own)) for own in rollouts),
+        "over_limit_rate": _mean(any(_is_truncated(i) or i.origin.num_cut_off > 0 for i in own) for own in rollouts),
+        **result_rates([_result(own) for own in rollouts]),
     }
     reduced = apply_reducers_to_records(
-        [item.meta for item in items],
+        [item.record() for item in items],
         default_reducers() if reducers is None else reducers,
         sample_count=len(items),
         rollout_count=len(rollouts),
@@ -177,26 +180,22 @@ def batch_stats(
     return {**known, **stats}
 
 
-def _by_rollout(items: Sequence[SAWItem]) -> list[list[Mapping[str, Any]]]:
-    """The metas of each rollout's items; an item of no rollout (a line of a data set) is one of its own."""
-    found: dict[Any, list[Mapping[str, Any]]] = {}
+def _by_rollout(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
+    """The items of each rollout; an item of no rollout (a line of a data set) counts as one by itself."""
+    found: dict[str | int, list[SAWItem]] = {}
     for index, item in enumerate(items):
-        found.setdefault(item.meta.get("rollout_id", index), []).append(item.meta)
+        rollout_id = item.origin.rollout_id
+        found.setdefault(index if rollout_id is None else rollout_id, []).append(item)
     return list(found.values())
 
 
-def _is_truncated(meta: Mapping[str, Any]) -> bool:
-    return bool(meta.get("episode_truncated") or meta.get("truncated"))
+def _is_truncated(item: SAWItem) -> bool:
+    return item.origin.episode_truncated or item.origin.truncated
 
 
-def _is_unreadable(meta: Mapping[str, Any]) -> bool:
-    """Some reply came to its own end and could still not be read; one that was cut off counts as over a limit."""
-    return bool(meta["parse_error"]) and meta.get("num_parse_errors", 1) > meta.get("num_cut_off", 0)
-
-
-def _result(metas: Sequence[Mapping[str, Any]]) -> str | None:
+def _result(items: Sequence[SAWItem]) -> str | None:
     """How the rollout ended, if its env says so in info["result"]."""
-    said = [meta["result"] for meta in metas if isinstance(meta.get("result"), str)]
+    said = [result for item in items if isinstance(result := item.meta.get("result"), str)]
     return said[-1] if said else None
 
 
@@ -220,8 +219,6 @@ def _mean(values: Iterable[float]) -> float | None:
 # the policy moves. This looks at the same tokens once more afterwards. One micro-batch is enough for an average, and costs
 # two forward passes of it.
 
-_MAX_LOG_RATIO = 20.0
-
 
 class DriftProbe:
     """Made before an update, asked after it."""
@@ -234,7 +231,7 @@ class DriftProbe:
 
     def measure(self) -> Stats:
         """`policy_drift`: KL(before ‖ after) per token (k3), for ranks to add up; nothing of a filler."""
-        difference_A = (self._logps() - self._before_A).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        difference_A = (self._logps() - self._before_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return {"policy_drift": over_tokens(difference_A.exp() - 1 - difference_A)} if self._counts else {}
 
     @torch.no_grad()

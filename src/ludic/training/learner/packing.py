@@ -5,7 +5,7 @@ that cannot pack. Both say the same of every action token, in the same words (`A
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ludic.models.head import CandidateMask
-from ludic.types import CandidateSets, ConfigError, SAWItem, objective_of
+from ludic.types import CandidateSets, ConfigError, SAWItem
 
 
 class TooLong(StrEnum):
@@ -28,7 +28,7 @@ class TooLong(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The samples that can be trained on, and what became of the others."""
+    """The samples that can be trained on, and how many were cut or dropped."""
 
     items: list[SAWItem]
     num_truncated: int = 0
@@ -47,7 +47,7 @@ def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: TooLong | str
         if policy is TooLong.RAISE:
             raise ConfigError(
                 f"A sample has {len(item.input_ids)} tokens, more than max_seq_len={max_seq_len} (rollout "
-                f"{item.meta.get('rollout_id')}). Raise max_seq_len and micro_token_budget, shorten episodes, or set "
+                f"{item.origin.rollout_id}). Raise max_seq_len and micro_token_budget, shorten episodes, or set "
                 "too_long='truncate' or 'drop'."
             )
         cut = truncated(item, max_seq_len) if policy is TooLong.TRUNCATE else None
@@ -60,28 +60,26 @@ def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: TooLong | str
 
 
 def without_padding(item: SAWItem) -> SAWItem:
-    """A sample that somebody padded, with only the tokens that count."""
+    """A padded sample, with only the tokens that count."""
     counts = item.attention_mask
     if counts is None or counts.all():
         return item
     if (item.action_mask & ~counts).any():
-        raise ConfigError(
-            f"A sample masks out action tokens by its attention mask (rollout {item.meta.get('rollout_id')})."
-        )
-    return SAWItem(item.input_ids[counts], None, item.action_mask[counts], item.weight, item.meta, item.attachments)
+        raise ConfigError(f"A sample masks out action tokens by its attention mask (rollout {item.origin.rollout_id}).")
+    return replace(item, input_ids=item.input_ids[counts], attention_mask=None, action_mask=item.action_mask[counts])
 
 
 def truncated(item: SAWItem, length: int) -> SAWItem:
     """The first `length` tokens of a sample, with what was said of them."""
     mask = item.action_mask[:length]
     assert item.attention_mask is not None, "SAWItem fills it in"
-    return SAWItem(
-        item.input_ids[:length],
-        item.attention_mask[:length],
-        mask,
-        item.weight,
-        {**item.meta, "seq_len_truncated": True},
-        item.attachments.first(int(mask.sum())),
+    return replace(
+        item,
+        input_ids=item.input_ids[:length],
+        attention_mask=item.attention_mask[:length],
+        action_mask=mask,
+        attachments=item.attachments.first(int(mask.sum())),
+        origin=replace(item.origin, seq_len_truncated=True),
     )
 
 
@@ -178,7 +176,7 @@ class ActionFields:
     objectives: tuple[str | None, ...] = ()
     """Of each sample; empty where no sample names one."""
     without_old_logps: tuple[int, ...] = ()
-    """Samples whose old_logp_A nobody knows, where those of others are known."""
+    """Samples whose old_logp_A is not known, where those of others are."""
 
     @property
     def num_tokens(self) -> int:
@@ -257,12 +255,12 @@ def _check_prompt(item: SAWItem) -> None:
     if len(item.action_mask) and item.action_mask[0]:
         raise ConfigError(
             f"The first token of a sample is an action, but nothing comes before it to predict it (rollout "
-            f"{item.meta.get('rollout_id')}). A prompt needs at least one token."
+            f"{item.origin.rollout_id}). A prompt needs at least one token."
         )
 
 
 def _objectives(items: Sequence[SAWItem]) -> tuple[str | None, ...]:
-    names = tuple(objective_of(item.meta) for item in items)
+    names = tuple(item.origin.objective for item in items)
     return names if any(name is not None for name in names) else ()
 
 
@@ -275,8 +273,8 @@ def _without_logps(items: Sequence[SAWItem]) -> tuple[int, ...]:
 def _old_logps(items: Sequence[SAWItem], device: torch.device) -> Tensor | None:
     if all(item.actor_logps is None for item in items):
         return None
-    for name in {objective_of(item.meta) for item in items}:
-        _check_all_or_none([item for item in items if objective_of(item.meta) == name])
+    for name in {item.origin.objective for item in items}:
+        _check_all_or_none([item for item in items if item.origin.objective == name])
     unknown = np.float32(np.nan)  # shows if a loss that should not look at them does
     given = [
         np.full(item.num_action_tokens, unknown) if (logps := item.actor_logps) is None else logps for item in items
@@ -348,7 +346,7 @@ def _check_whole_vocabulary(items: Sequence[SAWItem]) -> None:
     cut = next((item for item in items if item.attachments.candidates is not None), None)
     if cut is not None:
         raise ConfigError(
-            f"A sample (rollout {cut.meta.get('rollout_id')}) was drawn from a part of the vocabulary (top_p, top_k or min_p), "
+            f"A sample (rollout {cut.origin.rollout_id}) was drawn from a part of the vocabulary (top_p, top_k or min_p), "
             "which padded batches of whole logits do not know. Train with Trainer, or sample without truncation."
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ludic.training.losses.base import Loss, chosen_reduction, common_stats, require_not_negative, require_positive
 from ludic.training.losses.corrections import log_ratio
-from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, over_items, over_tokens
+from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Reduction, Stats, over_items, over_tokens
 
 
 def clipped_objective(ratio: Tensor, weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class ClippedSurrogateLoss(Loss):
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         difference = log_ratio(tokens, type(self).__name__)
         total_B = tokens.item_mean(difference) if self.length_normalize else tokens.item_sum(difference)
-        full_B = total_B.clamp(max=20.0).exp()
+        full_B = total_B.clamp(max=MAX_LOG_RATIO).exp()
         ratio_B = full_B if self.ratio_clip is None else full_B.clamp(max=self.ratio_clip)
         objective_B, is_clipped_B = clipped_objective(
             ratio_B, tokens.item_weights, self.clip_eps_low, self.clip_eps_high

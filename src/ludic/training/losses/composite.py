@@ -93,8 +93,8 @@ class RoutedLoss(Loss):
         for index, name in enumerate(tokens.objectives or (None,) * tokens.num_items):
             if name is None or name not in self.terms:
                 raise ConfigError(
-                    f"A sample has the objective {name!r}; this loss has terms for {', '.join(self.terms)}. Tag samples by "
-                    'meta["objective"] (MixedBatchSource does), or give mix_objectives(default=…).'
+                    f"A sample has the objective {name!r}; this loss has terms for {', '.join(self.terms)}. Name it in "
+                    "SampleOrigin.objective (MixedBatchSource does), or give mix_objectives(default=…)."
                 )
             members.setdefault(name, []).append(index)
         return members

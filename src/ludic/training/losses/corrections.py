@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ludic.training.losses.base import Loss, as_loss, require_positive
-from ludic.training.losses.tokens import ActionTokens, Stats, over_items, over_tokens
+from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, over_items, over_tokens
 from ludic.types import ConfigError
 
 # ----------------------------------------------------------------------------------------------------
@@ -20,8 +20,6 @@ from ludic.types import ConfigError
 # Even at the same version the two differ a little (other kernels, other precision); when data is older they differ more. What
 # can be done about it is in `corrections`.
 
-MAX_LOG_RATIO = 20.0
-"""e^20 is beyond anything that a correction would let through, and far from overflow."""
 NUM_PARTS = 4
 """A sample's action tokens are looked at in so many parts of equal length."""
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ludic.training.losses.base import Loss, common_stats, require_not_negative, require_positive
 from ludic.training.losses.corrections import log_ratio
-from ludic.training.losses.tokens import ActionTokens, Stats, over_items, over_tokens
+from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, over_items, over_tokens
 
 
 class GMPOLoss(Loss):
@@ -31,7 +31,7 @@ class GMPOLoss(Loss):
         signed = sign * difference
         held = torch.minimum(signed, sign * difference.clamp(-self.clip_eps_low, self.clip_eps_high))
         total_B = tokens.item_mean(held * sign) if self.length_normalize else tokens.item_sum(held * sign)
-        full_B = total_B.clamp(max=20.0).exp()
+        full_B = total_B.clamp(max=MAX_LOG_RATIO).exp()
         mean_B = full_B if self.ratio_clip is None else full_B.clamp(max=self.ratio_clip)
         stats = {
             **common_stats(tokens),

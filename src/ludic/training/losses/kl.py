@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ludic.training.losses.base import Loss, chosen_reduction, named
-from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, over_items, over_tokens
+from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Reduction, Stats, over_items, over_tokens
 from ludic.types import ConfigError
 
 
@@ -36,7 +36,7 @@ def kl_terms(difference: Tensor, logps: Tensor, estimator: KLEstimator) -> Tenso
 
 def k3(difference: Tensor) -> Tensor:
     """e^{−d} − 1 + d. Only the side on which the exponential explodes is bounded: the other must keep its gradient."""
-    bounded = difference.clamp(min=-20.0)
+    bounded = difference.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
 
 

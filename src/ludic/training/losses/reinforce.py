@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ludic.training.losses.base import Loss, chosen_reduction, common_stats, require_positive
 from ludic.training.losses.corrections import log_ratio
-from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, over_items
+from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Reduction, Stats, over_items
 
 
 class ReinforceLoss(Loss):
@@ -31,7 +31,7 @@ class ReinforceLoss(Loss):
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         difference = log_ratio(tokens, type(self).__name__).detach()
         total_B = tokens.item_mean(difference) if self.length_normalize else tokens.item_sum(difference)
-        ratio_B = total_B.clamp(max=20.0).exp()
+        ratio_B = total_B.clamp(max=MAX_LOG_RATIO).exp()
         used_B = ratio_B if self.ratio_clip is None else ratio_B.clamp(max=self.ratio_clip)
         terms_A = -tokens.spread(used_B) * tokens.weights * tokens.logps
         loss = tokens.reduce_tokens(terms_A, self.reduction, self.constant_length)

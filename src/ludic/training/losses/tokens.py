@@ -16,6 +16,10 @@ from torch import Tensor
 Stats: TypeAlias = Mapping[str, tuple[Tensor, Tensor | float]]
 """Name → (sum, count): means are taken over the whole batch, at the end."""
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are bounded by it before the exponential: e^20 is beyond what any clip or correction lets through, and far from
+overflow."""
+
 
 class Reduction(StrEnum):
     """What the sum over action tokens is divided by."""
@@ -77,7 +81,7 @@ class ActionTokens:
     objectives: tuple[str | None, ...] = ()
     """[B] what each sample is trained for; empty where no sample says."""
     without_old_logps: tuple[int, ...] = ()
-    """Samples whose old_logps nobody knows, where those of others are known."""
+    """Samples whose old_logps are not known, where those of others are."""
     padded: tuple[Tensor, Mapping[str, Tensor]] | None = None
     """Logits [B, L, V] and the tensors of `collate_saw_items`, for losses that ask for them (`needs_logits`)."""
 

@@ -13,6 +13,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from itertools import count
 from random import Random
 from typing import Any
@@ -32,7 +33,7 @@ from ludic.training import Trainer, TrainerConfig
 from ludic.training.algorithms import RLAlgorithm, make_grpo, make_ppo, make_rft
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.training.sample_check import TrainableSamples, positions_of, vocabulary_of
-from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SAWItem, VersionRun
+from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, VersionRun
 from tests.conftest import Fuzz
 from tests.unit.batch_gen.pipeline.queue_parts import ACTOR, SHORT, crash, let_lease_run_out, raw_client
 
@@ -73,13 +74,14 @@ def good_item(name: str, rng: Random, *, length: int = 10, version: int = 0) -> 
         None,
         mask,
         rng.choice([-1.0, 1.0]),
-        {"rollout_id": name, "group_id": name[:-1], "total_reward": 1.0, "parse_error": False, "segment": 0},
+        {},
         SampleAttachments(
             actor_logps=ActorTokenLogps(np.full(num_actions, -math.log(VOCAB), dtype=np.float32)),
             token_rewards=rewards,
             temperature=1.0,
             version_runs=(VersionRun(version, num_actions),),
         ),
+        SampleOrigin(rollout_id=name, group_id=name[:-1], total_reward=1.0, num_parse_errors=0),
     )
 
 
@@ -117,7 +119,7 @@ def odd_group(name: str, rng: Random) -> list[SAWItem]:
             version_runs=(VersionRun(0, num_actions),) if rng.random() < 0.8 else (),
             **arrays,
         )
-        items.append(SAWItem(item.input_ids, attention, action, item.weight, item.meta, attached))
+        items.append(SAWItem(item.input_ids, attention, action, item.weight, item.meta, attached, item.origin))
     return items
 
 
@@ -143,10 +145,8 @@ FLOATS = [
 ]
 INTS = [-1, -(2**31), VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1]
 VERSIONS = [-1, -(2**63), 2**63 - 1, 10**14, 10**15, 1, 5, 6, 100]
-META_KEYS = [
-    "total_reward", "rollout_id", "group_id", "result", "parse_error", "num_parse_errors", "num_cut_off", "objective",
-    "request_meta", "finish_reason", "seq_len_truncated", "episode_truncated", "truncated", "segment", "agent_id", "step_kind",
-]  # fmt: skip
+META_KEYS = ["result", "request_meta", "total_reward", "objective", "finish_reason"]
+ORIGIN_FIELDS = [each.name for each in dataclass_fields(SampleOrigin)]
 META_VALUES = [
     None, "text", "", math.nan, math.inf, -math.inf, -1, 0, 2**63, 1e308, -1e300, True, [], [1, 2], {}, {"a": [1]}, "nan",
     "train/parse_error", "x" * 5000, {"objective": []}, "\ud7ff\n\x00",
@@ -217,6 +217,13 @@ def change(fields: dict[str, Any], rng: Random) -> str:
                 else math.copysign(math.inf, value)
             )
             return f"{name}: " + overwritten(fields[name], "values", "f", narrow, rng)
+        case 7:
+            origins = msgspec.msgpack.decode(fields["origins"])
+            name, value = rng.choice(ORIGIN_FIELDS), rng.choice(META_VALUES)
+            num_items = len(fields["lengths"]) // 4
+            origins[name] = [value] * num_items if rng.random() < 0.8 else value
+            fields["origins"] = msgspec.msgpack.encode(origins)
+            return f"origin {name}={value!r:.40}"
         case _:
             metas = msgspec.msgpack.decode(fields["metas"])
             key, value = rng.choice(META_KEYS), rng.choice(META_VALUES)
@@ -245,8 +252,8 @@ class RecordingSource(PipelineBatchSource):
 
     async def next_batch(self):
         batch = await super().next_batch()
-        names = [item.meta.get("rollout_id") for item in batch.items]
-        self.handed_out = [*getattr(self, "handed_out", []), *(name for name in names if isinstance(name, str))]
+        names = [item.origin.rollout_id for item in batch.items]
+        self.handed_out = [*getattr(self, "handed_out", []), *(name for name in names if name is not None)]
         return batch
 
 
@@ -334,6 +341,13 @@ def meta(**changes: Any) -> Poison:
     return with_items(lambda item: replace(item, meta={**item.meta, **changes}))
 
 
+def origin(**columns: Any) -> Poison:
+    """The same in both items, whatever its type."""
+    fields = msgspec.msgpack.decode((message := as_good("bad-", Random(0)).payload)[HEADER:])
+    told = msgspec.msgpack.decode(fields["origins"]) | {name: [value] * 2 for name, value in columns.items()}
+    return Poison(message[:HEADER] + msgspec.msgpack.encode({**fields, "origins": msgspec.msgpack.encode(told)}), 2, 0)
+
+
 def logps(value: float) -> ActorTokenLogps:
     return ActorTokenLogps(np.full(7, value, dtype=np.float32))
 
@@ -360,12 +374,14 @@ POISONS: dict[str, tuple[Callable[[], Poison], str]] = {
     "a sample that is too long": (lambda: with_items(lambda item: good_item("long", Random(0), length=60)), "max_seq_len=48"),
     "an action without a prompt": (lambda: replaced(action_mask=[1, 0, 0] + [1] * 6 + [0]), "nothing comes before it"),
     "actions that attention masks out": (lambda: replaced(attention_mask=[1] * 9 + [0]), "masks out action tokens"),
-    "text as a reward": (lambda: meta(total_reward="a lot"), "a reward is a finite number"),
-    "a reward that is no number": (lambda: meta(total_reward=math.nan), "a reward is a finite number"),
-    "a list as the rollout": (lambda: meta(rollout_id=[1]), "unhashable"),
-    "a list as the objective": (lambda: meta(objective=[1]), "unhashable"),
-    "text as the request": (lambda: meta(request_meta="text"), "no attribute"),
-    "text as a number of errors": (lambda: meta(parse_error=True, num_parse_errors="two"), "TypeError"),
+    "text as a reward": (lambda: origin(total_reward="a lot"), "got `str` - at `\\$.total_reward"),
+    "a reward that is no number": (lambda: origin(total_reward=math.nan), "a reward is a finite number"),
+    "a reward of a turn without an end": (lambda: origin(reward=math.inf), "earned inf"),
+    "a list as the rollout": (lambda: origin(rollout_id=[1]), "got `array` - at `\\$.rollout_id"),
+    "a list as the objective": (lambda: origin(objective=[1]), "got `array` - at `\\$.objective"),
+    "a group of too long a name": (lambda: origin(group_id="x" * 1025), "length <= 1024"),
+    "an end that there is not": (lambda: origin(stop="bored"), "Invalid enum value 'bored'"),
+    "text as a number of errors": (lambda: origin(num_parse_errors="two"), "got `str` - at `\\$.num_parse_errors"),
     "a result that looks like a metric": (lambda: meta(result="train/parse_error"), "taken for a metric"),
     "settings that cannot be repeated": (lambda: attached(untrainable_sampling="top_p=0.9"), "top_p=0.9"),
     "a candidate outside the vocabulary": (
@@ -377,6 +393,7 @@ POISONS: dict[str, tuple[Callable[[], Poison], str]] = {
                     candidates=CandidateSets.of([[int(own), 900] for own in item.input_ids[item.action_mask]]),
                     version_runs=item.attachments.version_runs,
                 ),
+                item.origin,
             )
         ),
         "or a candidate of one",
@@ -401,6 +418,10 @@ async def test_each_kind_of_poison_is_set_aside_with_its_reason(shared_redis, ke
     assert not unnamed, reasons
 
 
+async def test_a_request_meta_that_is_a_text_is_the_users_and_costs_nothing(shared_redis, key):
+    assert await train_through(shared_redis.url, key, [meta(request_meta="text")], Random(0), "grpo") == {}
+
+
 async def test_a_version_of_the_future_is_stale(shared_redis, key):
     items = [good_item(f"bad-{index}", Random(0), version=10**14) for index in range(2)]
     bad = Poison(encode_group(items), *group_facts(items))
@@ -418,9 +439,7 @@ async def test_a_group_without_log_probs_is_trained_on_where_the_algorithm_needs
 
 async def test_groups_that_cannot_be_trained_on_together_are_trained_on_one_after_the_other(shared_redis, key):
     """Two groups that say they are the same part of the same rollout: a critic would count its rewards twice."""
-    twins = [
-        with_items(lambda item: replace(item, meta={**item.meta, "segment": int(item.meta["rollout_id"][-1])}))
-    ] * 6
+    twins = [with_items(lambda item: item.with_origin(segment=int(item.origin.rollout_id[-1])))] * 6
     assert await train_through(shared_redis.url, key, twins, Random(0), "ppo") == {}
 
 
@@ -488,7 +507,7 @@ async def fatal_life(url: str, key: str, *, how: str, **settings: Any) -> list[s
             for step in count(1):
                 async with asyncio.timeout(20):
                     batch = await source.next_batch()
-                if any(str(item.meta["rollout_id"]).startswith("fatal") for item in batch.items):
+                if any(str(item.origin.rollout_id).startswith("fatal") for item in batch.items):
                     if how == "kill":
                         await crash(source)
                         source._is_closed = True

@@ -114,7 +114,7 @@ def test_meta_comes_back_as_plain_json():
     }
     (back,) = decode_group(encode_group([plain_item(**meta)]))
     plain = {"stop": "done", "level": 3, "mean": 0.25, "pair": [1, 2], "deep": {"a": [{"b": None}]}, "done": 1}
-    assert facts(back.meta) == facts({"rollout_id": "r", **plain})
+    assert facts(back.meta) == facts(plain)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,41 @@ def test_meta_may_be_as_deep_as_is_said_and_no_deeper():
     assert back.meta["nested"] == nested
     with pytest.raises(UnwritableGroup, match="deeper"):
         encode_group([plain_item(nested=[nested])])
+
+
+# --- origins ---
+
+
+def test_facts_that_no_item_has_take_no_bytes_and_the_others_their_names_once():
+    size = len(msgspec.msgpack.decode(encode_group([SAWItem([1, 2], None, [0, 1], 1.0)])[HEADER:])["origins"])
+    assert size <= 3
+    named = [plain_item().with_origin(finish_reason="length")] * 100
+    origins = msgspec.msgpack.decode(encode_group(named)[HEADER:])["origins"]
+    assert origins.count(b"finish_reason") == 1 and origins.count(b"\xa6length") == 100
+
+
+def test_rewards_that_are_numpys_come_back_as_plain_ones():
+    (back,) = decode_group(encode_group([plain_item().with_origin(reward=np.float32(0.5), total_reward=2)]))
+    assert (type(back.origin.reward), back.origin.reward, back.origin.total_reward) == (float, 0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("fact", "message"),
+    [
+        ({"rollout_id": 3}, "Expected `str | null`, got `int`.*rollout_id"),
+        ({"group_id": "x" * 1025}, "length <= 1024.*group_id"),
+        ({"env_name": "\ud800"}, "surrogates"),
+        ({"env_seed": 2**64}, "can't serialize ints"),
+        ({"env_seed": "1"}, "Expected `int | null`, got `str`.*env_seed"),
+        ({"num_turns": True}, "num_turns"),
+        ({"truncated": 2}, "Expected `bool`, got `int`.*truncated"),
+        ({"stop": "bored"}, "Invalid enum value 'bored'.*stop"),
+        ({"step_kind": "both"}, "Invalid enum value 'both'.*step_kind"),
+    ],
+)
+def test_an_origin_that_a_learner_could_not_read_is_refused_by_the_writer(fact, message):
+    with pytest.raises(UnwritableGroup, match=message.replace("|", "\\|")):
+        encode_group([plain_item(), plain_item().with_origin(**fact)])
 
 
 # --- what cannot be written ---
@@ -274,6 +309,10 @@ def floats(*values):
     return np.array(values, dtype="<f8").tobytes()
 
 
+def origins(**columns):
+    return msgspec.msgpack.encode(columns)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -308,6 +347,24 @@ def floats(*values):
         ({"untrainable_sampling": ["a", None]}, "1 items, but 2 of untrainable_sampling"),
         ({"run_lengths": u4(3)}, "cover 3 tokens, but it has 4"),
         ({"run_counts": u4(2**32 - 1)}, "4294967295 version runs"),
+        ({"origins": origins(rollout_id=["r", "s"])}, "1 items, but 2 of rollout_id"),
+        ({"origins": origins(rollout_id=[3])}, "origins of its items cannot be read: Expected `str"),
+        ({"origins": origins(rollout_id="r")}, "origins of its items cannot be read: Expected `array"),
+        ({"origins": origins(group_id=["x" * 1025])}, "length <= 1024"),
+        ({"origins": origins(total_reward=["a lot"])}, "origins of its items cannot be read: Expected `float"),
+        ({"origins": origins(segment=[None])}, "Expected `int`, got `None`"),
+        ({"origins": origins(env_seed=[b"1"])}, "origins of its items cannot be read: Expected `int"),
+        ({"origins": origins(truncated=[1])}, "Expected `bool`, got `int`"),
+        ({"origins": origins(stop=["bored"])}, "Invalid enum value 'bored'"),
+        ({"origins": origins(step_kind=["both"])}, "Invalid enum value 'both'"),
+        ({"origins": origins(objective=[[1]])}, "origins of its items cannot be read"),
+        ({"origins": msgspec.msgpack.encode([{}])}, "origins of its items cannot be read: Expected `object"),
+        ({"origins": b"\x81\xaarollout_id\x91\xa1\xff"}, "cannot be read: 'utf-8'"),
+        ({"origins": b"\x81\xa1z" + b"\x91" * 100_000}, "cannot be read"),
+        ({"origins": b"\x80" + b"\x00" * (5 << 20)}, "bytes of meta"),
+        ({"origins": b""}, "cannot be read"),
+        ({"origins": {"rollout_id": ["r"]}}, "body of the group"),
+        ({"origins": None}, "body of the group"),
         ({"metas": msgspec.msgpack.encode([])}, "1 items, but 0 metas"),
         ({"metas": msgspec.msgpack.encode([{"a": b"bytes"}])}, "holds a bytes"),
         ({"metas": msgspec.msgpack.encode([{"a": {1: 2}}])}, "keys that are not text"),

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, WireLimits, decode_group, encode_group
-from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SAWItem, VersionRun
+from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, StopReason, VersionRun
 from tests.unit.batch_gen.pipeline.wire_items import PER_TOKEN, as_constructed, plain_item
 
 LIMITS = WireLimits(max_bytes=64 << 10, max_items=64, max_tokens=4096, max_meta_bytes=4 << 10, max_version_runs=256)
@@ -70,7 +70,7 @@ def random_item(rng: np.random.Generator, length: int) -> SAWItem:
         None if rng.random() < 0.5 else rng.random(length) < 0.9,
         action,
         float(rng.normal()),
-        {"rollout_id": "r1", "turns": [1, {"deep": None}], "reward": 0.5, "text": "é" * 3},
+        {"turns": [1, {"deep": None}], "text": "é" * 3},
         SampleAttachments(
             actor_logps=None if rng.random() < 0.3 else ActorTokenLogps(-rng.random(count, dtype=np.float32)),
             temperature=None if rng.random() < 0.5 else 0.7,
@@ -79,6 +79,7 @@ def random_item(rng: np.random.Generator, length: int) -> SAWItem:
             version_runs=(VersionRun(3, cut), VersionRun(4, count - cut)) if rng.random() < 0.7 else (),
             **arrays,
         ),
+        SampleOrigin(rollout_id="r1", segment=2, reward=0.5, stop=StopReason.MAX_STEPS if rng.random() < 0.5 else None),
     )
 
 
@@ -176,7 +177,7 @@ NESTED = msgspec.Raw(b"\x91" * 20_000 + b"\x01")
 
 
 def wrong_array(data: bytes, rng: random.Random) -> bytes:
-    """Another number in it, other numbers, more or fewer of them, or the metas of another message."""
+    """Another number in it, other numbers, more or fewer of them, or the metas or origins of another message."""
     match rng.randrange(5):
         case 0 if len(data) >= 4:
             at = 4 * rng.randrange(len(data) // 4)
@@ -186,7 +187,7 @@ def wrong_array(data: bytes, rng: random.Random) -> bytes:
         case 2:
             return data * rng.choice([0, 2, 3])
         case 3:
-            return rng.choice(FIELDS)["metas"]
+            return rng.choice(FIELDS)[rng.choice(["metas", "origins"])]
         case _:
             return rng.randbytes(rng.randrange(3 * len(data) + 1))
 
@@ -217,7 +218,15 @@ def with_metas(metas: bytes) -> bytes:
     return PLAIN + msgspec.msgpack.encode({**FIELDS[-1], "metas": metas})
 
 
+def with_origins(origins: bytes) -> bytes:
+    return PLAIN + msgspec.msgpack.encode({**FIELDS[-1], "origins": origins})
+
+
 ATTACKS = {
+    "origins of four billion": with_origins(b"\x81\xaarollout_id\xdd\xff\xff\xff\xff"),
+    "a field of an origin of four billion bytes": with_origins(b"\x81\xaarollout_id\x94\xdb\xff\xff\xff\xff"),
+    "an unknown field of an origin that is deep": with_origins(b"\x81\xa1z" + b"\x91" * 4000),
+    "origins of more items than there are": with_origins(b"\x81\xa7segment\xdc\x0f\x00" + b"\x7f" * 0xF00),
     "zeros that pack well": PACKED + zstandard.compress(bytes(64 << 20)),
     "a bomb of unknown size": PACKED + zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 << 20)),
     "a frame that claims the whole memory": PACKED + frame_that_claims(1 << 62),

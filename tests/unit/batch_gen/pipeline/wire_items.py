@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 from hypothesis import strategies as st
 
-from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SAWItem, VersionRun
+from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, StopReason, VersionRun
 
 PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns")
 
@@ -23,6 +23,18 @@ json_values = st.recursive(
     max_leaves=6,
 )
 metas = st.dictionaries(texts, json_values, max_size=4)
+
+
+ORIGIN_VALUES: dict[Any, st.SearchStrategy] = {
+    str | None: st.none() | texts,
+    int | None: st.none() | ints,
+    float | None: st.none() | st.floats(),
+    StopReason | None: st.none() | st.sampled_from(StopReason),
+    Literal["agent", "env"] | None: st.sampled_from([None, "agent", "env"]),
+    int: ints,
+    bool: st.booleans(),
+}
+origins = st.builds(SampleOrigin, **{name: ORIGIN_VALUES[hint] for name, hint in get_type_hints(SampleOrigin).items()})
 
 
 def floats(count: int, values: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
@@ -85,6 +97,7 @@ def items(draw) -> SAWItem:
         draw(finite),
         draw(metas),
         draw(attachments(ids[action].tolist())),
+        draw(origins),
     )
 
 
@@ -99,13 +112,14 @@ def plain_item(length: int = 6, *, version: int = 3, **meta: Any) -> SAWItem:
         None,
         np.arange(length) >= 2,
         0.5,
-        {"rollout_id": "r", **meta},
+        meta,
         SampleAttachments(
             actor_logps=ActorTokenLogps(np.full(count, -0.5, dtype=np.float32)),
             token_rewards=np.zeros(count, dtype=np.float32),
             temperature=1.0,
             version_runs=(VersionRun(version, count),),
         ),
+        SampleOrigin(rollout_id="r"),
     )
 
 
@@ -131,7 +145,10 @@ def as_constructed(item: SAWItem) -> SAWItem:
     attached = item.attachments
     logps = None if attached.actor_logps is None else ActorTokenLogps(attached.actor_logps.token_logps)
     again = dataclasses.replace(attached, actor_logps=logps)
-    made = SAWItem(item.input_ids, item.attention_mask, item.action_mask, item.weight, item.meta, again)
+    origin = SampleOrigin(
+        **{field.name: getattr(item.origin, field.name) for field in dataclasses.fields(SampleOrigin)}
+    )
+    made = SAWItem(item.input_ids, item.attention_mask, item.action_mask, item.weight, item.meta, again, origin)
     for mask in (made.attention_mask, made.action_mask):
         mask.setflags(write=False)  # the constructor hands out writable masks; decoded ones are shared by the group
     return made

@@ -34,7 +34,7 @@ _NAMES_BY_MODULE = {
     "ludic.training.critic.gae": "TokenGAE TurnGAE",
     "ludic.training.trainer": "Trainer",
     "ludic.training.multi_policy": "train_policies common_step",
-    "ludic.tinker.trainer": "TinkerTrainer",
+    "ludic.tinker.learner": "TinkerTrainer",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint.manager": "CheckpointConfig CheckpointManager",
     "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ludic.distributed.ranks import Ranks
 from ludic.distributed.tensor_parallel import is_tensor_parallel
@@ -73,14 +72,6 @@ def _check_wish(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: Train
             f"{algo.name} has a critic that is a model of its own, which is not there for a policy spread over ranks. Use "
             "make_ppo(critic='shared') or 'detached'."
         )
-
-
-def give_own_rate(optimizer: torch.optim.Optimizer, num_of_policy: int, lr: float) -> None:
-    """The critic's weights, which stand behind those of the policy, in a group of their own."""
-    [group] = optimizer.param_groups
-    parameters = group["params"]
-    group["params"] = parameters[:num_of_policy]
-    optimizer.param_groups.append({**group, "params": parameters[num_of_policy:], "lr": lr})
 
 
 def saved_critic(state: Mapping[str, Any], algo_name: str) -> Mapping[str, Any]:

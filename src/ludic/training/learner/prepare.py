@@ -1,17 +1,17 @@
 """From what a source hands out to what can be trained on: not too old, wanted by the algorithm, and of a length that fits."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.guards import check_masks
-from ludic.training.learner.checks import require_trainable_sampling
 from ludic.training.learner.metrics import batch_stats
 from ludic.training.learner.packing import TooLong, fit_length
 from ludic.training.learner.rank_batches import NothingToTrainOn, PreparedBatch
-from ludic.types import BatchSource, Reducer, SAWBatch, SAWItem, Stateful
+from ludic.training.losses import Loss
+from ludic.types import BatchSource, ConfigError, Reducer, SAWBatch, SAWItem, Stateful
 
 _NO_SAMPLES = "num_rollouts_without_samples"
 
@@ -68,6 +68,37 @@ def describe(
     lags = [step - item.oldest_version for item in whole.items if item.oldest_version is not None]
     stats = {**batch_stats(whole.items, whole.meta, reducers), **whole.counts}
     return stats | ({"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))} if lags else {})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Refuses samples whose probabilities the trainer cannot compute as the sampler did: a wrong ratio teaches silently.
+# ----------------------------------------------------------------------------------------------------
+
+_FULL = "Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no penalties"
+
+
+def require_trainable_sampling(items: Sequence[SAWItem], loss: Loss) -> None:
+    """ConfigError for the first sample that this loss would compare with something else than what it was drawn from."""
+    if not loss.needs_old_logps:
+        return
+    for item in items:
+        attached = item.attachments
+        if attached.untrainable_sampling is not None and attached.actor_logps is not None:
+            raise ConfigError(
+                f"{_name(item)} was sampled with {attached.untrainable_sampling}, and the remaining candidates were not recorded: "
+                f"its log-probs are of a distribution that the trainer cannot repeat. {_FULL}. The embedded engine records it "
+                "for top_p, top_k and min_p, if log-probs are asked for: ReturnSpec.for_rl()."
+            )
+        has_candidates = attached.candidates is not None and len(attached.candidates.ids) > 0
+        if has_candidates and attached.teacher_logps is not None:
+            raise ConfigError(
+                f"{_name(item)} was drawn from a part of the vocabulary, but its teacher's log-probs are over all of it; their "
+                f"difference means nothing. {_FULL}, no max_think."
+            )
+
+
+def _name(item: SAWItem) -> str:
+    return f"A sample (rollout {item.meta.get('rollout_id')})"
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class StopSignal:
                 await _cancelled(task)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def catch_signals(self) -> Iterator[None]:
         """Signals come here meanwhile; the handlers that were there are put back afterwards.
 
         Where handlers cannot be installed (another thread), nothing changes.

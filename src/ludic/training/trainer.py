@@ -88,7 +88,9 @@ class TrainingLoop:
         learner, evaluator = self.learner, self.evaluator
         check_evaluation(self.cfg, evaluator, is_first=learner.is_first, shares_weights=learner.shares_weights)
         if resume_from is not None and self.checkpointer is None:
-            raise ConfigError(f"resume_from={resume_from!r} needs a checkpointer or a checkpoint_config.")
+            raise ConfigError(
+                f"resume_from={resume_from!r} needs a checkpointer; {type(self).__name__} needs a checkpoint_config to make one."
+            )
 
     @property
     def current_step(self) -> int:

@@ -1,7 +1,7 @@
 """`train_policies`: the trainers of one run step by step together, each with its own optimizer, versions and checkpoints.
 
-One round is one step of every trainer, in order; the first that asks has the episodes played (`SharedRollouts`). A wish to
-stop is heard before a round is trained on, never in the middle of it: all trainers end, and are saved, at one step.
+One round is one step of every trainer, in order; the first that asks has the episodes played (`SharedRollouts`). A request
+to stop takes effect before a round is trained on, never in the middle of it: all trainers end, and are saved, at one step.
 """
 
 import logging

@@ -166,7 +166,7 @@ class TrainingLoop:
         """This process's part of the next batch; all of it where there is only one."""
         try:
             own: PreparedBatch | Exception = await self._fetch()
-        except Exception as error:  # noqa: BLE001 - other processes must hear of it before `share` raises it
+        except Exception as error:  # noqa: BLE001 - `share` tells other processes before it raises
             own = error
         self._num_fetched = len(own.items) if isinstance(own, PreparedBatch) else 0
         return await asyncio.to_thread(self.learner.share, own, self._describe)

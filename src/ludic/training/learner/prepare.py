@@ -1,4 +1,7 @@
-"""From what a source hands out to what can be trained on: not too old, wanted by the algorithm, and of a length that fits."""
+"""From a source's batch to one that can be trained on: fresh enough, kept by the algorithm, and of a length that fits.
+
+Also the metrics of a batch before its update, and the state of the data for checkpoints. `TrainingLoop` calls it.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -25,7 +28,7 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
             return prepared
         counts = {**prepared.counts, _NO_SAMPLES: float(prepared.meta.get(_NO_SAMPLES, 0))}
         left_out = {name: left_out.get(name, 0) + count for name, count in counts.items()}
-        await asyncio.sleep(0)  # an empty source must not keep everybody else from running
+        await asyncio.sleep(0)  # an empty source must not block the event loop
     raise NothingToTrainOn(
         f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {left_out}. "
         "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered? Were any "
@@ -62,7 +65,7 @@ def _is_fresh(item: SAWItem, max_lag: int | None, step: int) -> bool:
 def describe(
     whole: PreparedBatch, step: int, reducers: Mapping[str, Reducer] | None, tokenizer: Any = None
 ) -> dict[str, float]:
-    """What there is to say of a batch before it is trained on."""
+    """The metrics of a batch before it is trained on."""
     if step == 0:
         check_masks(whole.items, tokenizer)
     lags = [step - item.oldest_version for item in whole.items if item.oldest_version is not None]
@@ -102,7 +105,7 @@ def _name(item: SAWItem) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Where the data of a run stands: the state of whatever makes batches, for trainers here and elsewhere.
+# Where the data of a run stands: the state of what makes batches.
 # ----------------------------------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ class TorchLearner(Learner):
     # --- the optimizer ---
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over everything trainable; the critic's weights have a group of their own if they have a rate of their own."""
+        """AdamW over everything trainable; the critic's weights are a second group if `critic_lr` is set."""
         return make_adamw(self._policy_parameters(), self._critic_parameters(), self.cfg)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,7 +168,7 @@ class TorchLearner(Learner):
             raise
 
     def _select_device(self) -> None:
-        """A thread computes on the GPU that it was told to use, and each call may come from another thread."""
+        """torch's current GPU is a setting of the thread, and each call may come from another thread."""
         if self.policy.device.type == "cuda":
             torch.cuda.set_device(self.policy.device)
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ludic.distributed.ranks import OneProcess, Ranks
+from ludic.distributed.ranks import Ranks
 from ludic.models.loading import LoadedModel
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -322,7 +322,7 @@ class Trainer(TrainingLoop):
             model=model,
             algo=algo,
             cfg=cfg,
-            ranks=ranks if ranks is not None else OneProcess(),
+            ranks=ranks,
             has_source=batch_source is not None,
             publisher=publisher,
             param_filter=param_filter,

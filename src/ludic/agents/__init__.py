@@ -1,4 +1,8 @@
-"""Agents: a model with memory, parser and tools."""
+"""Agents: a model with a context, a parser and tools; one call, a tool loop, or a folded history.
+
+`interaction` and `run` import it; it imports `context`, `parsers`, `tools` and `inference`. Start with base_agent.py, then
+tool_agent.py.
+"""
 
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent

@@ -1,4 +1,8 @@
-"""From requests to training batches: playing episodes, crediting them, stitching their tokens into items."""
+"""Batch generation: plays episodes, assigns credit, stitches their tokens into samples, serves batches.
+
+`run`, `eval` and `minimal` import it; `training` sees only its interfaces (`ludic.types`). Start with engine.py (episodes), then
+stitching.py (samples), sources/ (batches), requests/ (tasks), pipeline/ (actors and learners over Redis).
+"""
 
 from ludic.batch_gen.chat_items import make_chat_template_step_to_item
 from ludic.batch_gen.engine import Progress, RolloutEngine

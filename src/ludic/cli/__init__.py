@@ -1,1 +1,4 @@
-"""The `ludic` command. It may import everything; nobody imports it."""
+"""The `ludic` command: parses, calls `ludic.run`, prints.
+
+It may import everything; no other package imports it. Start with main.py (the list of commands), then train.py and args.py.
+"""

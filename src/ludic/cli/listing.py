@@ -1,30 +1,78 @@
-"""`ludic envs` and `ludic parts`: what is registered, with one line each."""
+"""`ludic envs` and `ludic parts`: what is registered, with one line each. `ludic export`: a checkpoint for other programs."""
 
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
 
-import typer
+import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ludic import registry
+from ludic.cli.args import Switch, need_extras, parse
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.errors import how_to_install
 
 
-def envs() -> None:
+@dataclass(frozen=True)
+class NoArgs:
     """List the environments."""
-    _show("env")
 
 
-def parts(
-    kind: Annotated[str, typer.Argument(help="env, agent, context, protocol, parser, tool or algorithm")],
-) -> None:
+@dataclass(frozen=True)
+class PartsArgs:
     """List the registered parts of one kind."""
-    _show(kind)
+
+    kind: tyro.conf.Positional[str]
+    """env, agent, context, protocol, parser, tool or algorithm"""
 
 
-def _show(kind: str) -> None:
+@dataclass(frozen=True)
+class ExportArgs:
+    """Write a trained model in the format of Hugging Face. See docs/checkpoints.md."""
+
+    run: tyro.conf.Positional[Path]
+    """A run folder, or one of its checkpoints."""
+    target: tyro.conf.Positional[Path]
+    """The folder to make."""
+    step: int | None = None
+    """Which checkpoint of the run; without it, the newest."""
+    adapter: Switch = False
+    """Of a LoRA run: the adapter alone, for peft. Without it, base and adapter merged."""
+    base: str | None = None
+    """What the adapter was trained on, where no run folder says it: a folder, a hub id, a .gguf file."""
+    with_optimizer: Switch = False
+    """Also what a run of one process needs to go on from it; an adapter stays one."""
+
+
+def envs(args: list[str]) -> int:
+    parse(NoArgs, args, prog="ludic envs")
+    return _show("env")
+
+
+def parts(args: list[str]) -> int:
+    return _show(parse(PartsArgs, args, prog="ludic parts").kind)
+
+
+def export(args: list[str]) -> int:
+    given = parse(ExportArgs, args, prog="ludic export")
+    need_extras("train", "ludic export")
+    from ludic.run.export import Asked, export_run
+
+    asked = Asked(
+        run=given.run,
+        target=given.target,
+        step=given.step,
+        adapter=given.adapter or given.with_optimizer,
+        base=given.base,
+        with_optimizer=given.with_optimizer,
+    )
+    for line in export_run(asked):
+        print(line)
+    return 0
+
+
+def _show(kind: str) -> int:
     table = Table("id", "what it is", box=None, pad_edge=False)
     advice = ""
     for id in registry.list(kind):
@@ -33,8 +81,9 @@ def _show(kind: str) -> None:
         except MissingExtra as error:
             table.add_row(id, f"[dim]needs the {error.extras!r} extra[/dim]")
             advice = how_to_install(error.extras)
-        except ConfigError as error:  # one broken plugin must not hide everybody else's parts
+        except ConfigError as error:  # one broken plugin must not hide the other parts
             table.add_row(id, f"[red]{escape(str(error))}[/red]")
     Console().print(table if table.row_count else f"No {kind} is registered.")
     if advice:
         Console(soft_wrap=True).print(escape(f"\n{advice}"))
+    return 0

@@ -1,58 +1,62 @@
-"""Entry point of the `ludic` command: the list of subcommands, and the one place where errors become exit codes."""
+"""Entry point of the `ludic` command: the list of subcommands, and the one place where errors become exit codes.
 
+A subcommand is a function from its arguments to an exit code, imported when it is called: `ludic --help` loads none of them.
+"""
+
+import difflib
+import importlib
 import sys
-from typing import Annotated
-
-import typer
+from collections.abc import Sequence
 
 from ludic import __version__
-from ludic.cli.actor import actor
-from ludic.cli.evaluate import evaluate
-from ludic.cli.export import export
-from ludic.cli.launch import launch
-from ludic.cli.listing import envs, parts
-from ludic.cli.plan import plan
-from ludic.cli.play import play
-from ludic.cli.serve import serve
-from ludic.cli.train import train
 from ludic.types import LudicError
 
-app = typer.Typer(
-    help="Reinforcement learning of LLM agents.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+COMMANDS = {
+    "train": ("ludic.cli.train:train", "Train a model on an environment."),
+    "eval": ("ludic.cli.eval.command:evaluate", "Measure how well a model plays an environment."),
+    "play": ("ludic.cli.play:play", "Play an environment yourself, or watch it being played."),
+    "serve": ("ludic.cli.serve:serve", "Serve a model over HTTP, in the way of OpenAI's API."),
+    "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
+    "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),
+    "actor": ("ludic.cli.pipeline.command:actor", "Play for the learner of a pipeline."),
+    "plan": ("ludic.cli.plan:plan", "Say what fits on how many GPUs."),
+    "envs": ("ludic.cli.listing:envs", "List the environments."),
+    "parts": ("ludic.cli.listing:parts", "List the registered parts of one kind."),
+}
 
 
-OWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-"""Everything behind the name of the command is for the command to read."""
-
-
-@app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
-    if version:
+def run_command(args: Sequence[str]) -> int:
+    """The exit code of a command line; a LudicError for a mistake of the user's."""
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] == "--version":
         print(f"ludic {__version__}")
-        raise typer.Exit
+        return 0
+    if args[0] not in COMMANDS:
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(COMMANDS)}."
+        raise LudicError(f"there is no command {args[0]!r}. {hint}")
+    module, _, function = COMMANDS[args[0]][0].partition(":")
+    return int(getattr(importlib.import_module(module), function)(list(args[1:])) or 0)
 
 
-app.command()(play)
-app.command()(envs)
-app.command()(parts)
-app.command()(serve)
-app.command()(export)
-app.command()(plan)
-# Their flags are the run's settings, and so is their help.
-app.command(context_settings=OWN_FLAGS)(train)
-app.command(context_settings=OWN_FLAGS)(actor)
-app.command(context_settings=OWN_FLAGS)(launch)
-app.command("eval", context_settings=OWN_FLAGS)(evaluate)
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: ludic [--version] [--help] COMMAND …\n\nReinforcement learning of LLM agents.\n",
+            *lines,
+            "\n`ludic COMMAND --help` lists the flags of a command.",
+        ]
+    )
 
 
 def main() -> None:
     """Run a subcommand; a mistake of the user's is one line on stderr, not a traceback."""
     try:
-        app()
+        code = run_command(sys.argv[1:])
     except LudicError as error:
         print(f"ludic: {error}", file=sys.stderr)
         sys.exit(2)
@@ -62,6 +66,8 @@ def main() -> None:
     except BrokenPipeError:  # `ludic envs | head`
         sys.stderr.close()
         sys.exit(141)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ import json
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
 from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample, read_samples
+from ludic.cli.args import Switch, parse
 from ludic.cli.play_tools import Toolbox
 from ludic.cli.scripted import reference_or_random, scripted_protocol
 from ludic.interaction.base import AnyEnv, outcome_for, told_outcomes
@@ -28,43 +30,51 @@ _UNCUT = InferenceSpec(sampling=SamplingParams(max_tokens=1_000_000))
 console = Console(highlight=False)
 
 
-def play(
-    env: Annotated[
-        str, typer.Argument(help="Id of an environment (`ludic envs` lists them), or file.py:Class of your own.")
-    ],
-    watch: Annotated[bool, typer.Option("--watch", help="Watch a scripted agent instead of playing.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of the episode; random if not given.")] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="Argument of the env, as name=value; may be repeated.")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="JSONL file of samples, for envs that ask questions.")] = None,
-    index: Annotated[int, typer.Option(help="Which line of --data, from 0.")] = 0,
-    max_steps: Annotated[int, typer.Option(help="Stop after this many steps.", min=1)] = 1000,
-    delay: Annotated[float, typer.Option(help="Seconds between turns when watching.", min=0.0)] = 0.0,
-) -> None:
+@dataclass(frozen=True)
+class PlayArgs:
     """Play an environment yourself, or watch it being played."""
-    seed = random.randrange(2**31) if seed is None else seed
-    made = make_env(env, read_settings(setting or []), data, index)
-    again = [
-        f"--seed {seed}",
-        *(f"--set {s}" for s in setting or []),
-        *([f"--data {data} --index {index}"] if data else []),
-    ]
-    console.print(f"[bold]{escape(env)}[/bold]  [dim]({escape(' '.join(again))} plays it again)[/dim]")
+
+    env: tyro.conf.Positional[str]
+    """Id of an environment (`ludic envs` lists them), or file.py:Class of your own."""
+    watch: Switch = False
+    """Watch a scripted agent instead of playing."""
+    seed: int | None = None
+    """Seed of the episode; random if not given."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    """Argument of the env; may be repeated."""
+    data: Path | None = None
+    """JSONL file of samples, for envs that ask questions."""
+    index: int = 0
+    """Which line of --data, from 0."""
+    max_steps: int = 1000
+    """Stop after this many steps."""
+    delay: float = 0.0
+    """Seconds between turns when watching."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1 or self.delay < 0:
+            raise ConfigError(
+                f"--max-steps {self.max_steps} --delay {self.delay}: give at least 1 step, and 0 seconds."
+            )
+
+
+def play(args: list[str]) -> int:
+    given = parse(PlayArgs, args, prog="ludic play")
+    seed = random.randrange(2**31) if given.seed is None else given.seed
+    made = make_env(given.env, dict(map(read_pair, given.set)), given.data, given.index)
+    again = [f"--seed {seed}", *(f"--set {pair}" for pair in given.set)]
+    again += [f"--data {given.data} --index {given.index}"] if given.data else []
+    console.print(f"[bold]{escape(given.env)}[/bold]  [dim]({escape(' '.join(again))} plays it again)[/dim]")
     if made.suggested_sysprompt:
         console.print(escape(made.suggested_sysprompt), style="dim")
-    if watch:
-        _watch(made, seed, max_steps, delay)
+    if given.watch:
+        _watch(made, seed, given.max_steps, given.delay)
     else:
-        _play(made, seed, max_steps)
+        _play(made, seed, given.max_steps)
+    return 0
 
 
 # --- setting up ---------------------------------------------------------------------------------------------
-
-
-def read_settings(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` pairs."""
-    return dict(map(read_pair, pairs))
 
 
 def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int) -> AnyEnv:
@@ -194,7 +204,7 @@ def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
 
 
 async def _scripted_episode(env: AnyEnv, seed: int, max_steps: int) -> list[Rollout]:
-    # Dice of its own: a player who draws the env's numbers finds every secret.
+    # Its own random numbers: an agent that draws the env's numbers finds every secret.
     protocol = scripted_protocol(env, reference_or_random(random.Random(derive_seed(seed, 1))))
     try:
         return await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed, inference=_UNCUT)

@@ -1,4 +1,7 @@
-"""Contexts: what the agent remembers and what the model is shown of it."""
+"""Contexts: what the agent remembers and what the model is shown of it.
+
+`agents` imports it; it imports nothing but `types`. Start with base.py.
+"""
 
 from ludic.context.base import ContextStrategy, FullDialog
 from ludic.context.summarised import SummarisedDialog

@@ -1,4 +1,7 @@
-"""Getting new weights to whatever serves the policy."""
+"""One model on several ranks (FSDP2, tensor parallel), and in publish/ the ways new weights reach what samples.
+
+`training`, `tinker` and `run` import it; it imports `inference` and `models`. Start with ranks.py and fsdp.py, or publish/.
+"""
 
 import importlib
 from typing import Any

@@ -1,5 +1,8 @@
-"""Environments: the kernel, two bases to build on, and the contract check. Built-in tasks are made by name
-(`ludic.registry.envs.make("tic_tac_toe")`) or imported from their own modules."""
+"""Environments: `LudicEnv`, two bases to build on, the contract check, and the built-in tasks.
+
+`interaction`, `batch_gen` and `run` import it; it imports `sandbox`. Start with single_agent_env.py, then check.py. Tasks are made
+by name (`ludic.registry.envs.make("tic_tac_toe")`) or imported from their modules.
+"""
 
 from ludic.envs.check import EnvCheckFailed, check_env
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn

@@ -1,4 +1,7 @@
-"""How good a policy is: episodes played for their outcome, and what can be said of it with what certainty."""
+"""Evaluation: plays episodes for their outcome; accuracy, pass@k and ratings with confidence intervals.
+
+`run`, `cli` and `minimal` import it; it imports `batch_gen`. Start with evaluator.py, then report.py.
+"""
 
 from ludic.eval.evaluator import (
     EngineEvaluator,

@@ -102,6 +102,8 @@ class EngineEvaluator:
         self._timeout_s = timeout_s
         self._concurrency = concurrency
         self._grading = grading
+        self.last_report: EvalReport | None = None
+        """Of the newest evaluation: estimates, outcomes, rollouts."""
 
     async def eval(
         self,
@@ -112,7 +114,7 @@ class EngineEvaluator:
         timeout_s: float | None = None,
         concurrency: int | None = None,
     ) -> EvalResult:
-        return await run_eval(
+        report = await evaluate(
             self._engine,
             self._requests_fn() if requests is None else requests,
             reducers=self._reducers if reducers is None else reducers,
@@ -121,6 +123,8 @@ class EngineEvaluator:
             concurrency=self._concurrency if concurrency is None else concurrency,
             grading=self._grading,
         )
+        self.last_report = report
+        return report.records, report.metrics
 
 
 class SnapshotEvaluator:

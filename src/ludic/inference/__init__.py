@@ -1,6 +1,7 @@
-"""Talking to a policy: requests, clients, chat templates, tool-call dialects, token-exact continuation.
+"""Inference: requests to a policy, clients, chat templates, token-exact continuation, engines.
 
-Loads without torch, transformers or vllm: HFChatTemplate is handed a tokenizer, it does not make one.
+`agents`, `batch_gen`, `distributed` and `run` import it. Loads without torch, transformers or vllm, except local/. Start with
+templates/ (tokens), local/ (the embedded engine), vllm/ (servers).
 """
 
 import importlib

@@ -1,4 +1,7 @@
-"""Interaction protocols: how agents and environments meet, and what is recorded of it."""
+"""Interaction protocols: how agents and an environment take turns, and what is recorded of it.
+
+`batch_gen` and `run` import it; it imports `agents` and `envs`. Start with single_agent.py, then session.py (one agent's episode).
+"""
 
 from ludic.interaction.base import (
     RESERVED_INFO_KEYS,

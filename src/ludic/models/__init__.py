@@ -1,4 +1,7 @@
-"""Models: the torch code that the engine and the trainer share. Import the modules you need; this one is light."""
+"""Models: the torch code that engine and trainer share: loading, attention, log-probs, LoRA.
+
+`inference.local`, `distributed`, `training` and `run` import it; this module itself is light. Start with loading.py, then head.py.
+"""
 
 SMOLLM2, TINY = "smollm2-135m", "tiny"
 """Models that `load_model` knows by name."""

@@ -1,4 +1,23 @@
 """A training run as a library part: settings, model, environment, folder, and the objects that a run consists of.
 
-`cli`, examples and notebooks import it; it may import everything but `cli` and `minimal`. Start with config.py, then build.py.
+`cli`, examples and notebooks import it; it may import everything but `cli` and `minimal`. Start with run.py (`build`, `Run`),
+then config.py (settings), resolve.py (nothing left open), generation.py (where samples come from).
 """
+
+from typing import TYPE_CHECKING, Any
+
+from ludic.run.config import RunConfig
+
+if TYPE_CHECKING:
+    from ludic.run.run import Run, RunFailed, TrainResult, build, load
+
+__all__ = ["Run", "RunConfig", "RunFailed", "TrainResult", "build", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """What loads torch is imported when it is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ludic.run import run
+
+    return getattr(run, name)

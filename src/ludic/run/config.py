@@ -1,39 +1,38 @@
-"""The settings of a training run, and what becomes of those that were left open.
+"""The settings of a training run, as they were written. `resolve` (resolve.py) fills in what was left open.
 
-Every field is a flag (`--group-size 8`) and a key of its section in the file (`[algo]` … `group_size = 8`). `ludic eval`
-shares the sections env and agent. See docs/ludic-train.md.
+Every field is a flag (`--group-size 8`) and a key of its section in the file (`[algo]` … `group_size = 8`). `ludic eval` shares the
+sections env and agent. See docs/ludic-train.md. `ludic launch` tells its children where Redis and the server are by environment
+variables: config.toml holds what the user wrote, and a password is in no file and in no list of processes.
 """
 
-import inspect
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
-import tyro
-
-from ludic import registry
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
-from ludic.catalog import CutOff, Suggested, Unreadable
+from ludic.catalog import CutOff, Unreadable
 from ludic.models import TINY
-from ludic.run.env import EnvFactory
-from ludic.run.pipeline import DEFAULT_MAX_LAG, PipelineSettings
-from ludic.run.settings import Arguments, MaybeFloat, MaybeInt, MaybePath, MaybeText, values_of, with_values
-from ludic.types import ConfigError, shown_url
+from ludic.training.config import CheckpointConfig, TrainerConfig
+from ludic.training.schedules import LRSchedule
+from ludic.types import ConfigError, SamplingParams, shown_url
 from ludic.types.urls import PUT_LOGIN, refuse_login
 
-T = TypeVar("T")
+REDIS_VARIABLE = "LUDIC_REDIS_URL"
+SERVER_VARIABLE = "LUDIC_SERVER"
+"""URLs of the vLLM servers, with spaces between them."""
+DEFAULT_MAX_LAG = 4
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run folder."""
+Arguments: TypeAlias = dict[str, Any]
+"""Keyword arguments of a part: a table in the file, `--flag name=value` (again and again) on the command line."""
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-MaybeCutOff: TypeAlias = Annotated[CutOff | None, tyro.conf.arg(metavar="{reject,read}", help_behavior_hint="")]
-MaybeUnreadable: TypeAlias = Annotated[Unreadable | None, tyro.conf.arg(metavar="{go_on,stop}", help_behavior_hint="")]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 Averaging: TypeAlias = Literal["token_mean", "sample_mean", "sample_sum"]
-MaybeAveraging: TypeAlias = Annotated[
-    Averaging | None, tyro.conf.arg(metavar="{token_mean,sample_mean,sample_sum}", help_behavior_hint="")
-]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
 
 
@@ -59,14 +58,14 @@ def _at_least(low: float, **values: float | None) -> None:
 class EnvSettings:
     """What is played."""
 
-    id: tyro.conf.Suppress[str] = ""
+    id: str = ""
     """Id of an env, or file.py:Class; on the command line it is the TARGET."""
     set: Arguments = field(default_factory=dict)
     """Argument of the env; may be repeated."""
-    data: MaybePath = None
+    data: Path | None = None
     """JSONL file of samples, one JSON object per line, for envs that ask questions; or hub:NAME:SPLIT,
     hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train."""
-    max_steps: MaybeInt = None
+    max_steps: int | None = None
     """Turns after which an episode is cut off. Default: what suits the env, else 32."""
     episode_timeout: float = 3600.0
     """Seconds after which an episode counts as failed; 0 is no limit."""
@@ -91,13 +90,13 @@ class ModelSettings:
     """LoRA's alpha, in units of the rank."""
     lora_dropout: float = 0.0
     """Dropout before the adapter, while training."""
-    fork_from: MaybePath = None
+    fork_from: Path | None = None
     """Checkpoint of another run, or its run folder, to take the weights of (and nothing else)."""
     dtype: Dtype = "auto"
     """Number format of the weights; auto is what the hardware is fast at."""
-    device: MaybeText = None
+    device: str | None = None
     """cpu, cuda, cuda:1. Default: the GPU if there is one."""
-    threads: MaybeInt = None
+    threads: int | None = None
     """CPU threads of PyTorch. Default: 1 for the tiny model, else PyTorch's own choice."""
 
     def __post_init__(self) -> None:
@@ -115,10 +114,10 @@ class ModelSettings:
 class AgentSettings:
     """How the model plays."""
 
-    agent: MaybeText = None
+    agent: str | None = None
     """Registered agent (`ludic parts agent`), or file.py:Class. Default: what suits the env, else agent: one model call per turn;
     react where there are --tools."""
-    tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOOL…", help_behavior_hint="")] = ()
+    tools: tuple[str, ...] = ()
     """Tools of the agent (`ludic parts tool`), or file.py:function."""
     agent_set: Arguments = field(default_factory=dict)
     """Argument of the agent."""
@@ -126,19 +125,19 @@ class AgentSettings:
     """What the model is shown of the past (`ludic parts context`, or file.py:Class)."""
     context_set: Arguments = field(default_factory=dict)
     """Argument of the context."""
-    parser: MaybeText = None
+    parser: str | None = None
     """How a reply is read (`ludic parts parser`, or file.py:function). Default: what suits the env, else raw: the reply is the
     action."""
     parser_set: Arguments = field(default_factory=dict)
     """Argument of the parser, such as tag=move for xml_tag."""
-    system_prompt: MaybeText = None
+    system_prompt: str | None = None
     """Instead of the one that the env suggests."""
-    max_tokens: MaybeInt = None
+    max_tokens: int | None = None
     """Tokens of one reply. Default: what suits the env, else 256."""
-    cut_off: MaybeCutOff = None
+    cut_off: CutOff | None = None
     """A reply that ran out of tokens is rejected, or read like any other. Default: what suits the env, else reject; with
     max_tokens 1, read."""
-    unreadable: MaybeUnreadable = None
+    unreadable: Unreadable | None = None
     """After a reply that cannot be read: tell the model and go on, or end the episode. Default: what suits the env, else
     go_on."""
 
@@ -164,14 +163,14 @@ class AlgoSettings:
     """Registered algorithm (`ludic parts algorithm`), or file.py:function that returns one."""
     algo_set: Arguments = field(default_factory=dict)
     """Argument of the algorithm, such as clip_eps_high=0.28."""
-    group_size: MaybeInt = None
+    group_size: int | None = None
     """Rollouts of the same task that are compared. Default: 8, or 1 where the algorithm compares none."""
-    reduction: MaybeAveraging = None
+    reduction: Averaging | None = None
     """What the loss of all action tokens is divided by: their number, each sample's number and then samples, or samples.
     Default: token_mean, or what the algorithm itself does where it is a mean."""
-    teacher: MaybeText = None
+    teacher: str | None = None
     """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
-    teacher_tokenizer: MaybeText = None
+    teacher_tokenizer: str | None = None
     """For a teacher behind a URL: its folder or hub id, where the server does not name one that can be read here."""
 
     def __post_init__(self) -> None:
@@ -196,18 +195,16 @@ class RolloutSettings:
     """Episodes per update; a multiple of group_size."""
     concurrency: int = 64
     """Episodes at a time. It changes the speed, not the episodes."""
-    temperature: float = 1.0
-    """Of sampling while training."""
-    max_lag: MaybeInt = None
+    max_lag: int | None = None
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind. Default: 0; in a
     pipeline 4."""
     engine: Engine = "local"
     """What generates: local is the engine inside this process; vllm a server, or several; pipeline actors of their own
     (`ludic actor`, or `ludic launch` for all of it)."""
-    server: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL…", help_behavior_hint="")] = ()
+    server: tuple[str, ...] = ()
     """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
     run, in a pipeline by `ludic launch`."""
-    control_token: MaybePath = None
+    control_token: Path | None = None
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4
     """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
@@ -226,7 +223,7 @@ class RolloutSettings:
         for url in self.server:
             refuse_login("server", url, PUT_LOGIN)
         _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
-        _at_least(0, max_lag=self.max_lag, temperature=self.temperature)
+        _at_least(0, max_lag=self.max_lag)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,326 +232,191 @@ class TrainSettings:
 
     steps: int = 30
     """Updates."""
-    lr: float = 1e-5
-    """Learning rate."""
-    critic_lr: MaybeFloat = None
-    """Of the critic, for algorithms that have one. Default: lr."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What becomes of the learning rate until the last update."""
-    warmup_steps: int = 0
-    """Updates in which the learning rate rises."""
-    weight_decay: float = 0.01
-    """AdamW's."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
-    max_seq_len: int = 1024
-    """Tokens of an episode, prompt and replies; one that gets longer is ended."""
-    micro_token_budget: int = 8192
-    """Tokens in one forward pass: memory and speed, not the gradient."""
-    gradient_checkpointing: bool = False
-    """Recompute activations: less memory, slower."""
-    compile: bool = False
-    """Compile the layers: a minute at the start, then faster on a GPU."""
-    seed: int = 0
-    """Of everything random."""
 
     def __post_init__(self) -> None:
         _at_least(1, steps=self.steps)
-        _at_least(0, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
     """Evaluation while training; none unless asked for."""
 
-    eval_every: int = 0
-    """Evaluate after every n-th update; 0 never."""
-    eval_at_start: bool = False
-    """Evaluate before the first update."""
-    eval_in_background: bool = False
-    """Evaluate a copy of the weights while training goes on."""
     eval_episodes: int = 200
     """Episodes of one evaluation."""
-    eval_data: MaybePath = None
+    eval_data: Path | None = None
     """JSONL file (or hub:…) of held-out samples, for envs that ask questions."""
     eval_temperature: float = 0.6
     """Of sampling while evaluating; 0 is greedy."""
-    eval_concurrency: int = 32
-    """Episodes at a time."""
-    eval_timeout_s: MaybeFloat = None
-    """Seconds for one model call. Default: no limit."""
 
     def __post_init__(self) -> None:
-        _at_least(0, eval_every=self.eval_every, eval_temperature=self.eval_temperature)
-        _at_least(1, eval_episodes=self.eval_episodes, eval_concurrency=self.eval_concurrency)
-
-    @property
-    def is_on(self) -> bool:
-        return self.eval_at_start or self.eval_every > 0
+        _at_least(0, eval_temperature=self.eval_temperature)
+        _at_least(1, eval_episodes=self.eval_episodes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What is kept and shown."""
 
-    name: MaybeText = None
+    name: str | None = None
     """Name of the run folder. Default: env, model and algorithm."""
     runs: Path = Path("runs")
     """Where run folders are."""
-    logger: Annotated[tuple[LoggerName, ...], tyro.conf.arg(metavar="NAME…")] = ("rich",)
+    logger: tuple[LoggerName, ...] = ("rich",)
     """What shows progress: rich, print, tensorboard, wandb, none; several are possible. metrics.jsonl is always written."""
-    checkpoint_every: int = 20
-    """Save after every n-th update; the last one is saved in any case. 0: only that."""
-    checkpoint_keep: int = 2
-    """How many checkpoints stay."""
 
     def __post_init__(self) -> None:
-        _at_least(0, checkpoint_every=self.checkpoint_every)
-        _at_least(1, checkpoint_keep=self.checkpoint_keep)
         check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """For engine = pipeline: actors of their own, and the queue between them and the learner."""
+
+    redis: str | None = None
+    """URL of the queue's Redis. Default: $LUDIC_REDIS_URL, which may hold a password; else `ludic launch` starts a Redis."""
+    queue_key: str | None = None
+    """Name of the queue in Redis. Default: ludic: and the name of the run."""
+    actors: int = 2
+    """How many actors `ludic launch` starts."""
+    actor_engine: Literal["local", "vllm"] = "local"
+    """What actors sample with: local is an engine with weights of its own in each; vllm the servers."""
+    max_waiting: int | None = None
+    """Groups that may wait in the queue; when it is full, actors wait. Default: four updates' worth, at least 64."""
+    acknowledge: Literal["saved", "trained"] = "saved"
+    """When a sample may be forgotten: with the first checkpoint after its update, or with the update itself."""
+    corrections: bool = True
+    """Tokens and samples that the trained policy has moved too far away from do not count."""
+    max_restarts: int = 5
+    """How often `ludic launch` restarts a role within ten minutes before it gives up."""
+
+    def __post_init__(self) -> None:
+        if self.actors < 1 or (self.max_waiting is not None and self.max_waiting < 1) or self.max_restarts < 0:
+            raise ConfigError(
+                f"actors = {self.actors}, max_waiting = {self.max_waiting}, max_restarts = {self.max_restarts}; the first two "
+                "are at least 1, the last 0."
+            )
+        if self.redis is not None:
+            _check_url(self.redis)
+
+
+_OPEN_END = 2**31
+"""Last step of the schedule as written; `resolve` puts the run's last step there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that makes a run what it is."""
+    """Everything that makes a run what it is, as it was written: None means that `resolve` chooses.
+
+    `trainer`, `checkpoint` and `sampling` are the library's own dataclasses; `KEYS` says which of their fields are settings, and
+    under which section and name a file or a flag has them.
+    """
 
     env: EnvSettings = field(default_factory=EnvSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
     algo: AlgoSettings = field(default_factory=AlgoSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     train: TrainSettings = field(default_factory=TrainSettings)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalSettings = field(default_factory=EvalSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(CHECKPOINTS, every_n_steps=20))
+
+    KEYS: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "rollouts": {name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")},
+        "train": {
+            "lr": "trainer.learning_rate",  # the one of the two names that wins
+            "schedule": "trainer.lr_schedule.kind",
+            "warmup_steps": "trainer.lr_schedule.warmup_steps",
+            **{
+                name: f"trainer.{name}"
+                for name in (
+                    "critic_lr", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
+                    "gradient_checkpointing", "compile", "seed",
+                )
+            },
+        },
+        "eval": {
+            "eval_every": "trainer.eval_every_n_steps",
+            **{
+                name: f"trainer.{name}"
+                for name in ("eval_at_start", "eval_in_background", "eval_concurrency", "eval_timeout_s")
+            },
+        },
+        "run": {
+            "checkpoint_every": "checkpoint.every_n_steps",
+            "checkpoint_keep": "checkpoint.max_to_keep",
+            "best_metric": "checkpoint.best_metric",
+            "best_mode": "checkpoint.best_mode",
+        },
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        schedule = self.trainer.lr_schedule or LRSchedule(total_steps=_OPEN_END)
+        norm = self.trainer.max_grad_norm or 0.0  # a file has no word for None
+        object.__setattr__(self, "trainer", replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm))
 
     @property
-    def folder(self) -> Path:
-        assert self.run.name is not None, "resolve gives it one"
-        return self.run.runs / self.run.name
-
-    @property
-    def group_size(self) -> int:
-        assert self.algo.group_size is not None, "resolve gives it one"
-        return self.algo.group_size
-
-    @property
-    def num_groups(self) -> int:
-        """Tasks per update."""
-        return self.rollouts.rollouts_per_update // self.group_size
-
-    @property
-    def max_lag(self) -> int:
-        assert self.rollouts.max_lag is not None, "resolve gives it one"
-        return self.rollouts.max_lag
+    def is_evaluated(self) -> bool:
+        return self.trainer.eval_at_start or bool(self.trainer.eval_every_n_steps)
 
     @property
     def is_pipeline(self) -> bool:
         return self.rollouts.engine == "pipeline"
 
     @property
-    def queue_key(self) -> str:
-        assert self.pipeline.queue_key is not None, "resolve gives it one in a pipeline"
-        return self.pipeline.queue_key
-
-    @property
-    def max_waiting(self) -> int:
-        assert self.pipeline.max_waiting is not None, "resolve gives it one in a pipeline"
-        return self.pipeline.max_waiting
-
-    @property
     def samples_on_vllm(self) -> bool:
-        """Somebody else's processes hold the weights that are sampled from, and only one set of them."""
+        """Whether vLLM samples: the weights are in another process, one copy of them."""
         return self.rollouts.engine == "vllm" or (self.is_pipeline and self.pipeline.actor_engine == "vllm")
 
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_rollouts", "max_failed_share", "concurrency",
-     "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile", "eval_every", "eval_at_start",
-     "eval_in_background", "eval_episodes", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
-     "episode_timeout", "env_timeout",
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "best_metric", "best_mode", "save_rollouts",
+     "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile",
+     "eval_every", "eval_at_start", "eval_in_background", "eval_episodes", "eval_data", "eval_temperature",
+     "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout",
      "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
 )  # fmt: skip
-"""What a run is not another run for."""
+"""Settings with which a run stays the same run."""
 
 
-# --- leaving nothing open --------------------------------------------------------------------------------------
+# --- what the processes of a pipeline tell each other through the environment ----------------------------------
 
 
-def resolve_play(config: T, suggested: Suggested) -> T:
-    """What the env suggests, where nothing was said: agent, parser, turns, tokens."""
-    given = values_of(config)
-    agent_set = suggested.agent_args if given["agent"] is None else {}
-    parser_set = suggested.parser_args if given["parser"] is None else {}
-    max_tokens = given["max_tokens"] or suggested.max_tokens
-    agent = "react" if given["tools"] and suggested.agent == "agent" else suggested.agent
-    return with_values(
-        config,
-        {
-            "agent": given["agent"] or agent,
-            "agent_set": {**agent_set, **given["agent_set"]},
-            "parser": given["parser"] or suggested.parser,
-            "parser_set": {**parser_set, **given["parser_set"]},
-            "max_steps": given["max_steps"] or suggested.max_steps,
-            "max_tokens": max_tokens,
-            # One token has no room for an end.
-            "cut_off": given["cut_off"] or ("read" if max_tokens == 1 else suggested.cut_off),
-            "unreadable": given["unreadable"] or suggested.unreadable,
-        },
+def _check_url(url: str) -> None:
+    if url.partition("://")[0] not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"redis = {shown_url(url)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://.")
+    refuse_login(
+        "redis", url, f"Put the URL into the environment variable {REDIS_VARIABLE} instead, and for --resume again."
     )
 
 
-def resolve(config: RunConfig, found: EnvFactory) -> RunConfig:
-    """The config with every default filled in, and checked as a whole."""
-    resolved = with_values(
-        resolve_play(config, found.suggested),
-        {
-            "group_size": _group_size(config.algo),
-            "reduction": _reduction(config.algo),
-            "name": config.run.name or default_name(config),
-        },
-    )
-    resolved = with_values(resolved, _pipeline_defaults(resolved))
-    _check_temperature(resolved)
-    _check_groups(resolved)
-    _check_engine(resolved)
-    _check_lengths(resolved)
-    _check_data(resolved, found)
-    return resolved
+def given_redis(settings: PipelineSettings) -> str | None:
+    return settings.redis or os.environ.get(REDIS_VARIABLE) or None
 
 
-def _pipeline_defaults(config: RunConfig) -> dict[str, Any]:
-    """What depends on whether learner and actors are apart."""
-    lag = config.rollouts.max_lag
-    if not config.is_pipeline:
-        return {"max_lag": 0 if lag is None else lag}
-    pipeline, groups = config.pipeline, config.rollouts.rollouts_per_update // (config.algo.group_size or 1)
-    return {
-        "max_lag": DEFAULT_MAX_LAG if lag is None else lag,
-        "queue_key": pipeline.queue_key or f"ludic:{config.run.name}",
-        "max_waiting": pipeline.max_waiting or max(64, 4 * groups),
-    }
-
-
-def _check_engine(config: RunConfig) -> None:
-    rollouts = config.rollouts
-    if config.algo.teacher is not None and config.is_pipeline:
+def redis_url(settings: PipelineSettings) -> str:
+    """Where the queue is; an error where nobody said."""
+    url = given_redis(settings)
+    if url is None:
         raise ConfigError(
-            "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "
-            "(TeacherAnnotatedBatchSource)."
+            f"engine = 'pipeline' needs a Redis that learner and actors share: give --redis redis://HOST:6379/0, set "
+            f"${REDIS_VARIABLE}, or use `ludic launch`, which starts one with everything else on this machine."
         )
-    if config.pipeline.redis and not config.is_pipeline:
-        raise ConfigError(f"redis is for engine = 'pipeline', but the engine is {rollouts.engine!r}.")
-    if rollouts.server and not config.samples_on_vllm:
-        servers = ", ".join(map(shown_url, rollouts.server))
-        who = "actor_engine" if config.is_pipeline else "engine"
-        what = config.pipeline.actor_engine if config.is_pipeline else rollouts.engine
-        raise ConfigError(f"server = {servers} is for {who} = 'vllm', but the {who.replace('_', ' ')} is {what!r}.")
-    if rollouts.push == "adapter" and rollouts.engine != "vllm":
-        raise ConfigError(f"push = 'adapter' is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
-    if config.eval.eval_in_background and config.samples_on_vllm:
+    return url
+
+
+def given_servers(servers: Sequence[str]) -> tuple[str, ...]:
+    return tuple(servers) or tuple(os.environ.get(SERVER_VARIABLE, "").split())
+
+
+def required_servers(servers: Sequence[str]) -> tuple[str, ...]:
+    found = given_servers(servers)
+    if not found:
         raise ConfigError(
-            "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "
-            "and they change with every update. Evaluate without it."
+            "actor_engine = 'vllm' needs servers: give --server URL (`ludic serve --engine vllm` starts one), or use `ludic "
+            "launch`, which starts one on this machine."
         )
-
-
-def _group_size(algo: AlgoSettings) -> int:
-    if algo.algo == "sft":
-        raise ConfigError(
-            "algo = 'sft' imitates rollouts that somebody else has written; `ludic train` plays its own. See "
-            "examples/tic_tac_toe for supervised fine-tuning on a file."
-        )
-    if algo.group_size is not None:
-        return algo.group_size
-    factory = registry.algorithms.spec(algo.algo).load()
-    return 8 if "group_size" in inspect.signature(factory).parameters else 1
-
-
-def _reduction(algo: AlgoSettings) -> Averaging | None:
-    """A token mean where the algorithm leaves it open: a sum grows with replies, and max_grad_norm would cut every step.
-
-    Within a batch the two differ by one factor, so the direction stays that of the sum.
-    """
-    reduction = inspect.signature(registry.algorithms.spec(algo.algo).load()).parameters.get("reduction")
-    if algo.reduction is not None:
-        if reduction is None:
-            raise ConfigError(
-                f"reduction = {algo.reduction!r} is for algorithms that leave it open, such as grpo; {algo.algo} takes a mean "
-                "by its own rule (docs/algorithms)."
-            )
-        return algo.reduction
-    is_open = reduction is not None and reduction.default is None
-    return "token_mean" if is_open and not algo.algo_set.keys() & _SAYS_THE_REDUCTION else None
-
-
-_SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
-"""Arguments of an algorithm that decide it."""
-
-
-def default_name(config: RunConfig) -> str:
-    """Env, model and algorithm, as far as they can stand in the name of a folder."""
-    env = config.env.id.rpartition(":")[2].rpartition("/")[2]
-    model = Path(config.model.model).name.removesuffix(".gguf")
-    return slug(f"{env}-{model}-{config.algo.algo.rpartition(':')[2]}")
-
-
-def slug(text: str) -> str:
-    """What can stand in the name of a file."""
-    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
-
-
-def _check_temperature(config: RunConfig) -> None:
-    if config.rollouts.temperature == 0:
-        raise ConfigError(
-            "temperature = 0 always takes the likeliest token: all rollouts of a task are the same, and there is nothing to learn "
-            "from. Give --temperature above 0, usually 1; --eval-temperature may be 0."
-        )
-
-
-def _check_groups(config: RunConfig) -> None:
-    total, size = config.rollouts.rollouts_per_update, config.group_size
-    if total % size:
-        below = total // size * size
-        near = f"{below} or {below + size}" if below else str(size)
-        raise ConfigError(
-            f"rollouts_per_update = {total} is not a multiple of group_size = {size}: the last group would be incomplete. "
-            f"Take {near}, or another group size."
-        )
-
-
-def _check_lengths(config: RunConfig) -> None:
-    train = config.train
-    if train.micro_token_budget < train.max_seq_len:
-        raise ConfigError(
-            f"micro_token_budget = {train.micro_token_budget} is less than max_seq_len = {train.max_seq_len}: the longest "
-            "episode has to fit one forward pass. Raise the first or lower the second."
-        )
-    if config.agent.max_tokens is not None and config.agent.max_tokens >= train.max_seq_len:
-        raise ConfigError(
-            f"max_tokens = {config.agent.max_tokens} leaves no room for a prompt in max_seq_len = {train.max_seq_len}. "
-            "Raise --max-seq-len or lower --max-tokens."
-        )
-    if train.schedule != "constant" and train.warmup_steps >= train.steps:
-        raise ConfigError(f"warmup_steps = {train.warmup_steps} leaves none of the {train.steps} steps after it.")
-
-
-def _check_data(config: RunConfig, found: EnvFactory) -> None:
-    check_data(found, config.env.data, config.env.set, "--data")
-    if config.eval.is_on and found.takes_sample and config.eval.eval_data is None and "sample" not in config.env.set:
-        raise ConfigError(
-            "Evaluation asks questions too: give --eval-data FILE.jsonl, best with samples that are not trained on (the file "
-            "of --data works, and measures something else)."
-        )
-
-
-def check_data(found: EnvFactory, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
-    """A file of samples is given exactly where the env asks about samples."""
-    if data is None and found.takes_sample and "sample" not in arguments:
-        raise ConfigError(
-            f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl with one JSON object per line"
-            + (f" such as {dict(found.example)['sample']!r:.200}" if "sample" in found.example else "")
-            + f", or {flag} hub:NAME:SPLIT."
-        )
-    if data is not None and not found.takes_sample:
-        raise ConfigError(f"{flag} {data} was given, but the env {found.id!r} has no argument `sample` to take it.")
+    return found

@@ -1,16 +1,13 @@
-"""What a run is going to do, found out without loading weights."""
+"""The plan of a run, made without loading weights."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ludic.batch_gen.requests.samples import read_samples
 from ludic.models import SMOLLM2, TINY
 from ludic.models.tiny import make_tiny
-from ludic.run.build import first_env, make_algorithm, trainer_config
-from ludic.run.config import ModelSettings, RunConfig
-from ludic.run.env import EnvFactory
+from ludic.run.config import ModelSettings
 from ludic.run.folder import ResumePoint
 from ludic.run.model import (
     base_settings,
@@ -21,56 +18,57 @@ from ludic.run.model import (
     forked_checkpoint,
     make_template,
 )
+from ludic.run.parts import eval_samples, first_env, make_algorithm, train_samples
+from ludic.run.resolve import ResolvedRun
 from ludic.run.teacher import check_teacher
 from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008
 
 
-def plan_lines(config: RunConfig, found: EnvFactory, start: ResumePoint) -> list[str]:
-    """The plan in sentences; whatever cannot work is an error here already."""
-    samples = None if config.env.data is None else read_samples(config.env.data)
-    if config.eval.eval_data is not None:
-        read_samples(config.eval.eval_data, "--eval-data")
-    first_env(config.env, found)
-    check_teacher(config, make_algorithm(config))
-    trainer_config(config)
+def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
+    """The plan in sentences; ConfigError for what cannot work."""
+    samples = train_samples(run)
+    eval_samples(run)
+    first_env(run)
+    check_teacher(run, make_algorithm(run))
     return [
-        *_model_lines(config),
-        _update_line(config, None if samples is None else len(samples)),
-        _token_line(config),
-        f"Updates {start.first_step + 1} to {config.train.steps}; everything is written to {config.folder}.",
+        *_model_lines(run),
+        _update_line(run, None if samples is None else len(samples)),
+        _token_line(run),
+        f"Updates {start.first_step + 1} to {run.steps}; everything is written to {run.folder}.",
     ]
 
 
-def _update_line(config: RunConfig, num_samples: int | None) -> str:
-    total = config.rollouts.rollouts_per_update
-    line = f"{config.train.steps} updates × {total} rollouts ({config.num_groups} groups of {config.group_size})"
+def _update_line(run: ResolvedRun, num_samples: int | None) -> str:
+    total = run.config.rollouts.rollouts_per_update
+    line = f"{run.steps} updates × {total} rollouts ({run.num_groups} groups of {run.group_size})"
     if num_samples is None:
-        return f"{line}: {config.train.steps * total:,} episodes, each group with a seed of its own."
-    passes = config.train.steps * config.num_groups / num_samples
-    return f"{line}: {config.train.steps * total:,} episodes, {passes:.2f} passes over {num_samples:,} samples."
+        return f"{line}: {run.steps * total:,} episodes, each group with its own seed."
+    passes = run.steps * run.num_groups / num_samples
+    return f"{line}: {run.steps * total:,} episodes, {passes:.2f} passes over {num_samples:,} samples."
 
 
-def _token_line(config: RunConfig) -> str:
-    assert config.env.max_steps is not None and config.agent.max_tokens is not None, "resolved"
-    per_episode = min(config.env.max_steps * config.agent.max_tokens, config.train.max_seq_len)
-    per_update = per_episode * config.rollouts.rollouts_per_update
+def _token_line(run: ResolvedRun) -> str:
+    per_episode = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len)
+    per_update = per_episode * run.config.rollouts.rollouts_per_update
     return (
-        f"At most {config.env.max_steps} turns of {config.agent.max_tokens} tokens: {per_update:,} sampled tokens an update, "
-        f"{per_update * config.train.steps:,} in all."
+        f"At most {run.max_steps} turns of {run.sampling.max_tokens} tokens: {per_update:,} sampled tokens an update, "
+        f"{per_update * run.steps:,} in all."
     )
 
 
-def _model_lines(config: RunConfig) -> list[str]:
-    model = config.model
+def _model_lines(run: ResolvedRun) -> list[str]:
+    model, algo = run.config.model, run.config.algo.algo
+    if run.parts.model is not None:
+        return [f"Model {model.model}: {_counted(run.parts.model.model)}, as it was handed in; training with {algo}."]
     device = find_device(model.device) or default_device()
     base = base_settings(model)
     which = "a" if base is model else "its"
     trained = f"{which} LoRA adapter of rank {base.lora_rank}" if base.lora_rank else "all weights"
     lines = [
         f"Model {model.model}: {_num_parameters(base)}, {str(dtype_of(base)).removeprefix('torch.')} on {device}; training "
-        f"{trained} with {config.algo.algo}."
+        f"{trained} with {algo}."
     ]
     if model.fork_from is not None:
         lines.append(f"Its weights come from {forked_checkpoint(model.fork_from)}.")

@@ -1,4 +1,4 @@
-"""Which env a command plays: a registered one, or a class of your own in a file; and the samples it asks about."""
+"""Which env a run plays: a registered one, a class in a file, or one that was handed in."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -41,8 +41,11 @@ class EnvFactory:
         return require_env(made, self.id)
 
 
-def env_factory(id: str) -> EnvFactory:
-    """A registered env, or `module:Class` / `file.py:Class` of your own."""
+def env_factory(env: str | Callable[..., AnyEnv]) -> EnvFactory:
+    """A registered env, `module:Class` or `file.py:Class`; or an env class, or a function that makes one."""
+    if not isinstance(env, str):
+        return EnvFactory(id=name_of(env), factory=env, takes_sample="sample" in inspect.signature(env).parameters)
+    id = env
     spec = registry.envs.spec(id) if ":" in id else _registered(id)
     found = spec.load()
     return EnvFactory(
@@ -52,6 +55,12 @@ def env_factory(id: str) -> EnvFactory:
         example=dict(spec.example),
         suggested=spec.suggested,
     )
+
+
+def name_of(part: Any) -> str:
+    """`module:name` of a part that was handed in as an object."""
+    named = part if hasattr(part, "__qualname__") else type(part)
+    return f"{named.__module__}:{named.__qualname__}".replace("<", "").replace(">", "")
 
 
 def _registered(id: str) -> registry.EntrySpec:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
-from ludic.run.config import TINY, ModelSettings, RunConfig
-from ludic.run.folder import CHECKPOINTS, CONFIG
+from ludic.run.config import CHECKPOINTS, TINY, ModelSettings, RunConfig
+from ludic.run.folder import CONFIG
 from ludic.run.model import base_settings, checkpoint_in, load_policy
 from ludic.run.settings import read_toml
 from ludic.training.checkpoint.atomic import CheckpointError, read_object, write_json
@@ -111,7 +111,7 @@ def _with_adapter(folder: Path, base: str | None) -> LoadedModel:
     """The base with the adapter on it, checked to be the base that it was trained on."""
     run = None if base is not None else _run_of(folder)
     if run is not None:
-        loaded = load_policy(_held_here(run.model, folder), seed=run.train.seed)
+        loaded = load_policy(_held_here(run.model, folder), seed=run.trainer.seed)
     else:
         loaded = _wrapped(folder, base or _named_base(folder))
     if not is_peft(loaded.model):
@@ -145,7 +145,7 @@ def _base_of(folder: Path) -> tuple[Any, Any]:
         loaded = load_model(_named_base(folder), dtype=_dtype_of(folder), device="cpu")
         return loaded.model, loaded.tokenizer
     # Wrapped and unwrapped again, and not just loaded: a fork may have replaced the base's weights.
-    loaded = load_policy(_held_here(run.model, folder), seed=run.train.seed)
+    loaded = load_policy(_held_here(run.model, folder), seed=run.trainer.seed)
     return loaded.model.unload(), loaded.tokenizer
 
 

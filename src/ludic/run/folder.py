@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
-from ludic.run.config import MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.config import CHECKPOINTS, MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, to_toml
 from ludic.training.checkpoint.atomic import CheckpointError, read_manifest
 from ludic.training.loggers import read_metrics
@@ -22,7 +23,7 @@ from ludic.types import ConfigError
 if TYPE_CHECKING:
     from ludic.training.checkpoint.manager import CheckpointManager
 
-CONFIG, METRICS, CHECKPOINTS, ROLLOUTS = "config.toml", "metrics.jsonl", "checkpoints", "rollouts"
+CONFIG, METRICS, ROLLOUTS = "config.toml", "metrics.jsonl", "rollouts"
 WANDB_ID, SERVER = "wandb_id", "server"
 WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
 logger = logging.getLogger(__name__)
@@ -42,31 +43,31 @@ class ResumePoint:
     restarts: bool = False
     """It was interrupted before its first checkpoint: what it has written so far is written again."""
     changed: list[Difference] = field(default_factory=list)
-    """Settings that were given anew."""
+    """Settings that differ from those in the folder."""
 
 
-def resume_point(config: RunConfig, *, resume: bool) -> ResumePoint:
+def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
     """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
-    folder = config.folder
+    folder, config = run.folder, run.config
     if not (folder / CONFIG).is_file():
         _require_unused(folder, resume)
         return ResumePoint()
     changed = differences(read_toml(RunConfig, folder / CONFIG), config)
     if not resume:
         if has_begun(folder):
-            raise ConfigError(_why_not_again(config, changed))
+            raise ConfigError(_why_not_again(run, changed))
         return ResumePoint()
     refused = [difference for difference in changed if not _may_change(difference, config)]
     if refused:
         raise ConfigError(
-            f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `{how_to_resume(config)}` goes on "
+            f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `{how_to_resume(run)}` goes on "
             "with its own; give another --name to start a new run."
         )
     checkpoint = newest_undamaged(folder)
     step = _step_of(checkpoint)
     if step >= config.train.steps:
         raise ConfigError(
-            f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(config)} --steps {2 * step}"
+            f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(run)} --steps {2 * step}"
         )
     return ResumePoint(
         first_step=step, checkpoint=checkpoint, restarts=checkpoint is None and has_begun(folder), changed=changed
@@ -88,32 +89,33 @@ def has_begun(folder: Path) -> bool:
     return (metrics.is_file() and metrics.stat().st_size > 0) or not _checkpoints(folder).is_empty()
 
 
-def _why_not_again(config: RunConfig, changed: list[Difference]) -> str:
-    folder = config.folder
+def _why_not_again(run: ResolvedRun, changed: list[Difference]) -> str:
+    folder = run.folder
     named = [d for d in changed if d.name not in ("name", "runs")]
     what = f"a run with other settings ({'; '.join(map(str, named))})" if named else "this very run"
     return (
-        f"{folder} holds {what}, {_step_of(latest_checkpoint(folder))} updates of it saved. `{how_to_resume(config)}` goes on "
+        f"{folder} holds {what}, {_step_of(latest_checkpoint(folder))} updates of it saved. `{how_to_resume(run)}` goes on "
         "with it; another --name starts a new one."
     )
 
 
-def how_to_resume(config: RunConfig) -> str:
+def how_to_resume(run: ResolvedRun) -> str:
     """What to type."""
-    return f"ludic {'launch' if config.is_pipeline else 'train'} {config.folder} --resume"
+    return f"ludic {'launch' if run.config.is_pipeline else 'train'} {run.folder} --resume"
 
 
 def _may_change(difference: Difference, config: RunConfig) -> bool:
     if difference.name == "steps":  # a schedule that ends elsewhere is another one from the first step on
-        return config.train.schedule == "constant"
+        schedule = config.trainer.lr_schedule
+        return schedule is None or schedule.kind == "constant"
     if difference.name == "reduction" and difference.before is None:  # the run began before there was this setting
         return True
     return difference.name in MAY_CHANGE_ON_RESUME
 
 
-def prepare_folder(config: RunConfig, start: ResumePoint) -> None:
+def prepare_folder(run: ResolvedRun, start: ResumePoint) -> None:
     """Write the config, and remove what the run is going to write again."""
-    folder = config.folder
+    folder = run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if start.restarts:
@@ -123,11 +125,15 @@ def prepare_folder(config: RunConfig, start: ResumePoint) -> None:
                 file.unlink()
         for file in (folder / ROLLOUTS).glob(f"from_step_{start.first_step:06d}.jsonl*"):  # older runs wrote plain ones
             file.unlink()
-        (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
+        write_config(run)
     except OSError as error:
         raise ConfigError(
             f"Cannot write the run folder {folder}: {error.strerror}. Choose another with --runs or --name."
         ) from error
+
+
+def write_config(run: ResolvedRun) -> None:
+    (run.folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(run.config)}", encoding="utf-8")
 
 
 def rollouts_file(folder: Path, start: ResumePoint) -> Path:
@@ -174,6 +180,11 @@ def newest_undamaged(folder: Path) -> Path | None:
             f"All checkpoints in {folder / CHECKPOINTS} are damaged, so {folder} cannot go on. Put a backup of one there; or, "
             "to start over, remove them."
         ) from error
+
+
+def saved_step(folder: Path) -> int:
+    """Updates in the newest undamaged checkpoint."""
+    return _step_of(newest_undamaged(folder))
 
 
 def _step_of(checkpoint: Path | None) -> int:

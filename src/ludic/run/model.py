@@ -1,6 +1,6 @@
 """The model of a run: from a name in the settings to weights, an adapter, a chat template, an engine that serves it.
 
-Nothing here knows of training; `ludic eval` uses the same functions.
+`ludic eval` uses the same functions.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models import SMOLLM2, TINY
 from ludic.models.loading import LoadedModel, best_dtype, load_model
 from ludic.models.tiny import character_tokenizer
-from ludic.run.config import ModelSettings, RolloutSettings, RunConfig
-from ludic.run.folder import CHECKPOINTS, CONFIG
+from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
+from ludic.run.folder import CONFIG
+from ludic.run.resolve import default_name
 from ludic.run.settings import read_toml, with_values
 from ludic.training.checkpoint.atomic import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -30,8 +31,10 @@ from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, 
 # --- weights ---------------------------------------------------------------------------------------------------
 
 
-def load_policy(settings: ModelSettings, *, seed: int = 0) -> LoadedModel:
-    """The model that the settings describe: loaded, forked, with its adapter."""
+def load_policy(settings: ModelSettings, *, seed: int = 0, given: LoadedModel | None = None) -> LoadedModel:
+    """The model that the settings describe: loaded, forked, with its adapter. `given` is used instead of what they name."""
+    if given is not None:
+        return replace(given, model=_with_lora(given.model, settings, seed)) if settings.lora_rank else given
     folder = checkpoint_in(Path(settings.model))
     if folder is not None and is_adapter(folder):
         return _load_adapter(folder, settings)
@@ -75,7 +78,7 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
 def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
     """A checkpoint of an adapter means something on the base of its own run only; the run folder knows which."""
     run = _run_of(folder, settings)
-    loaded = load_policy(_held_as(run.model, settings), seed=run.train.seed)
+    loaded = load_policy(_held_as(run.model, settings), seed=run.trainer.seed)
     read_weights(loaded.model, folder)
     return replace(loaded, name=str(folder))
 
@@ -142,8 +145,10 @@ def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
 
 
 def with_fixed_checkpoints(config: RunConfig) -> RunConfig:
-    """With the checkpoint that a run folder means now: that run may go on, and this one must not begin elsewhere then."""
+    """With the checkpoint that a run folder means now, which must not change when that run goes on. The run's name is fixed, too:
+    it is made of the model's name as it was given."""
     values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
+    values["name"] = config.run.name or default_name(config)
     if config.model.fork_from is not None:
         values["fork_from"] = checkpoint_in(config.model.fork_from) or config.model.fork_from
     if config.algo.teacher is not None and not config.algo.teacher_is_served:
@@ -252,13 +257,6 @@ class ServedPolicy:
     """What the client calls it."""
 
 
-def serve_policy(settings: RolloutSettings, loaded: LoadedModel, *, max_length: int, folder: Path) -> ServedPolicy:
-    """`max_length`: tokens of a prompt and its reply together. `folder`: of the run, for what a server needs."""
-    if settings.engine == "vllm":
-        return _serve_with_vllm(settings, loaded, max_length, folder)
-    return serve_locally(loaded, max_length=max_length)
-
-
 def local_engine(loaded: LoadedModel, *, max_length: int, kv_tokens: int | None = None) -> LocalEngine:
     longest = loaded.model.config.get_text_config().max_position_embeddings
     return LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest), kv_tokens=kv_tokens)
@@ -273,10 +271,3 @@ def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
         close=engine.close,
         model=loaded.name,
     )
-
-
-def _serve_with_vllm(settings: RolloutSettings, loaded: LoadedModel, max_length: int, folder: Path) -> ServedPolicy:
-    from ludic.run.vllm import VLLMPolicy
-
-    policy = VLLMPolicy(settings, loaded, max_length=max_length, folder=folder)
-    return ServedPolicy(client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model)

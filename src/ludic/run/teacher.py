@@ -1,6 +1,5 @@
 """The teacher of a run (`--teacher`): a model in this process, or one behind a vLLM server."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,9 +9,11 @@ from typing import Any, TypeAlias
 from ludic.batch_gen import TeacherAnnotatedBatchSource
 from ludic.inference import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
 from ludic.models.loading import LoadedModel
-from ludic.run.config import AlgoSettings, ModelSettings, RunConfig
+from ludic.run.config import AlgoSettings, ModelSettings
 from ludic.run.model import load_policy, load_tokenizer, local_engine
+from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm
+from ludic.training.learner.stop import run_sync
 from ludic.types import BatchSource, ConfigError, TeacherScorer
 
 Annotate: TypeAlias = Callable[[BatchSource], BatchSource]
@@ -29,9 +30,9 @@ class Teaching:
     """For losses that compare whole distributions: the teacher itself."""
 
 
-def check_teacher(config: RunConfig, algorithm: RLAlgorithm) -> None:
+def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
     """A teacher is given exactly where the algorithm asks one, and can be asked what it wants to know."""
-    settings, asks = config.algo, algorithm.needs_teacher_logps or algorithm.loss.teacher_kl is not None
+    settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.teacher_kl is not None
     if asks and settings.teacher is None:
         raise ConfigError(
             f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
@@ -45,40 +46,38 @@ def check_teacher(config: RunConfig, algorithm: RLAlgorithm) -> None:
             f"{settings.teacher} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
             "process. Give a model instead of a URL, or kl=sampled."
         )
-    if settings.teacher_is_served and config.rollouts.temperature != 1:
+    if settings.teacher_is_served and run.sampling.temperature != 1:
         raise ConfigError(
             f"{settings.teacher} is a vLLM server, which scores tokens at temperature 1, but temperature = "
-            f"{config.rollouts.temperature:g}. Give --temperature 1, or a model instead of a URL."
+            f"{run.sampling.temperature:g}. Give --temperature 1, or a model instead of a URL."
         )
 
 
 def make_teaching(
-    config: RunConfig, algorithm: RLAlgorithm, student: LoadedModel, stack: contextlib.ExitStack
+    run: ResolvedRun, algorithm: RLAlgorithm, student: LoadedModel, stack: contextlib.ExitStack
 ) -> Teaching:
     """Loads the teacher, or finds its server; what it needs is closed with the stack."""
-    if config.algo.teacher is None:
+    if run.config.algo.teacher is None:
         return Teaching()
     if algorithm.loss.teacher_kl is not None:
-        return Teaching(frozen=_load(config))
-    scorer = _served(config.algo, stack) if config.algo.teacher_is_served else _local(config, stack)
+        return Teaching(frozen=_load(run))
+    scorer = _served(run.config.algo, stack) if run.config.algo.teacher_is_served else _local(run, stack)
     fingerprint = tokenizer_fingerprint(student.tokenizer)
     return Teaching(
         annotate=lambda source: TeacherAnnotatedBatchSource(source, scorer, tokenizer_fingerprint=fingerprint)
     )
 
 
-def _load(config: RunConfig) -> LoadedModel:
-    assert config.algo.teacher is not None, "only called where there is one"
-    held = ModelSettings(model=config.algo.teacher, device=config.model.device, dtype=config.model.dtype)
+def _load(run: ResolvedRun) -> LoadedModel:
+    model = run.config.model
+    held = ModelSettings(model=run.config.algo.teacher or "", device=model.device, dtype=model.dtype)
     loaded = load_policy(held)
     return replace(loaded, model=loaded.model.eval().requires_grad_(False))
 
 
-def _local(config: RunConfig, stack: contextlib.ExitStack) -> TeacherScorer:
-    longest = config.train.max_seq_len
-    engine = local_engine(
-        _load(config), max_length=longest, kv_tokens=longest
-    )  # scoring caches nothing; leave the room
+def _local(run: ResolvedRun, stack: contextlib.ExitStack) -> TeacherScorer:
+    longest = run.trainer.max_seq_len
+    engine = local_engine(_load(run), max_length=longest, kv_tokens=longest)  # scoring needs no cache
     stack.callback(engine.close)
     return LocalTeacher(engine)
 
@@ -86,10 +85,9 @@ def _local(config: RunConfig, stack: contextlib.ExitStack) -> TeacherScorer:
 def _served(settings: AlgoSettings, stack: contextlib.ExitStack) -> TeacherScorer:
     from ludic.inference.vllm.client import VLLMChatClient
 
-    assert settings.teacher is not None, "only called where there is one"
-    client = VLLMChatClient(servers=[settings.teacher])
-    stack.callback(lambda: asyncio.run(client.close()))
-    model = asyncio.run(_first_model(client))
+    client = VLLMChatClient(servers=[settings.teacher or ""])
+    stack.callback(lambda: run_sync(client.close()))
+    model = run_sync(_first_model(client))
     return VLLMTeacher(client, model["id"], _tokenizer(settings, model))
 
 

@@ -1,6 +1,5 @@
 """The policy is sampled by vLLM servers: those that were named, or one that is started for the run."""
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
 from ludic.run.config import RolloutSettings
 from ludic.run.folder import SERVER
+from ludic.training.learner.stop import run_sync
 from ludic.types import ConfigError, PolicyGone, PolicyPublisher, shown_url
 
 _START_S = 600.0
@@ -54,7 +54,7 @@ class VLLMPolicy:
         else:
             self.publisher = create_vllm_publisher(self.client)
             self.publisher.publish(dict(dense_parameters(loaded.model)), version=0)
-            self.model = asyncio.run(served_name(self.client))
+            self.model = run_sync(served_name(self.client))
 
     def _require_alive(self) -> None:
         assert self._process is not None, "only asked of a server that we started"
@@ -65,7 +65,7 @@ class VLLMPolicy:
             )
 
     def close(self) -> None:
-        asyncio.run(self.client.close())
+        run_sync(self.client.close())
         if self._process is not None:
             self._process.stop()
 

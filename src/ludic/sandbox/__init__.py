@@ -1,4 +1,7 @@
-"""Running programs that nobody trusts: sandboxes, pools of them, and what a run tells. See docs/sandbox.md."""
+"""Sandboxes for untrusted programs: bubblewrap, docker, podman; pools of them, limits, results. See docs/sandbox.md.
+
+`envs` and `tools` import it; it imports nothing but `types`. Start with interface.py, then pool.py and bubblewrap.py.
+"""
 
 from ludic.sandbox.backends import (
     SandboxBackend,

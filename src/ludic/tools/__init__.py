@@ -1,4 +1,7 @@
-"""Tools: callables that a model can call, and the ones Ludic ships."""
+"""Tools: callables that a model can call, their schemas and their safe execution, and the built-in ones.
+
+`agents` imports it; it imports `sandbox`. Start with tool.py.
+"""
 
 from ludic.tools.calculator import calculator
 from ludic.tools.tool import Tool, ToolResult, as_tool, tool_schema

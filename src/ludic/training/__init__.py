@@ -1,7 +1,8 @@
-"""Everything for training under one name: `from ludic.training import RolloutEngine, Trainer, make_grpo`.
+"""Training: credit assignment, losses, algorithms, the learner and the trainer, under one name.
 
-Nothing is imported until it is asked for, so `ludic.training.MonteCarloReturn` loads no torch. This table is also the
-one place in `ludic.training` that names `ludic.batch_gen`: a loop needs both, and neither imports the other.
+`run` and `tinker` import it; it never imports `batch_gen` (the table below only names it, so that one import serves a loop).
+Nothing is imported until it is asked for, so `ludic.training.MonteCarloReturn` loads no torch. Start with trainer.py, then
+algorithms/grpo.py (what GRPO is), credit_assignment/group.py (its advantage), losses/, learner/ (the update).
 """
 
 import importlib

@@ -1,7 +1,8 @@
-"""`TrainerConfig`: the numbers of a training run, checked where they are set."""
+"""`TrainerConfig` and `CheckpointConfig`: the numbers of a training run, checked where they are set. Loads without torch."""
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ludic.training.schedules import LRSchedule
@@ -15,19 +16,22 @@ class TrainerConfig:
     """How the trainer steps; what it learns is the algorithm's business."""
 
     lr: float = 1e-5
+    """Learning rate."""
     learning_rate: float | None = None
     """Another name of `lr`; it wins if both are given."""
     critic_lr: float | None = None
     """Of a critic's own weights, its head or its model; None is `lr`."""
     weight_decay: float = 0.01
+    """AdamW's."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this norm; None leaves them."""
+    """Gradients are scaled down to this norm; 0 or None leaves them."""
     lr_schedule: LRSchedule | None = None
     """Multiplies `lr` by a function of the step; None is constant."""
 
     max_seq_len: int = 1024
+    """Tokens of a sample, prompt and replies; a run ends an episode that gets longer."""
     too_long: LengthPolicy = "raise"
     """What happens to a sample longer than `max_seq_len`."""
     micro_token_budget: int = 8192
@@ -35,6 +39,7 @@ class TrainerConfig:
     packed: bool = True
     """Samples end to end; False pads them, for models whose attention cannot be routed."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, slower."""
     compile: bool = False
     """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU."""
     mixed_precision_dtype: Literal["bf16"] | None = "bf16"
@@ -54,14 +59,19 @@ class TrainerConfig:
     pad_token_id: Any = 0
     """Only for the padded form. An id, or a tokenizer to ask."""
     seed: int = 0
+    """Of everything random."""
     log_every: int = 1
     eval_at_start: bool = False
+    """Evaluate before the first update."""
     eval_every_n_steps: int | None = None
+    """Evaluate after every n-th update; 0 or None never."""
     eval_in_background: bool = False
     """Train on while evaluating; at most one evaluation runs beside the steps. With shared weights it needs a snapshot."""
     eval_concurrency: int = 32
+    """Episodes at a time while evaluating."""
     eval_max_steps: int = 1
     eval_timeout_s: float | None = None
+    """Seconds for one model call while evaluating; None is no limit."""
     parity_tolerance: float = 0.05
     """Mean |log-prob difference| per token between sampler and trainer on the first batch above which a warning says so."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -80,8 +90,8 @@ class TrainerConfig:
                 f"micro_token_budget={self.micro_token_budget} must be at least max_seq_len={self.max_seq_len}, and that at "
                 "least 2: the longest sample has to fit one micro-batch."
             )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm={self.max_grad_norm}; it must be above 0, or None for no clipping.")
+        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
+            raise ConfigError(f"max_grad_norm={self.max_grad_norm}; it must be above 0, or 0 or None for no clipping.")
         if (
             not 0 <= self.weight_decay < math.inf
             or not 0 < self.eps < math.inf
@@ -111,6 +121,42 @@ class TrainerConfig:
             every = getattr(self, name)
             if every is not None and every < 0:
                 raise ConfigError(f"{name}={every}; it must be 0 (never) or more, or None.")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Where, when and how much to save."""
+
+    output_dir: str | Path
+    every_n_steps: int = 0
+    """0 saves only when asked to."""
+    max_to_keep: int | None = 2
+    """How many of the newest stay, beside the best; None keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are never removed; 0 makes no such exception."""
+    save_optimizer: bool = True
+    """Without the optimizer a checkpoint is smaller, and a resumed run is not the same run."""
+    best_metric: str | None = None
+    """Name of the metric that decides which checkpoint is the best, such as "eval/accuracy"."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value of that metric is the best."""
+    max_shard_size: str = "5GB"
+    """Larger weights are split into several files."""
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps < 0:
+            raise ConfigError(f"CheckpointConfig.every_n_steps={self.every_n_steps}; it is 0 (never) or more.")
+        if self.max_to_keep is not None and self.max_to_keep < 1:
+            raise ConfigError(f"CheckpointConfig.max_to_keep={self.max_to_keep}; keep at least 1, or None for all.")
+        if self.keep_every < 0:
+            raise ConfigError(f"CheckpointConfig.keep_every={self.keep_every}; it is 0 (no step is special) or more.")
+        if self.keep_every and self.every_n_steps and self.keep_every % self.every_n_steps:
+            raise ConfigError(
+                f"CheckpointConfig.keep_every={self.keep_every} is no multiple of every_n_steps={self.every_n_steps}, so most of "
+                "the steps to be kept would never be saved. Make it one."
+            )
+        if self.best_mode not in ("max", "min"):
+            raise ConfigError(f"CheckpointConfig.best_mode={self.best_mode!r}; there are 'max' and 'min'.")
 
 
 def _pad_id(source: Any) -> int:

@@ -1,4 +1,7 @@
-"""The floor: what crosses a package border. Standard library and numpy only."""
+"""Types: what crosses a package border. Standard library and numpy only.
+
+Everything may import it; it imports nothing. Start with rollout.py and samples.py, then interfaces.py.
+"""
 
 from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, logprob_array, rounding_of, spread_of, token_array
 from ludic.types.errors import (

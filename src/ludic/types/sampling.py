@@ -32,8 +32,10 @@ class SamplingParams:
     """
 
     temperature: float = 0.7
+    """Logits are divided by it while sampling; 0 is greedy."""
     max_tokens: int = 256
     top_p: float = 1.0
+    """Draw only from the likeliest tokens that make up this share."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     stop: str | Sequence[str] | None = None

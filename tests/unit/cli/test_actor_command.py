@@ -21,12 +21,12 @@ from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.batch_gen.pipeline.wire import encode_group
 from ludic.cli.pipeline import actor as run_actor
-from ludic.run import pipeline_learner as run_pipeline
-from ludic.run.config import ModelSettings, RunConfig, resolve
+from ludic.run import generation as run_pipeline
+from ludic.run.config import ModelSettings, PipelineSettings, RunConfig
 from ludic.run.env import env_factory
+from ludic.run.generation import pipeline_algorithm
 from ludic.run.model import load_tokenizer, without_adapter
-from ludic.run.pipeline import PipelineSettings
-from ludic.run.pipeline_learner import pipeline_algorithm
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values
 from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics
@@ -121,7 +121,7 @@ def test_progress_is_said_now_and_then(capsys):
 
 
 @contextlib.contextmanager
-def actors_beside(config: RunConfig, *indices: int):
+def actors_beside(run: ResolvedRun, *indices: int):
     """Actors in threads, each with its own model and engine; they end with the block."""
     started: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     reports: list[ActorReport | None] = []
@@ -130,10 +130,10 @@ def actors_beside(config: RunConfig, *indices: int):
         async def play() -> None:
             stop = asyncio.Event()
             started.append((asyncio.get_running_loop(), stop))
-            reports.append(await run_actor._play(config, policy, index, stop))
+            reports.append(await run_actor._play(run, policy, index, stop))
 
         with contextlib.ExitStack() as stack:
-            policy = run_actor._with_an_engine(config, env_factory(config.env.id), stack)
+            policy = run_actor._with_an_engine(run, stack)
             asyncio.run(play())
 
     threads = [threading.Thread(target=work, args=(index,)) for index in indices]
@@ -149,12 +149,14 @@ def actors_beside(config: RunConfig, *indices: int):
             assert not thread.is_alive(), "an actor did not stop"
 
 
-def pipeline_config(redis: RedisServer, name: str, arguments: list[str]) -> tuple[RunConfig, Callable[..., list[str]]]:
+def pipeline_config(
+    redis: RedisServer, name: str, arguments: list[str]
+) -> tuple[ResolvedRun, Callable[..., list[str]]]:
     flags = [*arguments, "--engine", "pipeline", "--redis", redis.url, "--name", name]
-    from ludic.cli.run_command import read_run_command
-    from ludic.cli.train import Words
+    from ludic.cli.args import parse_run
+    from ludic.cli.train import TrainArgs
 
-    _, config = read_run_command(Words, flags, prog="ludic train", description="")
+    _, config = parse_run(TrainArgs, flags, prog="ludic train", description="")
     return resolve(config, env_factory(config.env.id)), lambda *more: ["train", *flags, *more]
 
 
@@ -239,9 +241,9 @@ def test_poison_in_the_queue_costs_a_run_nothing_but_itself(ludic, shared_redis,
     ]
     clear_queue = run_pipeline.clear_queue
 
-    async def clear_and_poison(config: RunConfig) -> None:
-        await clear_queue(config)
-        async with ExperienceQueue(shared_redis.url, config.queue_key) as queue:
+    async def clear_and_poison(run: ResolvedRun) -> None:
+        await clear_queue(run)
+        async with ExperienceQueue(shared_redis.url, run.queue_key) as queue:
             for number, item in enumerate(poisons, start=1):
                 await queue.push(ActorId("bad"), number, encode_group([item]), num_items=1, oldest_version=None)
 
@@ -269,7 +271,7 @@ def test_a_password_reaches_no_file_and_no_output(ludic, monkeypatch, tmp_path, 
         monkeypatch.setenv("LUDIC_REDIS_URL", url)
         run = ["letter.py:Letter", *SMALL, "--engine", "pipeline", "--name", "secret", "--steps", "1"]
         config, _ = pipeline_config(server, "secret", ["letter.py:Letter", *SMALL, "--steps", "1"])
-        own = replace(config, pipeline=replace(config.pipeline, redis=None))
+        own = resolve(with_values(config.config, {"redis": None}), config.env)
         with actors_beside(own, 0):
             said.append(ludic("train", *run))
             assert said[-1].code == 0, said[-1].err

@@ -9,14 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ludic.cli.main import app
-from ludic.cli.play import matching_action, read_settings
-from ludic.cli.run_command import MODULES_OF
+from ludic.cli.args import MODULES_OF
+from ludic.cli.play import matching_action
+from ludic.run.settings import read_pair
 from ludic.types import ConfigError
-
-runner = CliRunner()
+from tests.unit.cli.runner import invoke
 
 
 def ludic(*arguments: str, typed: str | None = None) -> subprocess.CompletedProcess:
@@ -27,43 +25,43 @@ def ludic(*arguments: str, typed: str | None = None) -> subprocess.CompletedProc
 
 
 def test_a_person_can_play_to_the_end():
-    result = runner.invoke(app, ["play", "tic_tac_toe", "--seed", "3"], input="b2\na1\nc3\na3\nc1\nb1\nb3\n")
+    result = invoke(["play", "tic_tac_toe", "--seed", "3"], input="b2\na1\nc3\na3\nc1\nb1\nb3\n")
     assert result.exit_code == 0, result.output
     assert "You are X" in result.output and "total reward" in result.output and '"result"' in result.output
 
 
 def test_an_impossible_move_is_asked_again_instead_of_losing_the_game():
-    result = runner.invoke(app, ["play", "tic_tac_toe", "--seed", "3"], input="z9\nquit\n")
+    result = invoke(["play", "tic_tac_toe", "--seed", "3"], input="z9\nquit\n")
     assert "Not possible here" in result.output and "A1, A2" in result.output and "Bye" in result.output
 
 
 def test_the_end_of_input_ends_the_game_politely():
-    result = runner.invoke(app, ["play", "tic_tac_toe"], input="b2\n")
+    result = invoke(["play", "tic_tac_toe"], input="b2\n")
     assert result.exit_code == 0 and "Bye" in result.output
 
 
 def test_two_people_can_play_a_two_player_env():
-    result = runner.invoke(app, ["play", "tic_tac_toe_duel", "--seed", "1"], input="a1\nb1\na2\nb2\na3\n")
+    result = invoke(["play", "tic_tac_toe_duel", "--seed", "1"], input="a1\nb1\na2\nb2\na3\n")
     assert result.exit_code == 0, result.output
     assert "X: total reward +1" in result.output and "O: total reward -1" in result.output
 
 
 def test_simultaneous_players_are_both_asked():
     typed = "coop\ndefect\n" * 2
-    result = runner.invoke(app, ["play", "prisoners_dilemma", "--set", "rounds=2"], input=typed)
+    result = invoke(["play", "prisoners_dilemma", "--set", "rounds=2"], input=typed)
     assert result.exit_code == 0, result.output
     assert "player_0: total reward +0" in result.output and "player_1: total reward +10" in result.output
 
 
 @pytest.mark.parametrize("env", ["tic_tac_toe", "tic_tac_toe_duel", "key_door", "prisoners_dilemma", "gsm8k"])
 def test_a_scripted_agent_can_be_watched(env):
-    result = runner.invoke(app, ["play", env, "--watch", "--seed", "1"])
+    result = invoke(["play", env, "--watch", "--seed", "1"])
     assert result.exit_code == 0, result.output
     assert "terminated" in result.output and "total reward" in result.output
 
 
 def test_a_longer_game_can_be_watched_up_to_a_limit():
-    result = runner.invoke(app, ["play", "twenty_forty_eight", "--watch", "--seed", "1", "--max-steps", "5"])
+    result = invoke(["play", "twenty_forty_eight", "--watch", "--seed", "1", "--max-steps", "5"])
     assert "max_steps" in result.output and "5 turn(s)" in result.output
 
 
@@ -71,12 +69,12 @@ def test_samples_come_from_a_file(tmp_path: Path):
     data = tmp_path / "questions.jsonl"
     rows = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+3?", "answer": "#### 5"}]
     data.write_text("\n".join(map(json.dumps, rows)))
-    result = runner.invoke(app, ["play", "gsm8k", "--data", str(data), "--index", "1"], input="5\n")
+    result = invoke(["play", "gsm8k", "--data", str(data), "--index", "1"], input="5\n")
     assert "2+3?" in result.output and "total reward +1" in result.output
 
 
 def test_the_same_seed_shows_the_same_game():
-    shown = [runner.invoke(app, ["play", "tic_tac_toe", "--watch", "--seed", "7"]).output for _ in range(2)]
+    shown = [invoke(["play", "tic_tac_toe", "--watch", "--seed", "7"]).output for _ in range(2)]
     assert shown[0] == shown[1]
 
 
@@ -105,17 +103,17 @@ def test_a_line_that_is_not_there_or_not_json_is_named(tmp_path: Path):
 
 
 def test_listings_name_what_there_is():
-    assert "tic_tac_toe" in runner.invoke(app, ["envs"]).output
-    assert "react" in runner.invoke(app, ["parts", "agent"]).output
-    assert "grpo" in runner.invoke(app, ["parts", "algorithm"]).output
+    assert "tic_tac_toe" in invoke(["envs"]).output
+    assert "react" in invoke(["parts", "agent"]).output
+    assert "grpo" in invoke(["parts", "algorithm"]).output
 
 
 def test_settings_are_json_where_they_can_be():
-    assert read_settings(["a=true", "b=3", "c=minimax", "d=[1, 2]", "e="]) == {
+    assert dict(map(read_pair, ["a=true", "b=3", "c=minimax", "d=[1, 2]", "e="])) == {
         "a": True, "b": 3, "c": "minimax", "d": [1, 2], "e": "",
     }  # fmt: skip
     with pytest.raises(ConfigError):
-        read_settings(["=3"])
+        read_pair("=3")
 
 
 def test_what_a_person_types_is_matched_generously():

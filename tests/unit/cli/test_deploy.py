@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli import actor, launch, train
-from ludic.cli.run_command import read_run_command
+from ludic.cli.args import parse_run
+from ludic.cli.pipeline.command import ActorArgs, LaunchArgs
+from ludic.cli.train import TrainArgs
 from ludic.training.loggers import read_metrics
 from tests.unit.cli.train_parts import ENV
 
 yaml = pytest.importorskip("yaml")
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SCRIPTS = sorted([*DEPLOY.rglob("*.sbatch"), *DEPLOY.rglob("*.sh")])
-WORDS = {"train": train.Words, "actor": actor.Words, "launch": launch.Words}
+ARGUMENTS = {"train": TrainArgs, "actor": ActorArgs, "launch": LaunchArgs}
 COMMAND = re.compile(r"\bludic (train|actor|launch) (.*)")
 RUN = """
 [env]
@@ -89,7 +90,7 @@ def test_every_command_line_is_one_of_ours(line, tmp_path):
     for file in (tmp_path / "run.toml", tmp_path / "runs" / "run" / "config.toml"):
         file.write_text(RUN)
     name, arguments = filled_in(line, tmp_path)
-    _, config = read_run_command(WORDS[name], arguments, prog=name, description="")
+    _, config = parse_run(ARGUMENTS[name], arguments, prog=name, description="")
     assert config.env.id == "letter.py:Letter"
     is_resumed = str(tmp_path / "runs" / "run") in arguments
     assert name == "launch" or config.is_pipeline or is_resumed, "its run is no pipeline"

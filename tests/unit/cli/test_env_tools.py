@@ -3,19 +3,18 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from ludic.cli.eval.config import EvalConfig
-from ludic.cli.main import app
 from ludic.cli.play_tools import Toolbox
 from ludic.inference import HermesToolParser, HFChatTemplate, tool_parser_for
 from ludic.models.tiny import make_tiny
-from ludic.run.config import AgentSettings, EnvSettings, resolve_play
+from ludic.run.config import AgentSettings, EnvSettings
 from ludic.run.env import env_factory
+from ludic.run.resolve import resolve_play
 from ludic.types import load_rollouts
+from tests.unit.cli.runner import invoke
 
 pytest.importorskip("bm25s", reason="the search extra is not installed")
-runner = CliRunner()
 
 
 def agent_for(**settings) -> AgentSettings:
@@ -44,7 +43,7 @@ def test_the_tiny_model_is_told_of_the_tools_and_may_search(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     sample = env_factory("musique_search").example["sample"]
     (tmp_path / "q.jsonl").write_text(json.dumps(sample) + "\n")
-    done = runner.invoke(app, ["eval", "musique_search", "--model", "tiny", "--data", "q.jsonl", "--max-tokens", "8"])
+    done = invoke(["eval", "musique_search", "--model", "tiny", "--data", "q.jsonl", "--max-tokens", "8"])
     assert done.exit_code == 0, done.output
     (rollouts,) = (tmp_path / "runs" / "eval" / "musique_search-tiny").rglob("rollouts/*.jsonl.gz")
     (rollout,) = load_rollouts(rollouts)
@@ -74,7 +73,7 @@ def test_the_tiny_template_continues_token_by_token_behind_a_tool_call():
 
 def test_a_person_searches_and_answers():
     typed = '/search Alder Street\n/find x\n/search {"query": "Ida Morrow", "k": 9}\n/search alder street\n1871\n'
-    done = runner.invoke(app, ["play", "musique_search", "--seed", "1"], input=typed)
+    done = invoke(["play", "musique_search", "--seed", "1"], input=typed)
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "Tools: /search query k" in said and "It was founded by Ida Morrow in 1902." in said
@@ -83,7 +82,7 @@ def test_a_person_searches_and_answers():
 
 
 def test_the_reference_can_be_watched():
-    done = runner.invoke(app, ["play", "musique_search", "--watch", "--seed", "1"])
+    done = invoke(["play", "musique_search", "--watch", "--seed", "1"])
     assert done.exit_code == 0 and "terminated: total reward +1" in done.output
 
 

@@ -12,14 +12,12 @@ import pytest
 import torch
 from click.testing import Result
 from peft import LoraConfig, get_peft_model
-from typer.testing import CliRunner
 
 from ludic.cli.eval import run as eval_run
+from ludic.cli.eval.command import read_command
 from ludic.cli.eval.config import PolicySettings
 from ludic.cli.eval.folder import slug
 from ludic.cli.eval.models import evaluated_models, load
-from ludic.cli.evaluate import read_command
-from ludic.cli.main import app
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.http.server import serve
 from ludic.models.tiny import tiny_llama, word_tokenizer
@@ -27,6 +25,7 @@ from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfi
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError, LudicError, load_rollouts
+from tests.unit.cli.runner import invoke
 
 WORDS = ["yes", "no", "maybe", "q0", "q1", "q2", "q3"]
 QUIZ = '''
@@ -74,7 +73,7 @@ def save_model(folder: Path, seed: int = 0, *, template: bool = True) -> None:
 
 
 def ludic(*args: str) -> Result:
-    result = CliRunner().invoke(app, ["eval", *args])
+    result = invoke(["eval", *args])
     if result.exception is not None and not isinstance(result.exception, (SystemExit, LudicError)):
         raise result.exception
     return result

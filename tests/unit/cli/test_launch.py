@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ import pytest
 from ludic.cli.pipeline.launch import prepare
 from ludic.cli.pipeline.roles import LUDIC, Sizes, make_roles, reachable_socket
 from ludic.cli.pipeline.supervisor import WhenDone
-from ludic.run.config import RunConfig, resolve
+from ludic.run.config import PipelineSettings, RunConfig, given_redis, redis_url, required_servers
 from ludic.run.env import env_factory
 from ludic.run.folder import ResumePoint, prepare_folder
-from ludic.run.pipeline import PipelineSettings, given_redis, redis_url, required_servers
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
 from tests.unit.cli.train_parts import ENV, SMALL, command_in
@@ -26,7 +25,7 @@ def ludic(tmp_path, monkeypatch, capsys):
     return command_in(tmp_path, monkeypatch, capsys)
 
 
-def config_with(tmp_path, **values: object) -> RunConfig:
+def run_with(tmp_path, **values: object) -> ResolvedRun:
     given = {"id": "tic_tac_toe", "model": "tiny", "engine": "pipeline", "runs": tmp_path, "name": "run", **values}
     return resolve(with_values(RunConfig(), given), env_factory("tic_tac_toe"))
 
@@ -45,7 +44,7 @@ def config_with(tmp_path, **values: object) -> RunConfig:
         (["--server", "http://127.0.0.1:1"], "is for actor_engine = 'vllm'"),
         (["--actor-engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
         (["--algo", "scalerl"], "actors assign credit group by group. Take cispo"),
-        (["--algo", "spo"], "remembers how each prompt went"),
+        (["--algo", "spo"], "tracks how each prompt went"),
         (["--resume"], "There is nothing to resume"),
         (["--algo", "grop"], "Did you mean 'grpo'"),
     ],
@@ -82,7 +81,7 @@ def test_a_dry_run_shows_the_commands_and_writes_nothing(ludic, tmp_path):
 
 def test_redis_comes_first_and_everybody_needs_it(tmp_path, monkeypatch):
     monkeypatch.delenv("LUDIC_REDIS_URL", raising=False)
-    config = config_with(tmp_path)
+    config = run_with(tmp_path)
     roles = {role.name: role for role in make_roles(config)}
     assert list(roles) == ["redis", "learner", "actor-0", "actor-1"]
     assert all(roles[name].needs == ("redis",) for name in ("learner", "actor-0", "actor-1"))
@@ -102,7 +101,7 @@ def test_a_socket_that_would_lie_too_deep_is_somewhere_else_for_the_time_being(t
 
 def test_a_redis_that_is_given_is_not_started(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://:secret@elsewhere:6379/0")
-    roles = make_roles(config_with(tmp_path, actors=1), Sizes(learner_gpus=1, actor_gpus=0.5))
+    roles = make_roles(run_with(tmp_path, actors=1), Sizes(learner_gpus=1, actor_gpus=0.5))
     assert [role.name for role in roles] == ["learner", "actor-0"] and [role.num_gpus for role in roles] == [1, 0.5]
     assert "LUDIC_REDIS_URL" not in roles[0].environment, "it is in the environment that they inherit"
     assert "secret" not in " ".join(part for role in roles for part in role.command)
@@ -110,31 +109,31 @@ def test_a_redis_that_is_given_is_not_started(tmp_path, monkeypatch):
 
 def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://here")
-    own = make_roles(config_with(tmp_path, actor_engine="vllm", actors=1))
+    own = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1))
     assert [role.name for role in own] == ["server", "learner", "actor-0"] and own[1].needs == ("server",)
     assert own[0].command[:3] == (sys.executable, "-m", "ludic.cli.pipeline.server")
     assert own[2].environment["LUDIC_SERVER"] == f"http://127.0.0.1:{own[0].command[-1]}"
-    given = make_roles(config_with(tmp_path, actor_engine="vllm", actors=1, server=("http://there:8000",)))
+    given = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1, server=("http://there:8000",)))
     assert [role.name for role in given] == ["learner", "actor-0"]
 
 
 def test_cores_are_shared_out_unless_somebody_said_otherwise(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    config = config_with(tmp_path, actors=3)
+    config = run_with(tmp_path, actors=3)
     assert make_roles(config)[-1].environment["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in make_roles(replace(config, model=replace(config.model, threads=2)))[-1].environment
+    assert "OMP_NUM_THREADS" not in make_roles(run_with(tmp_path, actors=3, threads=2))[-1].environment
 
 
 # --- settings ---
 
 
 def test_what_is_left_open_suits_a_pipeline(tmp_path):
-    config = config_with(tmp_path, group_size=8, rollouts_per_update=256)
-    assert config.max_lag == 4 and config.queue_key == "ludic:run" and config.pipeline.max_waiting == 128
-    assert config_with(tmp_path, max_lag=0).max_lag == 0
-    local = config_with(tmp_path, engine="local")
-    assert local.max_lag == 0 and local.pipeline.queue_key is None
+    config = run_with(tmp_path, group_size=8, rollouts_per_update=256)
+    assert config.max_lag == 4 and config.queue_key == "ludic:run" and config.max_waiting == 128
+    assert run_with(tmp_path, max_lag=0).max_lag == 0
+    local = run_with(tmp_path, engine="local")
+    assert local.max_lag == 0 and local.config.pipeline.queue_key is None
 
 
 def test_the_flag_wins_over_the_variable(monkeypatch):
@@ -156,7 +155,7 @@ def test_servers_are_asked_for_by_name(monkeypatch):
 
 def test_a_new_run_finds_nothing_of_an_old_one_but_a_resumed_run_finds_everything(tmp_path, monkeypatch):
     monkeypatch.delenv("LUDIC_REDIS_URL", raising=False)
-    config = config_with(tmp_path)
+    config = run_with(tmp_path)
     for name in ("redis", "weights", "logs"):
         (config.folder / name).mkdir(parents=True)
         (config.folder / name / "old").write_text("old")
@@ -168,7 +167,7 @@ def test_a_new_run_finds_nothing_of_an_old_one_but_a_resumed_run_finds_everythin
 
 
 def test_what_actors_wrote_survives_a_learner_that_starts_over(tmp_path):
-    config = config_with(tmp_path)
+    config = run_with(tmp_path)
     rollouts = config.folder / "rollouts"
     rollouts.mkdir(parents=True)
     for name in ("actor-0-00000001.jsonl.gz", "from_step_000000.jsonl.gz"):
@@ -179,7 +178,7 @@ def test_what_actors_wrote_survives_a_learner_that_starts_over(tmp_path):
 
 def test_a_pipeline_may_be_resumed_with_another_redis_and_more_actors(ludic, tmp_path):
     (tmp_path / "runs").mkdir()
-    config = config_with(tmp_path / "runs", redis="redis://one")
+    config = run_with(tmp_path / "runs", redis="redis://one")
     prepare_folder(config, ResumePoint())
     ended = ludic("launch", "runs/run", "--resume", "--dry-run", "--redis", "redis://two", "--actors", "4")
     assert ended.code == 0 and "actor-3" in ended.out, ended.err

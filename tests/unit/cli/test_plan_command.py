@@ -5,16 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ludic.cli.main import app
 from ludic.types import ConfigError
+from tests.unit.cli.runner import invoke
 
 PAGE = Path(__file__).parents[3] / "docs" / "scaling.md"
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return invoke(["plan", *arguments])
 
 
 def table_in(text: str) -> list[str]:

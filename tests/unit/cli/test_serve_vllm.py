@@ -5,13 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ludic.cli.main import app
 from ludic.inference.vllm.install import VLLMInstall
 from ludic.types import ConfigError
-
-runner = CliRunner()
+from tests.unit.cli.runner import invoke
 
 
 class Became(Exception):
@@ -51,7 +48,7 @@ def executed(monkeypatch, tmp_path):
 
 
 def serve(*arguments):
-    return runner.invoke(app, ["serve", "--engine", "vllm", "--model", "m", *arguments]).exception
+    return invoke(["serve", "--engine", "vllm", "--model", "m", *arguments]).exception
 
 
 def test_our_options_become_flags_of_vllm_and_the_rest_is_passed_on(became):
@@ -67,7 +64,7 @@ def test_our_options_become_flags_of_vllm_and_the_rest_is_passed_on(became):
         "--dtype",
         "bfloat16",
     ]
-    done = runner.invoke(app, ["serve", "--engine", "vllm", *options, "--", "-tp", "2", "--run-folder", "here"])
+    done = invoke(["serve", "--engine", "vllm", *options, "--", "-tp", "2", "--run-folder", "here"])
     assert isinstance(done.exception, Became)
     assert became == [
         *("--model", "m", "--host", "127.0.0.1", "--port", "8031", "--dtype", "bfloat16"),
@@ -77,7 +74,7 @@ def test_our_options_become_flags_of_vllm_and_the_rest_is_passed_on(became):
 
 def test_a_key_is_handed_over_out_of_sight(became, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "to be replaced")
-    runner.invoke(app, ["serve", "--engine", "vllm", "--model", "m", "--host", "0.0.0.0", "--api-key", "k"])
+    invoke(["serve", "--engine", "vllm", "--model", "m", "--host", "0.0.0.0", "--api-key", "k"])
     assert os.environ["VLLM_API_KEY"] == "k" and "0.0.0.0" in became and "k" not in became
 
 
@@ -90,7 +87,7 @@ def test_a_key_is_handed_over_out_of_sight(became, monkeypatch):
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(became, arguments, message):
-    done = runner.invoke(app, ["serve", *arguments])
+    done = invoke(["serve", *arguments])
     assert isinstance(done.exception, ConfigError) and message in str(done.exception) and became == []
 
 
@@ -175,6 +172,6 @@ def test_a_config_file_with_a_key_and_other_flags_is_taken(executed):
 def test_the_last_port_is_the_one_that_is_checked_and_announced(executed, monkeypatch, capsys):
     checked = []
     monkeypatch.setattr("ludic.inference.vllm_server.check_port", lambda host, port: checked.append((host, port)))
-    done = runner.invoke(app, ["serve", "--engine", "vllm", "--model", "m", "--", "--port", "8041", "--port=8042"])
+    done = invoke(["serve", "--engine", "vllm", "--model", "m", "--", "--port", "8041", "--port=8042"])
     assert isinstance(done.exception, Became) and checked == [("127.0.0.1", 8042)]
     assert "127.0.0.1:8042" in done.output and executed.count("--port") == 1

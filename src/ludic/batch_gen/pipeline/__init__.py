@@ -1,6 +1,7 @@
-"""Actors and learners apart, over Redis: actors push groups of samples, learners train on them, either may restart.
+"""The pipeline: actors push groups of samples to Redis, learners train on them, either may restart.
 
-Loads without Redis; what needs it says so when it is made.
+`run` and `cli` import it. Loads without Redis; what needs it says so when it is made. Start with actor.py and source.py (the two
+ends), then queue.py.
 """
 
 from importlib import import_module

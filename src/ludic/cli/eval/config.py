@@ -3,15 +3,13 @@
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
-from ludic.run.config import AgentSettings, Dtype, EnvSettings, RunConfig, check_data, check_name, resolve_play
+from ludic.run.config import AgentSettings, Dtype, EnvSettings, RunConfig, check_name
 from ludic.run.env import EnvFactory
-from ludic.run.settings import MaybeFloat, MaybeInt, MaybeText, read_toml
+from ludic.run.resolve import check_data, resolve_play
+from ludic.run.settings import read_toml
 from ludic.types import ConfigError
 from ludic.types.urls import PUT_LOGIN, refuse_login
 
@@ -22,24 +20,22 @@ DEFAULT_MODEL = SMOLLM2
 class PolicySettings:
     """Who plays."""
 
-    model: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")
-    ] = ()
+    model: tuple[str, ...] = ()
     """A folder, checkpoint or run, a hub id, a .gguf file, smollm2-135m (default); a config.json, or tiny: random weights.
     Repeat it to compare; see also --base-url."""
-    init_seed: MaybeInt = None
+    init_seed: int | None = None
     """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
-    base_url: MaybeText = None
+    base_url: str | None = None
     """Ask an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; --model is then what it calls its model."""
-    api_key_env: MaybeText = None
+    api_key_env: str | None = None
     """Environment variable that holds the endpoint's key."""
     dtype: Dtype = "auto"
     """Number format of the weights; auto is what the hardware is fast at."""
-    device: MaybeText = None
+    device: str | None = None
     """cpu, cuda, cuda:1. Default: the GPU if there is one."""
-    threads: MaybeInt = None
+    threads: int | None = None
     """CPU threads of PyTorch. Default: its own choice."""
-    max_model_len: MaybeInt = None
+    max_model_len: int | None = None
     """Tokens of a prompt and its reply together. Default: what the model can."""
 
     def __post_init__(self) -> None:
@@ -55,11 +51,11 @@ class MeasureSettings:
     """Tasks: the first of --data, or so many seeds; 0 takes all of --data."""
     samples: int = 1
     """Episodes of each task."""
-    pass_k: MaybeText = None
+    pass_k: str | None = None
     """Report pass@k for these k, such as 1,4,16. Default: the number of samples, where there are several."""
-    majority_k: MaybeText = None
+    majority_k: str | None = None
     """Report majority@k for these k. Default: the same, for tasks of one turn."""
-    success_reward: MaybeFloat = None
+    success_reward: float | None = None
     """Env reward from which on an episode is right, where the env gives no verdict. Default: the env's full reward."""
     temperature: float = 0.6
     """Of sampling; 0 is greedy."""
@@ -69,7 +65,7 @@ class MeasureSettings:
     """Of tasks and sampling."""
     concurrency: int = 64
     """Episodes at a time. It changes the speed, not the episodes."""
-    timeout_s: MaybeFloat = None
+    timeout_s: float | None = None
     """Seconds for one model call. Default: no limit."""
 
     def __post_init__(self) -> None:
@@ -111,7 +107,7 @@ def read_ks(flag: str, text: str | None) -> list[int] | None:
 class OutputSettings:
     """What is kept."""
 
-    name: MaybeText = None
+    name: str | None = None
     """Name of the folder. Default: env and model, and a number where that is taken."""
     out: Path = Path("runs/eval")
     """Where such folders are."""
@@ -145,12 +141,12 @@ def of_run(folder: Path) -> EvalConfig:
         env=replace(run.env, data=run.eval.eval_data or run.env.data),
         policy=PolicySettings(
             model=(str(run.model.fork_from or run.model.model), str(folder)),
-            init_seed=run.train.seed,
+            init_seed=run.trainer.seed,
             dtype=run.model.dtype,
-            max_model_len=run.train.max_seq_len,
+            max_model_len=run.trainer.max_seq_len,
         ),
         agent=run.agent,
-        measure=MeasureSettings(temperature=run.eval.eval_temperature, seed=run.train.seed),
+        measure=MeasureSettings(temperature=run.eval.eval_temperature, seed=run.trainer.seed),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ludic import __version__
 from ludic.cli.eval.config import MAY_CHANGE_ON_RESUME, EvalConfig
 from ludic.cli.eval.table import Column
-from ludic.run.config import slug
+from ludic.run.resolve import slug
 from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError
 from ludic.types.rollout import json_number

@@ -1,4 +1,4 @@
-"""Who is evaluated: a model of this machine on the embedded engine, or somebody else's endpoint.
+"""Who is evaluated: a model of this machine on the embedded engine, or an endpoint of another program.
 
 Both come out as a client, a chat template for it, and a way to let go of it. What loads torch is imported where a model of this
 machine is meant: an endpoint is evaluated without it.
@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ludic.cli.args import need_extras
 from ludic.cli.eval.config import DEFAULT_MODEL, PolicySettings
-from ludic.cli.run_command import need_extras
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser
 from ludic.inference.openai_client import EndpointError, OpenAIChatClient
-from ludic.run.config import ModelSettings, slug
-from ludic.run.folder import CHECKPOINTS, CONFIG
+from ludic.run.config import CHECKPOINTS, ModelSettings
+from ludic.run.folder import CONFIG
+from ludic.run.resolve import slug
 from ludic.types import ChatClient, ConfigError, MissingExtra
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class EvaluatedModel:
 
 @dataclass(frozen=True, slots=True)
 class OpenPolicy:
-    """A contender that can be asked."""
+    """A candidate that can be asked."""
 
     client: ChatClient
     template: ChatTemplate
@@ -120,21 +121,21 @@ def _check_served(models: Sequence[str], served: Sequence[str], base_url: str) -
 
 @asynccontextmanager
 async def opened(
-    contender: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int
+    candidate: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int
 ) -> AsyncIterator[OpenPolicy]:
-    """The contender, ready to be asked until the end of the block."""
+    """The candidate, ready to be asked until the end of the block."""
     if settings.base_url is not None:
         client = _endpoint(settings, settings.base_url)
         try:
             template = ByteTemplate(tool_parser=HermesToolParser() if with_tools else None)
-            yield OpenPolicy(client, template, contender.source)
+            yield OpenPolicy(client, template, candidate.source)
         finally:
             await client.close()
         return
     from ludic.run.model import make_template, serve_locally, use_threads
 
     model = ModelSettings(
-        model=contender.source, dtype=settings.dtype, device=settings.device, threads=settings.threads
+        model=candidate.source, dtype=settings.dtype, device=settings.device, threads=settings.threads
     )
     use_threads(model)
     loaded = load(model, seed=seed)

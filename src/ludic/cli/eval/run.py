@@ -20,9 +20,9 @@ from ludic.cli.eval.folder import choose_folder, prepare_folder, rollouts_file, 
 from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
 from ludic.cli.eval.table import Column, make_table
 from ludic.eval import EvalReport, Grading, evaluate, outcome_of
-from ludic.run.build import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
 from ludic.run.env import EnvFactory
-from ludic.types import ReturnSpec, Rollout, RolloutRequest
+from ludic.run.parts import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
+from ludic.types import InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -34,11 +34,11 @@ def run(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
     grading = config.measure.grading(env.full_reward)
     config = replace(config, policy=asyncio.run(endpoint_models(config.policy)))
     field = evaluated_models(config.policy)
-    folder = choose_folder(config, [contender.label for contender in field], resume=resume)
+    folder = choose_folder(config, [candidate.label for candidate in field], resume=resume)
     columns: list[Column] = []
     try:
-        for contender in field:
-            columns.append(asyncio.run(_measure(contender, config, found, samples, grading, folder)))
+        for candidate in field:
+            columns.append(asyncio.run(_measure(candidate, config, found, samples, grading, folder)))
             write_results(folder, columns)
     except KeyboardInterrupt:
         advice = f" The same command with --resume --name {folder.name} goes on." if folder.exists() else ""
@@ -52,7 +52,7 @@ def run(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
 
 
 async def _measure(
-    contender: EvaluatedModel,
+    candidate: EvaluatedModel,
     config: EvalConfig,
     found: EnvFactory,
     samples: list[dict[str, Any]] | None,
@@ -61,34 +61,38 @@ async def _measure(
 ) -> Column:
     measure = config.measure
     seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
-    async with opened(contender, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
-        play = make_episode_setup(config.env, config.agent, found, policy.client, policy.template, policy.model)
-        play = replace(play, player=contender.identity)
-        requests = make_requests(play, config, samples)
+    async with opened(candidate, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
+        setup = make_episode_setup(config.env, config.agent, found, policy.client, policy.template, policy.model)
+        setup = replace(setup, player=candidate.identity)
+        requests = make_requests(setup, config, samples)
         prepare_folder(folder, config)  # now that all is well: a mistake should leave nothing behind
         # What an earlier evaluation of this name has played is in the file; without --resume the file is new.
-        engine = play.engine(jsonl_path=rollouts_file(folder, contender.file_stem), resume=True, seed=measure.seed)
+        engine = setup.engine(jsonl_path=rollouts_file(folder, candidate.file_stem), resume=True, seed=measure.seed)
         began = time.perf_counter()
-        with _progress(contender.label, len(requests), grading) as on_rollouts:
+        with _progress(candidate.label, len(requests), grading) as on_rollouts:
             report: EvalReport = await evaluate(
                 engine,
                 requests,
                 grading=grading,
-                max_steps=play.max_steps,
+                max_steps=setup.max_steps,
                 timeout_s=measure.timeout_s,
                 concurrency=measure.concurrency,
                 on_rollouts=on_rollouts,
             )
-        return Column(label=contender.label, report=report, seconds=time.perf_counter() - began)
+        return Column(label=candidate.label, report=report, seconds=time.perf_counter() - began)
 
 
-def make_requests(play: EpisodeSetup, config: EvalConfig, samples: list[dict[str, Any]] | None) -> list[RolloutRequest]:
-    """The same for every model: `samples` episodes of each task, each with seeds of its own."""
+def make_requests(
+    setup: EpisodeSetup, config: EvalConfig, samples: list[dict[str, Any]] | None
+) -> list[RolloutRequest]:
+    """The same for every model: `samples` episodes of each task, each with its own seeds."""
     measure = config.measure
     num_tasks = measure.num_tasks if samples is None else min(measure.num_tasks or len(samples), len(samples))
-    inference = play.inference(measure.temperature, ReturnSpec.for_eval())
-    inference = replace(inference, sampling=replace(inference.sampling, top_p=measure.top_p))
-    tasks = fixed_requests(play, num_tasks, inference, samples=samples, seed=measure.seed)
+    sampling = SamplingParams(
+        temperature=measure.temperature, top_p=measure.top_p, max_tokens=config.agent.max_tokens or 1
+    )
+    inference = InferenceSpec(sampling=sampling, return_=ReturnSpec.for_eval())
+    tasks = fixed_requests(setup, num_tasks, inference, samples=samples, seed=measure.seed)
     return GRPORequestStrategy(measure.samples, seed=measure.seed).expand(tasks)
 
 

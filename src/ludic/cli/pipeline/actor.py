@@ -1,4 +1,4 @@
-"""An actor of a pipeline from its first line to its last: a policy that follows the learner, episodes, the queue."""
+"""`ludic actor`: plays episodes for the learner of a pipeline, with the settings of its `ludic train`. See docs/pipeline.md."""
 
 import asyncio
 import contextlib
@@ -7,19 +7,19 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludic.batch_gen import GRPORequestStrategy, IdentityStrategy
 from ludic.batch_gen.groups import TooManyFailures
 from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
 from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
+from ludic.cli.args import TRY_AGAIN
 from ludic.distributed.publish.folder import FolderFollower
-from ludic.run.build import EpisodeSetup, make_episode_setup, train_requests
-from ludic.run.config import RunConfig, resolve
+from ludic.run.config import RunConfig, redis_url, required_servers
 from ludic.run.env import EnvFactory
 from ludic.run.folder import ROLLOUTS, WEIGHTS
+from ludic.run.generation import pipeline_algorithm
 from ludic.run.model import (
     load_policy,
     load_tokenizer,
@@ -29,8 +29,8 @@ from ludic.run.model import (
     with_fixed_checkpoints,
     without_adapter,
 )
-from ludic.run.pipeline import TRY_AGAIN, redis_url, required_servers
-from ludic.run.pipeline_learner import pipeline_algorithm
+from ludic.run.parts import EpisodeSetup, make_episode_setup, request_strategy, train_requests
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.vllm import client_of, served_name, wait_for_servers
 from ludic.training.learner.stop import StopRequests
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
@@ -44,30 +44,26 @@ class ActorPolicy:
     """What answers this actor's agents."""
 
     client: ChatClient
-    play: EpisodeSetup
+    setup: EpisodeSetup
     first_version: Callable[[], Coroutine[Any, Any, object]] | None = None
     """Waited for before the first episode."""
     follow: Callable[[], Awaitable[None]] | None = None
-    """Runs beside the episodes and brings new weights; None where the learner brings them."""
+    """Runs while episodes are played and brings new weights; None where the learner brings them."""
 
 
-def play(config: RunConfig, found: EnvFactory, *, index: int) -> int:
+def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
     """Play until stopped; the exit code of the command."""
-    config = with_fixed_checkpoints(resolve(config, found))
+    run = resolve(with_fixed_checkpoints(config), env)
     require_redis("ludic actor")
-    url = redis_url(config.pipeline)
-    pipeline_algorithm(config)
-    _say(f"Actor {index} of {config.folder}, for the queue {config.queue_key} at {shown_url(url)}.")
-    use_threads(config.model)
+    url = redis_url(run.config.pipeline)
+    pipeline_algorithm(run)
+    _say(f"Actor {index} of {run.folder}, for the queue {run.queue_key} at {shown_url(url)}.")
+    use_threads(run.config.model)
     try:
         with contextlib.ExitStack() as stack:
-            make = _on_servers if config.samples_on_vllm else _with_an_engine
-            report, code = asyncio.run(_until_stopped(config, make(config, found, stack), index))
-    except (
-        PolicyGone,
-        RedisGone,
-        TooManyFailures,
-    ) as error:  # the last: perhaps of a server that was away for too long
+            make = _on_servers if run.config.samples_on_vllm else _with_an_engine
+            report, code = asyncio.run(_until_stopped(run, make(run, stack), index))
+    except (PolicyGone, RedisGone, TooManyFailures) as error:  # the last: perhaps a server was away for too long
         print(f"ludic: {error}", file=sys.stderr)
         return TRY_AGAIN
     _say("Stopped before it had weights to play with." if report is None else f"{report_line(report)}.")
@@ -77,30 +73,34 @@ def play(config: RunConfig, found: EnvFactory, *, index: int) -> int:
 # --- the policy ------------------------------------------------------------------------------------------------
 
 
-def _with_an_engine(config: RunConfig, found: EnvFactory, stack: contextlib.ExitStack) -> ActorPolicy:
-    """An engine of its own, which follows the learner's folder."""
-    loaded = load_policy(without_adapter(config.model), seed=config.train.seed)
-    engine = local_engine(loaded, max_length=config.train.max_seq_len)
+def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
+    """An engine in this process, which follows the learner's folder."""
+    config = run.config
+    loaded = load_policy(without_adapter(config.model), seed=run.seed)
+    engine = local_engine(loaded, max_length=run.trainer.max_seq_len)
     stack.callback(engine.close)
     template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
-    follower = FolderFollower(config.folder / WEIGHTS, engine)
+    follower = FolderFollower(run.folder / WEIGHTS, engine)
     return ActorPolicy(
         client=engine,
-        play=make_episode_setup(config.env, config.agent, found, engine, template, loaded.name),
+        setup=make_episode_setup(config.env, config.agent, run.env, engine, template, loaded.name),
         first_version=follower.first_version,
         follow=follower.run,
     )
 
 
-def _on_servers(config: RunConfig, found: EnvFactory, stack: contextlib.ExitStack) -> ActorPolicy:
+def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
+    config = run.config
     servers = required_servers(config.rollouts.server)
     tokenizer = load_tokenizer(config.model)
     wait_for_servers(servers)
-    client = client_of(config.rollouts, servers, config.folder)
+    client = client_of(config.rollouts, servers, run.folder)
     stack.callback(lambda: asyncio.run(client.close()))
     template = make_template(tokenizer, with_tools=config.agent.may_call_tools)
     model = asyncio.run(served_name(client))
-    return ActorPolicy(client=client, play=make_episode_setup(config.env, config.agent, found, client, template, model))
+    return ActorPolicy(
+        client=client, setup=make_episode_setup(config.env, config.agent, run.env, client, template, model)
+    )
 
 
 # --- playing ---------------------------------------------------------------------------------------------------
@@ -111,15 +111,15 @@ def actor_seed(seed: int, index: int, life: int) -> int:
     return derive_seed(seed, _ACTOR_SEEDS, index, life)
 
 
-async def _until_stopped(config: RunConfig, policy: ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
-    """What it has done, and the exit code. The first wish to stop lets what is being pushed arrive, the second does not wait."""
-    stop, signals, wishes = asyncio.Event(), list[int](), StopRequests()
-    playing = asyncio.create_task(_play(config, policy, index, stop))
+async def _until_stopped(run: ResolvedRun, policy: ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
+    """What it has done, and the exit code. The first signal lets what is being pushed arrive, the second does not wait."""
+    stop, signals, requests = asyncio.Event(), list[int](), StopRequests()
+    playing = asyncio.create_task(_play(run, policy, index, stop))
 
     def on_signal(number: int) -> None:
         signals.append(number)
         stop.set()
-        if wishes.hear() and wishes.num > 1:
+        if requests.hear() and requests.num > 1:
             playing.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -133,25 +133,24 @@ async def _until_stopped(config: RunConfig, policy: ActorPolicy, index: int) -> 
     return report, 128 + signals[0] if signals else 0
 
 
-async def _play(config: RunConfig, policy: ActorPolicy, index: int, stop: asyncio.Event) -> ActorReport | None:
+async def _play(run: ResolvedRun, policy: ActorPolicy, index: int, stop: asyncio.Event) -> ActorReport | None:
     if policy.first_version is not None and not await _comes_before(stop, policy.first_version()):
         return None
     life = secrets.randbits(32)
-    seed, size = actor_seed(config.train.seed, index, life), config.group_size
-    own = replace(config, train=replace(config.train, seed=seed))  # in which order it goes through the data
-    jsonl_path = _rollouts_file(config.folder, index, life) if config.rollouts.save_rollouts else None
+    seed, rollouts = actor_seed(run.seed, index, life), run.config.rollouts
+    jsonl_path = _rollouts_file(run.folder, index, life) if rollouts.save_rollouts else None
     return await run_pipeline_actor(
-        policy.play.engine(jsonl_path=jsonl_path, seed=seed),
-        train_requests(own, policy.play),
-        redis_url=redis_url(config.pipeline),
-        queue_key=config.queue_key,
-        max_steps=policy.play.max_steps,
-        concurrency=config.rollouts.concurrency,
+        policy.setup.engine(jsonl_path=jsonl_path, seed=seed),
+        train_requests(run, policy.setup, seed),
+        redis_url=redis_url(run.config.pipeline),
+        queue_key=run.queue_key,
+        max_steps=run.max_steps,
+        concurrency=rollouts.concurrency,
         client=policy.client,
-        algorithm=pipeline_algorithm(config),
-        strategy=GRPORequestStrategy(size, seed=seed) if size > 1 else IdentityStrategy(),
-        max_waiting=config.max_waiting,
-        max_failed_share=config.rollouts.max_failed_share,
+        algorithm=pipeline_algorithm(run),
+        strategy=request_strategy(run, seed),
+        max_waiting=run.max_waiting,
+        max_failed_share=rollouts.max_failed_share,
         name=f"actor-{index}",
         follow=policy.follow,
         stop=stop,

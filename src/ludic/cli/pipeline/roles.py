@@ -11,13 +11,13 @@ from pathlib import Path
 
 from ludic.cli.pipeline.supervisor import Role, WhenDone
 from ludic.inference.vllm.command import free_port
-from ludic.run.config import RunConfig
+from ludic.run.config import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers
 from ludic.run.folder import REDIS
-from ludic.run.pipeline import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers
+from ludic.run.resolve import ResolvedRun
 from ludic.types import ConfigError
 
 _MISTAKE = frozenset({2})
-"""Exit code of our own commands for what the user has to mend."""
+"""Exit code of our own commands for what the user has to correct."""
 _LONGEST_SOCKET = 100
 """Characters of a socket's path; systems allow a little more."""
 LUDIC = (sys.executable, "-P", "-m", "ludic.cli.main")
@@ -32,21 +32,21 @@ class Sizes:
     actor_gpus: float = 0.0
 
 
-def make_roles(config: RunConfig, sizes: Sizes | None = None, *, socket: Path | None = None) -> list[Role]:
+def make_roles(run: ResolvedRun, sizes: Sizes | None = None, *, socket: Path | None = None) -> list[Role]:
     """In the order in which they are started; each names those that have to outlive it. `socket`: of our own Redis."""
-    sizes = sizes or Sizes()
+    sizes, config = sizes or Sizes(), run.config
     helpers: list[Role] = []
-    environment = _threads(config)
+    environment = _threads(run)
     if given_redis(config.pipeline) is None:
-        socket = socket or own_socket(config.folder)
-        helpers.append(redis_role(config.folder, socket))
+        socket = socket or own_socket(run.folder)
+        helpers.append(redis_role(run.folder, socket))
         environment[REDIS_VARIABLE] = f"unix://{socket}"
     if config.samples_on_vllm and not given_servers(config.rollouts.server):
         port = free_port()
         environment[SERVER_VARIABLE] = f"http://127.0.0.1:{port}"
-        helpers.append(server_role(config, port))
+        helpers.append(server_role(run, port))
     needs = tuple(role.name for role in helpers)
-    folder = str(config.folder)
+    folder = str(run.folder)
     actors = [
         Role(
             name=f"actor-{index}",
@@ -89,13 +89,13 @@ def redis_role(folder: Path, socket: Path) -> Role:
     return Role(name="redis", command=(program, *(part for flag in flags.items() for part in flag)), stop_within_s=30.0)
 
 
-def server_role(config: RunConfig, port: int) -> Role:
+def server_role(run: ResolvedRun, port: int) -> Role:
     return Role(
         name="server",
-        command=(sys.executable, "-m", "ludic.cli.pipeline.server", str(config.folder), str(port)),
+        command=(sys.executable, "-m", "ludic.cli.pipeline.server", str(run.folder), str(port)),
         hopeless=_MISTAKE,
         stop_within_s=20.0,
-        num_gpus=config.rollouts.server_memory,
+        num_gpus=run.config.rollouts.server_memory,
     )
 
 
@@ -105,7 +105,7 @@ def own_socket(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def reachable_socket(folder: Path) -> Iterator[Path]:
-    """In the run folder; or, if that lies too deep for a socket, in a folder of its own, which is removed in the end."""
+    """In the run folder; or, if that lies too deep for a socket, in a temporary one, which is removed in the end."""
     if len(str(own_socket(folder))) <= _LONGEST_SOCKET:
         yield own_socket(folder)
         return
@@ -113,9 +113,9 @@ def reachable_socket(folder: Path) -> Iterator[Path]:
         yield Path(place) / "redis.sock"
 
 
-def _threads(config: RunConfig) -> dict[str, str]:
+def _threads(run: ResolvedRun) -> dict[str, str]:
     """Processes that each took all cores would spend their time on waiting for each other."""
-    if "OMP_NUM_THREADS" in os.environ or config.model.threads is not None:
+    if "OMP_NUM_THREADS" in os.environ or run.config.model.threads is not None:
         return {}
-    share = (os.cpu_count() or 1) // (config.pipeline.actors + 1)
+    share = (os.cpu_count() or 1) // (run.config.pipeline.actors + 1)
     return {"OMP_NUM_THREADS": str(max(1, share))}

@@ -19,12 +19,12 @@ from ludic.types import LudicError
 
 def become_server(folder: Path, port: int) -> NoReturn:
     config = read_toml(RunConfig, folder / CONFIG)
-    install = find_vllm()  # before a model is loaded for nothing
+    install = find_vllm()  # before a model is loaded
     model = folder / SERVER / "model"
-    flags = save_for_server(load_policy(config.model, seed=config.train.seed), model)
+    flags = save_for_server(load_policy(config.model, seed=config.trainer.seed), model)
     if not install.is_cpu:
         flags += ["--gpu-memory-utilization", str(config.rollouts.server_memory)]
-    length = ["--max-model-len", str(config.train.max_seq_len)]
+    length = ["--max-model-len", str(config.trainer.max_seq_len)]
     serve([str(model), "--port", str(port), "--run-folder", str(folder / SERVER), *length, *flags])
 
 

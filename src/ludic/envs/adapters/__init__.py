@@ -1,5 +1,5 @@
-"""Other people's environments as ours: one small file per package, each behind an extra of its name.
+"""Environments of other packages as ours: one small file per package, each behind an extra of its name.
 
-Nothing is imported here; make them by id (`registry.envs.make("gymnasium", env_id="Taxi-v4")`) or import the one that
-you need. What they share is in replayed.py and plain.py.
+Made by id (`registry.envs.make("gymnasium", env_id="Taxi-v4")`); nothing is imported here. Start with gymnasium.py; what they share
+is in replayed.py and plain.py.
 """

@@ -1,4 +1,7 @@
-"""Programming problems: the agent writes code, tests in a sandbox decide. See docs/envs/code_exec.md."""
+"""Programming problems: the agent writes code, tests in a sandbox decide. See docs/envs/code_exec.md.
+
+The registry makes the tasks (tasks.py). Start with env.py, then runner.py (programs by stdin) and assert_runner.py (functions).
+"""
 
 from ludic.envs.code_exec.assert_runner import AssertRunner
 from ludic.envs.code_exec.batch import BatchExecutionSpec

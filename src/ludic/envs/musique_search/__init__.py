@@ -1,4 +1,7 @@
-"""MuSiQue: multi-hop questions, each with a small knowledge base that the agent searches."""
+"""MuSiQue: multi-hop questions, each with a small knowledge base that the agent searches.
+
+The registry makes it. Start with env.py.
+"""
 
 from ludic.envs.musique_search.env import MAX_K, MuSiQueSearchEnv
 from ludic.envs.musique_search.grading import exact_match, normalized, token_f1

@@ -1,4 +1,7 @@
-"""Tic-tac-toe: against a built-in opponent (TicTacToeEnv), or two agents against each other (TicTacToeDuel)."""
+"""Tic-tac-toe: against a built-in opponent (TicTacToeEnv), or two agents against each other (TicTacToeDuel).
+
+The registry makes both. Start with env.py; board.py holds the rules.
+"""
 
 from ludic.envs.tic_tac_toe.duel import TicTacToeDuel
 from ludic.envs.tic_tac_toe.env import TicTacToeEnv

@@ -1,4 +1,7 @@
-"""Algorithms: a credit rule and a loss each, one short file per idea."""
+"""Algorithms: a credit rule and a loss each, one short file per idea.
+
+The registry and `run` make them by name. Start with grpo.py; algorithm.py is what all of them return.
+"""
 
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.algorithms.cispo import make_cispo, make_scalerl

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -38,7 +38,7 @@ from ludic.training.checkpoint.state_files import (
     write_optimizer,
     write_state,
 )
-from ludic.types import ConfigError
+from ludic.training.config import CheckpointConfig
 
 __all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager"]
 
@@ -48,41 +48,6 @@ UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _BEST = "best.json"
 _FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_([0-9]{{1,18}})")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """Where, when and how much to save."""
-
-    output_dir: str | Path
-    every_n_steps: int = 0
-    """0 saves only when asked to."""
-    max_to_keep: int | None = 2
-    """How many of the newest stay, beside the best; None keeps all."""
-    keep_every: int = 0
-    """Checkpoints of steps that this divides are never removed; 0 makes no such exception."""
-    save_optimizer: bool = True
-    """Without the optimizer a checkpoint is smaller, and a resumed run is not the same run."""
-    best_metric: str | None = None
-    """Name of the metric that decides which checkpoint is the best, such as "eval/accuracy"."""
-    best_mode: Literal["max", "min"] = "max"
-    max_shard_size: str = "5GB"
-    """Larger weights are split into several files."""
-
-    def __post_init__(self) -> None:
-        if self.every_n_steps < 0:
-            raise ConfigError(f"CheckpointConfig.every_n_steps={self.every_n_steps}; it is 0 (never) or more.")
-        if self.max_to_keep is not None and self.max_to_keep < 1:
-            raise ConfigError(f"CheckpointConfig.max_to_keep={self.max_to_keep}; keep at least 1, or None for all.")
-        if self.keep_every < 0:
-            raise ConfigError(f"CheckpointConfig.keep_every={self.keep_every}; it is 0 (no step is special) or more.")
-        if self.keep_every and self.every_n_steps and self.keep_every % self.every_n_steps:
-            raise ConfigError(
-                f"CheckpointConfig.keep_every={self.keep_every} is no multiple of every_n_steps={self.every_n_steps}, so most of "
-                "the steps to be kept would never be saved. Make it one."
-            )
-        if self.best_mode not in ("max", "min"):
-            raise ConfigError(f"CheckpointConfig.best_mode={self.best_mode!r}; there are 'max' and 'min'.")
 
 
 @dataclass(frozen=True, slots=True)

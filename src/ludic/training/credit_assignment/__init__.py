@@ -1,7 +1,7 @@
-"""Credit assignment: from finished rollouts to one weight per step.
+"""Credit assignment: from finished rollouts to one weight (advantage) per step.
 
-A rule sees a whole batch at once, so a baseline can compare siblings. It never touches tensors; turning weights into
-gradients is the loss's job. Failed rollouts get no weight; every step of every other rollout gets one.
+Algorithms choose a rule; no torch here. A rule sees a whole batch, so a baseline can compare siblings; failed rollouts get no
+weight. Start with group.py (GRPO's advantage) or returns.py.
 """
 
 from ludic.training.credit_assignment.group import (

@@ -1,4 +1,7 @@
-"""Where the numbers of a step go. Every logger has `log(step, stats)` and `close()`."""
+"""Loggers: where the numbers of a step go. Every logger has `log(step, stats)` and `close()`.
+
+`run` makes them by name; the trainer calls them. Start with interface.py.
+"""
 
 from ludic.training.loggers.interface import Closable, Resumable, ShowsActivity
 from ludic.training.loggers.jsonl import JSONLLogger, read_metrics

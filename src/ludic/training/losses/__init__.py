@@ -1,4 +1,7 @@
-"""Losses: from action tokens to a scalar. One file per idea."""
+"""Losses: from action tokens to a scalar, one file per idea.
+
+Algorithms choose one; `learner/gradients.py` calls it. Start with tokens.py (what a loss sees), then clipped.py.
+"""
 
 from ludic.training.losses.base import (
     BatchNormalized,

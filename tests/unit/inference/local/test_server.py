@@ -18,9 +18,7 @@ import openai
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
-from ludic.cli.main import app as cli
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.engine import TokenChunk
 from ludic.inference.local.http.response import TextStream
@@ -34,6 +32,7 @@ from ludic.types import (
     TokenCompletionRequest,
 )
 from tests.chat_templates import make_tokenizer
+from tests.unit.cli.runner import invoke
 
 TOKENIZER = make_tokenizer("qwen")
 PROMPT = TOKENIZER("The quick brown fox")["input_ids"]
@@ -703,7 +702,7 @@ def test_the_command_serves_until_it_is_interrupted():
         signal.raise_signal(signal.SIGINT)
 
     threading.Thread(target=ask_and_interrupt, daemon=True).start()
-    result = CliRunner().invoke(cli, ["serve", "--model", "tiny", "--port", str(port)])
+    result = invoke(["serve", "--model", "tiny", "--port", str(port)])
     assert result.exit_code == 0, result.output
     assert seen == ["tiny"]
     assert f"Serving tiny at http://127.0.0.1:{port}/v1" in result.output
@@ -711,19 +710,19 @@ def test_the_command_serves_until_it_is_interrupted():
 
 
 def test_the_command_refuses_an_open_host_before_it_loads_anything():
-    result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere", "--host", "0.0.0.0"])
+    result = invoke(["serve", "--model", "/nowhere", "--host", "0.0.0.0"])
     assert isinstance(result.exception, ConfigError) and "--insecure" in str(result.exception)
 
 
 def test_the_command_refuses_a_port_in_use_before_it_loads_anything():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere", "--port", str(port)])
+        result = invoke(["serve", "--model", "/nowhere", "--port", str(port)])
     assert isinstance(result.exception, ConfigError) and f"Cannot listen on 127.0.0.1:{port}" in str(result.exception)
 
 
 def test_the_command_without_aiohttp_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "ludic.inference.local.http.server")
-    result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere"])
+    result = invoke(["serve", "--model", "/nowhere"])
     assert isinstance(result.exception, MissingExtra) and "ludic-rl[serve]" in str(result.exception)

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from ludic.models.tiny import character_tokenizer, tiny_llama
-from ludic.run import build as assemble
-from ludic.run.build import make_loggers
-from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig, RunSettings, resolve
+from ludic.run import parts as assemble
+from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.env import env_factory
 from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.model import load_policy, with_fixed_checkpoints
+from ludic.run.parts import make_loggers
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError
@@ -31,8 +32,9 @@ def save_run(folder: Path, settings: ModelSettings = ADAPTER, *, steps: tuple[in
     return folder / "checkpoints" / f"step_{steps[-1]:06d}"
 
 
-def run_with(model: ModelSettings) -> RunConfig:
-    return resolve(RunConfig(env=EnvSettings(id="tic_tac_toe"), model=model), env_factory("tic_tac_toe"))
+def run_with(model: ModelSettings, **values: object) -> ResolvedRun:
+    config = RunConfig(env=EnvSettings(id="tic_tac_toe"), model=model)
+    return resolve(with_values(config, values), env_factory("tic_tac_toe"))
 
 
 # --- adapters ---
@@ -67,14 +69,12 @@ def test_a_model_that_is_an_adapter_takes_no_other_adapter(change, flag, tmp_pat
     with pytest.raises(ConfigError, match=f"{flag} would be ignored"):
         load_policy(settings)
     with pytest.raises(ConfigError, match=f"{flag} would be ignored"):
-        plan_lines(run_with(settings), env_factory("tic_tac_toe"), ResumePoint())
+        plan_lines(run_with(settings), ResumePoint())
 
 
 def test_the_plan_names_the_adapter_that_is_trained_on(tmp_path):
     save_run(tmp_path / "run", replace(ADAPTER, dtype="bfloat16"))
-    line = plan_lines(run_with(ModelSettings(model=str(tmp_path / "run"))), env_factory("tic_tac_toe"), ResumePoint())[
-        0
-    ]
+    line = plan_lines(run_with(ModelSettings(model=str(tmp_path / "run"))), ResumePoint())[0]
     assert "95,168 parameters, bfloat16" in line and "training its LoRA adapter of rank 2" in line
 
 
@@ -89,9 +89,11 @@ def test_an_adapter_is_loaded_in_the_number_format_of_its_run(tmp_path):
 
 def test_a_run_folder_means_its_newest_checkpoint_of_now(tmp_path):
     newest = save_run(tmp_path / "run", ModelSettings(model="tiny"), steps=(2, 4))
-    config = with_fixed_checkpoints(run_with(ModelSettings(model=str(tmp_path / "run"), fork_from=tmp_path / "run")))
+    config = with_fixed_checkpoints(
+        run_with(ModelSettings(model=str(tmp_path / "run"), fork_from=tmp_path / "run")).config
+    )
     assert (config.model.model, config.model.fork_from) == (str(newest), newest)
-    other = run_with(ModelSettings(model="tiny", fork_from=tmp_path / "gone"))
+    other = run_with(ModelSettings(model="tiny", fork_from=tmp_path / "gone")).config
     assert with_fixed_checkpoints(other) == other
 
 
@@ -102,7 +104,7 @@ def test_random_weights_of_a_config_follow_the_seed_and_can_be_planned(tmp_path)
     settings = ModelSettings(model=str(tmp_path / "config.json"))
     first, again, other = (load_policy(settings, seed=seed).model.lm_head.weight for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert "parameters" in plan_lines(run_with(settings), env_factory("tic_tac_toe"), ResumePoint())[0]
+    assert "parameters" in plan_lines(run_with(settings), ResumePoint())[0]
 
 
 # --- the rest of a run ---
@@ -110,8 +112,8 @@ def test_random_weights_of_a_config_follow_the_seed_and_can_be_planned(tmp_path)
 
 def test_math_can_be_trained_on_with_what_suits_it():
     found = env_factory("math")
-    config = resolve(with_values(RunConfig(), {"id": "math", "set": dict(found.example)}), found)
-    assert config.agent.max_tokens is not None and config.train.max_seq_len - config.agent.max_tokens >= 256
+    run = resolve(with_values(RunConfig(), {"id": "math", "set": dict(found.example)}), found)
+    assert run.trainer.max_seq_len - run.sampling.max_tokens >= 256
 
 
 @pytest.mark.parametrize(("agent", "may"), [("agent", False), ("tool_agent", True), ("react", True)])
@@ -141,6 +143,6 @@ def test_a_run_is_the_same_one_for_wandb_when_it_is_resumed_and_another_when_it_
 
 
 def start_logging(runs: Path, start: ResumePoint) -> None:
-    config = replace(run_with(ModelSettings(model="tiny")), run=RunSettings(name="same", runs=runs, logger=("wandb",)))
-    prepare_folder(config, start)
-    make_loggers(config, config.folder).close()
+    run = run_with(ModelSettings(model="tiny"), name="same", runs=runs, logger=("wandb",))
+    prepare_folder(run, start)
+    make_loggers(run).close()

@@ -3,21 +3,16 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ludic.cli.args import Switch, parse_with_settings
 from ludic.run.config import MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.run.settings import (
-    Arguments,
-    MaybeInt,
-    MaybePath,
-    MaybeText,
-    Switch,
     differences,
-    parse_flags,
     read_pair,
     read_toml,
     settings_of,
@@ -25,6 +20,7 @@ from ludic.run.settings import (
     values_of,
     with_values,
 )
+from ludic.training import TrainerConfig
 from ludic.types import ConfigError
 
 
@@ -32,11 +28,11 @@ from ludic.types import ConfigError
 class Game:
     """What is played."""
 
-    set: Arguments = field(default_factory=dict)
+    set: dict[str, Any] = field(default_factory=dict)
     """Argument of the game."""
-    data: MaybePath = None
+    data: Path | None = None
     """A file."""
-    rounds: MaybeInt = None
+    rounds: int | None = None
     """How many."""
 
 
@@ -52,7 +48,7 @@ class Learning:
     """Faster."""
     shown: tuple[str, ...] = ("rich",)
     """By whom."""
-    note: MaybeText = None
+    note: str | None = None
     """Free text."""
 
     def __post_init__(self) -> None:
@@ -67,13 +63,13 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Words:
+class Args:
     again: Switch = False
     """Once more."""
 
 
 def typed(*args: str, default: Config | None = None) -> Config:
-    return parse_flags(Words, default or Config(), args, prog="test", description="A test.").config
+    return parse_with_settings(Args, default or Config(), args, prog="test", description="A test.")[1]
 
 
 def from_text(text: str, tmp_path: Path) -> Config:
@@ -94,9 +90,22 @@ def test_what_may_change_on_resume_are_settings():
 
 
 def test_only_none_is_left_out_of_a_file_so_it_must_be_the_default():
+    never_none = {"lr", "max_grad_norm", "checkpoint_keep"}  # None is not a value that a file or a flag can give
     for setting in settings_of(RunConfig):
         may_be_none = type(None) in getattr(setting.kind, "__args__", ())
-        assert not may_be_none or values_of(RunConfig())[setting.name] is None, setting.name
+        assert setting.name in never_none or not may_be_none or values_of(RunConfig())[setting.name] is None, (
+            setting.name
+        )
+
+
+def test_every_setting_has_a_help_text():
+    assert [setting.name for setting in settings_of(RunConfig) if not setting.help] == []
+
+
+def test_no_clipping_can_be_written_to_a_file(tmp_path):
+    config = RunConfig(trainer=TrainerConfig(max_grad_norm=None, lr_schedule=RunConfig().trainer.lr_schedule))
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert read_toml(RunConfig, tmp_path / "run.toml").trainer.max_grad_norm == 0
 
 
 # --- flags ---
@@ -125,17 +134,17 @@ def test_arguments_of_a_part_can_be_repeated_and_add_to_those_of_the_file():
 
 
 def test_a_flag_may_be_written_with_underscores_and_no_pair_is_lost():
-    run = parse_flags(
-        Words, RunConfig(), ["--algo_set", "a=1", "--algo_set=b_c=2", "--algo-set", "d=3"], prog="test", description=""
+    _, config = parse_with_settings(
+        Args, RunConfig(), ["--algo_set", "a=1", "--algo_set=b_c=2", "--algo-set", "d=3"], prog="test", description=""
     )
-    assert run.config.algo.algo_set == {"a": 1, "b_c": 2, "d": 3}
+    assert config.algo.algo_set == {"a": 1, "b_c": 2, "d": 3}
 
 
 def test_arguments_of_the_file_are_for_the_part_of_the_file():
     before = with_values(RunConfig(), {"parser": "xml_tag", "parser_set": {"tag": "move"}, "algo_set": {"a": 1}})
 
     def arguments(*args: str) -> dict:
-        return parse_flags(Words, before, args, prog="test", description="").config.agent.parser_set
+        return parse_with_settings(Args, before, args, prog="test", description="")[1].agent.parser_set
 
     assert arguments("--parser", "boxed") == {}
     assert arguments("--parser", "pattern", "--parser-set", "pattern=x") == {"pattern": "x"}

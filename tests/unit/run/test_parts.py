@@ -1,7 +1,5 @@
 """The parts of a run, made from its settings."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,7 +8,10 @@ from ludic.agents import ToolAgent
 from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
-from ludic.run.build import (
+from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.run.env import env_factory
+from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
+from ludic.run.parts import (
     EpisodeSetup,
     agent_factory,
     fixed_requests,
@@ -18,32 +19,30 @@ from ludic.run.build import (
     make_episode_setup,
     make_source,
     train_requests,
-    trainer_config,
 )
-from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig, resolve
-from ludic.run.env import env_factory
-from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values
 from ludic.training.losses import ActionTokens, BatchFacts, Loss
-from ludic.types import ConfigError, ReturnSpec, TemplateError, load_rollouts
+from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, TemplateError, load_rollouts
 
 
-def resolved(env: str, **values) -> RunConfig:
+def resolved(env: str, **values) -> ResolvedRun:
     return resolve(with_values(RunConfig(), {"id": env, "model": "tiny", **values}), env_factory(env))
 
 
-def scripted_play(config: RunConfig, reply: str = "A1") -> EpisodeSetup:
+def scripted_play(run: ResolvedRun, reply: str = "A1") -> EpisodeSetup:
     client = ScriptedClient(lambda request: reply)
-    return make_episode_setup(config.env, config.agent, env_factory(config.env.id), client, ByteTemplate(), "scripted")
+    return make_episode_setup(run.config.env, run.config.agent, run.env, client, ByteTemplate(), "scripted")
 
 
 # --- what is left open ---
 
 
 def test_what_suits_the_env_fills_what_was_left_open():
-    config = resolved("gsm8k", set={"sample": {"question": "1+1?", "answer": "#### 2"}})
-    assert (config.agent.parser, config.env.max_steps, config.agent.max_tokens) == ("final_number", 1, 512)
-    own = resolved("tic_tac_toe", parser="xml_tag", parser_set={"tag": "move"}, max_steps=7, max_tokens=64)
+    run = resolved("gsm8k", set={"sample": {"question": "1+1?", "answer": "#### 2"}})
+    config = run.config
+    assert (config.agent.parser, run.max_steps, run.sampling.max_tokens) == ("final_number", 1, 512)
+    own = resolved("tic_tac_toe", parser="xml_tag", parser_set={"tag": "move"}, max_steps=7, max_tokens=64).config
     assert (own.agent.parser, own.agent.parser_set, own.env.max_steps) == ("xml_tag", {"tag": "move"}, 7)
 
 
@@ -62,9 +61,12 @@ def test_algorithms_that_compare_nothing_need_no_groups():
     ],
 )
 def test_a_run_is_named_after_env_model_and_algorithm(values, name):
-    from ludic.run.config import default_name
+    from ludic.run.resolve import default_name
 
     assert default_name(with_values(RunConfig(), values)) == name
+
+
+GREEDY = InferenceSpec(sampling=SamplingParams(temperature=0.0), return_=ReturnSpec.for_eval())
 
 
 # --- playing ---
@@ -73,9 +75,9 @@ def test_a_run_is_named_after_env_model_and_algorithm(values, name):
 async def test_an_env_is_played_and_every_request_is_a_task_of_its_own():
     config = resolved("tic_tac_toe", set={"opponent": "minimax"})
     play = scripted_play(config)
-    requests = fixed_requests(play, 3, play.inference(0.0, ReturnSpec.for_eval()))
+    requests = fixed_requests(play, 3, GREEDY)
     assert len({request.env_seed for request in requests}) == 3
-    assert requests == fixed_requests(play, 3, play.inference(0.0, ReturnSpec.for_eval())), "the same every time"
+    assert requests == fixed_requests(play, 3, GREEDY), "the same every time"
     rollouts = await play.engine().generate_rollouts(requests, max_steps=play.max_steps)
     assert [rollout.failure for rollout in rollouts] == [None] * 3
     assert all(rollout.env_steps[0].action == "A1" for rollout in rollouts)
@@ -84,9 +86,7 @@ async def test_an_env_is_played_and_every_request_is_a_task_of_its_own():
 async def test_an_env_with_several_roles_is_played_by_copies_of_the_agent():
     play = scripted_play(resolved("prisoners_dilemma", set={"rounds": 2}), reply="defect")
     assert isinstance(play.make_protocol(play.client), MultiAgentProtocol)
-    rollouts = await play.engine().generate_rollouts(
-        [play.request(play.inference(0.0, ReturnSpec.for_eval()))], max_steps=2
-    )
+    rollouts = await play.engine().generate_rollouts([play.request(GREEDY)], max_steps=2)
     assert len(rollouts) == 2 and {r.total_reward for r in rollouts} == {2.0}
 
 
@@ -116,13 +116,14 @@ def test_the_agent_is_made_as_the_settings_say():
 
 @pytest.mark.parametrize(("max_tokens", "rejects"), [(1, False), (2, True)])
 def test_a_reply_of_one_token_is_never_cut_off(max_tokens, rejects):
-    settings = resolved("key_door", max_tokens=max_tokens).agent
+    settings = resolved("key_door", max_tokens=max_tokens).config.agent
     agent = agent_factory(settings, ByteTemplate(), "m")(ScriptedClient(lambda request: ""))
     assert agent.reject_incomplete_completions is rejects
 
 
 def test_what_suits_the_env_is_only_a_suggestion():
-    suggested, own = resolved("tic_tac_toe").agent, resolved("tic_tac_toe", cut_off="reject", unreadable="go_on").agent
+    suggested = resolved("tic_tac_toe").config.agent
+    own = resolved("tic_tac_toe", cut_off="reject", unreadable="go_on").config.agent
     assert (suggested.cut_off, suggested.unreadable) == ("read", "stop")
     assert (own.cut_off, own.unreadable) == ("reject", "go_on")
 
@@ -197,9 +198,9 @@ def test_reduction_can_be_chosen():
 
 
 def test_the_trainer_gets_what_was_set():
-    config = resolved("tic_tac_toe", lr=1e-3, schedule="cosine", warmup_steps=2, steps=10, max_grad_norm=0.0, max_lag=2)
-    made = trainer_config(config)
-    assert made.lr == 1e-3 and made.max_grad_norm is None and made.max_lag == 2 and made.eval_every_n_steps is None
+    run = resolved("tic_tac_toe", lr=1e-3, schedule="cosine", warmup_steps=2, steps=10, max_grad_norm=0.0, max_lag=2)
+    made = run.trainer
+    assert made.lr == 1e-3 and made.max_grad_norm == 0 and made.max_lag == 2 and made.eval_every_n_steps is None
     assert made.lr_schedule is not None and made.lr_schedule(0) == 0.5 and made.lr_schedule(9) < 0.1
 
 
@@ -221,7 +222,7 @@ def test_a_conversation_in_characters_continues_token_by_token():
     text = "".join(map(chr, range(32, 127))) + "\n  two  spaces"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     template = make_template(tokenizer)
-    opening = [{"role": "system", "content": "EpisodeSetup."}, {"role": "user", "content": " X\n"}]
+    opening = [{"role": "system", "content": "Play."}, {"role": "user", "content": " X\n"}]
     prompt = template.apply(opening).prompt_token_ids.tolist()
     reply = [*tokenizer.encode("A 1", add_special_tokens=False), tokenizer.eos_token_id]
     messages = [*opening, {"role": "assistant", "content": "A 1"}, {"role": "user", "content": "X B2"}]
@@ -264,4 +265,4 @@ def test_a_tokenizer_without_a_chat_template_is_refused():
 )
 def test_a_part_that_cannot_be_made_is_found_before_the_first_episode(env, agent, message):
     with pytest.raises((ConfigError, KeyError, TypeError), match=message):
-        scripted_play(replace(RunConfig(), env=env, agent=agent))
+        make_episode_setup(env, agent, env_factory(env.id), ScriptedClient(lambda _: ""), ByteTemplate(), "scripted")

@@ -1,0 +1,204 @@
+"""The command line of all commands: flags from a dataclass of arguments and, for runs and evaluations, from their settings."""
+
+import dataclasses
+import importlib.util
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
+
+import tyro
+
+from ludic.run.config import RunConfig
+from ludic.run.settings import (
+    Setting,
+    check_numbers,
+    read_pair,
+    read_toml,
+    settings_of,
+    storable,
+    values_of,
+    with_values,
+)
+from ludic.types import ConfigError, MissingExtra
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+Target: TypeAlias = Annotated[str, tyro.conf.arg(metavar="TARGET", help_behavior_hint=""), tyro.conf.Positional]
+Switch: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+"""Something a command does when asked to; not a setting, so it needs no flag that takes it back."""
+
+TRY_AGAIN = 75
+"""Exit code of a role that lost what it needs (the policy, Redis, its lease): another try may go well (EX_TEMPFAIL)."""
+
+MODULES_OF = {
+    "train": ("torch", "transformers", "jinja2", "safetensors"),
+    "local": ("torch", "transformers", "jinja2"),
+    "serve": ("torch", "transformers", "jinja2", "aiohttp"),
+    "pipeline": ("redis",),
+}
+"""Extra -> modules without which a command that needs it cannot be imported."""
+
+
+def need_extras(extras: str, needed_for: str) -> None:
+    """MissingExtra with the names of those of the extras (with commas) that are not installed."""
+    missing = [extra for extra in extras.split(",") if not all(map(_is_installed, MODULES_OF[extra]))]
+    if missing:
+        raise MissingExtra(",".join(missing), needed_for)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # it is loaded, by other means than a file
+        return True
+
+
+def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: str = "") -> A:
+    """The arguments of a command without settings. A wrong flag ends the process with code 2, --help with code 0."""
+    return tyro.cli(
+        arguments,
+        args=args,
+        prog=prog,
+        description=description or typing.cast(str, arguments.__doc__),
+        config=(tyro.conf.OmitArgPrefixes,),
+        compact_help=False,
+    )
+
+
+def parse_with_settings(
+    arguments: type[A], default: T, args: Sequence[str], *, prog: str, description: str
+) -> tuple[A, T]:
+    """The arguments of a command (a target, switches such as --dry-run), and the settings, over those of `default`."""
+    rest, pairs = _take_pairs(type(default), args)
+    sections: dict[str, list[Setting]] = {}
+    for setting in settings_of(type(default)):
+        sections.setdefault(setting.section, []).append(setting)
+    kinds = typing.get_type_hints(type(default))
+    fields: list[Any] = [("command", arguments)]
+    for section, settings in sections.items():
+        made = dataclasses.make_dataclass(section, [_field(s, s.value_in(default)) for s in settings], frozen=True)
+        made.__doc__ = kinds[section].__doc__
+        fields.append((section, made, dataclasses.field(default_factory=made)))
+    typed: Any = parse(
+        dataclasses.make_dataclass("typed", fields, frozen=True), rest, prog=prog, description=description
+    )
+    values = {s.name: getattr(getattr(typed, s.section), s.name) for s in settings_of(type(default)) if _is_flag(s)}
+    config = with_values(default, values)
+    config = with_values(config, _merged_pairs(config, default, pairs))
+    check_numbers(values_of(config))
+    return typed.command, config
+
+
+def _is_flag(setting: Setting) -> bool:
+    return setting.path != ("env", "id")  # the target says it
+
+
+def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
+    """A field of the dataclass that tyro reads."""
+    kind, choices = setting.kind, typing.get_args(setting.kind)
+    if not _is_flag(setting):
+        return setting.name, Annotated[kind, tyro.conf.Suppress], dataclasses.field(default=value)
+    shown: dict[str, Any] = {"help": setting.help}
+    if setting.holds_arguments:
+        return setting.name, Annotated[kind, _PAIRS, tyro.conf.arg(**shown, help_behavior_hint="")], _default(value)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType) and type(None) in choices:
+        inner = next(choice for choice in choices if choice is not type(None))
+        shown["metavar"] = _metavar(inner)
+        if value is None:
+            shown["help_behavior_hint"] = ""
+    elif typing.get_origin(kind) is tuple and typing.get_args(choices[0]) == ():
+        shown |= {"metavar": f"{_SINGULAR.get(setting.name, setting.name.upper())}…", "help_behavior_hint": ""}
+        if setting.name in _REPEATED:
+            shown["metavar"] = shown["metavar"].rstrip("…")
+            kind = Annotated[kind, tyro.conf.UseAppendAction]
+    elif typing.get_origin(kind) is tuple:
+        shown["metavar"] = "NAME…"
+    return setting.name, Annotated[kind, tyro.conf.arg(**shown)], _default(value)
+
+
+def _default(value: Any) -> Any:
+    return dataclasses.field(default_factory=lambda: value)
+
+
+def _metavar(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+    return {str: "TEXT", Path: "PATH"}.get(kind, kind.__name__.upper())
+
+
+_SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL"}
+_REPEATED = {"model"}
+"""Given again and again (`--model a --model b`), not as a list."""
+
+_PAIRS = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="NAME=VALUE",
+    instance_from_str=lambda pairs: dict(map(read_pair, pairs)),
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda arguments: [f"{name}={value}" for name, value in arguments.items()],
+)
+
+
+def _take_pairs(cls: type, args: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """What is not a pair, and the pairs: they can be repeated and add to those of the file, which tyro cannot do."""
+    by_flag = {setting.flag: setting.name for setting in settings_of(cls) if setting.holds_arguments}
+    rest: list[str] = []
+    found: dict[str, dict[str, Any]] = {}
+    remaining = iter(args)
+    for arg in remaining:
+        flag, equals, value = arg.partition("=")
+        flag = flag.replace("_", "-")  # --algo_set is --algo-set, as tyro has it for every other flag
+        if flag not in by_flag:
+            rest.append(arg)
+            continue
+        name, given = read_pair(value if equals else next(remaining, ""), flag)
+        found.setdefault(by_flag[flag], {})[name] = storable(given, f"{flag} {name}")
+    return rest, found
+
+
+def _merged_pairs(config: Any, default: Any, given: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Pairs add to those of the file; but the file's parser_set is for the file's parser, not for one given instead."""
+    values, before = values_of(config), values_of(default)
+    merged = {}
+    for setting in settings_of(type(config)):
+        if setting.holds_arguments:
+            part = setting.name.removesuffix("_set")
+            is_for_another = values[part] != before[part]
+            merged[setting.name] = ({} if is_for_another else before[setting.name]) | given.get(setting.name, {})
+    return merged
+
+
+class HasTarget(Protocol):
+    """The arguments of a command that is about a run."""
+
+    @property
+    def target(self) -> str: ...
+
+
+R = TypeVar("R", bound=HasTarget)
+
+
+def parse_run(arguments: type[R], args: Sequence[str], *, prog: str, description: str) -> tuple[R, RunConfig]:
+    """The arguments of the command and the run's settings: flags over the file that the target names over the defaults."""
+    command, config = parse_with_settings(arguments, RunConfig(), args, prog=prog, description=description)
+    path = config_file(command.target)
+    if path is None:
+        return command, replace(config, env=replace(config.env, id=command.target))
+    command, config = parse_with_settings(
+        arguments, read_toml(RunConfig, path), args, prog=prog, description=description
+    )
+    if not config.env.id:
+        raise ConfigError(f'{path} names no env; write id = "…" under [env].')
+    return command, config
+
+
+def config_file(target: str) -> Path | None:
+    """The TOML file that a target means: itself, or that of a run folder; None for an env."""
+    path = Path(target)
+    if path.suffix == ".toml":
+        return path
+    return path / "config.toml" if path.is_dir() and (path / "config.toml").is_file() else None

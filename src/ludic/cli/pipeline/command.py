@@ -1,0 +1,75 @@
+"""`ludic actor` and `ludic launch`: their arguments. What they do loads torch and is imported when they are called."""
+
+from dataclasses import dataclass, replace
+
+from ludic.cli.args import Switch, Target, need_extras, parse_run
+from ludic.run.config import RunConfig
+from ludic.run.env import env_factory
+from ludic.types import ConfigError
+
+_ACTOR = (
+    "Play episodes for the learner of a pipeline (`ludic train --engine pipeline`) and push them to its queue. Give it what the "
+    "learner is given, best the folder of the run."
+)
+
+
+@dataclass(frozen=True)
+class ActorArgs:
+    """What to do."""
+
+    target: Target
+    """What the learner was given: the folder of the run, a TOML file, or an env with the same flags."""
+    actor_index: int = 0
+    """Number of this actor among those of the run: each has its own seeds."""
+
+    def __post_init__(self) -> None:
+        if self.actor_index < 0:
+            raise ConfigError(f"actor_index = {self.actor_index}; actors are counted from 0.")
+
+
+_LAUNCH = (
+    "Train with actors and a learner in separate processes: starts all of them, and a Redis and a vLLM server where they are "
+    "needed and not given; restarts what dies; stops everything when the learner is done or on Ctrl-C."
+)
+
+
+@dataclass(frozen=True)
+class LaunchArgs:
+    """What to do."""
+
+    target: Target
+    """As for `ludic train`: an env, file.py:Class, a TOML file, or the folder of a run."""
+    dry_run: Switch = False
+    """Check everything and show the plan and the commands; start nothing."""
+    resume: Switch = False
+    """Go on with the run in the run folder, from its newest checkpoint."""
+    ray: Switch = False
+    """Start the roles as Ray actors on an existing cluster, wherever Ray finds room for them."""
+    ray_address: str | None = None
+    """With --ray: where the cluster is. Default: $RAY_ADDRESS, else the one that this machine belongs to."""
+    learner_gpus: float = 0.0
+    """With --ray: GPUs that the learner asks for."""
+    actor_gpus: float = 0.0
+    """With --ray: GPUs that each actor asks for."""
+
+
+def actor(args: list[str]) -> int:
+    command, config = parse_run(ActorArgs, args, prog="ludic actor", description=_ACTOR)
+    env = env_factory(config.env.id)
+    need_extras("train,pipeline", "ludic actor")
+    from ludic.cli.pipeline.actor import run_actor
+
+    return run_actor(_as_pipeline(config), env, index=command.actor_index)
+
+
+def launch(args: list[str]) -> int:
+    command, config = parse_run(LaunchArgs, args, prog="ludic launch", description=_LAUNCH)
+    env = env_factory(config.env.id)
+    need_extras("train,pipeline", "ludic launch")
+    from ludic.cli.pipeline.launch import run_launch
+
+    return run_launch(command, _as_pipeline(config), env)
+
+
+def _as_pipeline(config: RunConfig) -> RunConfig:
+    return replace(config, rollouts=replace(config.rollouts, engine="pipeline"))

@@ -1,0 +1,289 @@
+"""Generation: where the samples of a run come from, and how new weights get there. Three implementations, chosen here.
+
+- `EmbeddedGeneration` (engine = local): the engine in this process, which shares the trainer's weights.
+- `VLLMGeneration` (engine = vllm): vLLM servers, given or started for the run.
+- `PipelineGeneration` (engine = pipeline): actors push samples to a queue in Redis; weights go to a folder or to servers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ludic.batch_gen import AsyncRolloutBatchSource
+from ludic.batch_gen.pipeline.connection import require_redis
+from ludic.batch_gen.pipeline.queue import ExperienceQueue
+from ludic.batch_gen.pipeline.source import PipelineBatchSource
+from ludic.distributed.publish.folder import FolderPublisher
+from ludic.eval import EvalReport, SnapshotEvaluator
+from ludic.inference.local import LocalEngine
+from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.models.loading import LoadedModel
+from ludic.models.lora import dense_parameters
+from ludic.run.config import redis_url, required_servers
+from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
+from ludic.run.model import ServedPolicy, local_engine, make_template, serve_locally
+from ludic.run.parts import EpisodeSetup, first_env, make_algorithm, make_episode_setup, make_evaluator, make_source
+from ludic.run.resolve import ResolvedRun
+from ludic.run.teacher import check_teacher, make_teaching
+from ludic.training import RLAlgorithm
+from ludic.training.credit_assignment import HybridNormalizedReturn
+from ludic.training.learner.stop import run_sync
+from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
+from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher
+
+_SERVER_AWAY_S = 600.0
+"""Seconds that publishing waits for a server that is down: as long as a large model takes to load."""
+
+
+class Generation(ABC):
+    """Source, publisher and evaluator of one run. Made after the model is loaded; `check` comes before."""
+
+    algorithm: RLAlgorithm
+    source: BatchSource
+    publisher: PolicyPublisher
+    teacher: LoadedModel | None = None
+    """For losses that compare whole distributions."""
+
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel) -> None:
+        self._run = run
+        self._loaded = loaded
+        self._closing = ExitStack()
+
+    @staticmethod
+    def check(run: ResolvedRun) -> None:
+        """ConfigError for what cannot work, before weights are loaded."""
+        check_teacher(run, make_algorithm(run))
+
+    def begin(self, *, resume: bool, first_step: int) -> None:
+        """Called once, before the first batch; the run folder is there."""
+        return
+
+    @abstractmethod
+    def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
+        """The policy and the episodes to evaluate it with."""
+
+    def evaluator(self) -> Evaluator:
+        """For the trainer: evaluates the current weights, or a copy of them where evaluation runs in the background."""
+        served, setup = self._evaluation()
+        if not self._run.trainer.eval_in_background or served.snapshot is None:
+            return make_evaluator(self._run, setup)
+        snapshot = served.snapshot()
+        self._closing.callback(snapshot.close)
+        return SnapshotEvaluator(make_evaluator(self._run, replace(setup, client=snapshot)), snapshot)
+
+    async def evaluate(self) -> EvalReport:
+        """Evaluates the current weights once."""
+        evaluator = make_evaluator(self._run, self._evaluation()[1])
+        await evaluator.eval()
+        assert evaluator.last_report is not None, "an evaluation has just ended"
+        return evaluator.last_report
+
+    def status(self) -> str:
+        """How the samples of a pipeline stand; empty for others."""
+        return ""
+
+    def activity(self) -> str:
+        """What is being generated now; empty when nothing is."""
+        return ""
+
+    def sampling(self) -> AbstractAsyncContextManager[Any]:
+        """Open while training: what the source does in the background ends with it."""
+        return self.source if isinstance(self.source, AbstractAsyncContextManager) else nullcontext()
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def _setup(self, served: ServedPolicy) -> EpisodeSetup:
+        run = self._run
+        template = make_template(
+            self._loaded.tokenizer, with_tools=run.config.agent.may_call_tools or bool(run.parts.tools)
+        )
+        return make_episode_setup(
+            run.config.env, run.config.agent, run.env, served.client, template, served.model, run.parts
+        )
+
+
+class EmbeddedGeneration(Generation):
+    """The engine in this process plays the episodes."""
+
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        super().__init__(run, loaded)
+        self._served = self._serve()
+        self._closing.callback(self._served.close)
+        self._episodes = self._setup(self._served)
+        self.algorithm = make_algorithm(run)
+        teaching = make_teaching(run, self.algorithm, loaded, self._closing)
+        path = rollouts_file(run.folder, start) if run.config.rollouts.save_rollouts else None
+        source = teaching.annotate(make_source(run, self._episodes, self.algorithm, jsonl_path=path))
+        self.source = source if run.max_lag == 0 else AsyncRolloutBatchSource(source, max_lag=run.max_lag)
+        self.publisher, self.teacher = self._served.publisher, teaching.frozen
+
+    @staticmethod
+    def check(run: ResolvedRun) -> None:
+        Generation.check(run)
+        first_env(run)
+
+    def _serve(self) -> ServedPolicy:
+        return serve_locally(self._loaded, max_length=self._run.trainer.max_seq_len)
+
+    def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
+        return self._served, self._episodes
+
+    def activity(self) -> str:
+        return self._episodes.activity()
+
+
+class VLLMGeneration(EmbeddedGeneration):
+    """vLLM answers the agents; it gets the weights after every update."""
+
+    def _serve(self) -> ServedPolicy:
+        from ludic.run.vllm import VLLMPolicy
+
+        run = self._run
+        policy = VLLMPolicy(run.config.rollouts, self._loaded, max_length=run.trainer.max_seq_len, folder=run.folder)
+        return ServedPolicy(client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model)
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------
+
+TOKEN_BAND, SAMPLE_BAND = (0.125, 8.0), (0.5, 2.0)
+"""Ratios of trained to sampled probability that count: of a token, and on the geometric mean of a sample.
+
+Samples of a pipeline are older than those of a run that plays its own episodes, and the clipping of the losses bounds only one
+side: a token with a negative weight that has become much likelier since keeps its full, growing gradient. Masks and no
+truncation, since the losses multiply by the ratio already. The bands are wide: at a lag of a few updates nearly everything is
+inside."""
+
+
+class PipelineGeneration(Generation):
+    """Samples come from a queue. It samples nothing itself, unless it evaluates: then the servers answer, or an engine in this
+    process that shares the weights and does nothing else. See docs/pipeline.md."""
+
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        super().__init__(run, loaded)
+        self.algorithm = pipeline_algorithm(run)
+        self._served: ServedPolicy | None = None
+        if run.config.samples_on_vllm:
+            self._served = self._on_servers()
+        elif run.config.is_evaluated:
+            self._served = self._in_this_process()
+        if self._served is not None:
+            self._closing.callback(self._served.close)
+        self.publisher = FolderPublisher(run.folder / WEIGHTS) if self._served is None else self._served.publisher
+        self._queue = make_pipeline_source(run)
+        self.source = self._queue
+
+    @staticmethod
+    def check(run: ResolvedRun) -> None:
+        Generation.check(run)
+        require_redis("engine = 'pipeline'")
+        redis_url(run.config.pipeline)
+        if run.config.samples_on_vllm:
+            required_servers(run.config.rollouts.server)
+        pipeline_algorithm(run)
+
+    def begin(self, *, resume: bool, first_step: int) -> None:
+        """An empty queue for a new run, and weights that actors can begin with."""
+        if not resume:
+            run_sync(clear_queue(self._run))
+        if not first_step:  # a trainer that is resumed publishes its own version
+            self.publisher.publish(dict(dense_parameters(self._loaded.model)), version=0)
+
+    def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
+        if self._served is None:
+            raise ConfigError("This pipeline does not evaluate; set eval_every or eval_at_start, or use `ludic eval`.")
+        return self._served, self._setup(self._served)
+
+    def status(self) -> str:
+        return self._queue.stats().identity()
+
+    def _on_servers(self) -> ServedPolicy:
+        """The servers that actors use, too."""
+        from ludic.distributed import create_vllm_publisher
+        from ludic.run.vllm import client_of, served_name, wait_for_servers
+
+        rollouts = self._run.config.rollouts
+        servers = required_servers(rollouts.server)
+        wait_for_servers(servers)
+        client = client_of(rollouts, servers, self._run.folder)
+        return ServedPolicy(
+            client=client,
+            publisher=create_vllm_publisher(client, wait_s=_SERVER_AWAY_S),
+            close=lambda: run_sync(client.close()),
+            model=run_sync(served_name(client)),
+        )
+
+    def _in_this_process(self) -> ServedPolicy:
+        engine = local_engine(self._loaded, max_length=self._run.trainer.max_seq_len)
+        return ServedPolicy(
+            client=engine,
+            publisher=FolderAndEngine(FolderPublisher(self._run.folder / WEIGHTS), engine),
+            snapshot=partial(EngineSnapshot, engine),
+            close=engine.close,
+            model=self._loaded.name,
+        )
+
+
+def pipeline_algorithm(run: ResolvedRun) -> RLAlgorithm:
+    """The run's algorithm, its loss corrected for samples of older versions."""
+    algorithm = make_algorithm(run)
+    if isinstance(algorithm.credit_assigner, HybridNormalizedReturn):
+        raise ConfigError(
+            f"algo = {run.config.algo.algo!r} scales weights by the whole batch, but actors assign credit group by group. "
+            "Take cispo, which has the same loss, or another (`ludic parts algorithm`)."
+        )
+    if isinstance(algorithm.credit_assigner, FollowsDrift):
+        raise ConfigError(
+            f"algo = {run.config.algo.algo!r} tracks how each prompt went, but every actor would track only its own, and "
+            "none is told how far the policy moves. Take grpo, or train without a pipeline."
+        )
+    if not run.config.pipeline.corrections or not algorithm.loss.needs_old_logps:
+        return algorithm  # imitation takes no ratio
+    corrected = CorrectedLoss(algorithm.loss, [TokenMask(*TOKEN_BAND), SequenceMask(*SAMPLE_BAND)])
+    return replace(algorithm, loss=corrected)
+
+
+def make_pipeline_source(run: ResolvedRun) -> PipelineBatchSource:
+    return PipelineBatchSource(
+        redis_url(run.config.pipeline),
+        run.queue_key,
+        run.config.rollouts.rollouts_per_update,
+        max_lag=run.max_lag,
+        acknowledge=run.config.pipeline.acknowledge,
+    )
+
+
+async def clear_queue(run: ResolvedRun) -> None:
+    """Removes what another run of the same name has left."""
+    async with ExperienceQueue(redis_url(run.config.pipeline), run.queue_key) as queue:
+        await queue.clear()
+
+
+class FolderAndEngine:
+    """Publishes weights to a folder; the engine that evaluates shares the trainer's weights and only gets the new version.
+
+    Unlike an engine that samples, this one is idle whenever the weights change: training waits for an evaluation, or
+    evaluates a copy.
+    """
+
+    def __init__(self, folder: FolderPublisher, engine: LocalEngine) -> None:
+        self._folder = folder
+        self._engine = engine
+
+    def publish(self, state_dict: Mapping[str, Any], version: int | None = None) -> None:
+        self._engine.new_version(version)
+        self._folder.publish(state_dict, version)
+
+    def is_current(self, version: int) -> bool:
+        return self._folder.is_current(version)
+
+
+GENERATIONS: Mapping[str, type[EmbeddedGeneration] | type[PipelineGeneration]] = {
+    "local": EmbeddedGeneration,
+    "vllm": VLLMGeneration,
+    "pipeline": PipelineGeneration,
+}
+"""Engine of the settings -> what generates."""

@@ -1,0 +1,340 @@
+"""From a resolved run to its parts: agents, requests, the algorithm, the batch source, the evaluator, loggers.
+
+The first half (episodes) is free of training, and `ludic eval` uses it too; the model itself is in model.py. Loads without torch:
+`ludic eval --base-url` needs none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic import registry
+from ludic.agents import Agent
+from ludic.batch_gen import (
+    GRPORequestStrategy,
+    IdentityStrategy,
+    RequestsFn,
+    RequestStrategy,
+    RolloutBatchSource,
+    RolloutEngine,
+    make_dataset_sequence_requests_fn,
+)
+from ludic.batch_gen.requests.samples import read_samples
+from ludic.eval import EngineEvaluator, Grading
+from ludic.inference import ChatTemplate
+from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
+from ludic.interaction.base import AnyEnv
+from ludic.run.config import AgentSettings, EnvSettings
+from ludic.run.env import EnvFactory
+from ludic.run.folder import METRICS, wandb_id
+from ludic.run.resolve import Parts, ResolvedRun
+from ludic.run.settings import values_of
+from ludic.training import (
+    JSONLLogger,
+    PrintLogger,
+    RichLiveLogger,
+    TeeLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+from ludic.types import (
+    ChatClient,
+    ConfigError,
+    EnvSpec,
+    InferenceSpec,
+    ProtocolSpec,
+    ReturnSpec,
+    RolloutRequest,
+    TrainingLogger,
+    derive_seed,
+)
+
+if TYPE_CHECKING:
+    from ludic.training import RLAlgorithm
+
+PROTOCOL = "play"
+SHOWN = (
+    "avg_total_reward", "accuracy", "mean_reward", "*_rate", "avg_turns", "avg_completion_length", "num_failed",
+    "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
+    "step_s", "fetch_s", "update_s", "tokens_per_s",
+    # Of the rates: how games ended, unreadable_rate and over_limit_rate, which count a reply that was cut off once.
+    "!parse_error_rate", "!truncated_rate", "!truncation_rate", "!completion_truncated_rate", "!seq_len_truncated_rate",
+    "!zero_weight_rate", "!failed_rate",
+)  # fmt: skip
+"""What progress displays show of the training stats; metrics.jsonl has them all."""
+
+
+# --- episodes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeSetup:
+    """What episodes of an env with a policy need."""
+
+    env: EnvSettings
+    factory: EnvFactory
+    client: ChatClient
+    """What answers the agents."""
+    make_protocol: Callable[[ChatClient], InteractionProtocol]
+    """A new one, with new agents, for each episode."""
+    max_steps: int
+    player: str | None = None
+    """Name of the model, as a part of every request: a file of episodes is then never taken for another model's."""
+    engines: dict[str, RolloutEngine] = field(default_factory=dict)
+    """Every engine that was made, by what it is for; `activity` asks them what they are playing."""
+
+    def engine(
+        self,
+        *,
+        jsonl_path: Path | None = None,
+        resume: bool = False,
+        seed: int = 0,
+        max_failed_share: float = 0.5,
+        purpose: str = "playing",
+    ) -> RolloutEngine:
+        """A new rollout engine; `purpose` is its name in `activity`."""
+        self.engines[purpose] = RolloutEngine(
+            env_registry={} if self.env.id in registry.envs else {self.env.id: self.factory.factory},
+            protocol_registry={PROTOCOL: lambda model=None: self.make_protocol(self.client)},
+            jsonl_path=jsonl_path,
+            resume=resume,
+            seed=seed,
+            episode_timeout_s=self.env.episode_timeout or None,
+            env_timeout_s=self.env.env_timeout or None,
+            max_failed_share=max_failed_share,
+        )
+        return self.engines[purpose]
+
+    def activity(self) -> str:
+        """What is being played now, for displays; empty when nothing is."""
+        return "; ".join(
+            f"{purpose} {progress}"
+            for purpose, engine in self.engines.items()
+            if (progress := engine.progress) is not None
+        )
+
+    def request(self, inference: InferenceSpec, sample: Any = None, **facts: Any) -> RolloutRequest:
+        return RolloutRequest(
+            env=EnvSpec(self.env.id, env_arguments(self.env, sample)),
+            protocol=ProtocolSpec(PROTOCOL, {} if self.player is None else {"model": self.player}),
+            inference=inference,
+            **facts,
+        )
+
+
+def env_arguments(env: EnvSettings, sample: Any = None) -> dict[str, Any]:
+    return dict(env.set) if sample is None else {"sample": sample, **env.set}
+
+
+def train_samples(run: ResolvedRun) -> Sequence[Any] | None:
+    if run.parts.samples is not None:
+        return run.parts.samples
+    return None if run.config.env.data is None else read_samples(run.config.env.data)
+
+
+def eval_samples(run: ResolvedRun) -> Sequence[Any] | None:
+    if run.parts.eval_samples is not None:
+        return run.parts.eval_samples
+    data = run.config.eval.eval_data
+    return None if data is None else read_samples(data, "--eval-data")
+
+
+def first_env(run: ResolvedRun) -> AnyEnv:
+    """One env of the run, about the first sample: mistakes in it, or in the data, are named here."""
+    samples = train_samples(run)
+    return run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
+
+
+def make_episode_setup(
+    env: EnvSettings,
+    agent: AgentSettings,
+    factory: EnvFactory,
+    client: ChatClient,
+    template: ChatTemplate,
+    model: str,
+    parts: Parts | None = None,
+) -> EpisodeSetup:
+    """`env` and `agent` are resolved: nothing in them is left open. Copies of the agent play an env with several roles."""
+    parts = parts or Parts()
+    sample = parts.samples[0] if parts.samples else None if env.data is None else read_samples(env.data)[0]
+    made = factory.make(env_arguments(env, sample))
+    make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts)
+    make_protocol(client)  # a wrong name or argument is found now, not in the first episode
+    return EpisodeSetup(
+        env=env, factory=factory, client=client, make_protocol=make_protocol, max_steps=env.max_steps or 1
+    )
+
+
+def protocol_factory(
+    agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
+) -> Callable[[ChatClient], InteractionProtocol]:
+    make_agent = agent_factory(agent, template, model, parts)
+    if len(agent_ids) == 1:
+        return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
+    if agent.unreadable == "stop":
+        raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
+    return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
+
+
+def agent_factory(
+    agent: AgentSettings, template: ChatTemplate, model: str, parts: Parts | None = None
+) -> Callable[[ChatClient], Agent]:
+    """Makes a new agent, with a new context, for each episode."""
+    parts = parts or Parts()
+    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
+    arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
+    for scope in ("tools", "external_tools"):
+        if scope in arguments:
+            arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
+    if parts.tools:
+        arguments["tools"] = [*arguments.get("tools", ()), *parts.tools]
+    if agent.cut_off == "read":
+        arguments["reject_incomplete_completions"] = False
+
+    def make_agent(client: ChatClient) -> Agent:
+        make_context = parts.context or partial(registry.contexts.make, agent.context)
+        context = make_context(system_prompt=agent.system_prompt, **agent.context_set)
+        agent_class = parts.agent or partial(registry.agents.make, agent.agent or "agent")
+        made: Agent = agent_class(
+            client=client,
+            model=model,
+            ctx=context,
+            parser=parser,
+            chat_template=template,
+            **arguments,
+        )
+        if not isinstance(made, Agent):
+            raise ConfigError(
+                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
+            )
+        return made
+
+    return make_agent
+
+
+# --- requests --------------------------------------------------------------------------------------------------
+
+_EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS = 101, 102
+
+
+def train_requests(run: ResolvedRun, setup: EpisodeSetup, seed: int | None = None) -> RequestsFn:
+    """The tasks of one update: the next samples of the data, or new seeds (which strategy and engine give out)."""
+    inference = InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl())
+    samples = train_samples(run)
+    if samples is None:
+        return lambda: [setup.request(inference)] * run.num_groups
+    return make_dataset_sequence_requests_fn(
+        samples,
+        batch_size=run.num_groups,
+        env_kind=run.config.env.id,
+        protocol_kind=PROTOCOL,
+        inference=inference,
+        env_kwargs_fn=partial(env_arguments, run.config.env),
+        shuffle=True,
+        rng_seed=run.seed if seed is None else seed,
+    )
+
+
+def request_strategy(run: ResolvedRun, seed: int) -> RequestStrategy:
+    return GRPORequestStrategy(run.group_size, seed=seed) if run.group_size > 1 else IdentityStrategy()
+
+
+def fixed_requests(
+    setup: EpisodeSetup,
+    num_episodes: int,
+    inference: InferenceSpec,
+    *,
+    samples: Sequence[Any] | None = None,
+    seed: int = 0,
+) -> list[RolloutRequest]:
+    """The same tasks every time: the first samples, or seeds that training does not use."""
+    tasks = [None] * num_episodes if samples is None else samples[:num_episodes]
+    return [
+        setup.request(
+            inference,
+            sample,
+            env_seed=derive_seed(seed, _EVAL_ENV_SEEDS, index),
+            sampling_seed=derive_seed(seed, _EVAL_SAMPLING_SEEDS, index),
+            meta={"sample_index": index},
+        )
+        for index, sample in enumerate(tasks)
+    ]
+
+
+# --- training --------------------------------------------------------------------------------------------------
+
+
+def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
+    """The algorithm that was handed in or named, with the group size if it takes one, the reduction, and a given loss."""
+    from ludic.training import RLAlgorithm
+
+    config, given = run.config.algo, run.parts.algorithm
+    if given is None:
+        arguments = dict(config.algo_set)
+        if "group_size" in inspect.signature(registry.algorithms.spec(config.algo).load()).parameters:
+            arguments.setdefault("group_size", run.group_size)
+        if config.reduction is not None:
+            arguments["reduction"] = config.reduction
+        given = registry.algorithms.make(config.algo, **arguments)
+    if not isinstance(given, RLAlgorithm):
+        raise ConfigError(
+            f"algo = {config.algo!r} gives a {type(given).__name__}; it must return an RLAlgorithm, as make_grpo() does."
+        )
+    return given if run.parts.loss is None else replace(given, loss=run.parts.loss)
+
+
+def make_source(
+    run: ResolvedRun, setup: EpisodeSetup, algorithm: RLAlgorithm, *, jsonl_path: Path | None
+) -> RolloutBatchSource:
+    """Fresh rollouts by the engine of this run."""
+    rollouts = run.config.rollouts
+    return RolloutBatchSource(
+        setup.engine(jsonl_path=jsonl_path, seed=run.seed, max_failed_share=rollouts.max_failed_share),
+        requests_fn=train_requests(run, setup),
+        strategy=request_strategy(run, run.seed),
+        algorithm=algorithm,
+        max_steps=run.max_steps,
+        concurrency=rollouts.concurrency,
+    )
+
+
+def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
+    """The same tasks at every evaluation."""
+    samples = eval_samples(run)
+    inference = InferenceSpec(sampling=run.eval_sampling, return_=ReturnSpec.for_eval())
+    requests = fixed_requests(setup, run.config.eval.eval_episodes, inference, samples=samples, seed=run.seed)
+    env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
+    max_failed_share = run.config.rollouts.max_failed_share
+    return EngineEvaluator(
+        setup.engine(seed=run.seed, max_failed_share=max_failed_share, purpose="evaluating"),
+        requests_fn=lambda: requests,
+        max_steps=run.max_steps,
+        timeout_s=run.trainer.eval_timeout_s,
+        concurrency=run.trainer.eval_concurrency,
+        grading=Grading(success_reward=env.full_reward),
+    )
+
+
+Status = Callable[[], str]
+"""A line about how things stand, made on demand."""
+
+
+def make_loggers(run: ResolvedRun, status: Status | None = None) -> TeeLogger:
+    """metrics.jsonl in any case, and what was asked for; a console also shows the status line, if there is one."""
+    made: list[TrainingLogger] = [JSONLLogger(run.folder / METRICS), *run.parts.loggers]
+    for name in run.config.run.logger:
+        if name == "rich":
+            made.append(RichLiveLogger(keys=SHOWN, total_steps=run.steps, status=status))
+        elif name == "print":
+            made.append(PrintLogger(keys=SHOWN, status=status))
+        elif name == "tensorboard":
+            made.append(TensorBoardLogger(run.folder / "events"))
+        elif name == "wandb":
+            identity = {"id": wandb_id(run.folder), "resume": "allow"}
+            made.append(WandbLogger(identity, name=run.folder.name, config=values_of(run.config), dir=run.folder))
+    return TeeLogger(*made)

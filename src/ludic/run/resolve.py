@@ -1,0 +1,279 @@
+"""From settings as written to a run with nothing left open: defaults filled in, everything checked that needs no weights."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ludic import registry
+from ludic.catalog import Suggested
+from ludic.run.config import CHECKPOINTS, DEFAULT_MAX_LAG, AlgoSettings, Averaging, RunConfig
+from ludic.run.env import EnvFactory
+from ludic.run.settings import values_of, with_values
+from ludic.training.config import CheckpointConfig, TrainerConfig
+from ludic.types import ConfigError, SamplingParams, TrainingLogger, shown_url
+
+if TYPE_CHECKING:
+    from ludic.agents import Agent
+    from ludic.models.loading import LoadedModel
+    from ludic.parsers import Parser
+    from ludic.training import RLAlgorithm
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Objects that were handed in instead of names. None, or empty: the name in the settings decides."""
+
+    agent: "Callable[..., Agent] | None" = None
+    """Called with client, model, ctx, parser, chat_template and the arguments of the settings for every episode."""
+    context: Callable[..., Any] | None = None
+    parser: "Parser | None" = None
+    tools: Sequence[Any] = ()
+    algorithm: "RLAlgorithm | None" = None
+    loss: Any = None
+    """Replaces the algorithm's."""
+    model: "LoadedModel | None" = None
+    samples: Sequence[Any] | None = None
+    """For envs that ask about samples: instead of a file."""
+    eval_samples: Sequence[Any] | None = None
+    loggers: Sequence[TrainingLogger] = ()
+    """Beside those of the settings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedRun:
+    """A run with nothing left open: what each of its parts is built from."""
+
+    config: RunConfig
+    """The settings with every default filled in, as they are written to config.toml."""
+    env: EnvFactory
+    parts: Parts = field(default_factory=Parts)
+    folder: Path
+    group_size: int
+    max_steps: int
+    """Turns of an episode."""
+    max_lag: int
+    queue_key: str
+    max_waiting: int
+    sampling: SamplingParams
+    """For training; `eval_sampling` for evaluation."""
+    eval_sampling: SamplingParams
+    trainer: TrainerConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def num_groups(self) -> int:
+        """Tasks per update."""
+        return self.config.rollouts.rollouts_per_update // self.group_size
+
+    @property
+    def steps(self) -> int:
+        return self.config.train.steps
+
+    @property
+    def seed(self) -> int:
+        return self.trainer.seed
+
+
+def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
+    """Fill in every default and check the settings as a whole. Nothing is loaded and nothing is written."""
+    parts = parts or Parts()
+    filled = resolve_play(config, env.suggested)
+    size = _group_size(config.algo, parts)
+    name = config.run.name or default_name(config)
+    filled = with_values(filled, {"group_size": size, "reduction": _reduction(config.algo, parts), "name": name})
+    lag, num_groups = config.rollouts.max_lag, config.rollouts.rollouts_per_update // size
+    max_lag = (DEFAULT_MAX_LAG if config.is_pipeline else 0) if lag is None else lag
+    queue_key = config.pipeline.queue_key or f"ludic:{name}"
+    max_waiting = config.pipeline.max_waiting or max(64, 4 * num_groups)
+    filled = with_values(filled, {"max_lag": max_lag})
+    if config.is_pipeline:
+        filled = with_values(filled, {"queue_key": queue_key, "max_waiting": max_waiting})
+    _check_temperature(filled)
+    _check_groups(filled, size)
+    _check_engine(filled)
+    _check_lengths(filled)
+    _check_data(filled, env, parts)
+    folder = config.run.runs / name
+    max_tokens, max_steps = filled.agent.max_tokens or 1, filled.env.max_steps or 1
+    return ResolvedRun(
+        config=filled,
+        env=env,
+        parts=parts,
+        folder=folder,
+        group_size=size,
+        max_steps=max_steps,
+        max_lag=max_lag,
+        queue_key=queue_key,
+        max_waiting=max_waiting,
+        sampling=replace(config.sampling, max_tokens=max_tokens),
+        eval_sampling=SamplingParams(temperature=config.eval.eval_temperature, max_tokens=max_tokens),
+        trainer=_trainer_config(filled, max_lag, max_steps),
+        checkpoint=replace(config.checkpoint, output_dir=folder / CHECKPOINTS),
+    )
+
+
+def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerConfig:
+    trainer, schedule = config.trainer, config.trainer.lr_schedule
+    end = config.train.steps if schedule is None else max(config.train.steps, schedule.warmup_steps + 1)
+    return replace(
+        trainer,
+        lr_schedule=None if schedule is None else replace(schedule, total_steps=end),
+        # In a pipeline the source drops samples that are too old, by whole groups; the trainer would drop single ones.
+        max_lag=None if config.is_pipeline else max_lag or None,
+        eval_max_steps=max_steps,
+    )
+
+
+def resolve_play(config: T, suggested: Suggested) -> T:
+    """The config with the agent, parser, turns and tokens that the env suggests, where none were given."""
+    given = values_of(config)
+    agent_set = suggested.agent_args if given["agent"] is None else {}
+    parser_set = suggested.parser_args if given["parser"] is None else {}
+    max_tokens = given["max_tokens"] or suggested.max_tokens
+    agent = "react" if given["tools"] and suggested.agent == "agent" else suggested.agent
+    return with_values(
+        config,
+        {
+            "agent": given["agent"] or agent,
+            "agent_set": {**agent_set, **given["agent_set"]},
+            "parser": given["parser"] or suggested.parser,
+            "parser_set": {**parser_set, **given["parser_set"]},
+            "max_steps": given["max_steps"] or suggested.max_steps,
+            "max_tokens": max_tokens,
+            # One token has no room for an end.
+            "cut_off": given["cut_off"] or ("read" if max_tokens == 1 else suggested.cut_off),
+            "unreadable": given["unreadable"] or suggested.unreadable,
+        },
+    )
+
+
+def _check_engine(config: RunConfig) -> None:
+    rollouts = config.rollouts
+    if config.algo.teacher is not None and config.is_pipeline:
+        raise ConfigError(
+            "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "
+            "(TeacherAnnotatedBatchSource)."
+        )
+    if config.pipeline.redis and not config.is_pipeline:
+        raise ConfigError(f"redis is for engine = 'pipeline', but the engine is {rollouts.engine!r}.")
+    if rollouts.server and not config.samples_on_vllm:
+        servers = ", ".join(map(shown_url, rollouts.server))
+        who = "actor_engine" if config.is_pipeline else "engine"
+        what = config.pipeline.actor_engine if config.is_pipeline else rollouts.engine
+        raise ConfigError(f"server = {servers} is for {who} = 'vllm', but the {who.replace('_', ' ')} is {what!r}.")
+    if rollouts.push == "adapter" and rollouts.engine != "vllm":
+        raise ConfigError(f"push = 'adapter' is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
+    if config.trainer.eval_in_background and config.samples_on_vllm:
+        raise ConfigError(
+            "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "
+            "and they change with every update. Evaluate without it."
+        )
+
+
+def _group_size(algo: AlgoSettings, parts: Parts) -> int:
+    if algo.algo == "sft":
+        raise ConfigError(
+            "algo = 'sft' imitates recorded rollouts, but a run plays its own. See examples/tic_tac_toe for supervised "
+            "fine-tuning on a file."
+        )
+    if algo.group_size is not None:
+        return algo.group_size
+    if parts.algorithm is not None:
+        return int(getattr(parts.algorithm.credit_assigner, "group_size", None) or 1)
+    factory = registry.algorithms.spec(algo.algo).load()
+    return 8 if "group_size" in inspect.signature(factory).parameters else 1
+
+
+def _reduction(algo: AlgoSettings, parts: Parts) -> Averaging | None:
+    """A token mean where the algorithm leaves it open: a sum grows with replies, and max_grad_norm would cut every step.
+
+    Within a batch the two differ by one factor, so the direction stays that of the sum.
+    """
+    if parts.algorithm is not None:
+        return None
+    reduction = inspect.signature(registry.algorithms.spec(algo.algo).load()).parameters.get("reduction")
+    if algo.reduction is not None:
+        if reduction is None:
+            raise ConfigError(
+                f"reduction = {algo.reduction!r} is for algorithms that leave it open, such as grpo; {algo.algo} takes a mean "
+                "by its own rule (docs/algorithms)."
+            )
+        return algo.reduction
+    is_open = reduction is not None and reduction.default is None
+    return "token_mean" if is_open and not algo.algo_set.keys() & _SAYS_THE_REDUCTION else None
+
+
+_SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
+"""Arguments of an algorithm that decide it."""
+
+
+def default_name(config: RunConfig) -> str:
+    """Env, model and algorithm, as far as they can stand in the name of a folder."""
+    env = config.env.id.rpartition(":")[2].rpartition("/")[2]
+    model = Path(config.model.model).name.removesuffix(".gguf")
+    return slug(f"{env}-{model}-{config.algo.algo.rpartition(':')[2]}")
+
+
+def slug(text: str) -> str:
+    """What can stand in the name of a file."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
+
+
+def _check_temperature(config: RunConfig) -> None:
+    if config.sampling.temperature == 0:
+        raise ConfigError(
+            "temperature = 0 always takes the likeliest token: all rollouts of a task are the same, and there is nothing to learn "
+            "from. Give --temperature above 0, usually 1; --eval-temperature may be 0."
+        )
+
+
+def _check_groups(config: RunConfig, size: int) -> None:
+    total = config.rollouts.rollouts_per_update
+    if total % size:
+        below = total // size * size
+        near = f"{below} or {below + size}" if below else str(size)
+        raise ConfigError(
+            f"rollouts_per_update = {total} is not a multiple of group_size = {size}: the last group would be incomplete. "
+            f"Take {near}, or another group size."
+        )
+
+
+def _check_lengths(config: RunConfig) -> None:
+    train, schedule = config.trainer, config.trainer.lr_schedule
+    if config.agent.max_tokens is not None and config.agent.max_tokens >= train.max_seq_len:
+        raise ConfigError(
+            f"max_tokens = {config.agent.max_tokens} leaves no room for a prompt in max_seq_len = {train.max_seq_len}. "
+            "Raise --max-seq-len or lower --max-tokens."
+        )
+    if schedule is not None and schedule.kind != "constant" and schedule.warmup_steps >= config.train.steps:
+        raise ConfigError(
+            f"warmup_steps = {schedule.warmup_steps} leaves none of the {config.train.steps} steps after it."
+        )
+
+
+def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
+    if parts.samples is None:
+        check_data(env, config.env.data, config.env.set, "--data")
+    has_questions = config.eval.eval_data is not None or parts.eval_samples is not None or "sample" in config.env.set
+    if config.is_evaluated and env.takes_sample and not has_questions:
+        raise ConfigError(
+            "Evaluation asks questions too: give --eval-data FILE.jsonl, best with samples that are not trained on (the file "
+            "of --data works, and measures something else)."
+        )
+
+
+def check_data(found: EnvFactory, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
+    """A file of samples is given exactly where the env asks about samples."""
+    if data is None and found.takes_sample and "sample" not in arguments:
+        raise ConfigError(
+            f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl with one JSON object per line"
+            + (f" such as {dict(found.example)['sample']!r:.200}" if "sample" in found.example else "")
+            + f", or {flag} hub:NAME:SPLIT."
+        )
+    if data is not None and not found.takes_sample:
+        raise ConfigError(f"{flag} {data} was given, but the env {found.id!r} has no argument `sample` to take it.")

@@ -1,0 +1,336 @@
+"""`Run`: a training run as one object, and `build`, which makes it from settings, from names or from objects.
+
+    run = ludic.run.build(env="gsm8k", data="questions.jsonl", model="smollm2-135m", algo="grpo", lora_rank=16)
+    run.train(steps=100)
+
+The command `ludic train` is the same with flags. Nothing is loaded before the first `train`, `resume` or `evaluate`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ludic.batch_gen import TooManyFailures
+from ludic.batch_gen.pipeline.connection import RedisGone
+from ludic.distributed import WeightPushError
+from ludic.eval import EvalReport
+from ludic.models.loading import LoadedModel
+from ludic.run.config import RunConfig
+from ludic.run.dry_run import plan_lines
+from ludic.run.env import EnvFactory, env_factory, name_of
+from ludic.run.folder import (
+    CONFIG,
+    ResumePoint,
+    how_to_resume,
+    prepare_folder,
+    resume_point,
+    saved_step,
+    write_config,
+)
+from ludic.run.generation import GENERATIONS, Generation
+from ludic.run.model import load_policy, use_threads, with_fixed_checkpoints
+from ludic.run.parts import make_loggers
+from ludic.run.resolve import Parts, ResolvedRun, resolve
+from ludic.run.settings import check_numbers, converted, read_toml, settings_of, with_values
+from ludic.training import TeeLogger, Trainer
+from ludic.training.checkpoint.manager import CheckpointError
+from ludic.training.critic.critic import CriticKind
+from ludic.training.learner.stop import StopSignal, run_sync
+from ludic.types import ConfigError, LudicError, PolicyGone
+
+T = TypeVar("T")
+
+
+class RunFailed(LudicError):
+    """The run cannot go on; the message says from where it can be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """How a call of `train` or `resume` ended."""
+
+    step: int
+    """Updates that are done, of all calls together."""
+    stopped_by: str | None
+    """The signal that stopped it early, or the reason that was given to `trainer.stop`; None if it ran to its end."""
+    seconds: float
+    stats: dict[str, float]
+    """Numbers of the last update."""
+
+
+class Run:
+    """A run: settings, and once it trains or evaluates also model, engine and trainer. `close` frees them.
+
+    Methods may be called from a script and from a notebook, where an event loop runs already; `train_async` is for async code.
+    """
+
+    def __init__(self, resolved: ResolvedRun) -> None:
+        self.resolved = resolved
+        self.trainer: Trainer | None = None
+        self.generation: Generation | None = None
+        self._logger: TeeLogger | None = None
+        self._loaded: LoadedModel
+        self._closing = contextlib.ExitStack()
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def folder(self) -> Path:
+        return self.resolved.folder
+
+    @property
+    def step(self) -> int:
+        """Updates that are done."""
+        return 0 if self.trainer is None else self.trainer.step
+
+    def start(self, *, resume: bool = False) -> ResumePoint:
+        """Where the run would begin; ConfigError if its folder holds another run. Nothing is written."""
+        return resume_point(self.resolved, resume=resume)
+
+    def plan(self, *, resume: bool = False) -> list[str]:
+        """What the run is going to do, in sentences. Most mistakes are found here, without loading weights."""
+        return plan_lines(self.resolved, self.start(resume=resume))
+
+    # --- training ---
+
+    def train(self, steps: int | None = None) -> TrainResult:
+        """Make `steps` more updates; without it, what is left of the settings' `steps`. Saves at the end and on Ctrl-C."""
+        self._prepare(steps, resume=False)
+        return self._sync(self._train())
+
+    def resume(self, steps: int | None = None) -> TrainResult:
+        """Go on with the run in the folder, from its newest checkpoint; `steps` as for `train`."""
+        self._prepare(steps, resume=True)
+        return self._sync(self._train())
+
+    async def train_async(self, steps: int | None = None, *, resume: bool = False) -> TrainResult:
+        """`train` and `resume` for async code."""
+        await asyncio.to_thread(self._prepare, steps, resume=resume)
+        return await self._train()
+
+    async def _train(self) -> TrainResult:
+        trainer, generation = self.trainer, self.generation
+        assert trainer is not None and generation is not None, "_prepare makes them"
+        began = time.perf_counter()
+        with self._explained():
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(_cancelled, asyncio.create_task(self._show_activity()))
+                await stack.enter_async_context(generation.sampling())
+                stats = await trainer.train(self.resolved.steps - trainer.step)
+        return TrainResult(
+            step=trainer.step,
+            stopped_by=trainer.stop.reason if trainer.stop.is_set else None,
+            seconds=time.perf_counter() - began,
+            stats=stats,
+        )
+
+    # --- evaluation ---
+
+    def evaluate(self) -> EvalReport:
+        """Evaluate the current weights on the run's evaluation tasks (`eval_episodes`, `eval_data`, `eval_temperature`).
+
+        Before the first update these are the weights that the run begins with; nothing is written to the run folder.
+        """
+        return self._sync(self._generation(ResumePoint()).evaluate())
+
+    async def evaluate_async(self) -> EvalReport:
+        """`evaluate` for async code."""
+        return await (await asyncio.to_thread(self._generation, ResumePoint())).evaluate()
+
+    # --- life ---
+
+    def close(self) -> None:
+        """Free the model, end the engine, the servers and the loggers. The run folder stays; `resume` works on a new Run."""
+        self._closing.close()
+        self.trainer = self.generation = self._logger = None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> "Run":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # --- parts ---
+
+    def _sync(self, work: Coroutine[Any, Any, T]) -> T:
+        return run_sync(work, stop=lambda: StopSignal() if self.trainer is None else self.trainer.stop)
+
+    def _prepare(self, steps: int | None, *, resume: bool) -> None:
+        """Check, load and connect everything that training needs; once it is there, only the number of steps changes."""
+        if steps is not None:
+            done = self.step if self.trainer is not None else saved_step(self.folder) if resume else 0
+            self._set_steps(done + steps)
+        if self.trainer is not None:
+            return
+        run, start = self.resolved, self.start(resume=resume)
+        generation = self._generation(start)
+        prepare_folder(run, start)
+        generation.begin(resume=resume, first_step=start.first_step)
+        self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, generation.status)))
+        with self._explained():
+            self.trainer = Trainer(
+                model=self._loaded.model,
+                critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
+                algo=generation.algorithm,
+                batch_source=generation.source,
+                cfg=run.trainer,
+                publisher=generation.publisher,
+                checkpoint_config=run.checkpoint,
+                resume_from=None if start.checkpoint is None else str(start.checkpoint),
+                train_logger=self._logger,
+                evaluator=generation.evaluator() if run.config.is_evaluated else None,
+                teacher=generation.teacher,
+                tokenizer=self._loaded.tokenizer,
+            )
+
+    def _generation(self, start: ResumePoint) -> Generation:
+        if self.generation is None:
+            kind = GENERATIONS[self.config.rollouts.engine]
+            kind.check(self.resolved)  # what is wrong is named before a large model is loaded
+            use_threads(self.config.model)
+            self._loaded = self._load(start)
+            self.generation = kind(self.resolved, self._loaded, start)
+            self._closing.callback(self.generation.close)
+        return self.generation
+
+    def _set_steps(self, steps: int) -> None:
+        """`steps` updates in all. A schedule that ends elsewhere would be another one from the first step on."""
+        schedule, is_running = self.config.trainer.lr_schedule, self.trainer is not None
+        if is_running and schedule is not None and schedule.kind != "constant" and steps != self.resolved.steps:
+            raise ConfigError(
+                f"schedule = {schedule.kind!r} ends at step {self.resolved.steps}, so {steps} steps are another run. Give all "
+                "steps in the first call, or schedule = 'constant'."
+            )
+        config = with_values(self.config, {"steps": steps})
+        self.resolved = resolve(config, self.resolved.env, self.resolved.parts)
+        if is_running:
+            write_config(self.resolved)
+
+    def _load(self, start: ResumePoint) -> LoadedModel:
+        settings = self.config.model
+        if start.first_step and not settings.lora_rank:
+            settings = replace(
+                settings, fork_from=None
+            )  # the checkpoint holds all weights; the fork may be gone by now
+        return load_policy(settings, seed=self.resolved.seed, given=self.resolved.parts.model)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """RunFailed, with how to resume, for what a later try may not meet."""
+        try:
+            yield
+        except (RedisGone, FloatingPointError):  # an OSError and a PolicyGone, too, but callers treat them differently
+            raise
+        except (CheckpointError, OSError, PolicyGone, TooManyFailures, WeightPushError) as error:
+            raise RunFailed(f"{error} To go on: {how_to_resume(self.resolved)}") from error
+
+    async def _show_activity(self) -> None:
+        """Show what is being played, every second: the first update can take minutes."""
+        while self.generation is not None and self._logger is not None:
+            await asyncio.sleep(1.0)
+            self._logger.show_activity(self.generation.activity() or "updating or saving the weights")
+
+
+async def _cancelled(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+# --- making a run ----------------------------------------------------------------------------------------------
+
+
+def build(
+    config: RunConfig | None = None,
+    *,
+    env: str | Callable[..., Any] | None = None,
+    agent: str | Callable[..., Any] | None = None,
+    context: str | Callable[..., Any] | None = None,
+    parser: str | Callable[[str], Any] | None = None,
+    tools: Sequence[Any] = (),
+    algo: Any = None,
+    loss: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    data: str | Path | Sequence[Any] | None = None,
+    eval_data: str | Path | Sequence[Any] | None = None,
+    logger: Any = None,
+    **settings: Any,
+) -> Run:
+    """A run from a config, from settings by name (every flag of `ludic train`, with underscores), or from both: settings win.
+
+    env, agent, context, parser, tools, algo, model and logger take a name or an object: an env class, an agent class, a
+    parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
+    replaces the algorithm's. data and eval_data take a file or a list of samples. Settings are checked here; weights are
+    loaded when the run trains or evaluates.
+    """
+    config = config or RunConfig()
+    values, objects = dict(settings), dict[str, Any]()
+    for name, part, given in (
+        ("agent", "agent", agent),
+        ("context", "context", context),
+        ("parser", "parser", parser),
+        ("algo", "algorithm", algo),
+    ):
+        if isinstance(given, str):
+            values[name] = given
+        elif given is not None:
+            values[name], objects[part] = name_of(given), given
+    values["tools"] = (*config.agent.tools, *(tool for tool in tools if isinstance(tool, str)))
+    objects["tools"] = tuple(tool for tool in tools if not isinstance(tool, str))
+    for name, part, given in (("data", "samples", data), ("eval_data", "eval_samples", eval_data)):
+        if isinstance(given, (str, Path)):
+            values[name] = Path(given)
+        elif given is not None:
+            objects[part] = list(given)
+    if logger is not None:
+        given_loggers = (logger,) if isinstance(logger, str) or not isinstance(logger, Sequence) else tuple(logger)
+        values["logger"] = tuple(each for each in given_loggers if isinstance(each, str))
+        objects["loggers"] = tuple(each for each in given_loggers if not isinstance(each, str))
+    if isinstance(model, (str, Path)):
+        values["model"] = str(model)
+    elif model is not None:
+        objects["model"] = _as_loaded(model, tokenizer)
+        values["model"] = objects["model"].name
+    factory = _factory(config, env)
+    values["id"] = factory.id
+    kinds = {setting.name: setting.kind for setting in settings_of(RunConfig)}
+    checked = {name: converted(value, kinds[name], name) if name in kinds else value for name, value in values.items()}
+    check_numbers(checked)
+    config = with_values(config, checked)
+    return Run(resolve(with_fixed_checkpoints(config), factory, Parts(**objects, loss=loss)))
+
+
+def load(folder: str | Path, *, env: str | Callable[..., Any] | None = None, **settings: Any) -> Run:
+    """The run in a folder, to be resumed or evaluated; `env` and settings as for `build`."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no run: there is no {path}.")
+    return build(read_toml(RunConfig, path), env=env, **settings)
+
+
+def _factory(config: RunConfig, env: str | Callable[..., Any] | EnvFactory | None) -> EnvFactory:
+    if isinstance(env, EnvFactory):
+        return env
+    if env is None and not config.env.id:
+        raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
+    return env_factory(env or config.env.id)
+
+
+def _as_loaded(model: Any, tokenizer: Any) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    if tokenizer is None:
+        raise ConfigError(f"model is a {type(model).__name__}; give its tokenizer, too: build(model=…, tokenizer=…).")
+    return LoadedModel(model, tokenizer, type(model).__name__)

@@ -128,15 +128,15 @@ def _killed(run: Run, ranks: Ranks, folder: Path) -> Trainer:
     (folder / f"resumed-{ranks.rank}-{os.environ['TORCHELASTIC_RESTART_COUNT']}").write_text(str(trainer.step))
     ranks.barrier()
     if ranks.rank == 1 and not is_again:
-        plain = trainer._update
+        plain = trainer.learner.update
 
-        def killed_update(share: Any) -> Any:
-            if trainer.step == 3:
+        def killed_update(step: int, *args: Any) -> Any:
+            if step == 3:
                 (folder / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            return plain(share)
+            return plain(step, *args)
 
-        trainer._update = killed_update  # type: ignore[method-assign]
+        trainer.learner.update = killed_update  # type: ignore[method-assign]
     return trainer
 
 

@@ -33,9 +33,10 @@ _NAMES_BY_MODULE = {
     "make_rft mix_objectives Objective make_spo "
     "make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.critic.gae": "TokenGAE TurnGAE",
-    "ludic.training.trainer": "Trainer",
+    "ludic.training.trainer": "Trainer TrainingLoop",
+    "ludic.training.learner.interface": "Learner",
     "ludic.training.multi_policy": "train_policies common_step",
-    "ludic.tinker.trainer": "TinkerTrainer",
+    "ludic.tinker.learner": "TinkerTrainer",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint.manager": "CheckpointConfig CheckpointManager",
     "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",

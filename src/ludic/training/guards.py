@@ -24,7 +24,7 @@ def check_model(model: Any) -> list[str]:
         found.append(f"The adapter is inactive: {problem}. Nothing would be learned.")
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         found.append("No parameter of the model requires a gradient. Nothing would be learned.")
-    return _warned(found)
+    return _warn(found)
 
 
 def require_finite(check: FiniteCheck, ranks: Ranks, what: str, advice: str) -> None:
@@ -52,7 +52,7 @@ def check_masks(items: Sequence[SAWItem], tokenizer: Any = None) -> list[str]:
         num_actions,
         _shown(first, tokenizer),
     )
-    return _warned(found)
+    return _warn(found)
 
 
 def _shown(item: SAWItem, tokenizer: Any) -> str:
@@ -65,7 +65,7 @@ def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
     difference = stats.get("logp_difference_abs")
     if difference is None or difference <= tolerance:
         return []
-    return _warned(
+    return _warn(
         [
             f"Sampler and trainer disagree: on the first batch, before any update, log-probs differ by {difference:.3f} nats per "
             f"token on average (more than parity_tolerance={tolerance}). Usual causes: another precision, a sampling "
@@ -119,7 +119,7 @@ def _likely_cause(idle: Sequence[Mapping[str, Any]]) -> str:
     return "Weights were not zero, so the loss dropped every sample: look at clipping, corrections and masks in metrics.jsonl."
 
 
-def _warned(messages: list[str]) -> list[str]:
+def _warn(messages: list[str]) -> list[str]:
     for message in messages:
         logger.warning(message)
     return messages

@@ -1,7 +1,7 @@
 """`train_policies`: the trainers of one run step by step together, each with its own optimizer, versions and checkpoints.
 
-One round is one step of every trainer, in order; the first that asks has the episodes played (`SharedRollouts`). A wish to
-stop is heard before a round is trained on, never in the middle of it: all trainers end, and are saved, at one step.
+One round is one step of every trainer, in order; the first that asks has the episodes played (`SharedRollouts`). A request
+to stop takes effect before a round is trained on, never in the middle of it: all trainers end, and are saved, at one step.
 """
 
 import logging
@@ -36,7 +36,7 @@ async def train_policies(
     if first.step and isinstance(train_logger, Resumable):
         train_logger.resume(first.step)
     stats: dict[str, float] = {}
-    with stop.listening():
+    with stop.catch_signals():
         first.stop = stop  # it is the one that waits for episodes; the others finish the round
         while (end is None or first.step < end) and not stop.is_set:
             try:
@@ -88,7 +88,7 @@ def _check(trainers: Mapping[str, Trainer]) -> None:
             f"The trainers are at different steps: {steps}. Resume all from one that they all have: resume_from=common_step(…)."
         )
     for name, trainer in trainers.items():
-        if trainer.ranks.world_size > 1:
+        if not trainer.learner.is_alone:
             raise ConfigError(f"The trainer of {name!r} has several ranks, which train_policies cannot keep in step.")
         if trainer.cfg.eval_at_start or trainer.cfg.eval_every_n_steps:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 A prompt's rewards are counted as a Beta distribution counts successes and failures. Before a new reward is added, the old
 counts shrink by rho, the more the further the policy has moved since the prompt was last seen (SPO, arXiv 2509.13232).
-Whoever trains says how far each update moved the policy (`notify_drift`); whoever chooses prompts may ask how well they go.
+The trainer reports how far each update moved the policy (`notify_drift`); a curriculum reads the values to choose prompts.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class _Belief:
 
 
 class BetaValueTracker:
-    """One value per prompt, under a key that names it for ever."""
+    """One value per prompt, under a key that never changes."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from ludic.training.learner.rank_batches import (
     PreparedBatch,
     RankStop,
     StopKind,
-    recredited,
+    credit_over_ranks,
     scatter_batch,
 )
 from ludic.training.learner.stop import StopRequested
@@ -87,7 +87,7 @@ def dealing(ranks: ProcessRanks) -> None:
     share = scatter_batch(ranks, own, lambda whole: {"num": float(len(whole.items)), **whole.counts})
     assert share.facts.num_items == 5 and share.stats == {"num": 5.0, "num_stale": 3.0}
     assert ranks.sum(len(share.items)) == 5
-    again, facts = recredited(ranks, share.items, lambda all_items: all_items)
+    again, facts = credit_over_ranks(ranks, share.items, lambda all_items: all_items)
     assert [(item.meta, item.origin) for item in again] == [(item.meta, item.origin) for item in share.items]
     assert (facts.num_items, facts.num_tokens) == (share.facts.num_items, share.facts.num_tokens)
     assert facts.weight_std == pytest.approx(share.facts.weight_std)

@@ -265,7 +265,7 @@ def test_wishes_that_do_not_fit_are_named():
         hand_trainer(cfg={"critic_lr": 0.1})
     with pytest.raises(ConfigError, match="knows 100 tokens and the policy 264"):
         hand_trainer(algo=algo("separate"), critic=tiny_llama(vocab_size=100))
-    with pytest.raises(ConfigError, match="not there for a policy spread over ranks"):
+    with pytest.raises(ConfigError, match="not supported for a policy spread over ranks"):
         policy, critic = hand_trainer().policy, tiny_llama(seed=7)
         make_critic(critic, algo("separate"), policy, TrainerConfig(), is_spread=True, recomputes=False)
     with pytest.raises(ConfigError, match="there are tokens, turns"):

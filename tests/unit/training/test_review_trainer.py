@@ -131,7 +131,7 @@ async def test_signal_handlers_that_were_there_are_given_back():
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
         mine = signal.getsignal(signal.SIGTERM)
-        with StopSignal().listening():
+        with StopSignal().catch_signals():
             assert signal.getsignal(signal.SIGTERM) is not mine
         assert signal.getsignal(signal.SIGTERM) is mine and signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
     finally:
@@ -143,7 +143,7 @@ async def test_a_repeated_signal_is_the_same_wish_and_a_later_one_interrupts(mon
     now = 100.0
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))  # and not the clock of asyncio
     stop = StopSignal()
-    with stop.listening():
+    with stop.catch_signals():
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
             now += stopping.SAME_WISH_S / 3
@@ -155,7 +155,7 @@ async def test_a_repeated_signal_is_the_same_wish_and_a_later_one_interrupts(mon
 
 async def test_a_signal_after_the_program_itself_asked_for_the_end_interrupts_nothing():
     stop = StopSignal()
-    with stop.listening():
+    with stop.catch_signals():
         stop.set("enough")
         signal.raise_signal(signal.SIGINT)
     assert stop.is_set

@@ -291,8 +291,8 @@ async def test_a_signal_ends_the_run_with_what_was_learned_kept(fake: FakeTinker
     )
     await asyncio.wait_for(trainer.train(), 20)
     assert trainer.step == 2
-    assert trainer.checkpoints is not None
-    latest = trainer.checkpoints.latest()
+    assert trainer.checkpointer is not None
+    latest = trainer.checkpointer.latest()
     assert latest is not None and latest.name == "step_000002"
     assert [path.split("/")[-1] for path in fake.checkpoints if "/step_" in path] == ["step_000002"]
 
@@ -335,7 +335,7 @@ def test_evaluations_see_the_new_weights_and_sources_hear_what_became_of_their_s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["eval/version"] for line in lines if "eval/version" in line] == [0.0, 2.0]
     assert told == [("version", 0), ("trained", 1, 6), ("version", 1), ("trained", 2, 6), ("version", 2), ("saved", 2)]
-    assert trainer.checkpoints is not None and trainer.checkpoints.best() == tmp_path / "saved" / "step_000002"
+    assert trainer.checkpointer is not None and trainer.checkpointer.best() == tmp_path / "saved" / "step_000002"
 
 
 # --- what is wrong is said ---

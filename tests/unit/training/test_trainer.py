@@ -529,7 +529,7 @@ async def test_a_source_that_keeps_accounts_hears_what_was_trained_and_what_is_s
 async def test_a_step_that_fails_is_not_told_as_trained():
     trainer = hand_trainer(algo=make_sft())
     source = trainer.batch_source = Accounting(random_items([12], vocab=64))
-    trainer._apply_gradients = lambda: (_ for _ in ()).throw(FloatingPointError("nan"))
+    trainer.learner._apply_gradients = lambda step: (_ for _ in ()).throw(FloatingPointError("nan"))
     with pytest.raises(FloatingPointError):
         await trainer.train_step()
     assert source.told == []

@@ -20,9 +20,8 @@ from ludic.training import (
     make_rft,
     make_sft,
 )
-from ludic.training.learner.checks import require_trainable_sampling
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.prepare import prepare
+from ludic.training.learner.prepare import prepare, require_trainable_sampling
 from ludic.training.losses import tokens_from_logits
 from ludic.types import CandidateSets, ConfigError, InferenceSpec, ReturnSpec, SamplingParams, SAWBatch
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, rollout_engine, tiny_llama

@@ -1,4 +1,4 @@
-"""Critics: what is to be expected before each action token, from the policy's own hidden states or from a model of its own.
+"""Critics: what is to be expected before each action token, from the policy's hidden states or from a second model.
 
 How a critic's word becomes weights is said in ludic.training.critic.gae; what its loss is, in ludic.training.losses.value.
 """
@@ -104,12 +104,12 @@ class ModelCritic:
         return [*self._trained().values(), *self.head.parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What is trained of it: with an adapter, the base under it is whoever makes the trainer's to bring again."""
+        """The trained weights. The frozen base under an adapter is not saved: give `Trainer(critic=…)` the same base again."""
         trunk = {name: parameter.detach() for name, parameter in self._trained().items()}
         return {"head": dict(self.head.state_dict()), "trunk": trunk}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _require_same("trunk" not in state, "on the policy's own trunk", has_now="is a model of its own")
+        _require_same("trunk" not in state, "on the policy's own trunk", has_now="is a second model")
         own = self._trained()
         if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in state["trunk"].items()}:
             raise ConfigError(

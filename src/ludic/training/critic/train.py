@@ -1,11 +1,10 @@
-"""The critic's part in a training run: making it, asking it before each update, and how well it knew."""
+"""The critic in a training run: its construction, its values before each update, and how well they matched the returns."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ludic.distributed.ranks import Ranks
 from ludic.distributed.tensor_parallel import is_tensor_parallel
@@ -15,7 +14,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.critic.critic import Critic, CriticKind, HeadCritic, ModelCritic, expected_values
 from ludic.training.learner.gradients import equal_micro_batches
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.rank_batches import RankBatch, recredited
+from ludic.training.learner.rank_batches import RankBatch, credit_over_ranks
 from ludic.training.losses import BatchFacts
 from ludic.types import ConfigError, SAWItem
 
@@ -65,22 +64,14 @@ def _check_wish(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: Train
         return
     if given is None or given is policy.model:
         raise ConfigError(
-            f"{algo.name} has a critic that is a model of its own; give Trainer(critic=model), another one than the policy, such "
+            f"{algo.name} has a critic that is a second model; give Trainer(critic=model), another one than the policy, such "
             "as copy.deepcopy(policy) before training."
         )
     if is_spread:
         raise ConfigError(
-            f"{algo.name} has a critic that is a model of its own, which is not there for a policy spread over ranks. Use "
+            f"{algo.name} has a critic that is a second model, which is not supported for a policy spread over ranks. Use "
             "make_ppo(critic='shared') or 'detached'."
         )
-
-
-def give_own_rate(optimizer: torch.optim.Optimizer, num_of_policy: int, lr: float) -> None:
-    """The critic's weights, which stand behind those of the policy, in a group of their own."""
-    [group] = optimizer.param_groups
-    parameters = group["params"]
-    group["params"] = parameters[:num_of_policy]
-    optimizer.param_groups.append({**group, "params": parameters[num_of_policy:], "lr": lr})
 
 
 def saved_critic(state: Mapping[str, Any], algo_name: str) -> Mapping[str, Any]:
@@ -112,7 +103,7 @@ def with_advantages(
         assert algo.advantages is not None, "make_critic has checked"
         return algo.advantages.credit(items, [_values(item) for item in items])
 
-    return recredited(ranks, expected, credit)
+    return credit_over_ranks(ranks, expected, credit)
 
 
 def _with_values(item: SAWItem, values: np.ndarray) -> SAWItem:

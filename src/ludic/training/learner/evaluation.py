@@ -1,106 +1,71 @@
-"""When a trainer's weights are evaluated, by whom, and what was last found."""
+"""When a trainer's weights are evaluated, and the newest result: in between two steps, or beside the steps that follow."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.types import ConfigError, Evaluator, TakesSnapshots
 
-# ----------------------------------------------------------------------------------------------------
-# An evaluation beside training: at most one at a time, and its errors are not lost.
-# ----------------------------------------------------------------------------------------------------
+Log: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
-class BackgroundEval:
-    """Holds the one evaluation that runs beside the steps of a trainer."""
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[Any] | None = None
-        self._step = 0
-
-    def start(self, step: int, evaluation: Coroutine[Any, Any, Any]) -> None:
-        assert self._task is None, "the evaluation before has to be finished first"
-        self._step, self._task = step, asyncio.create_task(evaluation)
-
-    def is_evaluating(self, step: int) -> bool:
-        return self._task is not None and self._step == step
-
-    def check(self) -> None:
-        """Raise what the evaluation raised, if it has ended so."""
-        if self._task is not None and self._task.done():
-            task, self._task = self._task, None
-            task.result()
-
-    async def finish(self) -> None:
-        """Wait for it; what it raised is raised here."""
-        if self._task is not None:
-            task, self._task = self._task, None
-            try:
-                await task
-            finally:
-                await _ended(task)  # also when it is us who were cancelled
-
-    async def abandon(self) -> None:
-        """Training has failed: nobody waits for the evaluation any more."""
-        if self._task is not None:
-            task, self._task = self._task, None
-            await _ended(task)
-
-
-async def _ended(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # looked at: asyncio need not complain that nobody did
-
-
-Log = Callable[[int, Mapping[str, float]], None]
+def check_evaluation(cfg: TrainerConfig, evaluator: Evaluator | None, *, is_first: bool, shares_weights: bool) -> None:
+    """ConfigError if the settings ask for evaluations that this process cannot make."""
+    if (cfg.eval_at_start or cfg.eval_every_n_steps) and evaluator is None and is_first:
+        raise ConfigError("eval_at_start or eval_every_n_steps is set, but there is no evaluator.")
+    if cfg.eval_in_background and shares_weights and not isinstance(evaluator, TakesSnapshots):
+        raise ConfigError(
+            "eval_in_background=True, but the engine serves the very weights that are trained: they would change in the middle "
+            "of an evaluation. Evaluate on a copy: SnapshotEvaluator(evaluator, EngineSnapshot(engine)), whose agents talk to "
+            "the snapshot."
+        )
 
 
 class Evaluation:
-    """One evaluator, asked now or beside the steps that follow."""
+    """One evaluator, which evaluates at once or in the background."""
 
     def __init__(self, evaluator: Evaluator | None, cfg: TrainerConfig, log: Log) -> None:
         self.evaluator = evaluator
         self._cfg, self._log = cfg, log
-        self.background = BackgroundEval()
+        self.background = BackgroundTask()
         """The evaluation that runs while training goes on."""
         self.last: dict[str, float] = {}
-        """The newest metrics, with the step of the weights they speak of under eval/step."""
+        """The newest metrics, with the step of the evaluated weights under eval/step."""
 
     def is_due(self, step: int) -> bool:
         every = self._cfg.eval_every_n_steps
         return every is not None and every > 0 and step % every == 0
 
-    async def now(self, step: int) -> dict[str, float]:
-        """The metrics of the weights as they are, logged under eval/."""
-        self._take_snapshot(step)
-        return await self._of(step)
-
     async def run(self, step: int, stop: StopSignal) -> None:
+        """Evaluate the weights of this step; in the background, if the settings say so."""
         if not self._cfg.eval_in_background:
             with contextlib.suppress(StopRequested):  # it can take long, and nothing is lost with it
-                await stop.unless(self.now(step))
+                await stop.unless(self.run_now(step))
             return
         await self.background.finish()
         if not stop.is_set:
             self._take_snapshot(step)
-            self.background.start(step, self._of(step))
+            self.background.start(step, self._evaluate(step))
 
-    def found_of(self, step: int) -> dict[str, float]:
-        """What was found of this step's weights; an older evaluation says nothing of them."""
+    async def run_now(self, step: int) -> dict[str, float]:
+        """The metrics of the weights as they are, logged under eval/."""
+        self._take_snapshot(step)
+        return await self._evaluate(step)
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """The metrics of this step's weights; empty if the newest evaluation is of older ones."""
         return self.last if self.last.get("eval/step") == step else {}
 
-    async def wait_for_judgement(self, step: int, best_metric: str | None) -> None:
-        """Which checkpoint is the best may hang on the evaluation of these weights, which may still be running."""
-        if best_metric is not None and best_metric.startswith("eval/") and self.background.is_evaluating(step):
+    async def wait_for_metric(self, step: int, name: str | None) -> None:
+        """If a background evaluation of this step is about to give the metric of this name, wait for it."""
+        if name is not None and name.startswith("eval/") and self.background.is_of(step):
             await self.background.finish()
 
-    async def _of(self, step: int) -> dict[str, float]:
-        """`step` is the version that the evaluator sees; beside training, the trainer's goes on meanwhile."""
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """`step` is the version that the evaluator sees; in the background, the trainer's goes on meanwhile."""
         if self.evaluator is None:
             raise ConfigError("There is no evaluator; give Trainer(evaluator=…).")
         _, metrics = await self.evaluator.eval(
@@ -117,3 +82,47 @@ class Evaluation:
     def _take_snapshot(self, step: int) -> None:
         if isinstance(self.evaluator, TakesSnapshots):
             self.evaluator.take_snapshot(step)
+
+
+class BackgroundTask:
+    """At most one evaluation that runs beside the steps of a trainer; its errors are raised by `check` or `finish`."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        self._step = 0
+
+    def start(self, step: int, evaluation: Coroutine[Any, Any, Any]) -> None:
+        assert self._task is None, "the evaluation before has to be finished first"
+        self._step, self._task = step, asyncio.create_task(evaluation)
+
+    def is_of(self, step: int) -> bool:
+        """Whether an evaluation of this step's weights is running, or has ended and was not looked at."""
+        return self._task is not None and self._step == step
+
+    def check(self) -> None:
+        """Raise the error of an evaluation that has failed."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+
+    async def finish(self) -> None:
+        """Wait for it, and raise its error."""
+        if self._task is not None:
+            task, self._task = self._task, None
+            try:
+                await task
+            finally:
+                await _cancel(task)  # also when the one who waits was cancelled
+
+    async def cancel(self) -> None:
+        """For a training that has failed: end it and drop its result."""
+        if self._task is not None:
+            task, self._task = self._task, None
+            await _cancel(task)
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not log it as never retrieved

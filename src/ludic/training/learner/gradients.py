@@ -6,15 +6,17 @@ does not depend on how the batch was cut, nor on how many ranks share it.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.distributed.fsdp import sync_gradients
+from ludic.distributed.fsdp import is_sharded, sync_gradients
 from ludic.distributed.ranks import OneProcess, Ranks
-from ludic.models.head import EntropyMode
+from ludic.models.head import EntropyMode, plain_model
+from ludic.training.algorithms import RLAlgorithm
+from ludic.training.config import TrainerConfig
 from ludic.training.critic.critic import Critic
 from ludic.training.learner.metrics import MetricSums
 from ludic.training.learner.packing import (
@@ -27,7 +29,7 @@ from ludic.training.learner.packing import (
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.tokens import over_tokens
-from ludic.types import SAWItem, spread_of
+from ludic.types import ConfigError, SAWItem, spread_of
 
 
 class Reference(Protocol):
@@ -66,7 +68,7 @@ def micro_batches(
 def equal_micro_batches(
     policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int, ranks: Ranks, *, padded: bool = False
 ) -> list[list[SAWItem]]:
-    """As many on every rank, or ranks would wait for each other for ever: who has fewer gets some that count for nothing."""
+    """Padded with empty micro-batches, so that every rank runs the same number; otherwise collectives deadlock."""
     bins = micro_batches(policy, items, micro_token_budget, padded=padded)
     return bins + [[PADDING_ITEM]] * (int(ranks.max(len(bins))) - len(bins))
 
@@ -162,6 +164,24 @@ def _teacher_kl(
         return None
     return policy.kl_to(
         teacher, policy.action_hidden(batch) if hidden_AD is None else hidden_AD, batch, loss.teacher_kl
+    )
+
+
+def make_reference(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig) -> Reference | None:
+    """The reference that the algorithm compares with, if it does: the `given` model, or the one under the policy's adapter."""
+    if not algo.loss.needs_reference:
+        return None
+    if given is not None:
+        placed = given if is_sharded(given) else given.to(policy.device)
+        frozen = placed.eval().requires_grad_(False)
+        return FrozenReference(
+            TrainedPolicy(frozen, packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype)
+        )
+    if plain_model(policy.model) is not policy.model:
+        return AdapterOff(policy)
+    raise ConfigError(
+        f"{algo.name} compares with a frozen reference; give Trainer(reference=model), or train a LoRA adapter, whose "
+        "base model is the reference."
     )
 
 

@@ -1,15 +1,43 @@
-"""AdamW for weights in half precision: the optimizer keeps each of them in fp32 and hands out what rounding leaves.
+"""The learner's AdamW: for weights that are sharded over ranks, and for weights in half precision.
 
 An update of 1e-5 on a weight of 0.02 is less than half of bfloat16's last digit: added to the weight itself it is lost, step
-after step. Here it is added to the copy, and shows in the weight as soon as enough of it has come together.
+after step. `FullPrecisionAdamW` adds it to a copy in fp32, and rounds the copy into the weight.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from ludic.training.config import TrainerConfig
+from ludic.types import ConfigError
+
+
+def make_adamw(policy: Sequence[nn.Parameter], critic: Sequence[nn.Parameter], cfg: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW over the weights of a policy and of its critic, which are a second group if they have their own rate."""
+    parameters = [*policy, *critic]
+    if not parameters:
+        raise ConfigError("The model has no parameter that requires a gradient.")
+    on_gpu = parameters[0].is_cuda
+    kind = FullPrecisionAdamW if is_narrow(parameters) else LocalAdamW
+    optimizer = kind(
+        parameters,
+        lr=cfg.lr,
+        betas=cfg.betas,
+        eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
+        fused=on_gpu,
+        foreach=not on_gpu,
+    )
+    if cfg.critic_lr is not None:
+        [group] = optimizer.param_groups
+        held = group["params"]
+        group["params"] = held[: len(policy)]
+        optimizer.param_groups.append({**group, "params": held[len(policy) :], "lr": cfg.critic_lr})
+    return optimizer
+
 
 # ----------------------------------------------------------------------------------------------------
 # AdamW on the part of a sharded weight that is on this rank.
@@ -46,7 +74,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class FullPrecisionAdamW(LocalAdamW):
-    """`param_groups` hold the copies; whoever looks for gradients before the step finds them at the model's parameters."""
+    """`param_groups` holds the fp32 copies; gradients are on the model's own parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], **settings: Any) -> None:
         self._served = list(parameters)

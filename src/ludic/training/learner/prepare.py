@@ -1,17 +1,20 @@
-"""From what a source hands out to what can be trained on: not too old, wanted by the algorithm, and of a length that fits."""
+"""From a source's batch to one that can be trained on: fresh enough, kept by the algorithm, and of a length that fits.
+
+Also the metrics of a batch before its update, and the state of the data for checkpoints. `TrainingLoop` calls it.
+"""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.guards import check_masks
-from ludic.training.learner.checks import require_trainable_sampling
 from ludic.training.learner.metrics import batch_stats
 from ludic.training.learner.packing import TooLong, fit_length
 from ludic.training.learner.rank_batches import NothingToTrainOn, PreparedBatch
-from ludic.types import BatchSource, Reducer, SAWBatch, SAWItem, Stateful
+from ludic.training.losses import Loss
+from ludic.types import BatchSource, ConfigError, Reducer, SAWBatch, SAWItem, Stateful
 
 _NO_SAMPLES = "num_rollouts_without_samples"
 
@@ -25,7 +28,7 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
             return prepared
         counts = {**prepared.counts, _NO_SAMPLES: float(prepared.meta.get(_NO_SAMPLES, 0))}
         left_out = {name: left_out.get(name, 0) + count for name, count in counts.items()}
-        await asyncio.sleep(0)  # an empty source must not keep everybody else from running
+        await asyncio.sleep(0)  # an empty source must not block the event loop
     raise NothingToTrainOn(
         f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {left_out}. "
         "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered? Were any "
@@ -62,7 +65,7 @@ def _is_fresh(item: SAWItem, max_lag: int | None, step: int) -> bool:
 def describe(
     whole: PreparedBatch, step: int, reducers: Mapping[str, Reducer] | None, tokenizer: Any = None
 ) -> dict[str, float]:
-    """What there is to say of a batch before it is trained on."""
+    """The metrics of a batch before it is trained on."""
     if step == 0:
         check_masks(whole.items, tokenizer)
     lags = [step - item.oldest_version for item in whole.items if item.oldest_version is not None]
@@ -71,7 +74,38 @@ def describe(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Where the data of a run stands: the state of whatever makes batches, for trainers here and elsewhere.
+# Refuses samples whose probabilities the trainer cannot compute as the sampler did: a wrong ratio teaches silently.
+# ----------------------------------------------------------------------------------------------------
+
+_FULL = "Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no penalties"
+
+
+def require_trainable_sampling(items: Sequence[SAWItem], loss: Loss) -> None:
+    """ConfigError for the first sample that this loss would compare with something else than what it was drawn from."""
+    if not loss.needs_old_logps:
+        return
+    for item in items:
+        attached = item.attachments
+        if attached.untrainable_sampling is not None and attached.actor_logps is not None:
+            raise ConfigError(
+                f"{_name(item)} was sampled with {attached.untrainable_sampling}, and the remaining candidates were not recorded: "
+                f"its log-probs are of a distribution that the trainer cannot repeat. {_FULL}. The embedded engine records it "
+                "for top_p, top_k and min_p, if log-probs are asked for: ReturnSpec.for_rl()."
+            )
+        has_candidates = attached.candidates is not None and len(attached.candidates.ids) > 0
+        if has_candidates and attached.teacher_logps is not None:
+            raise ConfigError(
+                f"{_name(item)} was drawn from a part of the vocabulary, but its teacher's log-probs are over all of it; their "
+                f"difference means nothing. {_FULL}, no max_think."
+            )
+
+
+def _name(item: SAWItem) -> str:
+    return f"A sample (rollout {item.origin.rollout_id})"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where the data of a run stands: the state of what makes batches.
 # ----------------------------------------------------------------------------------------------------
 
 

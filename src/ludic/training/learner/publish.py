@@ -1,25 +1,29 @@
-"""When and how a trainer hands its weights on: whole, gathered from ranks, as an adapter, or shared in place."""
+"""When and how a learner publishes its weights: whole, gathered from ranks, as an adapter, or shared in place.
+
+What a publisher can do is asked here alone; the rest of the learner asks `WeightUpdates`.
+"""
 
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ludic.distributed.publish.gather import publish_gathered
+from ludic.distributed.publish.in_process import SharedWeightsPublisher
 from ludic.distributed.ranks import Ranks
 from ludic.models.lora import dense_parameters, dense_weights
-from ludic.training.learner.rank_setup import RankPlan
-from ludic.types import AdapterPublisher, ChecksServers, InPlacePublisher, PolicyPublisher
+from ludic.types import AdapterPublisher, ChecksServers, ConfigError, InPlacePublisher, PolicyPublisher
 
 logger = logging.getLogger(__name__)
 
-ParamFilter = Callable[[str, torch.Tensor], bool]
+ParamFilter: TypeAlias = Callable[[str, torch.Tensor], bool]
+"""Whether the weight of this name is published."""
 
 
 class WeightUpdates:
-    """The weights of one model, on their way to whatever serves them. All ranks call it alike; the first one sends."""
+    """Publishes the weights of one model. All ranks call it alike; the first one sends."""
 
     def __init__(
         self,
@@ -27,64 +31,105 @@ class WeightUpdates:
         publisher: PolicyPublisher | None,
         *,
         ranks: Ranks,
-        roles: RankPlan,
         is_spread: bool,
         param_filter: ParamFilter | None,
         every: int | None,
     ) -> None:
+        """`is_spread`: each rank has only a part of the weights. `every`: publish after so many steps; None is after each, 0
+        is never."""
         self.publisher = publisher
-        self._model, self._ranks, self._roles = model, ranks, roles
-        self._is_spread, self._wanted = is_spread, param_filter or _everything
-        self._every = every if every is not None else 1
+        self._model, self._ranks = model, ranks
+        self._is_spread, self._filter, self._every = is_spread, param_filter, every
+        self._in_place = publisher if isinstance(publisher, InPlacePublisher) else None
+        self._verifies = publisher if isinstance(publisher, ChecksServers) else None
+        self._adapter = publisher if isinstance(publisher, AdapterPublisher) else None
+        sends = publisher is not None and self._in_place is None
+        self._sends, self._can_verify = ranks.broadcast((sends, self._verifies is not None))
+        """The first rank's answers: the others help to gather weights, and have no publisher."""
         self._published: int | None = None
-        """The version that other processes serve, as far as we know; None before the first."""
+        """The version that servers have, as far as we know; None before the first."""
 
-    def while_changing_weights(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """An engine that holds these very weights stands still meanwhile."""
-        if isinstance(self.publisher, InPlacePublisher):
-            return self.publisher.updating(version)
-        return contextlib.nullcontext()
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the publisher's engine holds the very weights that are trained."""
+        return self._in_place is not None
 
-    def after_step(self, version: int) -> bool:
-        """Whether whoever samples next samples from this version; an engine that shares the weights has it already."""
-        if self._roles.publishes:
-            if not self._every or version % self._every:
-                return False
-            self._push(version)
-        return True
+    def check(self) -> None:
+        """ConfigError if publisher, model and settings do not fit each other; on the rank that calls it."""
+        name = type(self.publisher).__name__
+        if self._in_place is not None:
+            self._check_in_place(self._in_place)
+        if self._adapter is not None:
+            if self._is_spread:
+                raise ConfigError(
+                    f"{name} reads the adapter from the model, whose weights are spread over ranks. Publish merged weights: "
+                    "create_vllm_publisher(client)."
+                )
+            self._adapter.require_trained(self._model)
+            if self._filter is not None:
+                raise ConfigError(
+                    "param_filter chooses among merged weights, but the publisher sends the adapter alone."
+                )
+        if self._every and self.publisher is None and self._ranks.is_first:
+            raise ConfigError(f"sync_every_steps={self._every}, but there is no publisher to sync through.")
+
+    def _check_in_place(self, publisher: InPlacePublisher) -> None:
+        name = type(publisher).__name__
+        if self._is_spread:
+            raise ConfigError(
+                f"{name} serves the very weights that are trained, but these are spread over ranks. Serve a copy of the model: "
+                "with vLLM, or ludic.distributed.ClientPublisher(LocalEngine(copy))."
+            )
+        if isinstance(publisher, SharedWeightsPublisher):
+            publisher.require_shared(self._model)
+        if self._every not in (None, 1):
+            raise ConfigError(
+                f"sync_every_steps={self._every}, but {name} serves the very weights that are trained: every step is published. "
+                "Leave it None."
+            )
 
     def begin(self, version: int, *, is_resumed: bool) -> None:
-        """Servers get what was restored; an engine that shares the weights may have served another run, whose versions end."""
-        if is_resumed and self._roles.publishes:
-            self._push(version)
-        if isinstance(self.publisher, InPlacePublisher):
-            self.publisher.publish({}, version=version)
+        """Servers get restored weights. An engine that shares the weights may have served another run: its version is set."""
+        if is_resumed and self._sends:
+            self._send(version)
+        if self._in_place is not None:
+            self._in_place.publish({}, version=version)
 
-    def restore_servers(self, version: int) -> None:
-        """A server that was restarted has forgotten the weights; it gets them again before anybody samples from it."""
-        if not self._roles.checks_servers or self._published is None:
+    def pause_engine(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """Entered around a change of the weights: an engine that holds them waits, and goes on with `version`."""
+        return contextlib.nullcontext() if self._in_place is None else self._in_place.updating(version)
+
+    def after_step(self, version: int) -> bool:
+        """Whether the next samples are of this version; an engine that shares the weights has it already."""
+        if self._sends:
+            every = 1 if self._every is None else self._every
+            if not every or version % every:
+                return False
+            self._send(version)
+        return True
+
+    def check_servers(self, version: int) -> None:
+        """A server that was restarted has lost the weights; it gets them again before the next samples are drawn."""
+        if not self._can_verify or self._published is None:
             return
         is_lost = False
-        if self._ranks.is_first and isinstance(self.publisher, ChecksServers):
-            is_lost = not self.publisher.is_current(self._published)
+        if self._ranks.is_first and self._verifies is not None:
+            is_lost = not self._verifies.is_current(self._published)
         if self._ranks.broadcast(is_lost):
             logger.warning("a server has lost version %d (was it restarted?); publishing again", self._published)
-            self._push(version)
+            self._send(version)
 
-    def _push(self, version: int) -> None:
-        def hand_on(weights: Mapping[str, torch.Tensor]) -> None:
-            assert self.publisher is not None, "whoever calls it has one"
+    def _send(self, version: int) -> None:
+        def send(weights: Mapping[str, torch.Tensor]) -> None:
+            assert self.publisher is not None, "only the first rank sends, and it has a publisher"
             self.publisher.publish(weights, version=version)
 
-        if isinstance(self.publisher, AdapterPublisher):
-            hand_on({})
+        wanted = self._filter or (lambda name, weight: True)
+        if self._adapter is not None:
+            send({})
         elif self._is_spread:  # a filter sees names, shapes and types; values only come one by one
-            chosen = [w for w in dense_weights(self._model) if self._wanted(w.name, w.without_values())]
-            publish_gathered(chosen, self._ranks, hand_on)
+            chosen = [w for w in dense_weights(self._model) if wanted(w.name, w.without_values())]
+            publish_gathered(chosen, self._ranks, send)
         else:
-            hand_on({name: weight for name, weight in dense_parameters(self._model) if self._wanted(name, weight)})
+            send({name: weight for name, weight in dense_parameters(self._model) if wanted(name, weight)})
         self._published = version
-
-
-def _everything(name: str, weight: torch.Tensor) -> bool:
-    return True

@@ -1,7 +1,7 @@
-"""One batch for all ranks: fetched by the first or by each, put together, and dealt out in shares of equal length.
+"""One batch for all ranks: fetched by the first or by each, concatenated, and scattered in shares of equal length.
 
-Whatever keeps one rank from training on (no more requests, a signal, an error) is reported in the place of a batch, so that
-all ranks end at the same step, for the same reason.
+A rank that cannot go on (no more requests, a signal, an error) reports the reason in the place of a batch, so that all ranks
+end at the same step, for the same reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ class RankBatch:
 
 
 class StopKind(StrEnum):
-    """Why a rank has no batch; of several, the first of these is what everybody hears."""
+    """Why a rank has no batch; of several, the first of these is reported to all ranks."""
 
     FAILED = "failed"
     STOPPED = "stopped"
@@ -88,51 +88,51 @@ def scatter_batch(
     `num_shares` is 1 where all ranks work on the same samples; None gives each its own.
     """
     reports = ranks.gather(report)
-    dealt: RankBatch | RankStop = ranks.scatter(
-        None if reports is None else _dealt(reports, describe, num_shares or ranks.world_size)
+    received: RankBatch | RankStop = ranks.scatter(
+        None if reports is None else _make_shares(reports, describe, num_shares or ranks.world_size)
     )
-    if isinstance(dealt, RankStop):
-        raise dealt.error()
-    return dealt
+    if isinstance(received, RankStop):
+        raise received.error()
+    return received
 
 
-def _dealt(
+def _make_shares(
     reports: Sequence[PreparedBatch | RankStop], describe: Callable[[PreparedBatch], dict[str, float]], num_shares: int
 ) -> Sequence[RankBatch | RankStop]:
-    ending = _ending(reports)
-    if ending is not None:
-        return [ending] * len(reports)
-    whole = _together([report for report in reports if isinstance(report, PreparedBatch)])
+    stop = _common_stop(reports)
+    if stop is not None:
+        return [stop] * len(reports)
+    whole = _concatenate([report for report in reports if isinstance(report, PreparedBatch)])
     try:
         facts, stats = batch_facts(whole.items), describe(whole)
-    except Exception as error:  # noqa: BLE001 - the others are waiting for their shares, and must hear of it
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for their shares, and get the error instead
         return [RankStop.of(error)] * len(reports)
     shares = balanced_shares(whole.items, num_shares)
     return [RankBatch(shares[rank % num_shares], facts, stats) for rank in range(len(reports))]
 
 
-def _ending(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
-    endings = [(rank, report) for rank, report in enumerate(reports) if isinstance(report, RankStop)]
+def _common_stop(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
+    stops = [(rank, report) for rank, report in enumerate(reports) if isinstance(report, RankStop)]
     for kind in StopKind:
-        for rank, ending in endings:
+        for rank, stop in stops:
             has_others = kind is StopKind.NOTHING and any(isinstance(r, PreparedBatch) and r.items for r in reports)
-            if ending.kind is kind and not has_others:
-                said = f"failed: {ending.reason}" if kind is StopKind.FAILED else f"says: {ending.reason}"
+            if stop.kind is kind and not has_others:
+                said = f"failed: {stop.reason}" if kind is StopKind.FAILED else f"says: {stop.reason}"
                 return RankStop(kind, f"Rank {rank} {said}")
     return None
 
 
-def _together(parts: Sequence[PreparedBatch]) -> PreparedBatch:
+def _concatenate(parts: Sequence[PreparedBatch]) -> PreparedBatch:
     """Samples one after the other, counts added up, numbers about them averaged by how many samples they speak of."""
     full = [part for part in parts if part.items]
     return PreparedBatch(
         items=[item for part in full for item in part.items],
-        meta=_averaged([(part.meta, len(part.items)) for part in full]),
+        meta=_average_numbers([(part.meta, len(part.items)) for part in full]),
         counts={name: sum(p.counts.get(name, 0.0) for p in parts) for part in parts for name in part.counts},
     )
 
 
-def _averaged(metas: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, Any]:
+def _average_numbers(metas: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, Any]:
     together: dict[str, Any] = {}
     for name in {name: None for meta, _ in metas for name in meta}:
         given = [(meta[name], weight) for meta, weight in metas if name in meta]
@@ -143,7 +143,7 @@ def _averaged(metas: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, Any]:
     return together
 
 
-def recredited(
+def credit_over_ranks(
     ranks: Ranks, items: Sequence[SAWItem], credit: Callable[[list[SAWItem]], list[SAWItem]]
 ) -> tuple[list[SAWItem], BatchFacts]:
     """Samples of all ranks through `credit`, which sees the whole batch; each rank gets its own back, with the new facts."""

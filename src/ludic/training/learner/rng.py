@@ -1,7 +1,7 @@
 """The process's random generators as data: python, numpy, torch on CPU and on every GPU.
 
 The state is made of tensors and plain values only, so `torch.load(weights_only=True)` can read it back. Generators that
-somebody owns (a batch source's shuffle) are saved by their owners.
+an object owns (a batch source's shuffle) are saved by that object.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM as a wish: finish this step, save, and go.
+"""Ctrl-C and SIGTERM as a request: finish this step, save, and end.
 
-GNU `timeout`, torchrun, Slurm and `uv run` deliver one wish twice, to a process and to its group, within milliseconds;
+GNU `timeout`, torchrun, Slurm and `uv run` deliver one request twice, to a process and to its group, within milliseconds;
 `StopRequests` tells that from a person who presses Ctrl-C again. Trainers, actors, `ludic launch` and `ludic serve` use it.
 """
 
@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.2
 SAME_WISH_S = 5.0
-"""Signals that come within this time of the first, of whatever kind, are the same wish."""
+"""Signals that come within this time of the first, of whatever kind, are the same request."""
 
 
 class StopRequested(Exception):
-    """The wish to stop came while we were waiting."""
+    """A request to stop came during a wait."""
 
 
 class StopRequests:
-    """Counts wishes to stop: signals in quick succession are one."""
+    """Counts requests to stop: signals in quick succession are one."""
 
     def __init__(self) -> None:
         self.num = 0
         self._last_at = 0.0
 
     def hear(self) -> bool:
-        """A signal has come. Whether it is a new wish, and not the last one delivered again."""
+        """Note a signal. Whether it is a new request, and not the last one delivered again."""
         now = time.monotonic()
         if self.num and now - self._last_at <= SAME_WISH_S:
             return False
@@ -50,47 +50,47 @@ class StopSignal:
         self.reason: str | None = None
         self.is_set = False
         self._signals = StopRequests()
-        self._wishes: set[asyncio.Future[None]] = set()
-        """Of those who wait, each in its own event loop."""
+        self._waits: set[asyncio.Future[None]] = set()
+        """One for each wait that a request ends, in the event loop of that wait."""
 
     def set(self, reason: str) -> None:
-        """Ask for the end; from any thread."""
+        """Request the end; from any thread."""
         self.reason, self.is_set = reason, True
-        for wish in list(self._wishes):
-            with contextlib.suppress(RuntimeError):  # its loop is gone, and with it whoever waited
-                wish.get_loop().call_soon_threadsafe(_fulfil, wish)
+        for stopped in list(self._waits):
+            with contextlib.suppress(RuntimeError):  # its loop has been closed, and the wait with it
+                stopped.get_loop().call_soon_threadsafe(_end_wait, stopped)
 
     async def unless(self, work: Awaitable[T]) -> T:
-        """The result of `work`, or StopRequested (and `work` cancelled) if the wish comes first."""
+        """The result of `work`, or StopRequested (and `work` cancelled) if the request comes first."""
         task = asyncio.ensure_future(work)
-        wish: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._wishes.add(wish)
+        stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waits.add(stopped)
         if self.is_set:
-            _fulfil(wish)
+            _end_wait(stopped)
         try:
-            both: set[asyncio.Future[Any]] = {task, wish}
+            both: set[asyncio.Future[Any]] = {task, stopped}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise StopRequested(self.reason or "")
             return task.result()
         finally:
-            self._wishes.discard(wish)
-            wish.cancel()
+            self._waits.discard(stopped)
+            stopped.cancel()
             if not task.done():
-                await _cancelled(task)
+                await _cancel(task)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def catch_signals(self) -> Iterator[None]:
         """Signals come here meanwhile; the handlers that were there are put back afterwards.
 
         Where handlers cannot be installed (another thread), nothing changes.
         """
         loop = asyncio.get_running_loop()
-        with _handling(lambda number: self.on_signal(number, loop)):
+        with _handle_signals(lambda number: self.on_signal(number, loop)):
             yield
 
     def on_signal(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        """KeyboardInterrupt if this is the second wish."""
+        """KeyboardInterrupt if this is the second request."""
         if not self._signals.hear():
             return
         if self._signals.num > 1:
@@ -114,7 +114,7 @@ def run_sync(work: Coroutine[Any, Any, T], stop: Callable[[], StopSignal] | None
         return asyncio.run(work)
     tasks: list[asyncio.Task[T]] = []
 
-    async def noted() -> T:
+    async def run_noted() -> T:
         tasks.append(asyncio.ensure_future(work))
         return await tasks[0]
 
@@ -122,8 +122,11 @@ def run_sync(work: Coroutine[Any, Any, T], stop: Callable[[], StopSignal] | None
         assert stop is not None, "else nothing is handled"
         stop().on_signal(number, loop_here)
 
-    with ThreadPoolExecutor(1, "ludic-run-sync") as pool, _handling(on_signal) if stop else contextlib.nullcontext():
-        done = pool.submit(contextvars.copy_context().run, asyncio.run, noted())
+    with (
+        ThreadPoolExecutor(1, "ludic-run-sync") as pool,
+        _handle_signals(on_signal) if stop else contextlib.nullcontext(),
+    ):
+        done = pool.submit(contextvars.copy_context().run, asyncio.run, run_noted())
         try:
             while not done.done():  # a signal that reaches another thread does not end a wait without a timeout
                 wait([done], timeout=_LOOK_EVERY_S)
@@ -136,7 +139,7 @@ def run_sync(work: Coroutine[Any, Any, T], stop: Callable[[], StopSignal] | None
 
 
 @contextlib.contextmanager
-def _handling(on_signal: Callable[[int], None]) -> Iterator[None]:
+def _handle_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
     before = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # not the main thread
@@ -148,12 +151,12 @@ def _handling(on_signal: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def _fulfil(wish: asyncio.Future[None]) -> None:
-    if not wish.done():
-        wish.set_result(None)
+def _end_wait(stopped: asyncio.Future[None]) -> None:
+    if not stopped.done():
+        stopped.set_result(None)
 
 
-async def _cancelled(task: asyncio.Future[T]) -> None:
+async def _cancel(task: asyncio.Future[T]) -> None:
     """Wait until it has ended; that it failed while being cancelled must not hide why it was."""
     task.cancel()
     await asyncio.wait({task})

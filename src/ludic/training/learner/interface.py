@@ -1,0 +1,90 @@
+"""`Learner`: what the trainer's loop needs from a back end that trains a policy.
+
+`TorchLearner` trains a model in this process or over ranks; `ludic.tinker.learner.TinkerLearner` trains one at a service.
+What only several processes need has a default here, for a learner of one process.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from ludic.training.checkpoint.manager import CheckpointManager
+from ludic.training.learner.gradients import batch_facts
+from ludic.training.learner.rank_batches import PreparedBatch, RankBatch
+
+T = TypeVar("T")
+
+Describe: TypeAlias = Callable[[PreparedBatch], dict[str, float]]
+"""The metrics of a whole batch before it is trained on."""
+
+
+class Learner(ABC):
+    """One policy in training: its weights, its optimizer, its checkpoints, and the publication of its weights.
+
+    `step` is the number of optimizer steps done, and the version of the policy; the trainer counts it. All methods but `load`,
+    `begin` and `check` may be called from a thread. With several processes, each of them calls the same methods in the same order.
+    """
+
+    checkpointer: CheckpointManager | None = None
+    is_first: bool = True
+    """Whether this process evaluates, logs and publishes."""
+    is_alone: bool = True
+    """Whether no other process trains the same policy."""
+    shares_weights: bool = False
+    """Whether samples are drawn from the very weights that an update changes."""
+
+    # --- before training ---
+
+    def check(self, check: Callable[[], None]) -> None:
+        """Run `check` on every process; if it raises a ConfigError on one, all raise one."""
+        check()
+
+    @abstractmethod
+    def load(self, *, step: int | None = None, path: str | None = None) -> dict[str, Any]:
+        """Restore a checkpoint, the newest by default; the state that was given to `save` comes back, with "step" in it."""
+
+    @abstractmethod
+    def begin(self, step: int, *, is_resumed: bool) -> None:
+        """Called once, before the first step: check the weights, and publish them if they were restored."""
+
+    # --- one step ---
+
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around training: an error in here names the process that failed, on all of them."""
+        return contextlib.nullcontext()
+
+    def check_servers(self, step: int) -> None:
+        """Called before a batch is fetched: a server that has lost the published weights gets them again."""
+        return
+
+    def share(self, own: PreparedBatch | Exception, describe: Describe) -> RankBatch:
+        """This process's part of the batch that all processes fetched together. An error in the place of a batch is raised."""
+        if isinstance(own, Exception):
+            raise own
+        return RankBatch(own.items, batch_facts(own.items), describe(own))
+
+    @abstractmethod
+    def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
+        """One optimizer step; its metrics come back. `on_step` is called as soon as the weights have changed."""
+
+    @abstractmethod
+    def publish(self, step: int) -> bool:
+        """Send the weights to what samples from them, if this step is due. Whether the next samples are of this version."""
+
+    def broadcast(self, value: T) -> T:
+        """The first process's value."""
+        return value
+
+    # --- checkpoints ---
+
+    @abstractmethod
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        on_committed: Callable[[Path], None],
+    ) -> None:
+        """Write a checkpoint of weights, optimizer and `state`; `on_committed` gets its folder once it is on disk."""

@@ -1,0 +1,368 @@
+"""`TorchLearner`: trains a torch model in this process, or one share of it on each of several ranks.
+
+One update reads as its phases: advantages, gradients, clip, optimizer step, checks. `Trainer` makes it and calls it; the
+gradient itself is in gradients.py.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
+from ludic.distributed.ranks import OneProcess, RankFailed, Ranks, check_together, require_same
+from ludic.distributed.tensor_parallel import is_tensor_parallel
+from ludic.models.execution import compile_layers, recompute_activations
+from ludic.models.finite import FiniteCheck
+from ludic.models.head import is_decoder, plain_model
+from ludic.models.loading import LoadedModel
+from ludic.training.algorithms import RLAlgorithm
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.sharded import ShardedCheckpointManager
+from ludic.training.config import TrainerConfig
+from ludic.training.critic.train import (
+    explained_variance,
+    make_critic,
+    saved_critic,
+    value_moments,
+    with_advantages,
+)
+from ludic.training.frozen_teacher import frozen_teacher
+from ludic.training.guards import check_model, require_finite
+from ludic.training.learner.gradients import accumulate_gradients, equal_micro_batches, make_reference
+from ludic.training.learner.interface import Describe, Learner
+from ludic.training.learner.metrics import DriftProbe, MetricSums, merge
+from ludic.training.learner.optimizer import make_adamw
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.learner.publish import ParamFilter, WeightUpdates
+from ludic.training.learner.rank_batches import PreparedBatch, RankBatch, RankStop, StopKind, scatter_batch
+from ludic.training.losses import ForeignLoss
+from ludic.training.losses.corrections import effective_sample_size
+from ludic.types import ConfigError, FollowsDrift, PolicyPublisher, SAWItem
+
+T = TypeVar("T")
+
+_SUSPECTS = "num_weights_not_finite"
+
+
+class TorchLearner(Learner):
+    """One model with its optimizer, and what its loss compares it with: a reference, a teacher, a critic."""
+
+    optimizer: torch.optim.Optimizer
+    """Set by `use_optimizer`, before the first update."""
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        algo: RLAlgorithm,
+        cfg: TrainerConfig,
+        has_source: bool,
+        ranks: Ranks | None = None,
+        publisher: PolicyPublisher | None = None,
+        param_filter: ParamFilter | None = None,
+        recompute: bool = False,
+        checkpointer: CheckpointManager | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+        reference: Any = None,
+        critic: Any = None,
+        teacher: LoadedModel | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """`has_source`: this rank fetches batches. `recompute`: gradient checkpointing. The rest is as in `Trainer`."""
+        ranks = ranks if ranks is not None else OneProcess()
+        self.model, self.algo, self.cfg, self.ranks, self.tokenizer = model, algo, cfg, ranks, tokenizer
+        self.is_first, self.is_alone = ranks.is_first, ranks.world_size == 1
+        self.is_spread = is_sharded(model) or is_tensor_parallel(model)
+        """Whether each rank has only a part of the weights."""
+        saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
+        self.plan = check_ranks_agree(ranks, cfg, algo, model, saved_how, has_source=has_source)
+        self.checkpointer = checkpointer or self._make_checkpointer(checkpoint_config)
+        self.updates = WeightUpdates(
+            model,
+            publisher,
+            ranks=ranks,
+            is_spread=self.is_spread,
+            param_filter=param_filter,
+            every=cfg.sync_every_steps,
+        )
+        self.shares_weights = self.updates.shares_weights
+        self.check(self._check_parts)
+
+        if cfg.model_device is not None and not self.is_spread:
+            model.to(cfg.model_device)
+        model.train()
+        if recompute:
+            recompute_activations(model)
+        self.policy = TrainedPolicy(model, packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype)
+        if cfg.compile or (is_sharded(model) and settings_of(model).compile):
+            compile_layers(model)  # after the policy has looked at the layers
+        self.reference = make_reference(reference, algo, self.policy, cfg)
+        self.teacher = frozen_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
+        self.critic = make_critic(critic, algo, self.policy, cfg, is_spread=self.is_spread, recomputes=recompute)
+        self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
+        torch.manual_seed(cfg.seed + ranks.rank % self.plan.num_shares)
+        check_model(model)
+
+    def _make_checkpointer(self, config: CheckpointConfig | None) -> CheckpointManager | None:
+        if config is None:
+            return None
+        if not self.is_spread:
+            return CheckpointManager(config)
+        per_rank = ("rng", "batch_source", "credit_assigner") if self.plan.has_source_per_rank else ("rng",)
+        return ShardedCheckpointManager(config, per_rank=per_rank)
+
+    def _check_parts(self) -> None:
+        self.updates.check()
+        manager = self.checkpointer
+        if manager is not None and self.is_spread != isinstance(manager, ShardedCheckpointManager):
+            raise ConfigError(
+                f"A {type(manager).__name__} cannot save this model: ShardedCheckpointManager is for sharded ones, and "
+                "CheckpointManager for all others. Give Trainer a checkpoint_config; it makes the right one."
+            )
+
+    # --- the optimizer ---
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over everything trainable; the critic's weights are a second group if `critic_lr` is set."""
+        return make_adamw(self._policy_parameters(), self._critic_parameters(), self.cfg)
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train with this one; the schedule multiplies the learning rate that each of its groups has now."""
+        self.optimizer = optimizer
+        self._base_rates = [group["lr"] for group in optimizer.param_groups]
+
+    def _policy_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _critic_parameters(self) -> list[torch.nn.Parameter]:
+        return [] if self.critic is None else self.critic.parameters()
+
+    def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
+        own = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return own + [(f"critic[{number}]", weight) for number, weight in enumerate(self._critic_parameters())]
+
+    # --- over ranks ---
+
+    def check(self, check: Callable[[], None]) -> None:
+        check_together(self.ranks, check)
+
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.watching()
+
+    def broadcast(self, value: T) -> T:
+        return self.ranks.broadcast(value)
+
+    def share(self, own: PreparedBatch | Exception, describe: Describe) -> RankBatch:
+        if self.is_alone:
+            return super().share(own, describe)
+        report = own if isinstance(own, PreparedBatch) else RankStop.of(own)
+        try:
+            return scatter_batch(self.ranks, report, describe, self.plan.num_shares)
+        except RankFailed:
+            if isinstance(own, Exception) and RankStop.of(own).kind is StopKind.FAILED:
+                raise own from None  # the other ranks name this one; here its own error is raised
+            raise
+
+    def _select_device(self) -> None:
+        """torch's current GPU is a setting of the thread, and each call may come from another thread."""
+        if self.policy.device.type == "cuda":
+            torch.cuda.set_device(self.policy.device)
+
+    # --- one update ---
+
+    def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
+        self._select_device()
+        self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
+        items, facts = batch.items, batch.facts
+        if self.critic is not None:  # weights from what it expects of these samples now
+            items, facts = with_advantages(self.critic, self.algo, self.policy, batch, self.cfg, self.ranks)
+        probe = self._drift_probe(items)
+        sums = accumulate_gradients(
+            self.policy,
+            self.algo.loss,
+            items,
+            micro_token_budget=self.cfg.micro_token_budget,
+            pad_token_id=self.cfg.pad_token_id,
+            reference=self.reference,
+            teacher=self.teacher,
+            critic=self.critic,
+            watch_entropy=self.cfg.watch_entropy,
+            facts=facts,
+            ranks=self.ranks,
+        )
+        if self.critic is not None:
+            sums.add(value_moments(items))
+        norms = self._apply_gradients(step)
+        on_step()
+        after = FiniteCheck(self._named_trained())
+        sums.add_max({_SUSPECTS: after.num_suspects})  # read below, with everything else
+        if probe is not None:
+            sums.add(probe.measure())
+        stats = explained_variance(effective_sample_size(self._over_ranks(sums)))
+        if stats.pop(_SUSPECTS):
+            self._check_updated(step + 1, after)
+        if isinstance(self.algo.credit_assigner, FollowsDrift):
+            self.algo.credit_assigner.notify_drift(stats["policy_drift"])
+        return {**stats, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def _drift_probe(self, items: list[SAWItem]) -> DriftProbe | None:
+        """For credit rules that want to know how far an update moves the policy."""
+        if not isinstance(self.algo.credit_assigner, FollowsDrift):
+            return None
+        bins = equal_micro_batches(self.policy, items, self.cfg.micro_token_budget, self.ranks)
+        return DriftProbe(self.policy, bins[0], self.cfg.pad_token_id)
+
+    def _apply_gradients(self, step: int) -> dict[str, float]:
+        """One optimizer step; the norms that the gradients had, and whether one was above the limit."""
+        limit = self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else math.inf
+        norms = self._clip_gradients(limit)
+        schedule = self.cfg.lr_schedule
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * (schedule(step) if schedule is not None else 1.0)
+        if not all(map(math.isfinite, norms.values())):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"The gradient of step {step} is not finite ({norms}); the weights were left as they are. Look at the batch's "
+                "log-probs and weights, lower lr, or train in fp32."
+            )
+        with self.updates.pause_engine(step + 1):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {**norms, "grad_clipped": float(max(norms.values()) > limit)}
+
+    def _clip_gradients(self, limit: float) -> dict[str, float]:
+        """Together; but a critic apart from the policy must not scale the policy's gradient either."""
+        policy, critic = self._policy_parameters(), self._critic_parameters()
+        if self.is_spread:
+            self.ranks.sum_tensors([p.grad for p in critic if p.grad is not None])
+        if self.critic is None or not self.critic.is_apart:
+            return {"grad_norm": self._clip([*policy, *critic], limit)}
+        return {"grad_norm": self._clip(policy, limit), "critic_grad_norm": self._clip(critic, limit)}
+
+    def _clip(self, parameters: list[torch.nn.Parameter], limit: float) -> float:
+        if not self.is_spread:
+            return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        return clip_gradients([p.grad for p in parameters if p.grad is not None], limit, self.ranks)
+
+    def _over_ranks(self, sums: MetricSums) -> dict[str, float]:
+        gathered = self.ranks.gather(sums.totals())
+        return self.ranks.broadcast(None if gathered is None else merge(gathered).means())
+
+    def _check_updated(self, step: int, check: FiniteCheck) -> None:
+        saved = None if self.checkpointer is None else self.checkpointer.latest()
+        where = "There is no checkpoint: start again" if saved is None else f"Go on from {saved.name}"
+        rate = self.optimizer.param_groups[0]["lr"]
+        require_finite(
+            check,
+            self.ranks,
+            f"Step {step} has made weights that are not finite; they were not saved",
+            f"{where}, with a lower lr (now {rate:g}) or in fp32.",
+        )
+
+    # --- publishing, checkpoints ---
+
+    def begin(self, step: int, *, is_resumed: bool) -> None:
+        """All weights are checked, frozen ones too."""
+        others = [(what, model) for what, model in self._frozen.items() if model is not None]
+        frozen = [(f"{what}.{name}", p) for what, model in others for name, p in model.named_parameters()]
+        check = FiniteCheck([*self.model.named_parameters(), *self._named_trained(), *frozen])
+        require_finite(check, self.ranks, "The weights to begin with are not finite", "Load other weights.")
+        self.updates.begin(step, is_resumed=is_resumed)
+
+    def check_servers(self, step: int) -> None:
+        self._select_device()
+        self.updates.check_servers(step)
+
+    def publish(self, step: int) -> bool:
+        self._select_device()
+        return self.updates.after_step(step)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        on_committed: Callable[[Path], None],
+    ) -> None:
+        assert self.checkpointer is not None, "the trainer saves only with a checkpointer"
+        self._select_device()
+        self.checkpointer.save(
+            step,
+            model=self.model,
+            optimizer=self.optimizer,
+            state=state if self.critic is None else {**state, "critic": self.critic.state_dict()},
+            metrics=metrics,
+            tokenizer=self.tokenizer,
+            on_committed=on_committed,
+        )
+
+    def load(self, *, step: int | None = None, path: str | None = None) -> dict[str, Any]:
+        assert self.checkpointer is not None, "the trainer resumes only with a checkpointer"
+        state = self.checkpointer.load(model=self.model, optimizer=self.optimizer, step=step, path=path)
+        if self.critic is not None:
+            self.critic.load_state_dict(saved_critic(state, self.algo.name))
+        return state
+
+
+# ----------------------------------------------------------------------------------------------------
+# Before training: all ranks have the same settings, and each knows its part.
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The same on every rank."""
+
+    has_source_per_rank: bool
+    """Every rank of several fetches, and not only the first."""
+    num_shares: int
+    """Into how many shares a batch is cut: as many as ranks, or 1 if they compute the same samples (tensor parallel)."""
+
+
+def check_ranks_agree(
+    ranks: Ranks,
+    cfg: TrainerConfig,
+    algo: RLAlgorithm,
+    model: Any,
+    checkpoints: CheckpointConfig | None,
+    *,
+    has_source: bool,
+) -> RankPlan:
+    """ConfigError on all ranks if they cannot train together."""
+    is_cut = is_tensor_parallel(model)
+    if ranks.world_size > 1 and not (is_sharded(model) or is_cut):
+        raise ConfigError(
+            f"There are {ranks.world_size} ranks, but the model is whole on each of them; their weights would drift apart. "
+            "Spread it first: ludic.distributed.fsdp.shard_model(model)."
+        )
+    if ranks.world_size > 1:
+        require_same(ranks, _common_facts(cfg, algo, model, checkpoints))
+    sources = ranks.broadcast(ranks.gather(has_source))
+    if not (all(sources) or (sources[0] and not any(sources[1:]))):
+        raise ConfigError(
+            f"Of {len(sources)} ranks, these have a batch source: {[r for r, has in enumerate(sources) if has]}. Give one to "
+            "the first rank only (batch_source=None on the others), or to every rank."
+        )
+    return RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=1 if is_cut else ranks.world_size)
+
+
+def _common_facts(
+    cfg: TrainerConfig, algo: RLAlgorithm, model: Any, checkpoints: CheckpointConfig | None
+) -> dict[str, str]:
+    """Everything that must be the same on all ranks, by name."""
+    settings: list[Any] = [cfg, *([settings_of(model)] if is_sharded(model) else [])]
+    settings += [] if checkpoints is None else [checkpoints]
+    facts = {f"{type(s).__name__}.{f.name}": repr(getattr(s, f.name)) for s in settings for f in fields(s)}
+    del facts["TrainerConfig.extra"]  # free for anything, such as a note on where the rank runs
+    config = plain_model(model).config.to_dict() if is_decoder(model) else {}
+    facts |= {f"the model's {name}": repr(value) for name, value in config.items() if name != "_name_or_path"}
+    facts["checkpoints"] = "off" if checkpoints is None else "on"
+    loss = algo.loss.loss if isinstance(algo.loss, ForeignLoss) else algo.loss
+    facts["the algorithm"] = f"{algo.name} with {type(loss).__name__}"
+    facts["the trainable parameters"] = str(sum(p.numel() for p in model.parameters() if p.requires_grad))
+    return facts

@@ -30,7 +30,7 @@ from ludic.models.tiny import word_tokenizer
 from ludic.run.export import Asked, export_run
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.checkpoint.shard_files import read_tensors
+from ludic.training.checkpoint.model_files import stored_weights
 from ludic.training.checkpoint.sharded import ShardedCheckpointManager
 from ludic.training.learner.optimizer import FullPrecisionAdamW
 from ludic.training.learner.rng import restore_rng, rng_state
@@ -314,9 +314,9 @@ def a_damaged_checkpoint_is_skipped_with_a_message(folder: Path) -> None:
     for step in (1, 2, 3, 4):
         checkpoints.save(step, model=block(float(step)))
     checkpoints.finish()
-    shard = folder / "damaged" / "step_000004" / "shards" / "__1_0.distcp"
+    shard = folder / "damaged" / "step_000004" / "ranks" / "00001-000.safetensors"
     first_does(lambda: os.truncate(shard, 100))
-    first_does(lambda: flip_last_byte(folder / "damaged" / "step_000003" / "shards" / "__1_0.distcp"))
+    first_does(lambda: flip_last_byte(folder / "damaged" / "step_000003" / "ranks" / "00001-000.safetensors"))
     first_does(lambda: (folder / "damaged" / "step_000002" / "manifest.json").unlink())
     module = block(0.0)
     with Warnings() as said:
@@ -324,8 +324,8 @@ def a_damaged_checkpoint_is_skipped_with_a_message(folder: Path) -> None:
     assert value_of(module) == 1.0
     if dist.get_rank() == 0:
         text = "\n".join(said.texts)
-        assert "step_000004: shards/__1_0.distcp has 100 bytes instead of" in text, text
-        assert "step_000003: shards/__1_0.distcp is not what was written" in text, text
+        assert "step_000004: ranks/00001-000.safetensors has 100 bytes instead of" in text, text
+        assert "step_000003: ranks/00001-000.safetensors is not what was written" in text, text
         assert "step_000002: it has no complete manifest.json" in text, text
     else:
         assert said.texts == [], "one rank says it"
@@ -506,14 +506,14 @@ def transformers_and_peft_read_the_export(folder: Path) -> None:
 
 
 def only_the_adapter_is_stored(folder: Path) -> None:
-    names = read_tensors(folder / "four" / "lora-tied" / "step_000003", "model.").keys()
+    names = stored_weights(folder / "four" / "lora-tied" / "step_000003")
     assert names and all(".lora_A." in name or ".lora_B." in name for name in names), names
 
 
 def loading_runs_no_code(folder: Path) -> None:
     import pickle
 
-    from ludic.training.checkpoint.atomic import finish_folder
+    from ludic.training.checkpoint.manifest import finish_folder
 
     class Harm:
         def __reduce__(self) -> Any:
@@ -557,7 +557,7 @@ def a_large_frozen_tensor_is_saved_and_exported(folder: Path) -> None:
 def the_command_takes_the_newest_of_a_run(folder: Path) -> None:
     export_run(Asked(run=folder / "two" / "full-tied", target=folder / "commanded"))
     assert transformers.AutoModelForCausalLM.from_pretrained(folder / "commanded").config.num_hidden_layers == 2
-    assert not (folder / "commanded" / "optimizer.pt").exists()
+    assert not (folder / "commanded" / "ranks").exists()
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ludic import __version__
 from ludic.run.config import MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.run.settings import Difference, differences, read_toml, to_toml
-from ludic.training.checkpoint.atomic import CheckpointError, read_manifest
+from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ludic.types.errors import EnvContractError, LudicError
-from ludic.types.line_files import Line, LineWriter, read_lines
+from ludic.types.files import Line, LineWriter, read_lines
 from ludic.types.messages import MessageView, encodable
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, new_id
 from ludic.types.tokens import TokenLog, TokenTrace

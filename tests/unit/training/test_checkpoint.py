@@ -399,10 +399,11 @@ def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path):
 
 # --- damage -------------------------------------------------------------------------------------------------------
 
+RANK_FILE = "ranks/00000-000.safetensors"
 DAMAGE = {
-    "a truncated file": (lambda folder: os.truncate(folder / "optimizer.pt", 100), "optimizer.pt has 100 bytes"),
+    "a truncated file": (lambda folder: os.truncate(folder / RANK_FILE, 100), f"{RANK_FILE} has 100 bytes"),
     "a changed byte": (lambda folder: damage(folder / "model.safetensors"), "checksum"),
-    "a missing file": (lambda folder: (folder / "state.pt").unlink(), "state.pt is missing"),
+    "a missing file": (lambda folder: (folder / RANK_FILE).unlink(), f"{RANK_FILE} is missing"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "no complete manifest"),
     "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 10), "no complete manifest"),
 }

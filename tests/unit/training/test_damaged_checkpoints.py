@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ludic.training.checkpoint.atomic import MANIFEST, finish_folder, problem_with, read_manifest
+from ludic.training.checkpoint.manifest import MANIFEST, finish_folder, problem_with, read_manifest
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
 from ludic.training.checkpoint.model_files import base_fingerprint, is_peft

@@ -1,50 +1,56 @@
 """Checkpoints: everything a run needs to go on, written so that no crash can spoil what was there before.
 
-    output_dir/step_000100/   weights (see model_files), tokenizer, optimizer.pt, trainer_state.json, state.pt, manifest.json
+    output_dir/step_000100/   weights and tokenizer (see model_files), trainer_state.json, ranks/ (see rank_files), manifest.json
     output_dir/latest.json    {"path": "step_000100", "step": 100}; best.json likewise, with the metric
 
-A checkpoint is written next to its place, synced, and renamed. One that is incomplete or damaged is never loaded.
+A checkpoint is written next to its place, synced, and renamed. One that is incomplete or damaged is never loaded. Everything
+is written for any number of ranks; `CheckpointManager` is the only rank, `sharded` has what several ranks need beside.
 """
 
 import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from ludic.training.checkpoint.atomic import (
+from ludic.training.checkpoint.manifest import (
     CheckpointError,
-    finish_folder,
+    files_in,
     problem_with,
     read_manifest,
     read_object,
-    sync,
-    write_json,
+    synced,
+    write_manifest,
 )
-from ludic.training.checkpoint.model_files import read_weights, write_weights
-from ludic.training.checkpoint.rank_state import state_for
-from ludic.training.checkpoint.shard_files import is_sharded, read_shards
+from ludic.training.checkpoint.model_files import check_storable, matching_weights, write_weights
+from ludic.training.checkpoint.rank_files import RANKS, encoded, is_written_by, write_rank_files
 from ludic.training.checkpoint.state_files import (
-    check_state,
-    load_optimizer,
-    read_optimizer,
-    read_saved_metrics,
-    write_optimizer,
-    write_state,
+    OPTIMIZER,
+    RNG,
+    StoredOptimizer,
+    optimizer_tensors,
+    optimizer_values,
+    read_metrics,
+    read_state,
+    state_values,
+    write_plain_state,
 )
 from ludic.types import ConfigError
+from ludic.types.files import UNFINISHED, sync, write_json
 
 __all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = ".unfinished-"
+Result = TypeVar("Result")
 _REPLACED = ".replaced-"
 _BEST = "best.json"
 _FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_([0-9]{{1,18}})")
@@ -105,8 +111,24 @@ class _Best:
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """All that is needed to write a rank's files and finish the checkpoint."""
+
+    step: int
+    target: Path
+    unfinished: Path
+    tensors: dict[str, Tensor]
+    metrics: dict[str, float]
+    on_committed: Callable[[Path], None] | None
+
+
 class CheckpointManager:
     """The checkpoints of one run. One process writes; any number may read."""
+
+    rank, world_size = 0, 1
+    per_rank: Sequence[str] = (RNG,)
+    """What of the state each rank has for itself."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self.config = config
@@ -135,36 +157,89 @@ class CheckpointManager:
     ) -> Path:
         """Write step_<step> and prune older ones. `state` may hold plain values and tensors, nested in lists and dicts.
 
-        `on_committed` is told the folder once nothing can take it away any more: here before `save` returns, in managers that
-        write in the background later. Whatever goes wrong, the checkpoints that were there stay as they were.
+        `on_committed` is told the folder once the checkpoint is complete and on the disk: here before `save` returns, on several
+        ranks later. Whatever goes wrong, the checkpoints that were there stay as they were.
         """
+        self.finish()
         target = self.root / f"step_{step:06d}"
         unfinished = self.root / f"{UNFINISHED}{target.name}"
-        check_state(step, state or {})
-        try:
-            self._begin(unfinished)
-            write_weights(model, unfinished, max_shard_size=self.config.max_shard_size)
+        shared = {name: value for name, value in (state or {}).items() if name not in self.per_rank}
+        own = {name: value for name, value in (state or {}).items() if name in self.per_rank}
+        saved = optimizer.state_dict() if optimizer is not None and self.config.save_optimizer else None
+        tensors: dict[str, Tensor] = {}
+
+        def encode() -> None:
+            check_storable(model)
+            values = state_values(step, shared if self.rank == 0 else {}, own)
+            tensors.update(encoded(values if saved is None else {**values, OPTIMIZER: optimizer_values(saved)}))
+
+        def write_small() -> None:
+            write_plain_state(unfinished, step, shared, metrics or {})
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
-            if optimizer is not None and self.config.save_optimizer:
-                write_optimizer(optimizer.state_dict(), unfinished)
-            write_state(unfinished, step, state or {}, metrics or {})
-            finish_folder(unfinished, {"step": step, "serial": self._next_serial()})
-            self._commit(unfinished, target, step, metrics or {})
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # torch and safetensors have their own for a full disk
+
+        self._together(encode)
+        with self._explained(target, unfinished):
+            self._on_first(lambda: self._begin(unfinished))
+            weights = self._write_model(model, unfinished)
+            self._on_first(write_small)
+        divided = weights | (optimizer_tensors(saved) if saved is not None else {})
+        tensors |= {name: tensor for name, tensor in divided.items() if is_written_by(self.rank, tensor)}
+        self._start(SaveJob(step, target, unfinished, tensors, dict(metrics or {}), on_committed))
+        return target
+
+    def _write_model(self, model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+        """Write the files of the model; what comes back goes into the rank files."""
+        write_weights(model, folder, max_shard_size=self.config.max_shard_size)
+        return {}
+
+    def _start(self, job: SaveJob) -> None:
+        self._write(job)
+
+    def _write(self, job: SaveJob) -> None:
+        """On every rank: write its files, and when all have, rank 0 finishes the checkpoint."""
+        with self._explained(job.target, job.unfinished):
+            self._together(lambda: write_rank_files(job.unfinished, self.rank, job.tensors))
+            entries = self._together(lambda: synced(job.unfinished, self._own_files(job.unfinished)))
+            self._on_first(lambda: self._make_it_count(job, entries))
+        if job.on_committed is not None:
+            job.on_committed(job.target)
+
+    def _own_files(self, folder: Path) -> list[Path]:
+        """Each rank reads back what it wrote itself; rank 0 also what is of no rank."""
+        written_by = {file: int(file.name[:5]) if file.parent.name == RANKS else 0 for file in files_in(folder)}
+        return [file for file, rank in written_by.items() if rank == self.rank]
+
+    def _make_it_count(self, job: SaveJob, entries: Sequence[Mapping[str, Any]]) -> None:
+        listed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
+        write_manifest(job.unfinished, listed, step=job.step, serial=self._next_serial())
+        self._commit(job.unfinished, job.target, job.step, job.metrics)
+
+    @contextmanager
+    def _explained(self, target: Path, unfinished: Path) -> Iterator[None]:
+        """What fails in the block is a CheckpointError, and leaves no unfinished folder."""
+        is_done = False
+        try:
+            yield
+            is_done = True
+        except (OSError, RuntimeError, SafetensorError) as error:  # the last two are torch's and safetensors' for a full disk
             raise CheckpointError(self._why_not_written(target, error)) from error
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        if on_committed is not None:
-            on_committed(target)
-        return target
+            if not is_done and self.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def finish(self) -> None:
         """Wait for what is being written. Here `save` has waited already."""
+
+    def _together(self, action: Callable[[], Result]) -> list[Result]:
+        """Do something on every rank; what comes back are the results of all."""
+        return [action()]
+
+    def _on_first(self, action: Callable[[], Result]) -> Result:
+        """Do something on rank 0; what comes back is its result, on every rank."""
+        results: list[Any] = self._together(lambda: action() if self.rank == 0 else None)
+        first: Result = results[0]
+        return first
 
     def _next_serial(self) -> int:
         return 1 + max((saved.serial for saved in self._finished()), default=0)
@@ -287,14 +362,14 @@ class CheckpointManager:
         problem = self._quick_problem(self.root / folder)
         if problem is not None:
             raise CheckpointError(f"{pointer} names {folder}, but {problem}.")
-        if type(value) is not float or read_saved_metrics(self.root / folder).get(metric) != value:
+        if type(value) is not float or read_metrics(self.root / folder).get(metric) != value:
             raise CheckpointError(f"{pointer} is damaged: its value is not the one that {folder} has.")
         return _Best(self.root / folder, _step_of(self.root / folder), metric, value)
 
     def _best_of_saved(self, name: str) -> _Best | None:
         best: _Best | None = None
         for saved in self._finished():
-            value = read_saved_metrics(saved.folder).get(name)
+            value = read_metrics(saved.folder).get(name)
             if value is not None and (best is None or self._is_better(value, best.value)):
                 best = _Best(saved.folder, saved.step, name, value)
         return best
@@ -311,14 +386,15 @@ class CheckpointManager:
 
         The checkpoint is `path`, else that of `step`, else the newest that is undamaged.
         """
+        self.finish()
         folder = self.find(step=step, path=path)
-        state = state_for(folder)
-        if is_sharded(folder):
-            read_shards(model, optimizer, folder)
-            return state
-        read_weights(model, folder)
-        if optimizer is not None:
-            load_optimizer(optimizer, read_optimizer(folder), folder)
+        state = read_state(folder, rank=self.rank, world_size=self.world_size, per_rank=self.per_rank)
+        copy_weights = matching_weights(model, folder)
+        stored = None if optimizer is None else StoredOptimizer(folder, optimizer)
+        self._together(copy_weights)
+        if stored is not None:
+            self._together(stored.copy)
+            stored.load()
         return state
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
@@ -348,7 +424,7 @@ class CheckpointManager:
         return [saved.folder for saved in self._finished()]
 
     def _problem_with(self, folder: Path) -> str | None:
-        return problem_with(folder, checksums=True) if folder.is_dir() else "it does not exist"
+        return problem_with(folder, checksums=True)
 
     def _quick_problem(self, folder: Path) -> str | None:
         """Of a folder under its own name; the content of its files is not read."""

@@ -520,11 +520,11 @@ def loading_runs_no_code(folder: Path) -> None:
             return os.mkdir, (str(folder / "harmed"),)
 
     path = folder / "four" / "full-tied" / "step_000003"
-    (path / "shards" / ".metadata").write_bytes(pickle.dumps(Harm()))
-    finish_folder(path, {"step": 3, "serial": 1, "format": "sharded", "world_size": 4})
+    (path / "ranks" / "00001-000.safetensors").write_bytes(pickle.dumps(Harm()))
+    finish_folder(path, step=3, serial=1)
     checkpoints = CheckpointManager(CheckpointConfig(folder / "unused"))
     message = error_of(lambda: checkpoints.load(model=make("full-tied"), path=path), CheckpointError)
-    assert "posix.mkdir stands where Metadata belongs" in message and not (folder / "harmed").exists(), message
+    assert "00001-000.safetensors cannot be read" in message and not (folder / "harmed").exists(), message
 
 
 def an_export_says_what_it_cannot_do(folder: Path) -> None:

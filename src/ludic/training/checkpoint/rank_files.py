@@ -95,15 +95,17 @@ def write_rank_files(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> 
 
 
 def _files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names by file; the first file has the values."""
-    names, size = [], 0
-    for name in sorted(tensors, key=lambda name: name.partition(".")[0] != _VALUES):
-        length = _local_part(tensors[name])[0].nbytes
-        if names and size + length > _LARGEST_FILE:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += length
+    """Names by file; the first file has all values."""
+    is_value = {name: name.partition(".")[0] == _VALUES for name in tensors}
+    names, size = [name for name in tensors if is_value[name]], 0
+    for name in tensors:
+        if not is_value[name]:
+            length = _local_part(tensors[name])[0].nbytes
+            if size + length > _LARGEST_FILE and size:
+                yield names
+                names, size = [], 0
+            names.append(name)
+            size += length
     yield names
 
 
@@ -170,7 +172,8 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as stored:
             yield stored
     except (
-        SafetensorError, OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, RecursionError,
+        SafetensorError, OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError,
+        RecursionError,
     ) as error:  # fmt: skip
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
         raise CheckpointError(f"{file} cannot be read: {reason}.") from error

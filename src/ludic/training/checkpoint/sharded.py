@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager, Result, SaveJob
@@ -110,11 +111,11 @@ class ShardedCheckpointManager(CheckpointManager):
         outcomes: list[Any] = [None] * self.world_size
         reason = None if error is None else f"{type(error).__name__}: {error}"
         dist.all_gather_object(outcomes, (result, reason), group=self._group)
-        if error is not None:
+        if error is not None and not isinstance(error, (OSError, SafetensorError)):
             raise error
         failed = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(outcomes) if reason is not None]
         if failed:
-            raise CheckpointError("; ".join(failed))
+            raise CheckpointError("; ".join(failed)) from error
         return [result for result, _ in outcomes]
 
 

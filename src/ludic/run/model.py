@@ -21,8 +21,8 @@ from ludic.models.tiny import character_tokenizer
 from ludic.run.config import ModelSettings, RolloutSettings, RunConfig
 from ludic.run.folder import CHECKPOINTS, CONFIG
 from ludic.run.settings import read_toml, with_values
-from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.model_files import ADAPTER_WEIGHTS, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots

@@ -68,9 +68,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
 def save(root: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, kind: Any = CheckpointManager) -> Path:
     state = {"at": step, "numbers": torch.full((3,), float(step))}
     checkpoints = kind(CheckpointConfig(root, max_to_keep=None, best_metric="score"))
-    path: Path = checkpoints.save(
-        step, model=model, optimizer=optimizer, state=state, metrics={"score": 1.0 / step}
-    )
+    path: Path = checkpoints.save(step, model=model, optimizer=optimizer, state=state, metrics={"score": 1.0 / step})
     return path
 
 
@@ -207,6 +205,12 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
+EXTRA = [
+    "model2.safetensors", "model.safetensors", "00000-000.safetensors", "00001-000.safetensors", "00000-001.safetensors",
+    "adapter_config.json", "x.json",
+]  # fmt: skip
+
+
 def damage(folder: Path, rng: random.Random, outside: Path) -> str:
     """Do something to one file of a folder; what and to which."""
     file = rng.choice(files_of(folder))
@@ -238,12 +242,7 @@ def damage(folder: Path, rng: random.Random, outside: Path) -> str:
         file.symlink_to(outside / "file")
     elif kind == "extra":
         file.write_bytes(content)
-        name = rng.choice(
-            [
-                "model2.safetensors", "model.safetensors", "00000-000.safetensors", "00001-000.safetensors",
-                "00000-001.safetensors", "adapter_config.json", "x.json",
-            ]  # fmt: skip
-        )
+        name = rng.choice(EXTRA)
         extra = rng.choice([file.parent, folder]) / name
         if not extra.exists():
             extra.write_bytes(rng.choice([content, b"", rng.randbytes(100)]))

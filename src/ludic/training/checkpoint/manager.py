@@ -92,21 +92,10 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """A checkpoint that was finished."""
-
-    folder: Path
-    step: int
-    serial: int
-    """Counts saves: a run that went back to an older step and on from there has its newest checkpoint at a lower step."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Best:
-    """The checkpoint that best.json names."""
+    """A checkpoint and the value that makes it the best."""
 
     folder: Path
-    step: int
     metric: str
     value: float
 
@@ -210,11 +199,6 @@ class CheckpointManager:
         written_by = {file: int(file.name[:5]) if file.parent.name == RANKS else 0 for file in files_in(folder)}
         return [file for file, rank in written_by.items() if rank == self.rank]
 
-    def _make_it_count(self, job: SaveJob, entries: Sequence[Mapping[str, Any]]) -> None:
-        listed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
-        write_manifest(job.unfinished, listed, step=job.step, serial=self._next_serial())
-        self._commit(job.unfinished, job.target, job.step, job.metrics)
-
     @contextmanager
     def _explained(self, target: Path, unfinished: Path) -> Iterator[None]:
         """What fails in the block is a CheckpointError, and leaves no unfinished folder."""
@@ -222,7 +206,11 @@ class CheckpointManager:
         try:
             yield
             is_done = True
-        except (OSError, RuntimeError, SafetensorError) as error:  # the last two are torch's and safetensors' for a full disk
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # torch and safetensors have their own for a full disk
             raise CheckpointError(self._why_not_written(target, error)) from error
         finally:
             if not is_done and self.rank == 0:
@@ -241,26 +229,37 @@ class CheckpointManager:
         first: Result = results[0]
         return first
 
-    def _next_serial(self) -> int:
-        return 1 + max((saved.serial for saved in self._finished()), default=0)
+    def _begin(self, unfinished: Path) -> None:
+        """Make the folder, after removing what a killed writer left behind."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for leftover in self.root.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for replaced in self.root.glob(f"{_REPLACED}*"):
+            target = self.root / replaced.name.removeprefix(_REPLACED)
+            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
+        unfinished.mkdir()
 
-    def _commit(self, unfinished: Path, target: Path, step: int, metrics: Mapping[str, float]) -> None:
+    def _make_it_count(self, job: SaveJob, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Give the folder its manifest and its name, note the best, and remove what is too old."""
+        newest = next(iter(self._finished()), None)
+        # Counts saves: a run that went back to an older step and on from there has its newest checkpoint at a lower step.
+        serial = 1 if newest is None else 1 + (read_manifest(newest) or {})["serial"]
+        listed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
+        write_manifest(job.unfinished, listed, step=job.step, serial=serial)
         best = self._best()
-        self._put_in_place(unfinished, target)
-        write_json(self.root / "latest.json", {"path": target.name, "step": step})
-        best = self._note_best(best, target, step, metrics)
+        replaced = self.root / f"{_REPLACED}{job.target.name}"
+        if (
+            job.target.exists()
+        ):  # a folder cannot replace another in one step; between the two renames the old one counts
+            job.target.rename(replaced)
+        job.unfinished.rename(job.target)
+        sync(self.root)
+        shutil.rmtree(replaced, ignore_errors=True)
+        write_json(self.root / "latest.json", {"path": job.target.name, "step": job.step})
+        best = self._note_best(best, job.target, job.metrics)
         self._prune(None if best is None else best.folder)
 
-    def _put_in_place(self, unfinished: Path, target: Path) -> None:
-        replaced = self.root / f"{_REPLACED}{target.name}"
-        if target.exists():  # a folder cannot replace another in one go; between the two renames the old one counts
-            target.rename(replaced)
-        unfinished.rename(target)
-        sync(self.root)
-        if replaced.exists():
-            shutil.rmtree(replaced)
-
-    def _note_best(self, best: _Best | None, target: Path, step: int, metrics: Mapping[str, float]) -> _Best | None:
+    def _note_best(self, best: _Best | None, target: Path, metrics: Mapping[str, float]) -> _Best | None:
         """Write which checkpoint is the best, now that `target` is there and `best` was the best before."""
         name = self.config.best_metric
         if name is None:
@@ -270,42 +269,28 @@ class CheckpointManager:
         if math.isfinite(value) and (
             best is None or is_saved_again or best.metric != name or self._is_better(value, best.value)
         ):
-            best = _Best(target, step, name, value)
+            best = _Best(target, name, value)
         elif is_saved_again:
             best = self._best_of_saved(name)
         if best is not None:
-            pointer = {"path": best.folder.name, "step": best.step, "metric": best.metric, "value": best.value}
-            write_json(self.root / _BEST, pointer)
+            named = {
+                "path": best.folder.name,
+                "step": _step_of(best.folder),
+                "metric": best.metric,
+                "value": best.value,
+            }
+            write_json(self.root / _BEST, named)
         return best
 
     def _is_better(self, value: float, other: float) -> bool:
         return value > other if self.config.best_mode == "max" else value < other
 
     def _prune(self, best: Path | None) -> None:
-        if self.config.max_to_keep is None:
-            return
-        for saved in list(self._finished())[self.config.max_to_keep :]:
-            if saved.folder != best and not self._is_kept_for_good(saved.step):
+        keep_every, max_to_keep = self.config.keep_every, self.config.max_to_keep
+        for folder in [] if max_to_keep is None else self._finished()[max_to_keep:]:
+            if folder != best and not (keep_every and _step_of(folder) % keep_every == 0):
                 # Renamed first: half a folder under its own name would look like damage.
-                doomed = self.root / f"{UNFINISHED}{saved.folder.name}"
-                saved.folder.rename(doomed)
-                shutil.rmtree(doomed)
-
-    def _is_kept_for_good(self, step: int) -> bool:
-        return self.config.keep_every > 0 and step % self.config.keep_every == 0
-
-    def _begin(self, unfinished: Path) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        unfinished.mkdir()
-
-    def _remove_leftovers(self) -> None:
-        """What a killed writer left behind."""
-        for leftover in self.root.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        for replaced in self.root.glob(f"{_REPLACED}*"):
-            target = self.root / replaced.name.removeprefix(_REPLACED)
-            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
+                shutil.rmtree(folder.rename(self.root / f"{UNFINISHED}{folder.name}"))
 
     def _why_not_written(self, target: Path, error: Exception) -> str:
         intact = self.latest()
@@ -322,16 +307,15 @@ class CheckpointManager:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint (files and sizes are compared; `load` also compares their content)."""
-        newest = next(self._finished(), None)
-        return None if newest is None else newest.folder
+        return next(iter(self._finished()), None)
 
     def is_empty(self) -> bool:
         """Whether no checkpoint was ever finished here; a damaged one is one."""
-        return next(self._folders(), None) is None
+        return not self._folders()
 
     def steps(self) -> list[int]:
         """Of all complete checkpoints, the newest first."""
-        return [saved.step for saved in self._finished()]
+        return list(map(_step_of, self._finished()))
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric so far."""
@@ -340,38 +324,38 @@ class CheckpointManager:
 
     def _best(self) -> _Best | None:
         """What best.json says. If that cannot be true, the best of the checkpoints that are there, by their own metrics."""
-        pointer = self.root / _BEST
+        pointer, name = self.root / _BEST, self.config.best_metric
         if not pointer.exists():
             return None
         try:
             return self._named_best(pointer)
         except CheckpointError as error:
-            name = self.config.best_metric
             found = None if name is None else self._best_of_saved(name)
-            instead = (
+            known = (
                 "No other is known to be the best." if found is None else f"The best is {found.folder.name} instead."
             )
-            self._warn(f"{error} {instead}")
+            self._warn(f"{error} {known}")
             return found
 
     def _named_best(self, pointer: Path) -> _Best:
         named = read_object(pointer)
-        folder, metric, value = (named.get(key) for key in ("path", "metric", "value"))
-        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder) or not isinstance(metric, str):
+        name, metric, value = (named.get(key) for key in ("path", "metric", "value"))
+        if not isinstance(name, str) or not _FOLDER.fullmatch(name) or not isinstance(metric, str):
             raise CheckpointError(f"{pointer} is damaged: it names no checkpoint and metric.")
-        problem = self._quick_problem(self.root / folder)
+        folder = self.root / name
+        problem = self._quick_problem(folder)
         if problem is not None:
-            raise CheckpointError(f"{pointer} names {folder}, but {problem}.")
-        if type(value) is not float or read_metrics(self.root / folder).get(metric) != value:
-            raise CheckpointError(f"{pointer} is damaged: its value is not the one that {folder} has.")
-        return _Best(self.root / folder, _step_of(self.root / folder), metric, value)
+            raise CheckpointError(f"{pointer} names {name}, but {problem}.")
+        if type(value) is not float or read_metrics(folder).get(metric) != value:
+            raise CheckpointError(f"{pointer} is damaged: its value is not the one that {name} has.")
+        return _Best(folder, metric, value)
 
-    def _best_of_saved(self, name: str) -> _Best | None:
+    def _best_of_saved(self, metric: str) -> _Best | None:
         best: _Best | None = None
-        for saved in self._finished():
-            value = read_metrics(saved.folder).get(name)
+        for folder in self._finished():
+            value = read_metrics(folder).get(metric)
             if value is not None and (best is None or self._is_better(value, best.value)):
-                best = _Best(saved.folder, saved.step, name, value)
+                best = _Best(folder, metric, value)
         return best
 
     def load(
@@ -406,7 +390,7 @@ class CheckpointManager:
             if problem is None:
                 return folder
             if is_asked_for:
-                there = ", ".join(saved.folder.name for saved in self._finished()) or "none"
+                there = ", ".join(each.name for each in self._finished()) or "none"
                 raise CheckpointError(f"Cannot load {folder}: {problem}. Complete checkpoints in {self.root}: {there}.")
             self._warn(f"Skipping the checkpoint {folder}: {problem}.")
         raise CheckpointError(f"There is no undamaged checkpoint in {self.root}. Start the run without resuming.")
@@ -421,7 +405,7 @@ class CheckpointManager:
             problem = self._quick_problem(folder)
             if problem is not None:
                 self._warn(f"Skipping the checkpoint {folder}: {problem}.")
-        return [saved.folder for saved in self._finished()]
+        return self._finished()
 
     def _problem_with(self, folder: Path) -> str | None:
         return problem_with(folder, checksums=True)
@@ -436,18 +420,14 @@ class CheckpointManager:
     def _warn(self, message: str) -> None:
         logger.warning("%s", message)
 
-    def _folders(self) -> Iterator[Path]:
-        if self.root.is_dir():
-            yield from (path for path in sorted(self.root.iterdir()) if _FOLDER.fullmatch(path.name) and path.is_dir())
+    def _folders(self) -> list[Path]:
+        there = sorted(self.root.iterdir()) if self.root.is_dir() else []
+        return [path for path in there if _FOLDER.fullmatch(path.name) and path.is_dir()]
 
-    def _finished(self) -> Iterator[_Saved]:
+    def _finished(self) -> list[Path]:
         """Complete checkpoints, the newest first."""
-        found = []
-        for folder in self._folders():
-            manifest = read_manifest(folder)
-            if manifest is not None and self._quick_problem(folder) is None:
-                found.append(_Saved(folder, manifest["step"], manifest["serial"]))
-        yield from sorted(found, key=lambda saved: saved.serial, reverse=True)
+        complete = [folder for folder in self._folders() if self._quick_problem(folder) is None]
+        return sorted(complete, key=lambda folder: (read_manifest(folder) or {}).get("serial", 0), reverse=True)
 
 
 def _step_of(folder: Path) -> int:

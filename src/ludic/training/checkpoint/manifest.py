@@ -28,9 +28,6 @@ class _Damaged(Exception):
     """Why a folder cannot be relied on."""
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
 def finish_folder(folder: Path, *, step: int, serial: int) -> None:
     """Sync every file in the folder and write its manifest."""
     write_manifest(folder, synced(folder, files_in(folder)), step=step, serial=serial)
@@ -68,9 +65,6 @@ def _checksum(file: Path) -> int:
         while chunk := stream.read(_CHUNK):
             value = zlib.crc32(chunk, value)
     return value
-
-
-# --- reading ------------------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

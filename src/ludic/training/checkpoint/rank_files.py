@@ -131,7 +131,14 @@ def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
 
     def encode(path: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            _check_tensor(path, value)
+            if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+                raise ConfigError(
+                    f"state[{path}] is a tensor of an unusual kind; give state[{path}].to_dense().clone()."
+                )
+            if value.dtype in _UNSTORABLE:
+                raise ConfigError(
+                    f"state[{path}] is {value.dtype}; safetensors cannot store it. Give torch.view_as_real of it."
+                )
             tensors[f"{_VALUES}.{len(tensors)}"] = value.detach().to("cpu", copy=True)
             return {"tensor": len(tensors) - 1}
         if type(value) is float and not math.isfinite(value):
@@ -153,13 +160,6 @@ def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     pairs = {name: [[key, encode(key, value)] for key, value in table.items()] for name, table in tables.items()}
     text = json.dumps({name: {"dict": table} for name, table in pairs.items()})
     return tensors | {_VALUES: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
-
-
-def _check_tensor(path: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        raise ConfigError(f"state[{path}] is a tensor of an unusual kind; give state[{path}].to_dense().clone().")
-    if tensor.dtype in _UNSTORABLE:
-        raise ConfigError(f"state[{path}] is {tensor.dtype}, which safetensors cannot store; give torch.view_as_real of it.")
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -241,12 +241,12 @@ class StoredTensor:
     parts: list[_Part]
 
 
-class StoredTensors(Mapping[str, StoredTensor]):
+class StoredTensors(dict[str, StoredTensor]):
     """The tensors of several files under one prefix, named without it. Parts of one tensor may lie in several files."""
 
     def __init__(self, files: Sequence[Path], prefix: str = "") -> None:
+        super().__init__()
         self._prefix = prefix
-        self._found: dict[str, StoredTensor] = {}
         for file in files:
             with _opened(file) as stored:
                 parts = json.loads((stored.metadata() or {}).get(_PARTS, "{}"))
@@ -255,26 +255,18 @@ class StoredTensors(Mapping[str, StoredTensor]):
                         self._add(name, file, stored.get_tensor(name), parts.get(name))
         for name, about in self.items():
             if sum(math.prod(part.sizes) for part in about.parts) != math.prod(about.shape):
-                raise CheckpointError(f"{files[0].parent} cannot be read: the parts of {prefix}{name} are not the whole.")
+                raise CheckpointError(
+                    f"{files[0].parent} cannot be read: the parts of {prefix}{name} are not the whole."
+                )
 
     def _add(self, name: str, file: Path, tensor: Tensor, place: Any) -> None:
         shape, begins = (tensor.shape, (0,) * tensor.ndim) if place is None else map(_numbers, place)
-        ends = zip(begins, tensor.shape, shape, strict=True)
-        about = self._found.setdefault(name.removeprefix(self._prefix), StoredTensor(shape, tensor.dtype, []))
-        if any(first + count > whole for first, count, whole in ends):
+        if any(first + size > whole for first, size, whole in zip(begins, tensor.shape, shape, strict=True)):
             raise ValueError(f"a part of {name} is not within {tuple(shape)}")
+        about = self.setdefault(name.removeprefix(self._prefix), StoredTensor(shape, tensor.dtype, []))
         if (about.shape, about.dtype) != (shape, tensor.dtype) or any(begins == part.begins for part in about.parts):
-            raise ValueError(f"{name} contradicts what is stored of it in {about.parts[0].file.name if about.parts else file.name}")
+            raise ValueError(f"{name} contradicts what is stored of it in {about.parts[0].file.name}")
         about.parts.append(_Part(file, tuple(begins), tuple(tensor.shape)))
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        return self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
     def copy_into(self, targets: Mapping[str, Any]) -> None:
         """Fill these tensors; of those that are sharded, this rank's part."""

@@ -68,19 +68,33 @@ def read_metrics(folder: Path) -> dict[str, float]:
     return {name: float(value) for name, value in found if type(value) in (int, float)}
 
 
-def read_state(
-    folder: Path, *, rank: int = 0, world_size: int = 1, per_rank: Sequence[str] = (RNG,)
-) -> dict[str, Any]:
+def read_state(folder: Path, *, rank: int = 0, world_size: int = 1, per_rank: Sequence[str] = (RNG,)) -> dict[str, Any]:
     """The state in `folder` as this rank goes on from it, with its `step`; `per_rank` names what each rank has for itself."""
     saved = read_object(folder / STATE_FILE)
     step, plain = saved.get("step"), saved.get("state")
     if type(step) is not int or type(plain) is not dict or type(saved.get("metrics")) is not dict:
-        raise CheckpointError(f"{folder / STATE_FILE} cannot be read: it does not have the step, state and metrics of a run.")
+        raise CheckpointError(
+            f"{folder / STATE_FILE} cannot be read: it does not have the step, state and metrics of a run."
+        )
     num_saved = num_ranks(folder)
     first = read_values(folder, 0)
     of_first, own = _table(first, "own"), _table(read_values(folder, rank) if rank else first, "own")
     shared = {**plain, **_table(first, "shared"), "step": step}
-    _check_positions(folder, shared, of_first, num_saved, world_size, per_rank)
+    is_split = world_size > 1
+    divided = [
+        name for name in of_first if name != RNG and (num_saved != world_size or (is_split and name not in per_rank))
+    ]
+    if divided:
+        raise CheckpointError(
+            f"{folder} was saved by {num_saved} ranks, each with its own {', '.join(divided)}, which cannot be divided again. "
+            f"Resume with {num_saved} ranks that read their own data (now: {world_size}), or start a new run from the weights."
+        )
+    undivided = [name for name in per_rank if name != RNG and name in shared and is_split]
+    if undivided:
+        raise CheckpointError(
+            f"{folder} has one {', '.join(undivided)} for all ranks, but each of the {world_size} ranks here wants its own. Let "
+            "rank 0 read the data for all, as when it was saved, or start a new run from the weights."
+        )
     if num_saved == world_size:
         return {**shared, **own}
     if rank == 0:
@@ -96,34 +110,10 @@ def read_state(
 def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = values.get(name, {})
     if type(found) is not dict:
-        raise CheckpointError(f"A rank file cannot be read: its {name!r} is a {type(found).__name__}, and no dictionary.")
+        raise CheckpointError(
+            f"A rank file cannot be read: its {name!r} is a {type(found).__name__}, and no dictionary."
+        )
     return found
-
-
-def _check_positions(
-    folder: Path,
-    shared: Mapping[str, Any],
-    of_first: Mapping[str, Any],
-    num_saved: int,
-    world_size: int,
-    per_rank: Sequence[str],
-) -> None:
-    divided = [
-        name
-        for name in of_first
-        if name != RNG and (num_saved != world_size or (world_size > 1 and name not in per_rank))
-    ]
-    if divided:
-        raise CheckpointError(
-            f"{folder} was saved by {num_saved} ranks, each with its own {', '.join(divided)}, which cannot be divided again. "
-            f"Resume with {num_saved} ranks that read their own data (now: {world_size}), or start a new run from the weights."
-        )
-    undivided = [name for name in per_rank if name != RNG and name in shared and world_size > 1]
-    if undivided:
-        raise CheckpointError(
-            f"{folder} has one {', '.join(undivided)} for all ranks, but each of the {world_size} ranks here wants its own. Let "
-            "rank 0 read the data for all, as when it was saved, or start a new run from the weights."
-        )
 
 
 def _new_rng(of_first: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -178,13 +168,21 @@ class StoredOptimizer:
         """Give it to the optimizer."""
         try:
             self._optimizer.load_state_dict(self._computed_as_here(self._state_dict()))
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:  # torch trusts what it is given
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+        ) as error:  # torch trusts what it is given
             raise self._misfit(str(error)) from error
 
     def _room_for(self) -> dict[str, Tensor]:
         """Tensors to read into: what has a parameter's shape is sharded as it is."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        like = {f"copies.{index}": copied for index, copied in enumerate(self._optimizer.state_dict().get("copies", []))}
+        like = {
+            f"copies.{index}": copied for index, copied in enumerate(self._optimizer.state_dict().get("copies", []))
+        }
         like |= {f"state.{index}": parameter for index, parameter in enumerate(parameters)}
         room = {}
         for name, about in self._tensors.items():
@@ -233,6 +231,10 @@ def read_optimizer_values(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to go on with a fresh one."
         )
-    if type(values) is not dict or type(values.get("state")) is not dict or type(values.get("param_groups")) is not list:
+    if (
+        type(values) is not dict
+        or type(values.get("state")) is not dict
+        or type(values.get("param_groups")) is not list
+    ):
         raise CheckpointError(f"The optimizer in {folder} cannot be read: it has no state and groups.")
     return values

@@ -23,7 +23,7 @@ from ludic.run.folder import CHECKPOINTS, CONFIG
 from ludic.run.settings import read_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, problem_with
-from ludic.training.checkpoint.model_files import ADAPTER_WEIGHTS, read_weights
+from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
 
@@ -189,7 +189,7 @@ def forked_checkpoint(path: Path) -> Path:
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_WEIGHTS).is_file()
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 # --- where and how ---------------------------------------------------------------------------------------------

@@ -568,7 +568,7 @@ FORGED: dict[str, Callable[[Path], Any]] = {
 }
 
 
-REFUSED = "cannot be read|not those of this model|in this model|link to a file outside"
+REFUSED = "cannot be read|are not those of|in this model|link to a file outside"
 
 
 @pytest.mark.parametrize("name", FORGED)

@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from ludic.models.loading import no_progress_bar
 from ludic.training.checkpoint.manifest import CheckpointError, finish_folder, problem_with, read_manifest, read_object
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL, architecture, stored_weights
-from ludic.training.checkpoint.rank_files import RANKS, StoredTensors, encoded, rank_files, write_rank_files
+from ludic.training.checkpoint.rank_files import RANKS, StoredTensors, rank_files, write_rank_files
 from ludic.training.checkpoint.state_files import (
     OPTIMIZER,
     RNG,
     STATE_FILE,
+    encoded_state,
     read_metrics,
     read_optimizer_values,
     read_state,
-    state_values,
     write_plain_state,
 )
 from ludic.types import ConfigError
@@ -145,7 +145,6 @@ def _write_state(folder: Path, target: Path, with_optimizer: bool) -> None:
     state = read_state(folder)
     own = {name: state.pop(name) for name in (RNG,) if name in state}
     write_plain_state(target, step, state, metrics)
-    values = {**state_values(step, state, own), OPTIMIZER: read_optimizer_values(folder)}
+    values = encoded_state(step, state, own, read_optimizer_values(folder))
     tensors = StoredTensors(rank_files(folder), f"{OPTIMIZER}.").whole()
-    named = {f"{OPTIMIZER}.{name}": tensor for name, tensor in tensors.items()}
-    write_rank_files(target, 0, {**named, **encoded(values)})
+    write_rank_files(target, 0, values | {f"{OPTIMIZER}.{name}": tensor for name, tensor in tensors.items()})

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ludic.training.checkpoint.manifest import (
     CheckpointError,
-    files_in,
     problem_with,
     read_manifest,
     read_object,
@@ -31,16 +30,14 @@ from ludic.training.checkpoint.manifest import (
     write_manifest,
 )
 from ludic.training.checkpoint.model_files import check_storable, matching_weights, write_weights
-from ludic.training.checkpoint.rank_files import RANKS, encoded, is_written_by, write_rank_files
+from ludic.training.checkpoint.rank_files import is_written_by, write_rank_files, written_by
 from ludic.training.checkpoint.state_files import (
-    OPTIMIZER,
     RNG,
     StoredOptimizer,
+    encoded_state,
     optimizer_tensors,
-    optimizer_values,
     read_metrics,
     read_state,
-    state_values,
     write_plain_state,
 )
 from ludic.types import ConfigError
@@ -157,22 +154,20 @@ class CheckpointManager:
         saved = optimizer.state_dict() if optimizer is not None and self.config.save_optimizer else None
         tensors: dict[str, Tensor] = {}
 
-        def encode() -> None:
+        def check_and_encode() -> None:
             check_storable(model)
-            values = state_values(step, shared if self.rank == 0 else {}, own)
-            tensors.update(encoded(values if saved is None else {**values, OPTIMIZER: optimizer_values(saved)}))
+            tensors.update(encoded_state(step, shared if self.rank == 0 else {}, own, saved))
 
-        def write_small() -> None:
+        def write_small_files() -> None:
             write_plain_state(unfinished, step, shared, metrics or {})
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
 
-        self._together(encode)
+        self._together(check_and_encode)
         with self._explained(target, unfinished):
             self._on_first(lambda: self._begin(unfinished))
-            weights = self._write_model(model, unfinished)
-            self._on_first(write_small)
-        divided = weights | (optimizer_tensors(saved) if saved is not None else {})
+            divided = self._write_model(model, unfinished) | optimizer_tensors(saved)
+            self._on_first(write_small_files)
         tensors |= {name: tensor for name, tensor in divided.items() if is_written_by(self.rank, tensor)}
         self._start(SaveJob(step, target, unfinished, tensors, dict(metrics or {}), on_committed))
         return target
@@ -189,15 +184,10 @@ class CheckpointManager:
         """On every rank: write its files, and when all have, rank 0 finishes the checkpoint."""
         with self._explained(job.target, job.unfinished):
             self._together(lambda: write_rank_files(job.unfinished, self.rank, job.tensors))
-            entries = self._together(lambda: synced(job.unfinished, self._own_files(job.unfinished)))
+            entries = self._together(lambda: synced(job.unfinished, written_by(self.rank, job.unfinished)))
             self._on_first(lambda: self._make_it_count(job, entries))
         if job.on_committed is not None:
             job.on_committed(job.target)
-
-    def _own_files(self, folder: Path) -> list[Path]:
-        """Each rank reads back what it wrote itself; rank 0 also what is of no rank."""
-        written_by = {file: int(file.name[:5]) if file.parent.name == RANKS else 0 for file in files_in(folder)}
-        return [file for file, rank in written_by.items() if rank == self.rank]
 
     @contextmanager
     def _explained(self, target: Path, unfinished: Path) -> Iterator[None]:

@@ -193,13 +193,11 @@ def _matching_model(model: Any, folder: Path) -> tuple[StoredTensors | WholeTens
         )
     differing = _names_that_differ(stored, own)
     if differing and is_transformers(model) and any(file.match("model*.safetensors") for file in listed):
-        stored = _converted(model, folder)
-        differing = _names_that_differ(stored, own)
+        stored, differing = _converted(model, folder)
     if differing:
         raise ConfigError(
-            f"The weights in {folder} are not those of this model: it holds {_saved_kind(folder)}, and this is {_kind(model)}. "
-            f"{len(differing)} names are on one side only, such as {', '.join(differing[:3])}. Build the model as it was when "
-            "it was saved."
+            f"The weights in {folder} are not those of {_kind(model)}: it holds {_saved_kind(folder)}, and {len(differing)} names "
+            f"are on one side only, such as {', '.join(differing[:3])}. Build the model as it was when it was saved."
         )
     return _same_kind(stored, own, folder)
 
@@ -220,19 +218,14 @@ def _place(name: str, tensor: Tensor) -> Any:
     return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
 
 
-def _converted(model: Any, folder: Path) -> WholeTensors:
-    """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows them."""
+def _converted(model: Any, folder: Path) -> tuple[WholeTensors, list[str]]:
+    """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows them.
+    Beside the weights come the names that it could not match."""
     with no_progress_bar():
         loaded, report = type(model).from_pretrained(
             folder, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    problems = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
-    if problems:
-        raise ConfigError(
-            f"The weights in {folder} are not those of a {type(model).__name__}: {problems}. Build the model as it was when "
-            "it was saved."
-        )
-    return WholeTensors(loaded.state_dict())
+    return WholeTensors(loaded.state_dict()), sorted(str(name) for names in report.values() for name in names)
 
 
 def _matching_adapter(model: Any, adapter: str, folder: Path) -> tuple[StoredTensors, dict[str, Tensor]]:

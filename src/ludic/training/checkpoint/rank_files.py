@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ludic.training.checkpoint.manifest import CheckpointError, listed_files
+from ludic.training.checkpoint.manifest import CheckpointError, files_in, listed_files
 from ludic.types import ConfigError
 
 RANKS = "ranks"
@@ -94,6 +94,12 @@ def write_rank_files(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> 
         save_file(_separate(content), file, metadata={_PARTS: json.dumps(parts)})
 
 
+def written_by(rank: int, folder: Path) -> list[Path]:
+    """The files that a rank reads back: what it wrote itself; rank 0 also what belongs to no rank."""
+    owners = {file: int(file.name[:5]) if file.parent.name == RANKS else 0 for file in files_in(folder)}
+    return [file for file, owner in owners.items() if owner == rank]
+
+
 def _files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Names by file; the first file has all values."""
     is_value = {name: name.partition(".")[0] == _VALUES for name in tensors}
@@ -131,9 +137,10 @@ def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
 
     def encode(path: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+            is_unusual = value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg()
+            if is_unusual or is_sharded(value):
                 raise ConfigError(
-                    f"state[{path}] is a tensor of an unusual kind; give state[{path}].to_dense().clone()."
+                    f"state[{path}] is a tensor of an unusual kind; give a plain one (.full_tensor(), .to_dense().clone())."
                 )
             if value.dtype in _UNSTORABLE:
                 raise ConfigError(

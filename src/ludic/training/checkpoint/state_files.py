@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
-from ludic.training.checkpoint.rank_files import StoredTensors, num_ranks, rank_files, read_values
+from ludic.training.checkpoint.rank_files import StoredTensors, encoded, num_ranks, rank_files, read_values
 from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 from ludic.types.files import write_json
@@ -36,19 +36,22 @@ _HOW = ("foreach", "fused", "capturable")
 
 
 def write_plain_state(folder: Path, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Write what JSON gives back exactly; `state_values` has the rest."""
+    """Write what JSON gives back exactly; `encoded_state` has the rest."""
     plain = {name: value for name, value in state.items() if _is_exact_in_json(value)}
     finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
     write_json(folder / STATE_FILE, {"step": step, "metrics": finite, "state": plain})
 
 
-def state_values(step: int, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a rank file holds of a state; `shared` is what rank 0 writes for all."""
+def encoded_state(
+    step: int, shared: Mapping[str, Any], own: Mapping[str, Any], optimizer: Mapping[str, Any] | None
+) -> dict[str, Tensor]:
+    """The rest for a rank file; `shared` is what rank 0 writes for all, `optimizer` what its `state_dict` returned."""
     said = shared.get("step", step)
     if said != step:
         raise ConfigError(f"The checkpoint is of step {step}, but its state says step {said}. Leave it out there.")
     rest = {name: value for name, value in shared.items() if not _is_exact_in_json(value)}
-    return {"shared": rest, "own": dict(own)}
+    tables = {"shared": rest, "own": own}
+    return encoded(tables if optimizer is None else {**tables, OPTIMIZER: _without_tensors(optimizer)})
 
 
 def _is_exact_in_json(value: Any) -> bool:
@@ -131,8 +134,10 @@ def _new_rng(of_first: Mapping[str, Any], rank: int) -> dict[str, Any]:
 # --- optimizer ----------------------------------------------------------------------------------------------------
 
 
-def optimizer_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Name -> this rank's part, of what `state_dict` of an optimizer returns. Parameters go by their number, as in torch."""
+def optimizer_tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Name -> this rank's part, of what `state_dict` of an optimizer returned. Parameters go by their number, as in torch."""
+    if state is None:
+        return {}
     slots = {
         f"{OPTIMIZER}.state.{index}.{slot}": value
         for index, values in state["state"].items()
@@ -142,7 +147,7 @@ def optimizer_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return slots | {f"{OPTIMIZER}.copies.{index}": copied for index, copied in enumerate(state.get("copies", []))}
 
 
-def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
+def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     """The rest of it: groups, settings, and what of each parameter's state is no tensor."""
     plain = {
         index: {slot: value for slot, value in values.items() if not isinstance(value, Tensor)}
@@ -225,7 +230,7 @@ class StoredOptimizer:
 
 
 def read_optimizer_values(folder: Path) -> dict[str, Any]:
-    """What `optimizer_values` returned when the checkpoint was written."""
+    """Groups and settings of the optimizer, without its tensors."""
     values = read_values(folder, 0).get(OPTIMIZER)
     if values is None:
         raise CheckpointError(

@@ -427,7 +427,7 @@ def new_ranks_draw_other_numbers(folder: Path) -> None:
     assert dist.get_rank() or "saved by 2 ranks and there are 4 now" in said.texts[0]
 
 
-def data_that_each_rank_reads_is_not_divided_anew(folder: Path) -> None:
+def data_that_each_rank_reads_is_not_divided_again(folder: Path) -> None:
     module = block(1.0)
     checkpoints = ShardedCheckpointManager(CheckpointConfig(folder / "per_rank"), per_rank=("rng", "batch_source"))
     message = error_of(lambda: checkpoints.load(model=module, step=2), CheckpointError)
@@ -649,7 +649,7 @@ PHASES: list[Phase] = [
             **all_variants("four ranks go on from one", "alone", "four"),
             "replicas of shards go on": replicas_of_shards_go_on,
             "new ranks draw other numbers": new_ranks_draw_other_numbers,
-            "data that each rank reads is not divided anew": data_that_each_rank_reads_is_not_divided_anew,
+            "data that each rank reads is not divided again": data_that_each_rank_reads_is_not_divided_again,
         },
     ),
     ("two again", (0, 1), all_variants("two ranks go on from four", "four", "two again")),
@@ -695,7 +695,7 @@ def main(number: int, folder: Path) -> None:
             for check, run in checks.items():
                 try:
                     run(folder)
-                except BaseException:  # noqa: BLE001 - whatever it was, the test shows it
+                except BaseException:  # noqa: BLE001 - the test shows what it was
                     out.write(f"FAILED {check}\n{traceback.format_exc()}")
                     out.flush()
                     os._exit(1)  # the others hear of it at once

@@ -1,7 +1,7 @@
 """Weights through a folder: a learner leaves every version in it, and an actor's own engine follows while it generates.
 
-A file appears under its name only when it is complete. The newest version is the one that counts; a learner that was resumed
-at an earlier step takes away what is newer than its own, and whoever had followed that far comes back with it.
+A file appears under its name only when it is complete. Actors take the newest version. A learner that was resumed at an earlier
+step removes the versions that are newer than its own, and actors that had taken one of them go back with it.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class FolderPublisher:
         return self._dtype if self._dtype is not None and weight.is_floating_point() else weight.dtype
 
     def _clean_up(self, version: int) -> None:
-        """Old versions go; so do newer ones, which are of a life that was not resumed, and what a killed writer left."""
+        """Remove old versions, newer ones (the learner was resumed at an earlier step), and what a killed writer left."""
         files = published_files(self.folder)
         newer = [file.path for file in files if file.version > version]
         older = [file.path for file in files if file.version <= version][self._keep :]
@@ -109,7 +109,7 @@ def _distinct(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 class FolderFollower:
-    """For an actor: its own engine takes the newest version in the folder, between two tokens of whatever is running."""
+    """For an actor: its own engine takes the newest version in the folder, between two tokens."""
 
     def __init__(self, folder: str | Path, engine: InPlaceServer, model: Any = None) -> None:
         """`model`: whose parameters are written to; by default the one that the engine serves."""

@@ -144,7 +144,7 @@ class CheckpointManager:
         """Write step_<step> and prune older ones. `state` may hold plain values and tensors, nested in lists and dicts.
 
         `on_committed` is told the folder once the checkpoint is complete and on the disk: here before `save` returns, on several
-        ranks later. Whatever goes wrong, the checkpoints that were there stay as they were.
+        ranks later. If saving fails, the checkpoints that were there stay as they were.
         """
         self.finish()
         target = self.root / f"step_{step:06d}"

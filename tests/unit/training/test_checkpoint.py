@@ -241,6 +241,19 @@ def test_another_model_is_refused_before_anything_is_copied(tmp_path: Path):
     assert_same(before, values(other))
 
 
+@pytest.mark.parametrize(("saved", "other"), [(2, 1), (1, 2)])
+def test_another_number_of_layers_is_refused(tmp_path: Path, saved: int, other: int):
+    def llama(layers: int) -> Any:
+        config = new_model("llama").config
+        config.num_hidden_layers = layers
+        return transformers.LlamaForCausalLM(config)
+
+    manager(tmp_path).save(1, model=llama(saved))
+    message = f"num_hidden_layers {other},.* it holds .*num_hidden_layers {saved},.* names are on one side only.*Build"
+    with pytest.raises(ConfigError, match=message):
+        manager(tmp_path).load(model=llama(other))
+
+
 def test_another_dtype_is_refused(tmp_path: Path):
     manager(tmp_path).save(1, model=a_module())
     with pytest.raises(ConfigError, match="float32, but .* torch.bfloat16"):

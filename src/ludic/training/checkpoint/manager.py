@@ -156,7 +156,8 @@ class CheckpointManager:
 
         def check_and_encode() -> None:
             check_storable(model)
-            tensors.update(encoded_state(step, shared if self.rank == 0 else {}, own, saved))
+            is_first = self.rank == 0
+            tensors.update(encoded_state(step, shared if is_first else {}, own, saved if is_first else None))
 
         def write_small_files() -> None:
             write_plain_state(unfinished, step, shared, metrics or {})

@@ -193,7 +193,8 @@ def _matching_model(model: Any, folder: Path) -> tuple[StoredTensors | WholeTens
         )
     differing = _names_that_differ(stored, own)
     if differing and is_transformers(model) and any(file.match("model*.safetensors") for file in listed):
-        stored, differing = _converted(model, folder)
+        stored, unmatched = _converted(model, folder)
+        differing = unmatched or _names_that_differ(stored, own)
     if differing:
         raise ConfigError(
             f"The weights in {folder} are not those of {_kind(model)}: it holds {_saved_kind(folder)}, and {len(differing)} names "

@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_model
@@ -31,6 +31,9 @@ MODEL = "model."
 _SAMPLES = 16
 _SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
 """LoRA's output is multiplied by a number that comes from these; other kinds of adapters have none of them."""
+
+Matched: TypeAlias = tuple[StoredTensors | WholeTensors, dict[str, Tensor]]
+"""Stored tensors, and the tensors of the model that they are copied into."""
 
 
 def is_peft(model: torch.nn.Module) -> bool:
@@ -156,6 +159,7 @@ def read_weights(model: torch.nn.Module, folder: Path) -> None:
 def matching_weights(model: torch.nn.Module, folder: Path) -> Callable[[], None]:
     """Compare the stored weights with the model; what comes back copies them. Ranks compare together, and copy alone."""
     own: Any = uncompiled(model)
+    pairs: list[Matched]
     if is_peft(own):
         pairs = [_matching_adapter(own, adapter, folder) for adapter in own.peft_config]
         _check_base(own, folder)
@@ -182,7 +186,7 @@ def stored_weights(folder: Path, adapter: str | None = None) -> StoredTensors:
     return StoredTensors(files)
 
 
-def _matching_model(model: Any, folder: Path) -> tuple[StoredTensors | WholeTensors, dict[str, Tensor]]:
+def _matching_model(model: Any, folder: Path) -> Matched:
     own, listed = model.state_dict(keep_vars=True), listed_files(folder)
     stored: StoredTensors | WholeTensors = stored_weights(folder)
     if not stored or folder / ADAPTER_CONFIG in listed:
@@ -229,7 +233,7 @@ def _converted(model: Any, folder: Path) -> tuple[WholeTensors, list[str]]:
     return WholeTensors(loaded.state_dict()), sorted(str(name) for names in report.values() for name in names)
 
 
-def _matching_adapter(model: Any, adapter: str, folder: Path) -> tuple[StoredTensors, dict[str, Tensor]]:
+def _matching_adapter(model: Any, adapter: str, folder: Path) -> Matched:
     stored, file = stored_weights(folder, adapter), _adapter_folder(folder, adapter) / ADAPTER_CONFIG
     if not stored or file not in listed_files(folder):
         raise ConfigError(
@@ -247,7 +251,7 @@ def _matching_adapter(model: Any, adapter: str, folder: Path) -> tuple[StoredTen
     return _same_kind(stored, own, folder)
 
 
-def _same_kind(stored: Any, own: Mapping[str, Tensor], folder: Path) -> tuple[Any, dict[str, Tensor]]:
+def _same_kind(stored: Any, own: Mapping[str, Tensor], folder: Path) -> Matched:
     """Both, once shapes and dtypes agree."""
     for name, tensor in stored.items():
         if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:

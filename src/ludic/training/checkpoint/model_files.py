@@ -202,7 +202,7 @@ def _matching_model(model: Any, folder: Path) -> Matched:
     if differing:
         raise ConfigError(
             f"The weights in {folder} are not those of {_kind(model)}: it holds {_saved_kind(folder)}, and {len(differing)} names "
-            f"are on one side only, such as {', '.join(differing[:3])}. Build the model as it was when it was saved."
+            f"are there or in this model only, such as {', '.join(differing[:3])}. Build the model as it was when it was saved."
         )
     return _same_kind(stored, own, folder)
 

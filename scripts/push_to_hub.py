@@ -27,10 +27,11 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-from ludic.training.checkpoint.atomic import MANIFEST, problem_with
+from ludic.training.checkpoint.manifest import MANIFEST, problem_with
+from ludic.training.checkpoint.rank_files import RANKS
 from ludic.types import ConfigError, LudicError
 
-NOT_SENT = ("*.pt", "trainer_state.json", "base_fingerprint.json", MANIFEST, ".*")
+NOT_SENT = ("*.pt", RANKS, "trainer_state.json", "base_fingerprint.json", MANIFEST, ".*")
 """What only Ludic reads, and only to resume."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 STALE = (*WEIGHTS, "*.index.json", "adapter_config.json")
@@ -62,7 +63,7 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     files = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not _matches(path.name, NOT_SENT)
+        if path.is_file() and not any(_matches(part, NOT_SENT) for part in path.relative_to(folder).parts)
     }
     if not any(_matches(Path(name).name, WEIGHTS) for name in files):
         there = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "inference",
         "interaction",
         "models",
+        "parsers",
         "tinker",
         "training",
     },

@@ -98,7 +98,7 @@ def test_nothing_that_runs_the_code_of_a_stranger_is_used_without_a_reason():
     found = {(file.relative_to(ROOT).as_posix(), use) for file in SOURCES for use in uses(file)}
     new = sorted(found - ALLOWED.keys())
     assert not new, (
-        f"{new}: read plain data instead (JSON, safetensors, ludic.training.checkpoint.tensor_files), or give a reason in ALLOWED"
+        f"{new}: read plain data instead (JSON, safetensors, ludic.training.checkpoint.rank_files), or give a reason in ALLOWED"
     )
     assert not sorted(ALLOWED.keys() - found), "these are gone; take them out of ALLOWED"
 

@@ -30,7 +30,7 @@ from ludic.models.tiny import word_tokenizer
 from ludic.run.export import Asked, export_run
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.checkpoint.shard_files import read_tensors
+from ludic.training.checkpoint.model_files import stored_weights
 from ludic.training.checkpoint.sharded import ShardedCheckpointManager
 from ludic.training.learner.optimizer import FullPrecisionAdamW
 from ludic.training.learner.rng import restore_rng, rng_state
@@ -314,9 +314,9 @@ def a_damaged_checkpoint_is_skipped_with_a_message(folder: Path) -> None:
     for step in (1, 2, 3, 4):
         checkpoints.save(step, model=block(float(step)))
     checkpoints.finish()
-    shard = folder / "damaged" / "step_000004" / "shards" / "__1_0.distcp"
+    shard = folder / "damaged" / "step_000004" / "ranks" / "00001-000.safetensors"
     first_does(lambda: os.truncate(shard, 100))
-    first_does(lambda: flip_last_byte(folder / "damaged" / "step_000003" / "shards" / "__1_0.distcp"))
+    first_does(lambda: flip_last_byte(folder / "damaged" / "step_000003" / "ranks" / "00001-000.safetensors"))
     first_does(lambda: (folder / "damaged" / "step_000002" / "manifest.json").unlink())
     module = block(0.0)
     with Warnings() as said:
@@ -324,8 +324,8 @@ def a_damaged_checkpoint_is_skipped_with_a_message(folder: Path) -> None:
     assert value_of(module) == 1.0
     if dist.get_rank() == 0:
         text = "\n".join(said.texts)
-        assert "step_000004: shards/__1_0.distcp has 100 bytes instead of" in text, text
-        assert "step_000003: shards/__1_0.distcp is not what was written" in text, text
+        assert "step_000004: ranks/00001-000.safetensors has 100 bytes instead of" in text, text
+        assert "step_000003: ranks/00001-000.safetensors is not what was written" in text, text
         assert "step_000002: it has no complete manifest.json" in text, text
     else:
         assert said.texts == [], "one rank says it"
@@ -427,7 +427,7 @@ def new_ranks_draw_other_numbers(folder: Path) -> None:
     assert dist.get_rank() or "saved by 2 ranks and there are 4 now" in said.texts[0]
 
 
-def data_that_each_rank_reads_is_not_divided_anew(folder: Path) -> None:
+def data_that_each_rank_reads_is_not_divided_again(folder: Path) -> None:
     module = block(1.0)
     checkpoints = ShardedCheckpointManager(CheckpointConfig(folder / "per_rank"), per_rank=("rng", "batch_source"))
     message = error_of(lambda: checkpoints.load(model=module, step=2), CheckpointError)
@@ -506,25 +506,25 @@ def transformers_and_peft_read_the_export(folder: Path) -> None:
 
 
 def only_the_adapter_is_stored(folder: Path) -> None:
-    names = read_tensors(folder / "four" / "lora-tied" / "step_000003", "model.").keys()
+    names = stored_weights(folder / "four" / "lora-tied" / "step_000003")
     assert names and all(".lora_A." in name or ".lora_B." in name for name in names), names
 
 
 def loading_runs_no_code(folder: Path) -> None:
     import pickle
 
-    from ludic.training.checkpoint.atomic import finish_folder
+    from ludic.training.checkpoint.manifest import finish_folder
 
     class Harm:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(folder / "harmed"),)
 
     path = folder / "four" / "full-tied" / "step_000003"
-    (path / "shards" / ".metadata").write_bytes(pickle.dumps(Harm()))
-    finish_folder(path, {"step": 3, "serial": 1, "format": "sharded", "world_size": 4})
+    (path / "ranks" / "00001-000.safetensors").write_bytes(pickle.dumps(Harm()))
+    finish_folder(path, step=3, serial=1)
     checkpoints = CheckpointManager(CheckpointConfig(folder / "unused"))
     message = error_of(lambda: checkpoints.load(model=make("full-tied"), path=path), CheckpointError)
-    assert "posix.mkdir stands where Metadata belongs" in message and not (folder / "harmed").exists(), message
+    assert "00001-000.safetensors cannot be read" in message and not (folder / "harmed").exists(), message
 
 
 def an_export_says_what_it_cannot_do(folder: Path) -> None:
@@ -557,7 +557,7 @@ def a_large_frozen_tensor_is_saved_and_exported(folder: Path) -> None:
 def the_command_takes_the_newest_of_a_run(folder: Path) -> None:
     export_run(Asked(run=folder / "two" / "full-tied", target=folder / "commanded"))
     assert transformers.AutoModelForCausalLM.from_pretrained(folder / "commanded").config.num_hidden_layers == 2
-    assert not (folder / "commanded" / "optimizer.pt").exists()
+    assert not (folder / "commanded" / "ranks").exists()
 
 
 # --- killed -------------------------------------------------------------------------------------------------------
@@ -649,7 +649,7 @@ PHASES: list[Phase] = [
             **all_variants("four ranks go on from one", "alone", "four"),
             "replicas of shards go on": replicas_of_shards_go_on,
             "new ranks draw other numbers": new_ranks_draw_other_numbers,
-            "data that each rank reads is not divided anew": data_that_each_rank_reads_is_not_divided_anew,
+            "data that each rank reads is not divided again": data_that_each_rank_reads_is_not_divided_again,
         },
     ),
     ("two again", (0, 1), all_variants("two ranks go on from four", "four", "two again")),
@@ -695,7 +695,7 @@ def main(number: int, folder: Path) -> None:
             for check, run in checks.items():
                 try:
                     run(folder)
-                except BaseException:  # noqa: BLE001 - whatever it was, the test shows it
+                except BaseException:  # noqa: BLE001 - the test shows what it was
                     out.write(f"FAILED {check}\n{traceback.format_exc()}")
                     out.flush()
                     os._exit(1)  # the others hear of it at once

@@ -68,7 +68,7 @@ def test_in_real_processes(folder: Path, check: str, numbers: tuple[int, ...]):
 
 def test_kill_9_in_the_middle_of_a_save_leaves_the_one_before(folder: Path):
     root = folder / "killed"
-    assert (root / ".unfinished-step_000002" / "shards" / "__1_0.distcp").exists(), (
+    assert (root / ".unfinished-step_000002" / "ranks" / "00001-000.safetensors").exists(), (
         "the kill did not fall into the save"
     )
     module = torch.nn.Sequential(torch.nn.Linear(5, 40), torch.nn.Linear(40, 5))

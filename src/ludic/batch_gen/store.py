@@ -1,6 +1,6 @@
 """Rollouts on disk while the run goes on, and back again when it is resumed.
 
-One JSON line per rollout, token arrays included; compressed where the file's name ends in .gz (see ludic.types.line_files).
+One JSON line per rollout, token arrays included; compressed where the file's name ends in .gz (see ludic.types.files).
 Encoding and writing happen in a thread apart, one episode after the other, so the event loop never waits for a disk. All lines of
 an episode are written at once.
 """
@@ -20,7 +20,7 @@ import msgspec
 
 from ludic.batch_gen.episodes import Episode, EpisodePlan
 from ludic.types import ConfigError, Rollout
-from ludic.types.line_files import Line, LineWriter, read_lines, repair
+from ludic.types.files import Line, LineWriter, read_lines, repair
 from ludic.types.rollout import json_number, request_meta_in, stored_rollouts
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,12 @@ from ludic.run.config import CHECKPOINTS, TINY, ModelSettings, RunConfig
 from ludic.run.folder import CONFIG
 from ludic.run.model import base_settings, checkpoint_in, load_policy
 from ludic.run.settings import read_toml
-from ludic.training.checkpoint.atomic import CheckpointError, read_object, write_json
 from ludic.training.checkpoint.export import check_target, export_checkpoint, export_model, write_pretrained
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.manifest import CheckpointError, read_object
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, BASE_FINGERPRINT, is_peft
 from ludic.types import ConfigError, MissingExtra
+from ludic.types.files import write_json
 
 BASE = "base"
 """Where, in the export of an adapter, a base is put that no other machine has."""

@@ -16,7 +16,7 @@ from ludic import __version__
 from ludic.run.config import CHECKPOINTS, MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, to_toml
-from ludic.training.checkpoint.atomic import CheckpointError, read_manifest
+from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
 

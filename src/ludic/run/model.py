@@ -22,9 +22,9 @@ from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
 from ludic.run.folder import CONFIG
 from ludic.run.resolve import default_name
 from ludic.run.settings import read_toml, with_values
-from ludic.training.checkpoint.atomic import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
-from ludic.training.checkpoint.model_files import ADAPTER_WEIGHTS, read_weights
+from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, problem_with
+from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
 
@@ -194,7 +194,7 @@ def forked_checkpoint(path: Path) -> Path:
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_WEIGHTS).is_file()
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 # --- where and how ---------------------------------------------------------------------------------------------

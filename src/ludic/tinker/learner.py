@@ -9,7 +9,6 @@ It takes the same arguments as `Trainer`, less what only a model in this process
 
 import logging
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from torch import Tensor
 from ludic.tinker.data import built_in_of, check_items, check_loss, rows_of, tokens_of
 from ludic.tinker.policy import TinkerPolicy, Trained
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.checkpoint.atomic import CheckpointError, finish_folder
-from ludic.training.checkpoint.manager import UNFINISHED, CheckpointConfig, CheckpointManager
-from ludic.training.checkpoint.state_files import check_state, read_state, write_state
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
+from ludic.training.checkpoint.state_files import read_state
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import MetricSums
@@ -46,7 +44,7 @@ logger = logging.getLogger(__name__)
 # ----------------------------------------------------------------------------------------------------
 # Checkpoints of a policy that is trained elsewhere: its weights stay there, and a folder here says where, and all the rest.
 # ----------------------------------------------------------------------------------------------------
-#     output_dir/step_000100/   trainer_state.json (with the tinker:// path), state.pt, manifest.json
+#     output_dir/step_000100/   trainer_state.json (with the tinker:// path), ranks/, manifest.json
 #
 # The folder is written after the service has saved, so one that is there can be resumed from. Removing a folder removes
 # nothing at the service.
@@ -57,20 +55,13 @@ class RemoteCheckpoints(CheckpointManager):
 
     def save_path(self, step: int, path: str, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
         """Note that `path` holds the weights and the optimizer of this step."""
-        target = self.root / f"step_{step:06d}"
-        unfinished = self.root / f"{UNFINISHED}{target.name}"
-        whole = {**state, "remote_path": path}
-        check_state(step, whole)
         try:
-            self._begin(unfinished)
-            write_state(unfinished, step, whole, metrics)
-            finish_folder(unfinished, {"step": step, "serial": self._next_serial()})
-            self._commit(unfinished, target, step, metrics)
-        except OSError as error:
-            raise CheckpointError(f"{self._why_not_written(target, error)} The weights are safe at {path}.") from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return target
+            return self.save(step, model=torch.nn.Module(), state={**state, "remote_path": path}, metrics=metrics)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} The weights are safe at {path}.") from error
+
+    def _write_model(self, model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+        return {}
 
     def read_path(self, *, step: int | None = None, path: str | None = None) -> tuple[str, dict[str, Any]]:
         """(where the weights are, the state beside them) of a step, of a folder, or of the newest checkpoint."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ludic.types.errors import EnvContractError, Failure, LudicError
-from ludic.types.line_files import Line, LineWriter, read_lines
+from ludic.types.files import Line, LineWriter, read_lines
 from ludic.types.messages import MessageView
 from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, Turn, is_parse_failure, new_id
 from ludic.types.tokens import TokenLog, TokenTrace

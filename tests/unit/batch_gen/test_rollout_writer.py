@@ -13,7 +13,7 @@ from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter
 from ludic.inference import ScriptedClient
 from ludic.interaction import MultiAgentProtocol
 from ludic.types import ConfigError, EnvSpec, ProtocolSpec, Rollout, RolloutRequest, load_rollouts
-from ludic.types.line_files import LineWriter, read_lines, repair
+from ludic.types.files import LineWriter, read_lines, repair
 from tests.fakes import make_agent
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
 
@@ -306,7 +306,7 @@ def test_a_write_that_failed_half_way_does_not_spoil_the_next(tmp_path, monkeypa
 
 
 def test_fuzz_damage_in_a_compressed_file_costs_the_lines_of_its_member_only(tmp_path, monkeypatch, caplog, fuzz):
-    monkeypatch.setattr("ludic.types.line_files.MEMBER_BYTES", 1000)
+    monkeypatch.setattr("ludic.types.files.MEMBER_BYTES", 1000)
     path = tmp_path / "x.jsonl.gz"
     writer, written = LineWriter(path), lines_of(*range(40))
     for line in written:

@@ -117,7 +117,7 @@ def test_the_checkpoint_is_the_newest_or_that_of_a_step(ludic):
         target = Path(f"out-{number}")
         assert ludic("export", *arguments[:1], str(target), *arguments[1:]).code == 0
         assert (target / "model.safetensors").read_bytes() == weights.read_bytes()
-        assert not (target / "optimizer.pt").exists()
+        assert not (target / "ranks").exists()
     assert ludic("export", "runs/a", "whole", "--with-optimizer").code == 0
     assert checkpoints.load(model=model, optimizer=optimizer, path="whole") == {"step": 2, "at": 2}
 

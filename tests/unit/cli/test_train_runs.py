@@ -125,7 +125,7 @@ def test_a_damaged_run_goes_on_from_its_newest_undamaged_checkpoint(ludic, tmp_p
     assert "2 damaged lines are left out, the first is line 1" in caplog.text and rewards(folder) == expected
 
     for checkpoint in saved:
-        flip_a_bit(checkpoint / "state.pt", 100)
+        flip_a_bit(checkpoint / "ranks" / "00000-000.safetensors", 100)
     before = sorted(folder.rglob("*"))
     for arguments in (["train", "runs/first", "--resume", "--steps", "5"], ["export", "runs/first", "other"]):
         refused = ludic(*arguments)

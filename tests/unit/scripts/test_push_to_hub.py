@@ -188,14 +188,15 @@ def checkpoint(folder: Path, **files: str) -> Path:
     """As the trainer writes one, as far as an uploader can tell."""
     folder.mkdir(parents=True)
     contents = {
-        "config.json": "{}", "model.safetensors": f"weights of {folder.name}", "tokenizer.json": "{}", "optimizer.pt": "o",
-        "state.pt": "s", "trainer_state.json": "{}", **files,
+        "config.json": "{}", "model.safetensors": f"weights of {folder.name}", "tokenizer.json": "{}",
+        "ranks/00000-000.safetensors": "o", "optimizer.pt": "o", "trainer_state.json": "{}", **files,
     }  # fmt: skip
     for name, text in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    from ludic.training.checkpoint.atomic import finish_folder
+    from ludic.training.checkpoint.manifest import finish_folder
 
-    finish_folder(folder, {"step": 1, "serial": 1})
+    finish_folder(folder, step=1, serial=1)
     return folder
 
 

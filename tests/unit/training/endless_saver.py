@@ -1,4 +1,4 @@
-"""A process that saves checkpoints for ever, to be killed while it does. Every number in a checkpoint is its step."""
+"""A process that saves checkpoints until it is killed. Every number in a checkpoint is its step."""
 
 from itertools import count
 from pathlib import Path
@@ -17,7 +17,7 @@ def make_parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save_for_ever(root: Path, first_step: int) -> None:
+def save_until_killed(root: Path, first_step: int) -> None:
     manager = CheckpointManager(CheckpointConfig(root, max_to_keep=1))
     model, optimizer = make_parts()
     for step in count(first_step):

@@ -21,7 +21,7 @@ from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 from tests import forked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
-from tests.unit.training.endless_saver import make_parts, save_for_ever
+from tests.unit.training.endless_saver import make_parts, save_until_killed
 
 
 def manager(root: Path, **settings: Any) -> CheckpointManager:
@@ -214,7 +214,7 @@ def test_state_comes_back_with_the_types_it_had(tmp_path: Path):
     restore_rng(loaded["rng"])
     assert [random.random(), torch.rand(()).item()] == expected
     written = json.loads((folder / "trainer_state.json").read_text())
-    assert written["state"] == {"plain": state["plain"], "nothing": None}, "what is plain can be read by anybody"
+    assert written["state"] == {"plain": state["plain"], "nothing": None}, "plain values are for people to read"
     assert written["metrics"] == {"train/loss": None, "eval/x": 0.5}
 
 
@@ -239,6 +239,19 @@ def test_another_model_is_refused_before_anything_is_copied(tmp_path: Path):
     with pytest.raises(ConfigError, match="not those of a Qwen3.*Build the model"):
         manager(tmp_path).load(model=other)
     assert_same(before, values(other))
+
+
+@pytest.mark.parametrize(("saved", "other"), [(2, 1), (1, 2)])
+def test_another_number_of_layers_is_refused(tmp_path: Path, saved: int, other: int):
+    def llama(layers: int) -> Any:
+        config = new_model("llama").config
+        config.num_hidden_layers = layers
+        return transformers.LlamaForCausalLM(config)
+
+    manager(tmp_path).save(1, model=llama(saved))
+    message = f"num_hidden_layers {other},.* it holds .*num_hidden_layers {saved},.* names are there or in this model only.*Build"
+    with pytest.raises(ConfigError, match=message):
+        manager(tmp_path).load(model=llama(other))
 
 
 def test_another_dtype_is_refused(tmp_path: Path):
@@ -354,7 +367,7 @@ def test_steps_that_keep_every_divides_are_kept_for_good(tmp_path: Path):
     assert checkpoints.latest() == tmp_path / "step_000008"
 
 
-def test_whoever_asks_is_told_when_a_checkpoint_cannot_be_lost_any_more(tmp_path: Path):
+def test_on_committed_is_called_once_the_checkpoint_is_complete(tmp_path: Path):
     told: list[tuple[Path, Path | None]] = []
     checkpoints = manager(tmp_path)
     path = checkpoints.save(1, model=a_module(), on_committed=lambda path: told.append((path, checkpoints.latest())))
@@ -399,10 +412,11 @@ def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path):
 
 # --- damage -------------------------------------------------------------------------------------------------------
 
+RANK_FILE = "ranks/00000-000.safetensors"
 DAMAGE = {
-    "a truncated file": (lambda folder: os.truncate(folder / "optimizer.pt", 100), "optimizer.pt has 100 bytes"),
+    "a truncated file": (lambda folder: os.truncate(folder / RANK_FILE, 100), f"{RANK_FILE} has 100 bytes"),
     "a changed byte": (lambda folder: damage(folder / "model.safetensors"), "checksum"),
-    "a missing file": (lambda folder: (folder / "state.pt").unlink(), "state.pt is missing"),
+    "a missing file": (lambda folder: (folder / RANK_FILE).unlink(), f"{RANK_FILE} is missing"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "no complete manifest"),
     "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 10), "no complete manifest"),
 }
@@ -446,7 +460,7 @@ def test_kill_9_at_any_moment_leaves_a_state_that_loads(tmp_path: Path):
     model, optimizer = make_parts()
     step, leftovers = 0, 0
     for _ in range(12):
-        saver = forked.call(save_for_ever, tmp_path, step + 1)
+        saver = forked.call(save_until_killed, tmp_path, step + 1)
         wait_for_newer(checkpoints, step)
         time.sleep(dice.uniform(0, 0.04))
         saver.kill()

@@ -4,7 +4,6 @@ The two fuzzers damage the files of real checkpoints. The first leaves the manif
 writes the manifest again, as a stranger would. `--fuzz-cases 5000 --fuzz-seed 7` makes them longer.
 """
 
-import io
 import json
 import logging
 import os
@@ -13,7 +12,8 @@ import random
 import shutil
 import struct
 import sys
-import zipfile
+import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,37 +22,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from safetensors.torch import load_file, save_file
 
-from ludic.training.checkpoint.atomic import MANIFEST, finish_folder, problem_with, read_manifest
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.checkpoint.model_files import base_fingerprint, is_peft
-from ludic.training.checkpoint.shard_files import (
-    model_tensors,
-    optimizer_rest,
-    optimizer_tensors,
-    write_description,
-    write_rank_state,
-    write_shards,
-)
-from ludic.training.checkpoint.state_files import write_optimizer, write_state
-from ludic.training.checkpoint.tensor_files import read_tensor_file
+from ludic.training.checkpoint.manifest import MANIFEST, finish_folder, problem_with, read_manifest
+from ludic.training.checkpoint.model_files import base_fingerprint, is_peft, model_tensors, write_description
+from ludic.training.checkpoint.rank_files import encoded, read_values, write_rank_files
 from ludic.types import ConfigError
 from tests.conftest import Fuzz
 from tests.unit.inference.local.tiny_models import new_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 STEPS = (1, 2, 3)
+FIRST, SECOND = "ranks/00000-000.safetensors", "ranks/00001-000.safetensors"
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -83,24 +65,39 @@ def train(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
-def save(root: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def save(root: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, kind: Any = CheckpointManager) -> Path:
     state = {"at": step, "numbers": torch.full((3,), float(step))}
-    CheckpointManager(CheckpointConfig(root, max_to_keep=None, best_metric="score")).save(
-        step, model=model, optimizer=optimizer, state=state, metrics={"score": 1.0 / step}
-    )
+    checkpoints = kind(CheckpointConfig(root, max_to_keep=None, best_metric="score"))
+    path: Path = checkpoints.save(step, model=model, optimizer=optimizer, state=state, metrics={"score": 1.0 / step})
+    return path
+
+
+class AsRanks(CheckpointManager):
+    """Writes what ShardedCheckpointManager writes on one rank."""
+
+    def _write_model(self, model: Any, folder: Path) -> dict[str, torch.Tensor]:
+        write_description(model, base_fingerprint(model) if is_peft(model) else {}, folder)
+        return model_tensors(model)
 
 
 def save_sharded(root: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """As ShardedCheckpointManager does on one rank."""
-    folder = root / f"step_{step:06d}"
-    folder.mkdir(parents=True)
-    saved = optimizer.state_dict()
-    write_state(folder, step, {"at": step}, {"score": 1.0 / step})
-    write_optimizer(optimizer_rest(saved), folder)
-    write_description(model, base_fingerprint(model) if is_peft(model) else {}, folder)
-    write_rank_state(folder, 0, {"numbers": torch.full((3,), float(step))})
-    write_shards(model_tensors(model) | optimizer_tensors(saved), folder, None)
-    finish_folder(folder, {"step": step, "serial": step, "format": "sharded", "world_size": 1})
+    """As two ranks do, each with a half of every tensor that has rows."""
+    folder = save(root, step, model, optimizer, AsRanks)
+    first, second = folder / FIRST, folder / SECOND
+    whole = load_file(first)
+    cut = {name: tensor for name, tensor in whole.items() if not name.startswith("values") and tensor.ndim}
+    rows = {name: len(tensor) // 2 for name, tensor in cut.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in cut.items()}
+    zeros = {name: [0] * (tensor.ndim - 1) for name, tensor in cut.items()}
+    parts = [
+        {name: (shapes[name], [0, *zeros[name]]) for name in cut},
+        {name: (shapes[name], [rows[name], *zeros[name]]) for name in cut},
+    ]
+    low = {name: tensor[: rows[name]].clone() if name in cut else tensor for name, tensor in whole.items()}
+    high = {name: tensor[rows[name] :].clone() for name, tensor in cut.items()} | encoded({"own": {}})
+    save_file(low, first, metadata={"parts": json.dumps(parts[0])})
+    save_file(high, second, metadata={"parts": json.dumps(parts[1])})
+    finish_folder(folder, step=step, serial=step)
 
 
 @dataclass
@@ -122,12 +119,12 @@ class Saved:
 
     def holds(self, state: dict[str, Any]) -> bool:
         """Whether model, optimizer and state are what was saved at the step that the state names."""
-        found = [*values(self.model, self.optimizer), state["numbers"]]
+        found = [*weights_and_moments(self.model, self.optimizer), state["numbers"]]
         expected = self.content[state["step"]]
         return state["at"] == state["step"] and all(map(torch.equal, found, expected)) and len(found) == len(expected)
 
 
-def values(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def weights_and_moments(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     moments = [slots["exp_avg"] for slots in optimizer.state_dict()["state"].values()]
     return [tensor.detach().clone() for tensor in [*model.state_dict().values(), *moments]]
 
@@ -150,7 +147,7 @@ def make_saved(root: Path, kind: str) -> Saved:
     for step in STEPS:
         train(model, optimizer, step)
         save_as(root, step, model, optimizer)
-        content[step] = [*values(model, optimizer), torch.full((3,), float(step))]
+        content[step] = [*weights_and_moments(model, optimizer), torch.full((3,), float(step))]
     return Saved(root, model, optimizer, content)
 
 
@@ -208,6 +205,12 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
+EXTRA = [
+    "model2.safetensors", "model.safetensors", "00000-000.safetensors", "00001-000.safetensors", "00000-001.safetensors",
+    "adapter_config.json", "x.json",
+]  # fmt: skip
+
+
 def damage(folder: Path, rng: random.Random, outside: Path) -> str:
     """Do something to one file of a folder; what and to which."""
     file = rng.choice(files_of(folder))
@@ -239,9 +242,7 @@ def damage(folder: Path, rng: random.Random, outside: Path) -> str:
         file.symlink_to(outside / "file")
     elif kind == "extra":
         file.write_bytes(content)
-        name = rng.choice(
-            ["model2.safetensors", "model.safetensors", "state.pt", "rank_00000.pt", "optimizer.pt", "x.json"]
-        )
+        name = rng.choice(EXTRA)
         extra = rng.choice([file.parent, folder]) / name
         if not extra.exists():
             extra.write_bytes(rng.choice([content, b"", rng.randbytes(100)]))
@@ -302,14 +303,9 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
         rng = fuzz.rng(case)
         root = given.copy(tmp_path / "checkpoints")
         folder = root / f"step_{STEPS[-1]:06d}"
-        facts = {
-            name: value
-            for name, value in json.loads((folder / MANIFEST).read_text()).items()
-            if name not in ("files", "crc32")
-        }
         (folder / MANIFEST).unlink()
         done = damage(folder, rng, outside)
-        finish_folder(folder, facts)
+        finish_folder(folder, step=STEPS[-1], serial=STEPS[-1])
         manager = CheckpointManager(CheckpointConfig(root))
         try:
             with nothing_is_run_or_opened_outside():
@@ -333,31 +329,68 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "as older versions wrote it"])
-def test_any_single_bit_of_a_manifest_may_be_wrong(saved, tmp_path: Path, has_checksum: bool):
+def test_any_single_bit_of_a_manifest_may_be_wrong(saved, tmp_path: Path):
     root = saved("module").copy(tmp_path / "checkpoints")
     file = root / "step_000003" / MANIFEST
-    manifest = json.loads(file.read_text())
-    if not has_checksum:
-        del manifest["crc32"]
-        file.write_text(json.dumps(manifest, indent=1))
     content = file.read_bytes()
-    assert read_manifest(file.parent) == {name: value for name, value in manifest.items() if name != "crc32"}
+    written = {name: value for name, value in json.loads(content).items() if name != "crc32"}
+    assert read_manifest(file.parent) == written
     manager = CheckpointManager(CheckpointConfig(root))
     for bit in range(0, 8 * len(content), 3):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)
         found = read_manifest(file.parent)
-        assert found is None or not has_checksum or found == read_without_checksum(content), bit
+        assert found is None or found == written, bit
         if bit % 300 == 0:
             assert manager.find().name in ("step_000002", "step_000003"), bit
 
 
-def read_without_checksum(content: bytes) -> Any:
-    facts = json.loads(content)
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """With a checksum that fits."""
+    facts = json.loads((folder / MANIFEST).read_text())
     del facts["crc32"]
-    return facts
+    change(facts)
+    checksum = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    (folder / MANIFEST).write_text(json.dumps({**facts, "crc32": checksum}))
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a file beside the folder": lambda facts: facts["files"].update({"../file": {"size": 0, "crc32": 0}}),
+    "an absolute path": lambda facts: facts["files"].update({"/dev/null": {"size": 0, "crc32": 0}}),
+    "a path with a zero byte": lambda facts: facts["files"].update({"a\0b": {"size": 0, "crc32": 0}}),
+    "a size that is true": lambda facts: facts["files"].update({MANIFEST: {"size": True, "crc32": 0}}),
+    "a negative step": lambda facts: facts.update(step=-1),
+    "another fact": lambda facts: facts.update(world_size=2),
+    "no files": lambda facts: facts.pop("files"),
+    "a list of files": lambda facts: facts.update(files=[]),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_forged_manifest_is_damage(name: str, saved, tmp_path: Path):
+    folder = saved("module").copy(tmp_path / "checkpoints") / "step_000003"
+    rewrite_manifest(folder, MANIFESTS[name])
+    assert problem_with(folder, checksums=True) == "its manifest.json is damaged"
+
+
+def test_a_manifest_without_a_checksum_is_damage(saved, tmp_path: Path):
+    file = saved("module").copy(tmp_path / "checkpoints") / "step_000003" / MANIFEST
+    facts = json.loads(file.read_text())
+    del facts["crc32"]
+    file.write_text(json.dumps(facts))
+    assert problem_with(file.parent, checksums=True) == "its manifest.json is damaged"
+
+
+@pytest.mark.parametrize("format", [None, "sharded", 3])
+def test_a_checkpoint_of_another_version_says_so_in_one_line(saved, tmp_path: Path, caplog, format: Any):
+    root = saved("module").copy(tmp_path / "checkpoints")
+    rewrite_manifest(root / "step_000003", lambda facts: facts.update(format=format))
+    assert saved("module").load(root)["step"] == 2
+    (warning,) = [message for message in caplog.messages if "step_000003" in message]
+    assert "another version of Ludic wrote it, in a format that this version does not read" in warning
+    with pytest.raises(CheckpointError, match="another version of Ludic"):
+        CheckpointManager(CheckpointConfig(root)).load(model=module(), step=3)
 
 
 BEST = {
@@ -410,110 +443,136 @@ def test_without_an_undamaged_checkpoint_the_error_says_so(saved, tmp_path: Path
         saved("module").load(root)
 
 
-# --- forged sharded checkpoints -----------------------------------------------------------------------------------
+# --- forged rank files --------------------------------------------------------------------------------------------
+
+Header = dict[str, Any]
+WEIGHT = "model.0.weight"
 
 
-def forge(saved: Callable[[str], Saved], root: Path, change: Callable[[Metadata, Path], Any]) -> Path:
-    """A sharded checkpoint whose index is another one, and whose manifest fits."""
+def forge(saved: Callable[[str], Saved], root: Path, change: Callable[[Path], Any]) -> Path:
+    """A checkpoint of two ranks in which something else stands, and whose manifest fits."""
     folder = saved("sharded").copy(root / "checkpoints") / "step_000003"
-    index = folder / "shards" / ".metadata"
-    metadata = pickle.loads(index.read_bytes())
-    other = change(metadata, folder / "shards")
-    index.write_bytes(pickle.dumps(metadata if other is None else other))
     (folder / MANIFEST).unlink()
-    finish_folder(folder, {"step": 3, "serial": 3, "format": "sharded", "world_size": 1})
-    assert problem_with(folder, checksums=True) is None or (folder / "shards" / "link").exists()
+    change(folder)
+    finish_folder(folder, step=3, serial=3)
+    assert problem_with(folder, checksums=True) is None or (folder / SECOND).is_symlink()
     return folder
 
 
-def put_code_into_a_bytes_entry(metadata: Metadata, shards: Path) -> None:
-    """torch unpickles what is said to be bytes; the fields of a tensor get it past the code that asks for a size."""
-    payload = io.BytesIO()
-    torch.save(Trap(shards.parents[2] / "was run"), payload)
-    (shards / "__1_0.distcp").write_bytes(payload.getvalue())
-    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
-    entry = BytesStorageMetadata()
-    entry.__dict__ = dict(vars(metadata.state_dict_metadata[name]))
-    metadata.state_dict_metadata[name] = entry
-    (index,) = [key for key in metadata.storage_data if key.fqn == name]
-    del metadata.storage_data[index]
-    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("__1_0.distcp", 0, len(payload.getvalue()))
+def header(change: Callable[[Header], Any], file: str = SECOND) -> Callable[[Path], None]:
+    """Change the header of a rank file; the bytes of its tensors stay."""
+
+    def forged(folder: Path) -> None:
+        content = (folder / file).read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        found = json.loads(content[8 : 8 + length])
+        change(found)
+        text = json.dumps(found).encode()
+        (folder / file).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+    return forged
 
 
-def first(metadata: Metadata) -> tuple[TensorStorageMetadata, MetadataIndex, _StorageInfo]:
-    index, info = next((key, value) for key, value in metadata.storage_data.items() if key.fqn == "model.0.weight")
-    entry = metadata.state_dict_metadata["model.0.weight"]
-    assert isinstance(entry, TensorStorageMetadata)
-    return entry, index, info
+def parts(change: Callable[[Header], Any]) -> Callable[[Path], None]:
+    """Change which parts of which tensors the second rank says to have."""
+
+    def forged(found: Header) -> None:
+        said = json.loads(found["__metadata__"]["parts"])
+        other = change(said)
+        found["__metadata__"]["parts"] = json.dumps(said if other is None else other)
+
+    return header(forged)
 
 
-def read_elsewhere(path: Callable[[Path], str]) -> Callable[[Metadata, Path], None]:
-    def change(metadata: Metadata, shards: Path) -> None:
-        outside = shards.parents[2] / "outside"
-        outside.mkdir()
-        (outside / "file").write_bytes((shards / "__0_0.distcp").read_bytes())
-        first(metadata)[2].relative_path = path(outside)
-        if path(outside) == "link":
-            (shards / "link").symlink_to(outside / "file")
-
-    return change
+def tensor(**fields: Any) -> Callable[[Path], None]:
+    return header(lambda found: found[WEIGHT].update(fields))
 
 
-def of_size(size: tuple[int, ...]) -> Callable[[Metadata, Path], None]:
-    def change(metadata: Metadata, shards: Path) -> None:
-        entry = first(metadata)[0]
-        entry.size = torch.Size(size)
-        entry.chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))]
+def values(content: bytes) -> Callable[[Path], None]:
+    """Other values of rank 0."""
 
-    return change
+    def forged(folder: Path) -> None:
+        tensors = load_file(folder / FIRST)
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        save_file({**tensors, "values": text}, folder / FIRST, metadata={"parts": "{}"})
 
-
-def at(**fields: Any) -> Callable[[Metadata, Path], None]:
-    return lambda metadata, shards: first(metadata)[2].__dict__.update(fields)
+    return forged
 
 
-def everything_at_one_place(metadata: Metadata, shards: Path) -> None:
-    entry, index, info = first(metadata)
+def put_link(folder: Path) -> None:
+    outside = folder.parents[1] / "outside"
+    outside.mkdir()
+    (folder / SECOND).rename(outside / "file")
+    (folder / SECOND).symlink_to(outside / "file")
+
+
+def put_pickle(file: str) -> Callable[[Path], None]:
+    def forged(folder: Path) -> None:
+        (folder / file).write_bytes(pickle.dumps(Trap(folder.parents[1] / "was run")))
+
+    return forged
+
+
+def everything_at_one_place(found: Header) -> None:
     for number in range(1000):
-        name = f"model.{number}.more"
-        metadata.state_dict_metadata[name] = entry
-        metadata.storage_data[MetadataIndex(name, index.offset)] = info
+        found[f"model.{number}.more"] = found[WEIGHT]
 
 
-FORGED: dict[str, Callable[[Metadata, Path], Any]] = {
-    "code in an entry of bytes": put_code_into_a_bytes_entry,
-    "code instead of an index": lambda metadata, shards: Trap(shards.parents[2] / "was run"),
-    "code as a size": lambda metadata, shards: setattr(first(metadata)[0], "size", Trap(shards.parents[2] / "was run")),
-    "code as a key": lambda metadata, shards: metadata.storage_data.update({Trap(shards.parents[2] / "was run"): 1}),
-    "a file beside the folder": read_elsewhere(lambda outside: "../../../outside/file"),
-    "an absolute path": read_elsewhere(lambda outside: str(outside / "file")),
-    "a link that leads out": read_elsewhere(lambda outside: "link"),
-    "the folder itself": at(relative_path="."),
-    "no text as a path": at(relative_path=b"__0_0.distcp"),
-    "an encoded tensor": at(transform_descriptors=["zstd"]),
-    "an offset beyond the file": at(offset=10**15),
-    "a length beyond the file": at(length=10**15),
-    "a negative offset": at(offset=-1),
-    "terabytes": of_size((10**7, 10**7)),
-    "more than 64 bits": of_size((2**62, 2**62)),
-    "another shape": of_size((3, 5)),
-    "fewer numbers": of_size((1, 1)),
-    "a number that is true": at(offset=True),
-    "no chunks": lambda metadata, shards: setattr(first(metadata)[0], "chunks", []),
-    "one chunk twice": lambda metadata, shards: first(metadata)[0].chunks.append(first(metadata)[0].chunks[0]),
-    "another dtype": lambda metadata, shards: setattr(first(metadata)[0], "properties", TensorProperties(torch.int32)),
-    "one place for a thousand tensors": everything_at_one_place,
-    "a tensor without a place": lambda metadata, shards: metadata.storage_data.clear(),
-    "no tensors": lambda metadata, shards: Metadata({}),
-    "a list": lambda metadata, shards: [[]],
-}  # fmt: skip
+FORGED: dict[str, Callable[[Path], Any]] = {
+    "code instead of a rank file": put_pickle(SECOND),
+    "code instead of the first rank file": put_pickle(FIRST),
+    "code instead of values": lambda folder: values(pickle.dumps(Trap(folder.parents[1] / "was run")))(folder),
+    "a link that leads out": put_link,
+    "a missing rank": lambda folder: (folder / SECOND).unlink(),
+    "one part twice": lambda folder: shutil.copy(folder / SECOND, folder / "ranks" / "00002-000.safetensors"),
+    "an offset beyond the file": tensor(data_offsets=[10**15, 10**15 + 36]),
+    "a length beyond the file": tensor(data_offsets=[0, 10**15]),
+    "a negative offset": tensor(data_offsets=[-1, 35]),
+    "a number that is true": tensor(data_offsets=[True, 36]),
+    "terabytes in a file": tensor(shape=[10**7, 10**7]),
+    "more than 64 bits in a file": tensor(shape=[2**62, 2**62]),
+    "another shape in a file": tensor(shape=[9]),
+    "fewer numbers in a file": tensor(shape=[1, 1]),
+    "another dtype": tensor(dtype="I32"),
+    "no dtype": tensor(dtype="code"),
+    "one place for a thousand tensors": header(everything_at_one_place),
+    "a header that is a list": header(lambda found: found.update({WEIGHT: []})),
+    "no parts": header(lambda found: found.pop("__metadata__")),
+    "parts that are no JSON": header(lambda found: found["__metadata__"].update(parts="{")),
+    "parts that are a list": parts(lambda said: [1]),
+    "parts that nest": header(lambda found: found["__metadata__"].update(parts="[" * 100_000)),
+    "a part without a place": parts(lambda said: said.pop(WEIGHT) and None),
+    "a part of terabytes": parts(lambda said: said.update({WEIGHT: [[10**7, 10**7], [2, 0]]})),
+    "a part of more than 64 bits": parts(lambda said: said.update({WEIGHT: [[2**70, 3], [2, 0]]})),
+    "a part beyond its tensor": parts(lambda said: said.update({WEIGHT: [[5, 3], [3, 0]]})),
+    "a part before its tensor": parts(lambda said: said.update({WEIGHT: [[5, 3], [-1, 0]]})),
+    "a part over another": parts(lambda said: said.update({WEIGHT: [[5, 3], [0, 0]]})),
+    "a part that is true": parts(lambda said: said.update({WEIGHT: [[5, 3], [True, 0]]})),
+    "a part of other dimensions": parts(lambda said: said.update({WEIGHT: [[15], [6]]})),
+    "a place that is text": parts(lambda said: said.update({WEIGHT: "53"})),
+    "a tensor of another size": parts(lambda said: said.update({WEIGHT: [[6, 3], [2, 0]]})),
+    "no values": header(lambda found: found.update(other=found.pop("values")), FIRST),
+    "values that are no JSON": values(b"{"),
+    "values that are a list": values(b"[1]"),
+    "values that nest": values(b'{"own": ' + b'{"list": [' * 50_000),
+    "a table that is a number": values(b'{"own": 1}'),
+    "a table that is a list": values(b'{"shared": {"list": []}, "own": {"dict": []}}'),
+    "a value of an unknown kind": values(b'{"own": {"dict": [["rng", {"posix.mkdir": ["x"]}]]}}'),
+    "a value of two kinds": values(b'{"own": {"dict": [["rng", {"list": [], "tuple": []}]]}}'),
+    "a list without a kind": values(b'{"own": {"dict": [["rng", [1]]]}}'),
+    "a tensor that is not there": values(b'{"own": {"dict": [["rng", {"tensor": 10}]]}}'),
+    "a tensor by name": values(b'{"own": {"dict": [["rng", {"tensor": "0.weight"}]]}}'),
+    "a key that is a list": values(b'{"own": {"dict": [[{"list": []}, 1]]}}'),
+    "a pair of three": values(b'{"own": {"dict": [["a", 1, 2]]}}'),
+    "a number with letters": values(b'{"own": {"dict": [["rng", {"float": "x"}]]}}'),
+}
 
 
-REFUSED = "cannot be read|another model|in this model|link to a file outside"
+REFUSED = "cannot be read|are not those of|in this model|link to a file outside"
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_index_is_refused_before_anything_is_loaded(name: str, saved, tmp_path: Path):
+def test_a_forged_rank_file_is_refused_before_anything_is_loaded(name: str, saved, tmp_path: Path):
     folder = forge(saved, tmp_path, FORGED[name])
     model = module()
     before = [tensor.clone() for tensor in model.state_dict().values()]
@@ -526,93 +585,76 @@ def test_a_forged_index_is_refused_before_anything_is_loaded(name: str, saved, t
     assert all(map(torch.equal, model.state_dict().values(), before))
 
 
-def test_an_index_as_torch_writes_it_is_read(saved, tmp_path: Path):
-    folder = forge(saved, tmp_path, lambda metadata, shards: None)
+OPTIMIZERS = {
+    "no groups": b'{"dict": [["state", {"dict": []}]]}',
+    "a state that is a list": b'{"dict": [["state", {"list": []}], ["param_groups", {"list": []}]]}',
+    "groups that are numbers": b'{"dict": [["state", {"dict": []}], ["param_groups", {"list": [1]}]]}',
+    "a state of no parameter": b'{"dict": [["state", {"dict": []}], ["param_groups", {"list": []}]]}',
+    "nothing": b"null",
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_forged_optimizer_is_refused(name: str, saved, tmp_path: Path):
+    folder = saved("module").copy(tmp_path / "checkpoints") / "step_000003"
+    (folder / MANIFEST).unlink()
+    values(b'{"shared": {"dict": []}, "own": {"dict": []}, "optimizer": ' + OPTIMIZERS[name] + b"}")(folder)
+    finish_folder(folder, step=3, serial=3)
+    model = module()
+    with pytest.raises(CheckpointError, match="does not fit|cannot be read|holds no optimizer"):
+        CheckpointManager(CheckpointConfig(folder.parent)).load(model=model, optimizer=adamw(model), path=folder)
+
+
+def test_a_checkpoint_in_parts_is_read(saved, tmp_path: Path):
+    folder = forge(saved, tmp_path, lambda folder: None)
     given = saved("sharded")
     assert given.holds(
         CheckpointManager(CheckpointConfig(tmp_path)).load(model=given.model, optimizer=given.optimizer, path=folder)
     )
 
 
-# --- tensor files -------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------------
 
 
-def zipped(pickled: bytes, *storages: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", method) as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        for number, storage in enumerate(storages):
-            archive.writestr(f"archive/data/{number}", storage)
-    return file.getvalue()
-
-
-def tensor_pickle(count: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
-    """What torch.save writes for a float tensor, with numbers of one's own."""
-
-    class Storage:
-        pass
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return ("storage", torch.FloatStorage, "0", "cpu", count) if type(obj) is Storage else None
-
-    class Tensor:
-        def __reduce__(self) -> Any:
-            return torch._utils._rebuild_tensor_v2, (Storage(), offset, size, stride, False, None)
-
-    file = io.BytesIO()
-    Pickler(file, 2).dump(Tensor())
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("mapped", [False, True])
-def test_what_torch_saves_is_read_as_torch_reads_it(tmp_path: Path, mapped: bool):
+def test_values_come_back_with_their_types(tmp_path: Path):
     shared = torch.arange(12.0)
     dtypes = [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]
-    value = {
+    given = {
         "views": [shared[2:], shared.view(3, 4).T],
         "dtypes": [torch.ones(3).to(dtype) for dtype in dtypes],
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(2.5),
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "module": module().state_dict(),
-        "plain": (None, True, 2.5, -5, 2**40, 10**30, "ü", ["a", {}, ()]),
-        3: torch.Size([1, 2]),
+        "plain": (None, True, 2.5, -5, 2**40, 10**30, "ü", ["a", {}, ()], -0.0, float("inf"), 5e-324),
+        "by key": {3: 1, (1, "a"): {"dict": [], "_metadata": 2}, None: OrderedDict(x=1)},
     }
-    torch.save(value, tmp_path / "x.pt")
-    found, expected = (
-        read_tensor_file(tmp_path / "x.pt", mapped=mapped),
-        torch.load(tmp_path / "x.pt", weights_only=True),
-    )
-    assert str(found) == str(expected) and type(found["module"]) is type(expected["module"])
-    assert found["module"]._metadata == expected["module"]._metadata
-    found["views"][0][0] = 100.0
-    assert found["views"][1][2, 0] == 100.0, "tensors that share their numbers still do"
+    write_rank_files(tmp_path, 0, encoded({"own": given}))
+    found = read_values(tmp_path, 0)["own"]
+    expected = {**given, "parameter": torch.ones(2)}
+    assert str(found) == str(expected) and type(found["module"]) is OrderedDict
+    assert found["module"]._metadata == given["module"]._metadata
+    assert type(found["by key"][None]) is OrderedDict and type(found["by key"][1, "a"]) is dict
+    shared[2] = 100.0
+    assert found["views"][0][0] == 2.0 and str(read_values(tmp_path, 1)) == "{}"
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (zipped(pickle.dumps({"a": Trap(Path("was run"))})), "which is not read"),
-        (zipped(pickle.dumps(Trap(Path("was run")), 0)), "does not belong there|stands where"),
-        (zipped(pickle.dumps(random.Random(0))), "which is not read"),
-        (zipped(tensor_pickle(10**12, (10**12,), (1,)), bytes(8)), "are said to be in the 8 bytes"),
-        (zipped(tensor_pickle(2, (3,), (1,)), bytes(8)), "larger than its storage"),
-        (zipped(tensor_pickle(2, (2,), (10**6,)), bytes(8)), "larger than its storage"),
-        (zipped(tensor_pickle(2, (1,), (1,), offset=7), bytes(8)), "larger than its storage"),
-        (zipped(tensor_pickle(2, (-1,), (1,)), bytes(8)), "are no sizes"),
-        (zipped(tensor_pickle(2**20, (2**20,), (1,)), bytes(2**22), method=zipfile.ZIP_DEFLATED), "compressed"),
-        (zipped(b"\x80\x02" + b"r" + struct.pack("<I", 2**32 - 1) + b"."), "cannot be read"),
-        (zipped(b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b"."), "cannot be read"),
-        (zipped(b"(" * 5000 + b"."), "cannot be read"),
-        (b"PK\x05\x06" + bytes(18), "cannot be read"),
-        (pickle.dumps(Trap(Path("was run"))), "cannot be read"),
-        (b"", "cannot be read"),
-    ],
-)  # fmt: skip
-def test_a_forged_tensor_file_is_refused(tmp_path: Path, monkeypatch, content: bytes, reason: str):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.pt").write_bytes(content)
-    with nothing_is_run_or_opened_outside(), pytest.raises(CheckpointError, match=reason):
-        read_tensor_file(tmp_path / "x.pt")
-    assert not Path("was run").exists()
+def test_a_tensor_that_safetensors_cannot_store_is_refused_when_saving(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"state\[x\[0\]\] is torch.complex128"):
+        encoded({"own": {"x": [torch.ones(2, dtype=torch.complex128)]}})
+    with pytest.raises(ConfigError, match=r"state\[x\] is a tensor of an unusual kind"):
+        encoded({"own": {"x": torch.ones(2).to_sparse()}})
+
+
+def test_a_large_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ludic.training.checkpoint.rank_files._LARGEST_FILE", 100)
+    model = module()
+    optimizer = adamw(model)
+    train(model, optimizer, 1)
+    folder = save(tmp_path, 1, model, optimizer)
+    assert len(list((folder / "ranks").iterdir())) > 3
+    before = weights_and_moments(model, optimizer)
+    other = module()
+    fresh = adamw(other)
+    assert CheckpointManager(CheckpointConfig(tmp_path)).load(model=other, optimizer=fresh)["at"] == 1
+    assert all(map(torch.equal, weights_and_moments(other, fresh), before))

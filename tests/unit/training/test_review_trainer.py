@@ -17,7 +17,7 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.inference.local import LocalEngine
 from ludic.models.forward import ModuleForward
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_grpo
-from ludic.training.checkpoint.atomic import read_json
+from ludic.training.checkpoint.manifest import read_json
 from ludic.training.learner import stop as stopping
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss

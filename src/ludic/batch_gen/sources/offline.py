@@ -27,7 +27,7 @@ from ludic.types import (
     derive_seed,
     is_parse_failure,
 )
-from ludic.types.line_files import Line
+from ludic.types.files import Line
 
 _ORDER, _WITHIN_CHUNK = 0, 1
 

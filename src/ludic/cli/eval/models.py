@@ -160,7 +160,7 @@ def load(settings: ModelSettings, *, seed: int) -> LoadedModel:
     """What `ludic train` can load, and an adapter that somebody else has trained, on the base that it names."""
     from ludic.models.loading import LoadedModel
     from ludic.run.model import load_policy
-    from ludic.training.checkpoint.atomic import read_object
+    from ludic.training.checkpoint.manifest import read_object
     from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
     folder = Path(settings.model)

@@ -1,12 +1,11 @@
 """Weights through a folder: a learner leaves every version in it, and an actor's own engine follows while it generates.
 
-A file appears under its name only when it is complete. The newest version is the one that counts; a learner that was resumed
-at an earlier step takes away what is newer than its own, and whoever had followed that far comes back with it.
+A file appears under its name only when it is complete. Actors take the newest version. A learner that was resumed at an earlier
+step removes the versions that are newer than its own, and actors that had taken one of them go back with it.
 """
 
 import asyncio
 import logging
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +18,11 @@ from torch import Tensor
 from ludic.distributed.publish.in_process import InPlaceServer
 from ludic.distributed.publish.staged_transports import as_sent
 from ludic.types import ConfigError
+from ludic.types.files import UNFINISHED, replacing
 
 logger = logging.getLogger(__name__)
 
 _COMPLETE = re.compile(r"weights_(\d+)\.safetensors")
-_UNFINISHED = ".unfinished-"
-"""How a file's name begins while it is written."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -83,22 +81,19 @@ class FolderPublisher:
         from safetensors.torch import save_file
 
         path = self.folder / f"weights_{version}.safetensors"
-        unfinished = self.folder / f"{_UNFINISHED}{path.name}"
         weights = {name: as_sent(weight, self._sent_dtype(weight)) for name, weight in _distinct(state_dict)}
-        save_file(weights, unfinished)
-        _sync(unfinished)
-        unfinished.replace(path)
-        _sync(self.folder)
+        with replacing(path) as unfinished:
+            save_file(weights, unfinished)
 
     def _sent_dtype(self, weight: Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and weight.is_floating_point() else weight.dtype
 
     def _clean_up(self, version: int) -> None:
-        """Old versions go; so do newer ones, which are of a life that was not resumed, and what a killed writer left."""
+        """Remove old versions, newer ones (the learner was resumed at an earlier step), and what a killed writer left."""
         files = published_files(self.folder)
         newer = [file.path for file in files if file.version > version]
         older = [file.path for file in files if file.version <= version][self._keep :]
-        for path in (*newer, *older, *self.folder.glob(f"{_UNFINISHED}weights_*")):
+        for path in (*newer, *older, *self.folder.glob(f"{UNFINISHED}weights_*")):
             path.unlink(missing_ok=True)
 
 
@@ -113,17 +108,8 @@ def _distinct(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield name, weight
 
 
-def _sync(path: Path) -> None:
-    """Wait until it is on the disk: a file that is complete only in memory may be found torn after a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class FolderFollower:
-    """For an actor: its own engine takes the newest version in the folder, between two tokens of whatever is running."""
+    """For an actor: its own engine takes the newest version in the folder, between two tokens."""
 
     def __init__(self, folder: str | Path, engine: InPlaceServer, model: Any = None) -> None:
         """`model`: whose parameters are written to; by default the one that the engine serves."""

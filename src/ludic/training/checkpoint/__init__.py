@@ -1,6 +1,6 @@
-"""Checkpoints: what is saved, how a file becomes complete or stays absent, how a run goes on, how a model is exported.
+"""Checkpoints: what a run writes to go on from, how it is checked and read back, and how a model is exported.
 
-`training`, `tinker`, `run` and `cli` import it. Start with manager.py (one process), then sharded.py (several ranks).
+`training`, `tinker`, `run` and `cli` import it. Start with manager.py (the only rank), then sharded.py (several ranks).
 """
 
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager

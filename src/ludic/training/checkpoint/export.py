@@ -15,29 +15,21 @@ import torch
 from safetensors.torch import save_file
 
 from ludic.models.loading import no_progress_bar
-from ludic.training.checkpoint.atomic import (
-    CheckpointError,
-    finish_folder,
-    problem_with,
-    read_manifest,
-    read_object,
-    sync,
-    write_json,
-)
-from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from ludic.training.checkpoint.rank_state import state_for
-from ludic.training.checkpoint.shard_files import SHARDS, is_sharded, read_tensors, read_whole_optimizer
+from ludic.training.checkpoint.manifest import CheckpointError, finish_folder, problem_with, read_manifest, read_object
+from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL, architecture, stored_weights
+from ludic.training.checkpoint.rank_files import RANKS, StoredTensors, rank_files, write_rank_files
 from ludic.training.checkpoint.state_files import (
-    OPTIMIZER_FILE,
+    OPTIMIZER,
+    RNG,
     STATE_FILE,
-    TENSOR_STATE_FILE,
-    read_optimizer,
-    read_saved_metrics,
+    encoded_state,
+    read_metrics,
+    read_optimizer_values,
     read_state,
-    write_optimizer,
-    write_state,
+    write_plain_state,
 )
 from ludic.types import ConfigError
+from ludic.types.files import UNFINISHED, sync
 
 
 def export_checkpoint(
@@ -51,14 +43,17 @@ def export_checkpoint(
     """Write the checkpoint in `folder` as one process would have written it; `target` must not exist.
 
     With the optimizer, a run of one process can go on from it: `Trainer(resume_from=target)`. `finish` may change what was
-    written before it counts.
+    written before the folder gets its name.
     """
     folder, target = Path(folder), Path(target)
     with _complete_or_absent(folder, target) as unfinished:
-        _copy_files(folder, unfinished)
-        if is_sharded(folder):
+        for name in (read_manifest(folder) or {})["files"]:
+            if name != STATE_FILE and not name.startswith(f"{RANKS}/"):
+                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / name, unfinished / name)
+        if StoredTensors(rank_files(folder), MODEL):
             _write_weights(folder, unfinished, max_shard_size)
-        _write_rest(folder, unfinished, with_optimizer)
+        _write_state(folder, unfinished, with_optimizer)
         if finish is not None:
             finish(unfinished)
     return target
@@ -71,8 +66,7 @@ def export_model(
     folder, target = Path(folder), Path(target)
     with _complete_or_absent(folder, target) as unfinished:
         write_pretrained(model, tokenizer, unfinished, max_shard_size=max_shard_size)
-        saved = read_object(folder / STATE_FILE)
-        write_json(unfinished / STATE_FILE, {**saved, "state": {}})
+        _write_state(folder, unfinished, with_optimizer=False)
     return target
 
 
@@ -84,71 +78,55 @@ def write_pretrained(model: Any, tokenizer: Any, folder: Path, *, max_shard_size
         tokenizer.save_pretrained(folder)
 
 
+def check_target(target: Path) -> None:
+    if target.exists():
+        raise ConfigError(f"{target} exists already; give the name of a folder to be made.")
+
+
 @contextmanager
 def _complete_or_absent(folder: Path, target: Path) -> Iterator[Path]:
     """A folder beside `target` to write into; it becomes `target` when all of it is written and synced."""
-    _check(folder, target)
-    unfinished = target.with_name(f".unfinished-{target.name}")
+    check_target(target)
+    problem = problem_with(folder, checksums=True)
+    if problem is not None:
+        raise CheckpointError(f"Cannot export {folder}: {problem}.")
+    unfinished = target.with_name(f"{UNFINISHED}{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
         manifest = read_manifest(folder) or {}
-        finish_folder(unfinished, {"step": manifest["step"], "serial": manifest["serial"]})
+        finish_folder(unfinished, step=manifest["step"], serial=manifest["serial"])
         unfinished.rename(target)
         sync(target.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def check_target(target: Path) -> None:
-    if target.exists():
-        raise ConfigError(f"{target} exists already; give the name of a folder to be made.")
-
-
-def _check(folder: Path, target: Path) -> None:
-    check_target(target)
-    problem = problem_with(folder, checksums=True) if folder.is_dir() else "it does not exist"
-    if problem is not None:
-        raise CheckpointError(f"Cannot export {folder}: {problem}.")
-
-
-def _copy_files(folder: Path, target: Path) -> None:
-    """Configuration, tokenizer and weights that are whole; not what is written below."""
-    manifest = read_manifest(folder) or {}
-    for name in manifest["files"]:
-        is_state = name in (OPTIMIZER_FILE, STATE_FILE, TENSOR_STATE_FILE) or name.startswith("rank_")
-        if name.startswith(f"{SHARDS}/") or is_state:
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, target / name)
-
-
 def _write_weights(folder: Path, target: Path, max_shard_size: str) -> None:
+    """Put the parts of the ranks together."""
     adapters = sorted(target.rglob(ADAPTER_CONFIG))
-    if adapters:
-        for config in adapters:
-            place = config.parent
-            adapter = "default" if place == target else place.name
-            save_file(read_tensors(folder, f"model.{adapter}."), place / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    elif (folder / "config.json").is_file():
+    for config in adapters:
+        adapter = "default" if config.parent == target else config.parent.name
+        save_file(stored_weights(folder, adapter).whole(), config.with_name(ADAPTER_WEIGHTS), metadata={"format": "pt"})
+    if not adapters and (target / "config.json").is_file():
         with no_progress_bar():
             _rebuilt(folder).save_pretrained(target, max_shard_size=max_shard_size)
-    else:
-        save_file(read_tensors(folder, "model."), target / "model.safetensors", metadata={"format": "pt"})
+    elif not adapters:
+        save_file(stored_weights(folder).whole(), target / "model.safetensors", metadata={"format": "pt"})
 
 
 def _rebuilt(folder: Path) -> Any:
     """The transformers model; it knows under which names its family is shared."""
     import transformers
 
-    name = str((read_object(folder / "config.json").get("architectures") or ["model without a name"])[0])
+    name = architecture(read_object(folder / "config.json"))
     kind = getattr(transformers, name, None) if name in dir(transformers) else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ConfigError(f"{folder} holds a {name}, which transformers {transformers.__version__} does not have.")
     with torch.device("meta"):
         model: Any = kind(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    model.load_state_dict(read_tensors(folder, "model."), strict=False, assign=True)
+    model.load_state_dict(stored_weights(folder).whole(), strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
@@ -158,9 +136,15 @@ def _rebuilt(folder: Path) -> Any:
     return model
 
 
-def _write_rest(folder: Path, target: Path, with_optimizer: bool) -> None:
-    state = state_for(folder) if with_optimizer else {"step": read_state(folder)["step"]}  # weights alone do not go on
-    step = state.pop("step")
-    write_state(target, step, state, read_saved_metrics(folder))
-    if with_optimizer:
-        write_optimizer(read_whole_optimizer(folder) if is_sharded(folder) else read_optimizer(folder), target)
+def _write_state(folder: Path, target: Path, with_optimizer: bool) -> None:
+    """With the optimizer, all that a run needs to go on; else the step and the metrics."""
+    step, metrics = (read_manifest(folder) or {})["step"], read_metrics(folder)
+    if not with_optimizer:
+        write_plain_state(target, step, {}, metrics)
+        return
+    state = read_state(folder)
+    own = {name: state.pop(name) for name in (RNG,) if name in state}
+    write_plain_state(target, step, state, metrics)
+    values = encoded_state(step, state, own, read_optimizer_values(folder))
+    tensors = StoredTensors(rank_files(folder), f"{OPTIMIZER}.").whole()
+    write_rank_files(target, 0, values | {f"{OPTIMIZER}.{name}": tensor for name, tensor in tensors.items()})

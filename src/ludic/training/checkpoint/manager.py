@@ -1,77 +1,85 @@
 """Checkpoints: everything a run needs to go on, written so that no crash can spoil what was there before.
 
-    output_dir/step_000100/   weights (see model_files), tokenizer, optimizer.pt, trainer_state.json, state.pt, manifest.json
+    output_dir/step_000100/   weights and tokenizer (see model_files), trainer_state.json, ranks/ (see rank_files), manifest.json
     output_dir/latest.json    {"path": "step_000100", "step": 100}; best.json likewise, with the metric
 
-A checkpoint is written next to its place, synced, and renamed. One that is incomplete or damaged is never loaded.
+A checkpoint is written next to its place, synced, and renamed. One that is incomplete or damaged is never loaded. Everything
+is written for any number of ranks; `CheckpointManager` is the only rank, `sharded` has what several ranks need beside.
 """
 
 import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from ludic.training.checkpoint.atomic import (
+from ludic.training.checkpoint.manifest import (
     CheckpointError,
-    finish_folder,
     problem_with,
     read_manifest,
     read_object,
-    sync,
-    write_json,
+    synced,
+    write_manifest,
 )
-from ludic.training.checkpoint.model_files import read_weights, write_weights
-from ludic.training.checkpoint.rank_state import state_for
-from ludic.training.checkpoint.shard_files import is_sharded, read_shards
+from ludic.training.checkpoint.model_files import check_storable, matching_weights, write_weights
+from ludic.training.checkpoint.rank_files import is_written_by, write_rank_files, written_by
 from ludic.training.checkpoint.state_files import (
-    check_state,
-    load_optimizer,
-    read_optimizer,
-    read_saved_metrics,
-    write_optimizer,
-    write_state,
+    RNG,
+    StoredOptimizer,
+    encoded_state,
+    optimizer_tensors,
+    read_metrics,
+    read_state,
+    write_plain_state,
 )
 from ludic.training.config import CheckpointConfig
+from ludic.types.files import UNFINISHED, sync, write_json
 
 __all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = ".unfinished-"
+Result = TypeVar("Result")
 _REPLACED = ".replaced-"
 _BEST = "best.json"
 _FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_([0-9]{{1,18}})")
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """A checkpoint that was finished."""
-
-    folder: Path
-    step: int
-    serial: int
-    """Counts saves: a run that went back to an older step and on from there has its newest checkpoint at a lower step."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Best:
-    """The checkpoint that best.json names."""
+    """A checkpoint and the value that makes it the best."""
 
     folder: Path
-    step: int
     metric: str
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """All that is needed to write a rank's files and finish the checkpoint."""
+
+    step: int
+    target: Path
+    unfinished: Path
+    tensors: dict[str, Tensor]
+    metrics: dict[str, float]
+    on_committed: Callable[[Path], None] | None
+
+
 class CheckpointManager:
     """The checkpoints of one run. One process writes; any number may read."""
+
+    rank, world_size = 0, 1
+    per_rank: Sequence[str] = (RNG,)
+    """What of the state each rank has for itself."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self.config = config
@@ -100,22 +108,60 @@ class CheckpointManager:
     ) -> Path:
         """Write step_<step> and prune older ones. `state` may hold plain values and tensors, nested in lists and dicts.
 
-        `on_committed` is told the folder once nothing can take it away any more: here before `save` returns, in managers that
-        write in the background later. Whatever goes wrong, the checkpoints that were there stay as they were.
+        `on_committed` is told the folder once the checkpoint is complete and on the disk: here before `save` returns, on several
+        ranks later. If saving fails, the checkpoints that were there stay as they were.
         """
+        self.finish()
         target = self.root / f"step_{step:06d}"
         unfinished = self.root / f"{UNFINISHED}{target.name}"
-        check_state(step, state or {})
-        try:
-            self._begin(unfinished)
-            write_weights(model, unfinished, max_shard_size=self.config.max_shard_size)
+        shared = {name: value for name, value in (state or {}).items() if name not in self.per_rank}
+        own = {name: value for name, value in (state or {}).items() if name in self.per_rank}
+        saved = optimizer.state_dict() if optimizer is not None and self.config.save_optimizer else None
+        tensors: dict[str, Tensor] = {}
+
+        def check_and_encode() -> None:
+            check_storable(model)
+            is_first = self.rank == 0
+            tensors.update(encoded_state(step, shared if is_first else {}, own, saved if is_first else None))
+
+        def write_small_files() -> None:
+            write_plain_state(unfinished, step, shared, metrics or {})
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
-            if optimizer is not None and self.config.save_optimizer:
-                write_optimizer(optimizer.state_dict(), unfinished)
-            write_state(unfinished, step, state or {}, metrics or {})
-            finish_folder(unfinished, {"step": step, "serial": self._next_serial()})
-            self._commit(unfinished, target, step, metrics or {})
+
+        self._together(check_and_encode)
+        with self._explained(target, unfinished):
+            self._on_first(lambda: self._begin(unfinished))
+            divided = self._write_model(model, unfinished) | optimizer_tensors(saved)
+            self._on_first(write_small_files)
+        tensors |= {name: tensor for name, tensor in divided.items() if is_written_by(self.rank, tensor)}
+        self._start(SaveJob(step, target, unfinished, tensors, dict(metrics or {}), on_committed))
+        return target
+
+    def _write_model(self, model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+        """Write the files of the model; what comes back goes into the rank files."""
+        write_weights(model, folder, max_shard_size=self.config.max_shard_size)
+        return {}
+
+    def _start(self, job: SaveJob) -> None:
+        self._write(job)
+
+    def _write(self, job: SaveJob) -> None:
+        """On every rank: write its files, and when all have, rank 0 finishes the checkpoint."""
+        with self._explained(job.target, job.unfinished):
+            self._together(lambda: write_rank_files(job.unfinished, self.rank, job.tensors))
+            entries = self._together(lambda: synced(job.unfinished, written_by(self.rank, job.unfinished)))
+            self._on_first(lambda: self._make_it_count(job, entries))
+        if job.on_committed is not None:
+            job.on_committed(job.target)
+
+    @contextmanager
+    def _explained(self, target: Path, unfinished: Path) -> Iterator[None]:
+        """What fails in the block is a CheckpointError, and leaves no unfinished folder."""
+        is_done = False
+        try:
+            yield
+            is_done = True
         except (
             OSError,
             RuntimeError,
@@ -123,34 +169,53 @@ class CheckpointManager:
         ) as error:  # torch and safetensors have their own for a full disk
             raise CheckpointError(self._why_not_written(target, error)) from error
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        if on_committed is not None:
-            on_committed(target)
-        return target
+            if not is_done and self.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def finish(self) -> None:
         """Wait for what is being written. Here `save` has waited already."""
 
-    def _next_serial(self) -> int:
-        return 1 + max((saved.serial for saved in self._finished()), default=0)
+    def _together(self, action: Callable[[], Result]) -> list[Result]:
+        """Do something on every rank; what comes back are the results of all."""
+        return [action()]
 
-    def _commit(self, unfinished: Path, target: Path, step: int, metrics: Mapping[str, float]) -> None:
+    def _on_first(self, action: Callable[[], Result]) -> Result:
+        """Do something on rank 0; what comes back is its result, on every rank."""
+        results: list[Any] = self._together(lambda: action() if self.rank == 0 else None)
+        first: Result = results[0]
+        return first
+
+    def _begin(self, unfinished: Path) -> None:
+        """Make the folder, after removing what a killed writer left behind."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for leftover in self.root.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for replaced in self.root.glob(f"{_REPLACED}*"):
+            target = self.root / replaced.name.removeprefix(_REPLACED)
+            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
+        unfinished.mkdir()
+
+    def _make_it_count(self, job: SaveJob, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Give the folder its manifest and its name, note the best, and remove what is too old."""
+        newest = next(iter(self._finished()), None)
+        # Counts saves: a run that went back to an older step and on from there has its newest checkpoint at a lower step.
+        serial = 1 if newest is None else 1 + (read_manifest(newest) or {})["serial"]
+        listed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
+        write_manifest(job.unfinished, listed, step=job.step, serial=serial)
         best = self._best()
-        self._put_in_place(unfinished, target)
-        write_json(self.root / "latest.json", {"path": target.name, "step": step})
-        best = self._note_best(best, target, step, metrics)
+        replaced = self.root / f"{_REPLACED}{job.target.name}"
+        if (
+            job.target.exists()
+        ):  # a folder cannot replace another in one step; between the two renames the old one counts
+            job.target.rename(replaced)
+        job.unfinished.rename(job.target)
+        sync(self.root)
+        shutil.rmtree(replaced, ignore_errors=True)
+        write_json(self.root / "latest.json", {"path": job.target.name, "step": job.step})
+        best = self._note_best(best, job.target, job.metrics)
         self._prune(None if best is None else best.folder)
 
-    def _put_in_place(self, unfinished: Path, target: Path) -> None:
-        replaced = self.root / f"{_REPLACED}{target.name}"
-        if target.exists():  # a folder cannot replace another in one go; between the two renames the old one counts
-            target.rename(replaced)
-        unfinished.rename(target)
-        sync(self.root)
-        if replaced.exists():
-            shutil.rmtree(replaced)
-
-    def _note_best(self, best: _Best | None, target: Path, step: int, metrics: Mapping[str, float]) -> _Best | None:
+    def _note_best(self, best: _Best | None, target: Path, metrics: Mapping[str, float]) -> _Best | None:
         """Write which checkpoint is the best, now that `target` is there and `best` was the best before."""
         name = self.config.best_metric
         if name is None:
@@ -160,42 +225,28 @@ class CheckpointManager:
         if math.isfinite(value) and (
             best is None or is_saved_again or best.metric != name or self._is_better(value, best.value)
         ):
-            best = _Best(target, step, name, value)
+            best = _Best(target, name, value)
         elif is_saved_again:
             best = self._best_of_saved(name)
         if best is not None:
-            pointer = {"path": best.folder.name, "step": best.step, "metric": best.metric, "value": best.value}
-            write_json(self.root / _BEST, pointer)
+            named = {
+                "path": best.folder.name,
+                "step": _step_of(best.folder),
+                "metric": best.metric,
+                "value": best.value,
+            }
+            write_json(self.root / _BEST, named)
         return best
 
     def _is_better(self, value: float, other: float) -> bool:
         return value > other if self.config.best_mode == "max" else value < other
 
     def _prune(self, best: Path | None) -> None:
-        if self.config.max_to_keep is None:
-            return
-        for saved in list(self._finished())[self.config.max_to_keep :]:
-            if saved.folder != best and not self._is_kept_for_good(saved.step):
+        keep_every, max_to_keep = self.config.keep_every, self.config.max_to_keep
+        for folder in [] if max_to_keep is None else self._finished()[max_to_keep:]:
+            if folder != best and not (keep_every and _step_of(folder) % keep_every == 0):
                 # Renamed first: half a folder under its own name would look like damage.
-                doomed = self.root / f"{UNFINISHED}{saved.folder.name}"
-                saved.folder.rename(doomed)
-                shutil.rmtree(doomed)
-
-    def _is_kept_for_good(self, step: int) -> bool:
-        return self.config.keep_every > 0 and step % self.config.keep_every == 0
-
-    def _begin(self, unfinished: Path) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        unfinished.mkdir()
-
-    def _remove_leftovers(self) -> None:
-        """What a killed writer left behind."""
-        for leftover in self.root.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        for replaced in self.root.glob(f"{_REPLACED}*"):
-            target = self.root / replaced.name.removeprefix(_REPLACED)
-            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
+                shutil.rmtree(folder.rename(self.root / f"{UNFINISHED}{folder.name}"))
 
     def _why_not_written(self, target: Path, error: Exception) -> str:
         intact = self.latest()
@@ -212,16 +263,15 @@ class CheckpointManager:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint (files and sizes are compared; `load` also compares their content)."""
-        newest = next(self._finished(), None)
-        return None if newest is None else newest.folder
+        return next(iter(self._finished()), None)
 
     def is_empty(self) -> bool:
         """Whether no checkpoint was ever finished here; a damaged one is one."""
-        return next(self._folders(), None) is None
+        return not self._folders()
 
     def steps(self) -> list[int]:
         """Of all complete checkpoints, the newest first."""
-        return [saved.step for saved in self._finished()]
+        return list(map(_step_of, self._finished()))
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric so far."""
@@ -230,38 +280,38 @@ class CheckpointManager:
 
     def _best(self) -> _Best | None:
         """What best.json says. If that cannot be true, the best of the checkpoints that are there, by their own metrics."""
-        pointer = self.root / _BEST
+        pointer, name = self.root / _BEST, self.config.best_metric
         if not pointer.exists():
             return None
         try:
             return self._named_best(pointer)
         except CheckpointError as error:
-            name = self.config.best_metric
             found = None if name is None else self._best_of_saved(name)
-            instead = (
+            known = (
                 "No other is known to be the best." if found is None else f"The best is {found.folder.name} instead."
             )
-            self._warn(f"{error} {instead}")
+            self._warn(f"{error} {known}")
             return found
 
     def _named_best(self, pointer: Path) -> _Best:
         named = read_object(pointer)
-        folder, metric, value = (named.get(key) for key in ("path", "metric", "value"))
-        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder) or not isinstance(metric, str):
+        name, metric, value = (named.get(key) for key in ("path", "metric", "value"))
+        if not isinstance(name, str) or not _FOLDER.fullmatch(name) or not isinstance(metric, str):
             raise CheckpointError(f"{pointer} is damaged: it names no checkpoint and metric.")
-        problem = self._quick_problem(self.root / folder)
+        folder = self.root / name
+        problem = self._quick_problem(folder)
         if problem is not None:
-            raise CheckpointError(f"{pointer} names {folder}, but {problem}.")
-        if type(value) is not float or read_saved_metrics(self.root / folder).get(metric) != value:
-            raise CheckpointError(f"{pointer} is damaged: its value is not the one that {folder} has.")
-        return _Best(self.root / folder, _step_of(self.root / folder), metric, value)
+            raise CheckpointError(f"{pointer} names {name}, but {problem}.")
+        if type(value) is not float or read_metrics(folder).get(metric) != value:
+            raise CheckpointError(f"{pointer} is damaged: its value is not the one that {name} has.")
+        return _Best(folder, metric, value)
 
-    def _best_of_saved(self, name: str) -> _Best | None:
+    def _best_of_saved(self, metric: str) -> _Best | None:
         best: _Best | None = None
-        for saved in self._finished():
-            value = read_saved_metrics(saved.folder).get(name)
+        for folder in self._finished():
+            value = read_metrics(folder).get(metric)
             if value is not None and (best is None or self._is_better(value, best.value)):
-                best = _Best(saved.folder, saved.step, name, value)
+                best = _Best(folder, metric, value)
         return best
 
     def load(
@@ -276,14 +326,15 @@ class CheckpointManager:
 
         The checkpoint is `path`, else that of `step`, else the newest that is undamaged.
         """
+        self.finish()
         folder = self.find(step=step, path=path)
-        state = state_for(folder)
-        if is_sharded(folder):
-            read_shards(model, optimizer, folder)
-            return state
-        read_weights(model, folder)
-        if optimizer is not None:
-            load_optimizer(optimizer, read_optimizer(folder), folder)
+        state = read_state(folder, rank=self.rank, world_size=self.world_size, per_rank=self.per_rank)
+        copy_weights = matching_weights(model, folder)
+        stored = None if optimizer is None else StoredOptimizer(folder, optimizer)
+        self._together(copy_weights)
+        if stored is not None:
+            self._together(stored.copy)
+            stored.load()
         return state
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
@@ -295,7 +346,7 @@ class CheckpointManager:
             if problem is None:
                 return folder
             if is_asked_for:
-                there = ", ".join(saved.folder.name for saved in self._finished()) or "none"
+                there = ", ".join(each.name for each in self._finished()) or "none"
                 raise CheckpointError(f"Cannot load {folder}: {problem}. Complete checkpoints in {self.root}: {there}.")
             self._warn(f"Skipping the checkpoint {folder}: {problem}.")
         raise CheckpointError(f"There is no undamaged checkpoint in {self.root}. Start the run without resuming.")
@@ -310,10 +361,10 @@ class CheckpointManager:
             problem = self._quick_problem(folder)
             if problem is not None:
                 self._warn(f"Skipping the checkpoint {folder}: {problem}.")
-        return [saved.folder for saved in self._finished()]
+        return self._finished()
 
     def _problem_with(self, folder: Path) -> str | None:
-        return problem_with(folder, checksums=True) if folder.is_dir() else "it does not exist"
+        return problem_with(folder, checksums=True)
 
     def _quick_problem(self, folder: Path) -> str | None:
         """Of a folder under its own name; the content of its files is not read."""
@@ -325,18 +376,14 @@ class CheckpointManager:
     def _warn(self, message: str) -> None:
         logger.warning("%s", message)
 
-    def _folders(self) -> Iterator[Path]:
-        if self.root.is_dir():
-            yield from (path for path in sorted(self.root.iterdir()) if _FOLDER.fullmatch(path.name) and path.is_dir())
+    def _folders(self) -> list[Path]:
+        there = sorted(self.root.iterdir()) if self.root.is_dir() else []
+        return [path for path in there if _FOLDER.fullmatch(path.name) and path.is_dir()]
 
-    def _finished(self) -> Iterator[_Saved]:
+    def _finished(self) -> list[Path]:
         """Complete checkpoints, the newest first."""
-        found = []
-        for folder in self._folders():
-            manifest = read_manifest(folder)
-            if manifest is not None and self._quick_problem(folder) is None:
-                found.append(_Saved(folder, manifest["step"], manifest["serial"]))
-        yield from sorted(found, key=lambda saved: saved.serial, reverse=True)
+        complete = [folder for folder in self._folders() if self._quick_problem(folder) is None]
+        return sorted(complete, key=lambda folder: (read_manifest(folder) or {}).get("serial", 0), reverse=True)
 
 
 def _step_of(folder: Path) -> int:

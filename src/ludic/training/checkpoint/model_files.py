@@ -1,63 +1,39 @@
 """A model's weights as files, and back into the same model, bit for bit.
 
-A transformers model is written as `save_pretrained` writes it, so everything that reads Hugging Face folders reads a
-checkpoint; a peft model as its adapter alone; any other module as one safetensors file. Reading copies into the tensors
-that the model has, so whoever shares them (an engine, an optimizer) sees the new values; of a sharded model every rank
-reads the same files and keeps its own part.
+One process writes a transformers model as `save_pretrained` does, so that all programs that read Hugging Face folders read a
+checkpoint; a peft model as its adapter alone; any other module as one safetensors file. Several ranks write their parts into
+the rank files, and beside them the configuration. Reading copies into the tensors that the model has, so an engine or an
+optimizer that shares them sees the new values; of a sharded model every rank reads its part.
 """
 
-import logging
+import copy
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_model
+from safetensors.torch import save_model
+from torch import Tensor
 
 from ludic.models.loading import no_progress_bar
-from ludic.training.checkpoint.atomic import CheckpointError, listed_files, read_object, write_json
+from ludic.training.checkpoint.manifest import listed_files, read_object
+from ludic.training.checkpoint.rank_files import StoredTensors, WholeTensors, is_sharded, rank_files
 from ludic.types import ConfigError
-
-logger = logging.getLogger(__name__)
+from ludic.types.files import write_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_FINGERPRINT = "base_fingerprint.json"
+MODEL = "model."
+"""How the names of weights begin in the rank files; those of an adapter with "model.<adapter>."."""
 _SAMPLES = 16
 _SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
-"""What LoRA's output is multiplied by comes from these; other kinds of adapters have none of them."""
+"""LoRA's output is multiplied by a number that comes from these; other kinds of adapters have none of them."""
 
-Tensors: TypeAlias = Mapping[str, torch.Tensor]
-
-
-def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str = "5GB") -> None:
-    """The files of the model, in a form that its kind of model is usually shared in."""
-    own: Any = uncompiled(model)
-    if is_peft(own):
-        _write_adapters(own, folder)
-    elif is_transformers(own):
-        with no_progress_bar():
-            own.save_pretrained(folder, max_shard_size=max_shard_size)
-    else:
-        save_model(own, str(folder / "model.safetensors"))
-
-
-def read_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Give the model the weights that `write_weights` wrote. What does not fit exactly is an error."""
-    model = uncompiled(model)
-    if is_peft(model):
-        _read_adapters(model, folder)
-        return
-    target = model.state_dict(keep_vars=True)
-    stored = _stored_names(folder)
-    if is_transformers(model) and _names_that_differ(stored, target):
-        _copy_all(_converted(model, folder), target, folder)
-    else:
-        _copy_all(_Stored(stored), target, folder)
+Matched: TypeAlias = tuple[StoredTensors | WholeTensors, dict[str, Tensor]]
+"""Stored tensors, and the tensors of the model that they are copied into."""
 
 
 def is_peft(model: torch.nn.Module) -> bool:
@@ -74,193 +50,221 @@ def uncompiled(model: torch.nn.Module) -> Any:
 
 
 def _made_by(package: str, name: str, thing: Any) -> bool:
-    """Only a package that is loaded can have made it, so asking never loads one."""
+    """Only a package that is loaded can have made it, so this never loads one."""
     module = sys.modules.get(package)
     return module is not None and isinstance(thing, getattr(module, name))
 
 
-# --- tensors of which a rank has a part -----------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------------
 
 
-def is_part(tensor: Any) -> bool:
-    """Whether it is sharded: a DTensor."""
-    return _made_by("torch.distributed.tensor", "DTensor", tensor)
-
-
-def own_part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """What this rank keeps of a tensor that is sharded as `like` is. Nothing is sent: all ranks have the whole one."""
-    if not is_part(like):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _whole(tensor: Any) -> Any:
-    """Gathered from all ranks, which all ask for it. Parts that wait in CPU memory travel as the others do."""
-    if not is_part(tensor):
-        return tensor
-    found: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return found
-
-
-# --- whole models ---------------------------------------------------------------------------------------------
-
-
-class _Stored(Mapping[str, torch.Tensor]):
-    """The tensors of several files, read one at a time."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        with _readable(self._files[name]), safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """What goes wrong inside is the file's fault."""
-    try:
-        yield
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
-
-
-def _stored_names(folder: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for file in listed_files(folder):
-        if file.parent == folder and file.match("model*.safetensors"):
-            with _readable(file), safe_open(file, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), file)
-    if not found:
-        holds = sorted(path.name for path in folder.iterdir())
-        advice = "Was it cleaned up?"
-        if ADAPTER_WEIGHTS in holds:
-            advice = "Wrap the model with peft first: it is an adapter."
-        elif "shards" in holds:
-            advice = f"Several ranks wrote it, each its part: `ludic export {folder} NEW_FOLDER` makes one that is read here."
-        raise ConfigError(f"{folder} has no model*.safetensors; it holds {', '.join(holds)}. {advice}")
-    return found
-
-
-def _names_that_differ(stored: Mapping[str, Any], target: Tensors) -> list[str]:
-    """Names on one side only. A tied weight is stored once, so one of its names is enough."""
-    by_place: dict[Any, list[str]] = {}
-    for name, tensor in target.items():
-        by_place.setdefault(_place(name, tensor), []).append(name)
-    missing = [name for names in by_place.values() if not any(name in stored for name in names) for name in names]
-    return missing + [name for name in stored if name not in target]
-
-
-def _place(name: str, tensor: torch.Tensor) -> Any:
-    """The same for two names of one weight. A rank's part may be empty and have no address, but it is one object."""
-    if is_part(tensor):
-        return id(tensor)
-    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-
-
-def _copy_all(source: Tensors, target: Tensors, folder: Path) -> None:
-    differing = _names_that_differ(source, target)
-    if differing:
+def check_storable(model: torch.nn.Module) -> None:
+    """Only adapters of a peft model are written: a trained weight outside them would be lost."""
+    own = uncompiled(model)
+    if not is_peft(own):
+        return
+    written = {_address(tensor) for adapter in own.peft_config for tensor in _adapter_tensors(own, adapter).values()}
+    trained = {name: parameter for name, parameter in own.named_parameters() if parameter.requires_grad}
+    lost = [name for name, parameter in trained.items() if _address(parameter) not in written]
+    if lost:
         raise ConfigError(
-            f"The weights in {folder} are not those of this model: {len(differing)} names are on one side only, such as "
-            f"{', '.join(differing[:3])}. Build the model as it was when it was saved."
-        )
-    with torch.no_grad():
-        for name in source:
-            tensor = source[name]
-            check_same_kind(name, tensor, target[name], folder)
-            target[name].copy_(own_part(tensor, target[name]))
-
-
-def check_same_kind(name: str, stored: Any, own: torch.Tensor, folder: Path) -> None:
-    """`stored` is a tensor, or what is known of one: its shape and dtype."""
-    if stored.shape != own.shape or stored.dtype != own.dtype:
-        raise ConfigError(
-            f"{name} in {folder} is {tuple(stored.shape)} {stored.dtype}, but {tuple(own.shape)} {own.dtype} in this model; "
-            "converting would not restore what was saved. Load the model with the dtype and sizes it was trained with."
+            f"{len(lost)} trained parameters belong to no adapter, such as {lost[0]}, and an adapter's checkpoint would lose "
+            "them. Name their modules in LoraConfig.modules_to_save, or freeze them."
         )
 
 
-def _converted(model: Any, folder: Path) -> Tensors:
-    """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows."""
-    with no_progress_bar():
-        loaded, report = type(model).from_pretrained(
-            folder, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
-    problems = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
-    if problems:
-        raise ConfigError(
-            f"The weights in {folder} are not those of a {type(model).__name__}: {problems}. Build the model as it was when "
-            "it was saved."
-        )
-    tensors: Tensors = loaded.state_dict()
-    return tensors
+def _address(tensor: Any) -> int:
+    """0 for an empty part; the ranks that hold something can tell."""
+    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return own.data_ptr()
 
 
-# --- adapters -------------------------------------------------------------------------------------------------
+def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str = "5GB") -> None:
+    """Write the files of a model that one process holds, in the form that its kind of model is usually shared in."""
+    own: Any = uncompiled(model)
+    if is_peft(own):
+        # peft would look up on the hub whether embeddings were resized; the fingerprint answers it without.
+        own.save_pretrained(folder, save_embedding_layers=False)
+        write_json(folder / BASE_FINGERPRINT, base_fingerprint(own))
+    elif is_transformers(own):
+        with no_progress_bar():
+            own.save_pretrained(folder, max_shard_size=max_shard_size)
+    else:
+        save_model(own, str(folder / "model.safetensors"))
 
 
-def _write_adapters(model: Any, folder: Path) -> None:
-    check_all_trained_is_in_an_adapter(model)
-    # Whether embeddings were resized would be looked up on the hub; the fingerprint answers it without.
-    model.save_pretrained(folder, save_embedding_layers=False)
-    write_json(folder / BASE_FINGERPRINT, base_fingerprint(model))
+def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Name -> this rank's part, of all weights that ranks write; a tied weight once, under its first name."""
+    own: Any = uncompiled(model)
+    if is_peft(own):
+        return {
+            f"{MODEL}{adapter}.{name}": tensor
+            for adapter in own.peft_config
+            for name, tensor in _adapter_tensors(own, adapter).items()
+        }
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in own.state_dict(keep_vars=True).items():  # tied weights are one object only where vars are kept
+        found.setdefault(id(tensor), (f"{MODEL}{name}", tensor.detach()))
+    return dict(found.values())
 
 
-def _read_adapters(model: Any, folder: Path) -> None:
-    from peft import set_peft_model_state_dict
-
-    for adapter in model.peft_config:
-        file = adapter_folder(folder, adapter) / ADAPTER_WEIGHTS
-        if not file.is_file():
-            raise ConfigError(
-                f"There is no adapter {adapter!r} in {folder}: {file.name} is not there. The model has the adapters "
-                f"{', '.join(model.peft_config)}; a checkpoint of a whole model is loaded before it is wrapped by peft."
-            )
-        check_same_scale(model.peft_config[adapter].to_dict(), file.with_name(ADAPTER_CONFIG))
-        with _readable(file):
-            stored = load_file(file)
-        own = adapter_tensors(model, adapter)
-        differing = sorted(stored.keys() ^ own.keys())
-        if differing:
-            raise ConfigError(
-                f"The adapter {adapter!r} in {folder} is another one: {', '.join(differing[:3])} are on one side only. Use "
-                "the same LoraConfig (target_modules, modules_to_save) as when it was saved."
-            )
-        for name, tensor in stored.items():
-            check_same_kind(name, tensor, own[name], folder)
-        check_base(model, folder)
-        if not any(map(is_part, own.values())):
-            set_peft_model_state_dict(model, stored, adapter_name=adapter)
-            continue
-        with torch.no_grad():
-            for name, tensor in stored.items():
-                own[name].copy_(own_part(tensor, own[name]))
+def write_description(model: torch.nn.Module, fingerprint: Mapping[str, str], folder: Path) -> None:
+    """Write which model the tensors in the rank files belong to."""
+    own: Any = uncompiled(model)
+    if is_peft(own):
+        for adapter, config in own.peft_config.items():
+            written = copy.copy(config)  # as peft's own `save_pretrained` writes it: with its base, and for use
+            name = own.base_model.model.config.to_dict().get("_name_or_path")
+            written.base_model_name_or_path = written.base_model_name_or_path or name
+            written.inference_mode = True
+            place = _adapter_folder(folder, adapter)
+            place.mkdir(exist_ok=True)
+            written.save_pretrained(place)
+        write_json(folder / BASE_FINGERPRINT, dict(fingerprint))
+    elif is_transformers(own):
+        config = copy.deepcopy(own.config)
+        config.architectures = [_class_name(own)]
+        config.save_pretrained(folder)
+        if own.can_generate():
+            own.generation_config.save_pretrained(folder)
 
 
-def adapter_folder(folder: Path, adapter: str) -> Path:
+def _class_name(model: Any) -> str:
+    """Sharding derives a class from the model's; its name is not the one that transformers knows."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return next(kind.__name__ for kind in type(model).__mro__ if fsdp is None or not issubclass(kind, fsdp.FSDPModule))
+
+
+def _adapter_folder(folder: Path, adapter: str) -> Path:
     """Where peft puts an adapter."""
     return folder if adapter == "default" else folder / adapter
 
 
-def adapter_tensors(model: Any, adapter: str) -> dict[str, torch.Tensor]:
+def _adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
     """An adapter's weights under peft's names."""
     from peft import get_peft_model_state_dict
 
-    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     return found
 
 
-def check_same_scale(own: Mapping[str, Any], file: Path) -> None:
-    """The same tensors under another alpha are another adapter, and nothing else would tell."""
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Give the model the weights of a checkpoint. What does not fit exactly is an error, before anything is copied."""
+    matching_weights(model, folder)()
+
+
+def matching_weights(model: torch.nn.Module, folder: Path) -> Callable[[], None]:
+    """Compare the stored weights with the model; what comes back copies them. Ranks compare together, and copy alone."""
+    own: Any = uncompiled(model)
+    pairs: list[Matched]
+    if is_peft(own):
+        pairs = [_matching_adapter(own, adapter, folder) for adapter in own.peft_config]
+        _check_base(own, folder)
+    else:
+        pairs = [_matching_model(own, folder)]
+
+    def copy_all() -> None:
+        for stored, targets in pairs:
+            stored.copy_into(targets)
+
+    return copy_all
+
+
+def stored_weights(folder: Path, adapter: str | None = None) -> StoredTensors:
+    """The weights in a checkpoint, of the whole model or of one adapter, whether one process or several ranks wrote them."""
+    of_ranks = StoredTensors(rank_files(folder), MODEL if adapter is None else f"{MODEL}{adapter}.")
+    if of_ranks:
+        return of_ranks
+    listed = listed_files(folder)
+    if adapter is None:
+        files = [file for file in listed if file.parent == folder and file.match("model*.safetensors")]
+    else:
+        files = [file for file in listed if file == _adapter_folder(folder, adapter) / ADAPTER_WEIGHTS]
+    return StoredTensors(files)
+
+
+def _matching_model(model: Any, folder: Path) -> Matched:
+    own, listed = model.state_dict(keep_vars=True), listed_files(folder)
+    stored: StoredTensors | WholeTensors = stored_weights(folder)
+    if not stored or folder / ADAPTER_CONFIG in listed:
+        is_adapter = "Wrap the model with peft first: it is an adapter."
+        raise ConfigError(
+            f"{folder} has no weights of a whole model; it holds {', '.join(file.name for file in listed)}. "
+            f"{is_adapter if folder / ADAPTER_CONFIG in listed else 'Give the folder of a checkpoint that has them.'}"
+        )
+    differing = _names_that_differ(stored, own)
+    if differing and is_transformers(model) and any(file.match("model*.safetensors") for file in listed):
+        stored, unmatched = _converted(model, folder)
+        differing = unmatched or _names_that_differ(stored, own)
+    if differing:
+        raise ConfigError(
+            f"The weights in {folder} are not those of {_kind(model)}: it holds {_saved_kind(folder)}, and {len(differing)} names "
+            f"are there or in this model only, such as {', '.join(differing[:3])}. Build the model as it was when it was saved."
+        )
+    return _same_kind(stored, own, folder)
+
+
+def _names_that_differ(stored: Mapping[str, Any], own: Mapping[str, Tensor]) -> list[str]:
+    """Names on one side only. A tied weight is stored once, so one of its names is enough."""
+    by_place: dict[Any, list[str]] = {}
+    for name, tensor in own.items():
+        by_place.setdefault(_place(name, tensor), []).append(name)
+    missing = [name for names in by_place.values() if not any(name in stored for name in names) for name in names]
+    return missing + [name for name in stored if name not in own]
+
+
+def _place(name: str, tensor: Tensor) -> Any:
+    """The same for two names of one weight. A rank's part may be empty and have no address, but it is one object."""
+    if is_sharded(tensor):
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+
+
+def _converted(model: Any, folder: Path) -> tuple[WholeTensors, list[str]]:
+    """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows them.
+    Beside the weights come the names that it could not match."""
+    with no_progress_bar():
+        loaded, report = type(model).from_pretrained(
+            folder, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    return WholeTensors(loaded.state_dict()), sorted(str(name) for names in report.values() for name in names)
+
+
+def _matching_adapter(model: Any, adapter: str, folder: Path) -> Matched:
+    stored, file = stored_weights(folder, adapter), _adapter_folder(folder, adapter) / ADAPTER_CONFIG
+    if not stored or file not in listed_files(folder):
+        raise ConfigError(
+            f"There is no adapter {adapter!r} in {folder}: it holds {_saved_kind(folder)}, and this is {_kind(model)}. A "
+            "checkpoint of a whole model is loaded before it is wrapped by peft."
+        )
+    _check_scale(model.peft_config[adapter].to_dict(), file)
+    own = _adapter_tensors(model, adapter)
+    differing = sorted(stored.keys() ^ own.keys())
+    if differing:
+        raise ConfigError(
+            f"The adapter {adapter!r} in {folder} is another one: {', '.join(differing[:3])} are on one side only. Use "
+            "the same LoraConfig (target_modules, modules_to_save) as when it was saved."
+        )
+    return _same_kind(stored, own, folder)
+
+
+def _same_kind(stored: Any, own: Mapping[str, Tensor], folder: Path) -> Matched:
+    """Both, once shapes and dtypes agree."""
+    for name, tensor in stored.items():
+        if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
+            raise ConfigError(
+                f"{name} in {folder} is {tuple(tensor.shape)} {tensor.dtype}, but {tuple(own[name].shape)} {own[name].dtype} in "
+                "this model; converting would not restore what was saved. Load the model with the dtype and sizes it was "
+                "trained with."
+            )
+    return stored, {name: own[name] for name in stored}
+
+
+def _check_scale(own: Mapping[str, Any], file: Path) -> None:
+    """The same tensors under another alpha are another adapter, and nothing else would show it."""
     saved = read_object(file)
     differing = [name for name in _SCALE if saved.get(name) != own.get(name)]
     if differing:
@@ -271,36 +275,18 @@ def check_same_scale(own: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def check_all_trained_is_in_an_adapter(model: Any) -> None:
-    """Only adapters are written: a trained weight outside them would be lost."""
-    written = {_address(tensor) for adapter in model.peft_config for tensor in adapter_tensors(model, adapter).values()}
-    lost = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and _address(parameter) not in written
-    ]
-    if lost:
-        raise ConfigError(
-            f"{len(lost)} trained parameters belong to no adapter, such as {lost[0]}, and an adapter's checkpoint would lose "
-            "them. Name their modules in LoraConfig.modules_to_save, or freeze them."
-        )
-
-
-def _address(tensor: Any) -> int:
-    """Of an empty part it is 0; the ranks that hold something can tell."""
-    own: torch.Tensor = tensor.to_local() if is_part(tensor) else tensor
-    return own.data_ptr()
+# --- which model --------------------------------------------------------------------------------------------------
 
 
 def base_fingerprint(model: torch.nn.Module) -> dict[str, str]:
-    """Of all that is frozen. A sharded model's weights are gathered one by one, so every rank asks."""
+    """Of all frozen weights. A sharded model's weights are gathered one by one, so every rank calls it."""
     return _fingerprint(model, lambda parameter: not parameter.requires_grad)
 
 
-def check_base(model: torch.nn.Module, folder: Path) -> None:
-    """An adapter means something on top of its own base only."""
+def _check_base(model: torch.nn.Module, folder: Path) -> None:
+    """An adapter fits its own base only."""
     file = folder / BASE_FINGERPRINT
-    if not file.is_file():
+    if file not in listed_files(folder):
         raise ConfigError(f"{folder} is not the checkpoint of an adapter: it has no {BASE_FINGERPRINT}.")
     saved = read_object(file)
     own = _fingerprint(model, lambda _: True)
@@ -320,15 +306,48 @@ def _fingerprint(model: torch.nn.Module, include: Callable[[torch.nn.Parameter],
     if not chosen:
         return {}
     with torch.no_grad():
-        rows_NK = torch.stack([_some_values(parameter) for parameter in chosen.values()]).cpu().numpy()
+        rows_NK = torch.stack([_some_values(parameter.detach()) for parameter in chosen.values()]).cpu().numpy()
     return {
         name: f"{tuple(parameter.shape)} {parameter.dtype} {zlib.crc32(row_K.tobytes()):08x}"
         for (name, parameter), row_K in zip(chosen.items(), rows_NK, strict=True)
     }
 
 
-def _some_values(parameter: torch.Tensor) -> torch.Tensor:
-    flat = _whole(parameter.detach()).reshape(-1)
+def _some_values(parameter: Any) -> Tensor:
+    if is_sharded(parameter):  # parts that wait in CPU memory are gathered as the others are
+        parameter = parameter.to(parameter.device_mesh.device_type).full_tensor()
+    flat = parameter.reshape(-1)
     # In whole numbers: a float32 cannot tell places beyond 2^24 apart, and rounds differently on another device.
     places_K = torch.arange(_SAMPLES, device=flat.device) * (len(flat) - 1) // (_SAMPLES - 1)
-    return flat[places_K].float()
+    found: Tensor = flat[places_K].float()
+    return found
+
+
+def _saved_kind(folder: Path) -> str:
+    if (folder / ADAPTER_CONFIG).is_file():
+        return "an adapter"
+    config = folder / "config.json"
+    return _described(read_object(config)) if config.is_file() else "a plain module"
+
+
+def _kind(model: Any) -> str:
+    if is_peft(model):
+        return f"{_class_name(model.base_model.model)} with the adapters {', '.join(model.peft_config)}"
+    if is_transformers(model):
+        return _described({**model.config.to_dict(), "architectures": [_class_name(model)]})
+    return f"a {_class_name(model)}"
+
+
+def _described(config: Mapping[str, Any]) -> str:
+    sizes = ", ".join(
+        f"{name} {config[name]}"
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
+        if name in config
+    )
+    return f"a {architecture(config)} ({sizes})"
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class of a transformers model, by its config.json."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "model"

@@ -1,72 +1,57 @@
-"""The parts of a checkpoint that are not weights: the optimizer's state, and whatever else a run needs to go on.
+"""What a checkpoint holds beside the weights: the state of the run, and the optimizer.
 
-What JSON gives back exactly is written as JSON, for anybody to read; the rest as tensor files, which are read without
-running code.
+Plain values of the state are in trainer_state.json, for people to read; all else is in the rank files. A checkpoint can be
+read by another number of ranks: the optimizer is divided as the parameters are, and random generators are made for new ranks.
+A position in the data cannot be divided: some samples would come twice and others never.
 """
 
+import logging
 import math
-from collections import OrderedDict
-from collections.abc import Mapping
+import random
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from ludic.training.checkpoint.atomic import CheckpointError, listed_files, read_object, write_json
-from ludic.training.checkpoint.tensor_files import read_tensor_file
+from ludic.training.checkpoint.manifest import CheckpointError, read_object
+from ludic.training.checkpoint.rank_files import StoredTensors, encoded, num_ranks, rank_files, read_values
+from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.types import ConfigError
+from ludic.types.files import write_json
 
-OPTIMIZER_FILE = "optimizer.pt"
+logger = logging.getLogger(__name__)
+
 STATE_FILE = "trainer_state.json"
-TENSOR_STATE_FILE = "state.pt"
+RNG = "rng"
+OPTIMIZER = "optimizer"
 _HOW = ("foreach", "fused", "capturable")
-"""Settings of an optimizer that say how to compute, which this machine decides, and not what."""
+"""Settings of an optimizer that say how this machine computes, and not what."""
 
 
 # --- state --------------------------------------------------------------------------------------------------------
 
 
-def write_state(folder: Path, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+def write_plain_state(folder: Path, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Write what JSON gives back exactly; `encoded_state` has the rest."""
     plain = {name: value for name, value in state.items() if _is_exact_in_json(value)}
-    tensors = {name: value for name, value in state.items() if name not in plain}
-    if tensors:
-        torch.save(tensors, folder / TENSOR_STATE_FILE)
-    write_json(folder / STATE_FILE, {"step": step, "metrics": _finite(metrics), "state": plain})
+    finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    write_json(folder / STATE_FILE, {"step": step, "metrics": finite, "state": plain})
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What was written, with its `step`."""
-    file, tensors = folder / STATE_FILE, folder / TENSOR_STATE_FILE
-    saved = read_object(file)
-    step, state = saved.get("step"), saved.get("state")
-    if type(step) is not int or type(state) is not dict or type(saved.get("metrics")) is not dict:
-        raise CheckpointError(f"{file} cannot be read: it does not have the step, the state and the metrics of a run.")
-    return {**state, **(_read_table(tensors) if tensors in listed_files(folder) else {}), "step": step}
-
-
-def read_saved_metrics(folder: Path) -> dict[str, float]:
-    """Those that are finite."""
-    metrics = read_object(folder / STATE_FILE).get("metrics")
-    found = metrics.items() if isinstance(metrics, dict) else ()
-    return {name: float(value) for name, value in found if type(value) in (int, float)}
-
-
-def _read_table(file: Path, *, mapped: bool = False) -> dict[str, Any]:
-    found = read_tensor_file(file, mapped=mapped)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} cannot be read: it holds a {type(found).__name__}, and no dictionary.")
-    return found
-
-
-def check_state(step: int, state: Mapping[str, Any]) -> None:
-    """Refuse what could not be read back, before anything is written."""
-    if state.get("step", step) != step:
-        raise ConfigError(
-            f"The checkpoint is of step {step}, but its state says step {state['step']}. Leave it out there."
-        )
-    for name, value in state.items():
-        if not _is_exact_in_json(value):
-            _check_storable(name, value)
+def encoded_state(
+    step: int, shared: Mapping[str, Any], own: Mapping[str, Any], optimizer: Mapping[str, Any] | None
+) -> dict[str, Tensor]:
+    """The rest for a rank file; `shared` is what rank 0 writes for all, `optimizer` what its `state_dict` returned."""
+    said = shared.get("step", step)
+    if said != step:
+        raise ConfigError(f"The checkpoint is of step {step}, but its state says step {said}. Leave it out there.")
+    rest = {name: value for name, value in shared.items() if not _is_exact_in_json(value)}
+    tables = {"shared": rest, "own": own}
+    return encoded(tables if optimizer is None else {**tables, OPTIMIZER: _without_tensors(optimizer)})
 
 
 def _is_exact_in_json(value: Any) -> bool:
@@ -79,64 +64,182 @@ def _is_exact_in_json(value: Any) -> bool:
     return value is None or type(value) in (str, int, bool)
 
 
-def _check_storable(path: str, value: Any) -> None:
-    """A tensor file is read without running code, so it holds these types only."""
-    if type(value) in (dict, OrderedDict):
-        for key, inner in value.items():
-            _check_storable(f"{path}[{key!r}]", inner)
-    elif type(value) in (list, tuple):
-        for index, inner in enumerate(value):
-            _check_storable(f"{path}[{index}]", inner)
-    elif isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
-            raise ConfigError(f"state[{path}] is a tensor of an unusual kind; give state[{path}].to_dense().clone().")
-    elif not (value is None or type(value) in (str, int, float, bool)):
-        raise ConfigError(
-            f"state[{path}] is a {type(value).__name__}; a checkpoint holds plain values, lists, tuples, dicts and tensors. "
-            "Turn it into one of these (array.tolist(), torch.from_numpy(array))."
+def read_metrics(folder: Path) -> dict[str, float]:
+    """The finite metrics of a checkpoint."""
+    metrics = read_object(folder / STATE_FILE).get("metrics")
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    return {name: float(value) for name, value in found if type(value) in (int, float)}
+
+
+def read_state(folder: Path, *, rank: int = 0, world_size: int = 1, per_rank: Sequence[str] = (RNG,)) -> dict[str, Any]:
+    """The state in `folder` as this rank goes on from it, with its `step`; `per_rank` names what each rank has for itself."""
+    saved = read_object(folder / STATE_FILE)
+    step, plain = saved.get("step"), saved.get("state")
+    if type(step) is not int or type(plain) is not dict or type(saved.get("metrics")) is not dict:
+        raise CheckpointError(
+            f"{folder / STATE_FILE} cannot be read: it does not have the step, state and metrics of a run."
         )
+    num_saved = num_ranks(folder)
+    first = read_values(folder, 0)
+    of_first, own = _table(first, "own"), _table(read_values(folder, rank) if rank else first, "own")
+    shared = {**plain, **_table(first, "shared"), "step": step}
+    is_split = world_size > 1
+    divided = [
+        name for name in of_first if name != RNG and (num_saved != world_size or (is_split and name not in per_rank))
+    ]
+    if divided:
+        raise CheckpointError(
+            f"{folder} was saved by {num_saved} ranks, each with its own {', '.join(divided)}, which cannot be divided again. "
+            f"Resume with {num_saved} ranks that read their own data (now: {world_size}), or start a new run from the weights."
+        )
+    undivided = [name for name in per_rank if name != RNG and name in shared and is_split]
+    if undivided:
+        raise CheckpointError(
+            f"{folder} has one {', '.join(undivided)} for all ranks, but each of the {world_size} ranks here wants its own. Let "
+            "rank 0 read the data for all, as when it was saved, or start a new run from the weights."
+        )
+    if num_saved == world_size:
+        return {**shared, **own}
+    if rank == 0:
+        logger.warning(
+            "%s was saved by %d ranks and there are %d now; what is random will differ.", folder, num_saved, world_size
+        )
+    before = of_first.get(RNG, shared.get(RNG))
+    if before is not None and not own and rank:
+        own = {RNG: _new_rng(before, rank)}
+    return {**shared, **own}
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name, {})
+    if type(found) is not dict:
+        raise CheckpointError(
+            f"A rank file cannot be read: its {name!r} is a {type(found).__name__}, and no dictionary."
+        )
+    return found
+
+
+def _new_rng(of_first: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """For a rank that did not exist when the checkpoint was made: not what another rank draws, and always the same."""
+    seed = zlib.crc32(of_first["torch"].numpy().tobytes(), rank)
+    before = rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    new = rng_state()
+    restore_rng(before)
+    return new
 
 
 # --- optimizer ----------------------------------------------------------------------------------------------------
 
 
-def write_optimizer(state: Mapping[str, Any], folder: Path) -> None:
-    torch.save(state, folder / OPTIMIZER_FILE)
+def optimizer_tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Name -> this rank's part, of what `state_dict` of an optimizer returned. Parameters go by their number, as in torch."""
+    if state is None:
+        return {}
+    slots = {
+        f"{OPTIMIZER}.state.{index}.{slot}": value
+        for index, values in state["state"].items()
+        for slot, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    return slots | {f"{OPTIMIZER}.copies.{index}": copied for index, copied in enumerate(state.get("copies", []))}
 
 
-def read_optimizer(folder: Path, *, mapped: bool = False) -> dict[str, Any]:
-    file = folder / OPTIMIZER_FILE
-    if file not in listed_files(folder):
+def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest of it: groups, settings, and what of each parameter's state is no tensor."""
+    plain = {
+        index: {slot: value for slot, value in values.items() if not isinstance(value, Tensor)}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": plain, **({"copies": []} if "copies" in state else {})}
+
+
+class StoredOptimizer:
+    """The optimizer of a checkpoint, compared with the one that is to take it over: first `copy`, then `load`."""
+
+    def __init__(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        self._folder, self._optimizer = folder, optimizer
+        self._values = read_optimizer_values(folder)
+        self._tensors = StoredTensors(rank_files(folder), f"{OPTIMIZER}.")
+        self._room = self._room_for()
+
+    def copy(self) -> None:
+        """Read this rank's part."""
+        self._tensors.copy_into(self._room)
+
+    def load(self) -> None:
+        """Give it to the optimizer."""
+        try:
+            self._optimizer.load_state_dict(self._computed_as_here(self._state_dict()))
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+        ) as error:  # torch trusts what it is given
+            raise self._misfit(str(error)) from error
+
+    def _room_for(self) -> dict[str, Tensor]:
+        """Tensors to read into: what has a parameter's shape is sharded as it is."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        like = {
+            f"copies.{index}": copied for index, copied in enumerate(self._optimizer.state_dict().get("copies", []))
+        }
+        like |= {f"state.{index}": parameter for index, parameter in enumerate(parameters)}
+        room = {}
+        for name, about in self._tensors.items():
+            own = like.get(".".join(name.split(".")[:2]))
+            if own is None:
+                raise self._misfit(f"it has {name}, which this one has no parameter for")
+            if own.shape != about.shape and len(about.shape):
+                raise self._misfit(f"{name} is {tuple(about.shape)} there, for a parameter of {tuple(own.shape)} here")
+            is_alike = own.shape == about.shape
+            room[name] = torch.zeros_like(own, dtype=about.dtype) if is_alike else torch.zeros((), dtype=about.dtype)
+        return room
+
+    def _state_dict(self) -> dict[str, Any]:
+        whole = {**self._values, "state": {index: dict(values) for index, values in self._values["state"].items()}}
+        copies = {}
+        for name, tensor in self._room.items():
+            kind, index, *slot = name.split(".")
+            if kind == "copies":
+                copies[int(index)] = tensor
+            else:
+                whole["state"][int(index)][".".join(slot)] = tensor
+        return {**whole, "copies": [copies[index] for index in sorted(copies)]} if "copies" in whole else whole
+
+    def _computed_as_here(self, state: dict[str, Any]) -> dict[str, Any]:
+        """With this machine's way to compute: what was saved on a CPU, or unsharded, may not work here."""
+        own_groups = self._optimizer.param_groups
+        if len(own_groups) != len(state["param_groups"]):
+            return state  # torch raises
+        groups = [
+            {**saved, **{name: own[name] for name in _HOW if name in own}}
+            for saved, own in zip(state["param_groups"], own_groups, strict=True)
+        ]
+        return {**state, "param_groups": groups}
+
+    def _misfit(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"The optimizer in {self._folder} does not fit: {why}. Train the same parameters, in the same groups, as when it was "
+            "saved, or pass optimizer=None to go on with a fresh one."
+        )
+
+
+def read_optimizer_values(folder: Path) -> dict[str, Any]:
+    """Groups and settings of the optimizer, without its tensors."""
+    values = read_values(folder, 0).get(OPTIMIZER)
+    if values is None:
         raise CheckpointError(
             f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to go on with a fresh one."
         )
-    state = _read_table(file, mapped=mapped)
-    if type(state.get("state")) is not dict or type(state.get("param_groups")) is not list:
-        raise CheckpointError(f"{file} cannot be read: it holds no state of an optimizer.")
-    return state
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], folder: Path) -> None:
-    try:
-        optimizer.load_state_dict(_computed_as_here(optimizer, state))
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:  # torch trusts what it is given
-        raise CheckpointError(
-            f"The optimizer in {folder} does not fit: {error}. Train the same parameters, in the same groups, as when it was "
-            "saved, or pass optimizer=None to go on with a fresh one."
-        ) from error
-
-
-def _computed_as_here(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """What was saved on a CPU, or unsharded, may have been computed in a way that does not work here."""
-    own_groups = optimizer.param_groups
-    if len(own_groups) != len(state["param_groups"]):
-        return state  # torch will say so
-    groups = [
-        {**saved, **{name: own[name] for name in _HOW if name in own}}
-        for saved, own in zip(state["param_groups"], own_groups, strict=True)
-    ]
-    return {**state, "param_groups": groups}
+    if (
+        type(values) is not dict
+        or type(values.get("state")) is not dict
+        or type(values.get("param_groups")) is not list
+    ):
+        raise CheckpointError(f"The optimizer in {folder} cannot be read: it has no state and groups.")
+    return values

@@ -1,9 +1,9 @@
-"""Files of JSON lines that are appended to while they are read: plain text, or gzip where the name ends in .gz.
+"""Files on disk: replacing one so that it is complete or absent, and files of JSON lines that are appended to while they are read.
 
-Rollouts are kept in them (`ludic.types.rollout`, `ludic.batch_gen.store`). A compressed file consists of gzip members of about
-256 KiB of text. Each append extends the last member and closes it again, so the file is whole between two appends, `zcat` reads
-it at any time, and a line can be found again without reading what lies before its member. A damaged member costs its own lines
-only: readers go on at the next.
+Checkpoints, exports and published weights use the first; rollouts (`ludic.types.rollout`, `ludic.batch_gen.store`) the second.
+A file of lines is plain text, or gzip where its name ends in .gz: gzip members of about 256 KiB of text. Each append extends
+the last member and closes it again, so the file is whole between two appends, `zcat` reads it at any time, and a line can be
+found again without reading what lies before its member. A damaged member costs its own lines only: readers go on at the next.
 """
 
 import fcntl
@@ -13,12 +13,16 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
+
+UNFINISHED = ".unfinished-"
+"""How the name of a file or folder begins while it is written. A killed writer leaves it behind; the next one removes it."""
 
 MEMBER_BYTES = 1 << 18
 """Text after which a new gzip member begins: what one line costs to find again, against how well it compresses."""
@@ -28,6 +32,38 @@ _BLOCK = 1 << 20
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
+
+
+# --- complete or absent -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to: after the block the file is synced and renamed to `path`, in one step."""
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+    yield unfinished
+    sync(unfinished)
+    unfinished.replace(path)
+    sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by the JSON text of `value`, in one step."""
+    text = json.dumps(value, indent=1, allow_nan=False)
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of files, is on the disk: only then it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- files of lines ---------------------------------------------------------------------------------------------
 
 
 def is_compressed(path: Path) -> bool:

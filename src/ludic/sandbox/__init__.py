@@ -1,4 +1,6 @@
-"""Running programs that nobody trusts: sandboxes, pools of them, and what a run tells. See docs/sandbox.md."""
+"""Running untrusted programs: sandboxes, pools of them, and the result of a run. Used by envs and tools; docs/sandbox.md has the
+guarantees. Start reading in interface.py, then pool.py and bubblewrap.py.
+"""
 
 from ludic.sandbox.backends import (
     SandboxBackend,
@@ -12,7 +14,13 @@ from ludic.sandbox.backends import (
     shared_pool,
 )
 from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool
-from ludic.sandbox.containers import DockerSandboxConfig, DockerSandboxPool, PodmanConfig, PodmanSandboxPool
+from ludic.sandbox.containers import (
+    ContainerConfig,
+    DockerSandboxConfig,
+    DockerSandboxPool,
+    PodmanConfig,
+    PodmanSandboxPool,
+)
 from ludic.sandbox.interface import (
     Bind,
     CommandResult,
@@ -37,5 +45,5 @@ __all__ = [
     "is_bubblewrap_available", "is_docker_available", "is_podman_available", "is_podman_hpc_available",
     "BaseSandboxPool", "LRUCache",
     "BubblewrapSandboxPool", "BubblewrapConfig", "DockerSandboxPool", "DockerSandboxConfig",
-    "PodmanSandboxPool", "PodmanConfig", "SubprocessSandboxPool", "SubprocessConfig",
+    "PodmanSandboxPool", "PodmanConfig", "ContainerConfig", "SubprocessSandboxPool", "SubprocessConfig",
 ]  # fmt: skip

@@ -150,7 +150,7 @@ class BaseSandboxPool(ABC):
             self._loop, self._end = asyncio.get_running_loop(), None
             try:
                 await self._make_all()
-            except BaseException:  # cancelled, too: whoever tries again must not meet half a pool
+            except BaseException:  # cancelled, too: another start must not find half a pool
                 self._loop = None
                 await self._close_all()
                 raise
@@ -277,7 +277,7 @@ class BaseSandboxPool(ABC):
             await self._stop(
                 SandboxPoolExhaustedError(
                     f"The sandbox pool has given up: {self._failures} new sandboxes in a row failed. The last one: {error} When "
-                    "that is mended, shut the pool down and start it again."
+                    "that is repaired, shut the pool down and start it again."
                 )
             )
 
@@ -290,7 +290,7 @@ class BaseSandboxPool(ABC):
             )
 
     def _recycled(self, task: asyncio.Task[None]) -> None:
-        """An error that nobody expected must not vanish in a background task: the next checkout raises it."""
+        """An unexpected error of a background task must not vanish: the next checkout raises it."""
         self._recycling.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("recycling a sandbox failed", exc_info=error)

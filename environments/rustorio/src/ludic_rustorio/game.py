@@ -156,7 +156,7 @@ _folders: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the proc
 def _target_folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="ludic-rustorio-")
     _folders.append(folder)
-    Path(folder.name).chmod(0o755)  # the sandbox may run as somebody else
+    Path(folder.name).chmod(0o755)  # the sandbox may run as another user
     return Path(folder.name)
 
 

@@ -23,7 +23,7 @@ _REPORT = Path(__file__).with_name("report.rs").read_text(encoding="utf-8")
 
 
 class Status(StrEnum):
-    """What became of a program."""
+    """How a program ended."""
 
     WON = "won"
     REFUSED = "refused"  # it breaks a rule of the source, and was not compiled

@@ -27,30 +27,33 @@ INSTALL := pip --disable-pip-version-check install -q --no-compile
 # `make test LOCKED=1`, which is what CI runs, installs exactly the files whose hashes are in requirements/ (scripts/lock.py).
 HASHED := --no-deps --no-build-isolation --require-hashes
 
+# Environments with packages of their own. The registry finds them through their entry points.
+ENVIRONMENTS := $(patsubst %/pyproject.toml,-e %,$(wildcard environments/*/pyproject.toml))
+
 TRAIN_EXTRAS := hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev
 
 ifdef LOCKED
-$(VENV)/.ready-all: requirements/build.txt requirements/main.txt requirements/torch.txt pyproject.toml Makefile
+$(VENV)/.ready-all: requirements/build.txt requirements/main.txt requirements/torch.txt pyproject.toml environments/*/pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/$(INSTALL) $(HASHED) -r requirements/build.txt
 	$(BIN)/$(INSTALL) $(HASHED) -r requirements/main.txt
-	$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e .
+	$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e . $(ENVIRONMENTS)
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.ready-all
 	touch $@
 else
 # The stamp is newer than what it depends on exactly when the environment is up to date.
-$(VENV)/.ready: pyproject.toml constraints.txt requirements/no_deps.in Makefile
+$(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS)]'
-	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
+	$(BIN)/$(INSTALL) --no-deps $(ENVIRONMENTS) -r requirements/no_deps.in
 	touch $@
 
-# Tests also meet other people's packages; `make train` does without them.
-$(VENV)/.ready-all: pyproject.toml constraints.txt requirements/no_deps.in Makefile
+# Tests also meet other people's packages, PyBoy among them; `make train` does without them.
+$(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,game-boy,datasets,tinker,others]'
+	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,others]' $(ENVIRONMENTS)
 	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $(VENV)/.ready $@
 endif

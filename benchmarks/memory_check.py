@@ -20,8 +20,7 @@ from engine import make, qwen, smollm2
 from training import samples
 
 from ludic.models.execution import compile_layers
-from ludic.scaling.memory import GIB, TrainingSetup, training_memory
-from ludic.scaling.shapes import ModelShape, shape_from_config
+from ludic.scaling import GIB, ModelShape, TrainingSetup, shape_from_config, training_memory
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.optimizer import FullPrecisionAdamW
 from ludic.training.learner.policy import TrainedPolicy

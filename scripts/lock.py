@@ -14,14 +14,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "requirements"
 EXTRAS = (
     *("hf", "local", "train", "lora", "math", "serve", "smollm2", "tensorboard", "wandb", "plot", "pipeline", "ray"),
-    *("dev", "search", "game-boy", "datasets", "tinker", "others"),
+    *("dev", "search", "datasets", "tinker", "others"),
 )
+ENVIRONMENTS = sorted((ROOT / "environments").glob("*/pyproject.toml"))
 FROM_TORCH = re.compile(r"(torch|triton|nvidia-[\w-]+|cuda-[\w-]+)==")
 """torch and what only its CUDA build needs."""
 WITH_TORCH = "-r torch.txt\n"
@@ -43,6 +45,12 @@ def blocks(text: str) -> list[str]:
     return [block for block in found if not FROM_TORCH.match(block)]
 
 
+def of_environments() -> list[str]:
+    """What the packages in environments/ need, Ludic itself excepted."""
+    projects = [tomllib.loads(file.read_text())["project"] for file in ENVIRONMENTS]
+    return [line for project in projects for line in project["dependencies"] if not line.startswith("ludic-rl")]
+
+
 def write(name: str, packages: list[str], includes: str = "") -> None:
     header = "# Written by scripts/lock.py (`make lock`), for pip install --no-deps --require-hashes; do not edit.\n"
     (REQUIREMENTS / name).write_text(header + includes + "\n".join(sorted(packages)) + "\n")
@@ -62,8 +70,10 @@ def main() -> None:
         kept, builders = Path(folder, "kept.txt"), Path(folder, "builders.in")
         kept.write_text("" if upgrade else (REQUIREMENTS / "main.txt").read_text().replace(WITH_TORCH, ""))
         builders.write_text(BUILDERS)
+        more = Path(folder, "environments.in")
+        more.write_text("\n".join(of_environments()))
         constraints = ["--constraint", "constraints.txt", "--constraint", str(kept)]
-        packages = blocks(compiled(uv, *everywhere, *constraints, *extras, "pyproject.toml"))
+        packages = blocks(compiled(uv, *everywhere, *constraints, *extras, "pyproject.toml", str(more)))
         kept.write_text("\n".join(packages))
         build = blocks(compiled(uv, *everywhere, "--constraint", str(kept), str(builders)))
     packages += blocks(compiled(uv, *everywhere, "--no-deps", "requirements/no_deps.in"))

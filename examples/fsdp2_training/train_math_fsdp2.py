@@ -2,7 +2,7 @@
 
 Shows: a model spread over ranks, one source of rollouts for all of them, weights published from shards, sharded checkpoints.
 Needs: torchrun; a vLLM server (see README.md beside this file), or --engine local; MATH from --data, or the hub through `datasets`.
-Takes: on 2 CPU processes with --model tiny, within a minute. On 4 GPUs it has not been run; `ludic plan` has an estimate.
+Takes: on 2 CPU processes with --model tiny, within a minute. On 4 GPUs it has not been run; `ludic plan` has the memory.
 
     CUDA_VISIBLE_DEVICES=0 ludic serve --engine vllm --model Qwen/Qwen2.5-1.5B-Instruct --port 8000
     CUDA_VISIBLE_DEVICES=1,2,3 torchrun --standalone --nproc-per-node 3 examples/fsdp2_training/train_math_fsdp2.py

@@ -1,8 +1,8 @@
 """A Game Boy game, played with the harness for long games: notes, a map of where it has been, summaries of the past.
 
 Shows: GameBoyEnv and GameBoyAgent together, a scripted policy on the same interface as a model, milestones and rollouts.
-Needs: the extra game-boy; a cartridge file of your own, or the small game that is built in; for --player
-model a model with native tool calling.
+Needs: the package of environments/game_boy (`make` installs it); a cartridge file of your own, or the small game that is built
+in; for --player model a model with native tool calling.
 Takes: two seconds for the script on the built-in game.
 
     python examples/game_boy/play_game_boy.py --show
@@ -24,11 +24,8 @@ from typing import Literal
 
 import tyro
 
-from ludic.agents import GameBoyAgent
-from ludic.agents.navigation import MOVES, in_buttons
 from ludic.batch_gen import RolloutEngine
 from ludic.context import SummarisedDialog
-from ludic.envs.game_boy import GameBoyEnv
 from ludic.inference import (
     ByteTemplate,
     ChatTemplate,
@@ -52,6 +49,8 @@ from ludic.types import (
     TokenCompletionRequest,
     save_rollouts,
 )
+from ludic_game_boy import GameBoyAgent, GameBoyEnv
+from ludic_game_boy.agent import MOVES, in_buttons
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 Shows: RustorioEnv over several turns, with the compiler's words as observations; a scripted player that makes three
 mistakes on the way, or a model; the reward with and without the clock.
-Needs: cargo and rustc (`apt-get install cargo`, or rustup) and bubblewrap; the game's crate, or the small one that is
+Needs: the package of environments/rustorio (`make` installs it); cargo and rustc (`apt-get install cargo`, or rustup) and
+bubblewrap; the game's crate, or the small one that is
 built in.
 Takes: five seconds for the script on two busy CPU cores.
 
@@ -26,7 +27,6 @@ import tyro
 from ludic.agents import Agent
 from ludic.batch_gen import RolloutEngine
 from ludic.context import FullDialog
-from ludic.envs.rustorio import RustorioEnv
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
@@ -43,6 +43,7 @@ from ludic.types import (
     TokenCompletionRequest,
     save_rollouts,
 )
+from ludic_rustorio import RustorioEnv
 
 
 @dataclass(frozen=True, kw_only=True)

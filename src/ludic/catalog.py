@@ -31,8 +31,8 @@ class Suggested:
 
 
 @dataclass(frozen=True, slots=True)
-class Builtin:
-    """One entry of the catalogue."""
+class Entry:
+    """One part: of this catalogue, or of a package whose entry point names it."""
 
     target: str
     example: Mapping[str, Any] = field(default_factory=dict)
@@ -134,21 +134,21 @@ _CELL = Suggested(
     parser="pattern", parser_args={"pattern": r"\b[ABC][123]\b"}, max_steps=5, max_tokens=12, cut_off="read"
 )
 
-BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
+BUILTINS: Mapping[str, Mapping[str, Entry]] = {
     "env": {
-        "tic_tac_toe": Builtin("ludic.envs.tic_tac_toe:TicTacToeEnv", suggested=replace(_CELL, unreadable="stop")),
-        "tic_tac_toe_duel": Builtin("ludic.envs.tic_tac_toe:TicTacToeDuel", suggested=replace(_CELL, max_steps=9)),
-        "gsm8k": Builtin(
+        "tic_tac_toe": Entry("ludic.envs.tic_tac_toe:TicTacToeEnv", suggested=replace(_CELL, unreadable="stop")),
+        "tic_tac_toe_duel": Entry("ludic.envs.tic_tac_toe:TicTacToeDuel", suggested=replace(_CELL, max_steps=9)),
+        "gsm8k": Entry(
             "ludic.envs.gsm8k:GSM8KEnv",
             example={"sample": _GSM8K_SAMPLE},
             suggested=Suggested(parser="final_number", max_steps=1, max_tokens=512),
         ),
-        "math": Builtin(
+        "math": Entry(
             "ludic.envs.math:MATHEnv",
             example={"sample": _MATH_SAMPLE},
             suggested=Suggested(parser="boxed", max_steps=1, max_tokens=768),
         ),
-        "musique_search": Builtin(
+        "musique_search": Entry(
             "ludic.envs.musique_search:MuSiQueSearchEnv",
             example={"sample": _MUSIQUE_SAMPLE},
             suggested=Suggested(
@@ -159,89 +159,78 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
                 max_steps=3,
             ),
         ),
-        "code_exec": Builtin(
-            "ludic.envs.code_exec:ProgrammingEnv", example={"sample": _PROGRAM_SAMPLE}, suggested=_CODE
-        ),
-        "apps": Builtin("ludic.envs.code_exec:APPSEnv", example={"sample": _APPS_SAMPLE}, suggested=_CODE),
-        "humaneval": Builtin(
-            "ludic.envs.code_exec:HumanEvalEnv", example={"sample": _HUMANEVAL_SAMPLE}, suggested=_CODE
-        ),
-        "mbpp": Builtin("ludic.envs.code_exec:MBPPEnv", example={"sample": _MBPP_SAMPLE}, suggested=_CODE),
-        "key_door": Builtin("ludic.envs.key_door:KeyDoorEnv", suggested=Suggested(max_steps=64, max_tokens=8)),
-        "twenty_forty_eight": Builtin(
+        "code_exec": Entry("ludic.envs.code_exec:ProgrammingEnv", example={"sample": _PROGRAM_SAMPLE}, suggested=_CODE),
+        "apps": Entry("ludic.envs.code_exec:APPSEnv", example={"sample": _APPS_SAMPLE}, suggested=_CODE),
+        "humaneval": Entry("ludic.envs.code_exec:HumanEvalEnv", example={"sample": _HUMANEVAL_SAMPLE}, suggested=_CODE),
+        "mbpp": Entry("ludic.envs.code_exec:MBPPEnv", example={"sample": _MBPP_SAMPLE}, suggested=_CODE),
+        "key_door": Entry("ludic.envs.key_door:KeyDoorEnv", suggested=Suggested(max_steps=64, max_tokens=8)),
+        "twenty_forty_eight": Entry(
             "ludic.envs.twenty_forty_eight:TwentyFortyEightEnv", suggested=Suggested(max_steps=512, max_tokens=8)
         ),
-        "game_boy": Builtin(
-            "ludic.envs.game_boy:GameBoyEnv",
-            example={"rom": "demo", "max_presses": 40, "hold_frames": 2, "settle_frames": 2},
-            suggested=Suggested(max_steps=128, max_tokens=256),
-        ),
-        "gymnasium": Builtin(
+        "gymnasium": Entry(
             "ludic.envs.adapters.gymnasium:GymnasiumEnv",
             example={"env_id": "FrozenLake-v1"},
             suggested=Suggested(max_steps=100, max_tokens=8),
         ),
-        "pettingzoo": Builtin(
+        "pettingzoo": Entry(
             "ludic.envs.adapters.pettingzoo:PettingZooEnv",
             example={"game": "classic.connect_four_v3"},
             suggested=Suggested(max_steps=64, max_tokens=8),
         ),
-        "textarena": Builtin(
+        "textarena": Entry(
             "ludic.envs.adapters.textarena:TextArenaEnv",
             example={"game": "TicTacToe-v0", "num_players": 2},
             suggested=Suggested(max_steps=64, max_tokens=64),
         ),
-        "verifiers": Builtin(
+        "verifiers": Entry(
             "ludic.envs.adapters.verifiers:VerifiersEnv",
             example={"taskset": "ludic.envs.adapters.sums_taskset", "answer_field": "answer"},
             suggested=Suggested(max_steps=16, max_tokens=512),
         ),
-        "reasoning_gym": Builtin(
+        "reasoning_gym": Entry(
             "ludic.envs.adapters.reasoning_gym:ReasoningGymEnv",
             example={"task": "chain_sum"},
             suggested=Suggested(parser="xml_tag", parser_args={"tag": "answer"}, max_steps=1, max_tokens=512),
         ),
-        "rustorio": Builtin("ludic.envs.rustorio:RustorioEnv", suggested=Suggested(max_steps=5, max_tokens=2048)),
-        "prisoners_dilemma": Builtin(
+        "prisoners_dilemma": Entry(
             "ludic.envs.prisoners_dilemma:PrisonersDilemmaEnv", suggested=Suggested(max_steps=32, max_tokens=8)
         ),
     },
     "agent": {
-        "agent": Builtin("ludic.agents:Agent"),
-        "tool_agent": Builtin("ludic.agents:ToolAgent"),
-        "react": Builtin("ludic.agents:ReActAgent"),
-        "retool": Builtin("ludic.agents:ReToolAgent"),
-        "folding": Builtin("ludic.agents:FoldingAgent"),
-        "folding_react": Builtin("ludic.agents:FoldingReActAgent"),
-        "game_boy": Builtin("ludic.agents:GameBoyAgent"),
+        "agent": Entry("ludic.agents:Agent"),
+        "tool_agent": Entry("ludic.agents:ToolAgent"),
+        "react": Entry("ludic.agents:ReActAgent"),
+        "retool": Entry("ludic.agents:ReToolAgent"),
+        "folding": Entry("ludic.agents:FoldingAgent"),
+        "folding_react": Entry("ludic.agents:FoldingReActAgent"),
     },
     "context": {
-        "full_dialog": Builtin("ludic.context:FullDialog"),
-        "truncated_thinking": Builtin("ludic.context:TruncatedThinkingContext"),
-        "sliding_window": Builtin("ludic.context:SlidingWindow"),
-        "summarised": Builtin("ludic.context:SummarisedDialog"),
+        "full_dialog": Entry("ludic.context:FullDialog"),
+        "truncated_thinking": Entry("ludic.context:TruncatedThinkingContext"),
+        "sliding_window": Entry("ludic.context:SlidingWindow"),
+        "summarised": Entry("ludic.context:SummarisedDialog"),
     },
     "protocol": {
-        "single_agent": Builtin("ludic.interaction:SingleAgentProtocol"),
-        "multi_agent": Builtin("ludic.interaction:MultiAgentProtocol"),
-        "delegating": Builtin("ludic.interaction:DelegatingProtocol"),
+        "single_agent": Entry("ludic.interaction:SingleAgentProtocol"),
+        "multi_agent": Entry("ludic.interaction:MultiAgentProtocol"),
+        "delegating": Entry("ludic.interaction:DelegatingProtocol"),
     },
     "parser": {
-        "raw": Builtin("ludic.parsers:raw_parser", bind=True),
-        "xml": Builtin("ludic.parsers:xml_parser", example={"tag": "move"}),
-        "xml_tag": Builtin("ludic.parsers:xml_tag_parser", example={"tag": "move"}),
-        "think_prefix": Builtin("ludic.parsers:think_prefix_parser", bind=True),
-        "boxed": Builtin("ludic.parsers:boxed_parser", bind=True),
-        "final_number": Builtin("ludic.parsers:final_number_parser", bind=True),
-        "pattern": Builtin("ludic.parsers:pattern_parser", example={"pattern": "[ABC][123]"}),
+        "raw": Entry("ludic.parsers:raw_parser", bind=True),
+        "xml": Entry("ludic.parsers:xml_parser", example={"tag": "move"}),
+        "xml_tag": Entry("ludic.parsers:xml_tag_parser", example={"tag": "move"}),
+        "think_prefix": Entry("ludic.parsers:think_prefix_parser", bind=True),
+        "boxed": Entry("ludic.parsers:boxed_parser", bind=True),
+        "final_number": Entry("ludic.parsers:final_number_parser", bind=True),
+        "pattern": Entry("ludic.parsers:pattern_parser", example={"pattern": "[ABC][123]"}),
     },
     "tool": {
-        "calculator": Builtin("ludic.tools.calculator:calculator", bind=True),
-        "python": Builtin("ludic.tools.python_tool:python_tool"),
-        "search": Builtin("ludic.tools.search:DocumentSearch", example={"documents": ["Alders grow on wet ground."]}),
+        "calculator": Entry("ludic.tools.calculator:calculator", bind=True),
+        "python": Entry("ludic.tools.python_tool:python_tool"),
+        "search": Entry("ludic.tools.search:DocumentSearch", example={"documents": ["Alders grow on wet ground."]}),
     },
     "algorithm": {
-        name: Builtin(f"ludic.training.algorithms:make_{name}")
+        name: Entry(f"ludic.training.algorithms:make_{name}")
         for name in (
             "grpo",
             "dr_grpo",
@@ -264,5 +253,12 @@ BUILTINS: Mapping[str, Mapping[str, Builtin]] = {
             "mopd",
         )
     }
-    | {"spo": Builtin("ludic.training.algorithms:spo_algorithm")},
+    | {"spo": Entry("ludic.training.algorithms:spo_algorithm")},
 }
+
+PACKAGES: Mapping[str, Mapping[str, str]] = {
+    "env": {"game_boy": "ludic-game-boy", "rustorio": "ludic-rustorio"},
+    "agent": {"game_boy": "ludic-game-boy"},
+}
+"""Parts of this repository in packages of their own: kind -> id -> distribution. The package of `ludic-x-y` is in
+environments/x_y; its parts are found through entry points, as those of any package, but keep their short ids."""

@@ -1,10 +1,11 @@
 """Names for things, Gym-style: register, make, list, spec.
 
-One registry per kind of part. Ids are `name` for what Ludic ships and `namespace/name` for everybody else's;
+One registry per kind of part. Ids are `name` for what Ludic ships and `namespace/name` for all others;
 `ludic/name` is the long form of a built-in id. An installed package adds its parts through entry points of
 the groups `ludic.envs`, `ludic.agents`, `ludic.contexts`, `ludic.protocols`, `ludic.parsers`, `ludic.tools`
-and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`. A part of your own needs no registration: wherever an id
-is taken, so is `path/to/file.py:name` or `module:name`.
+and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`. An entry point names the class or function, or a
+`ludic.catalog.Entry` that also says how an env is best played. A part of your own needs no registration: wherever an id is taken,
+so is `path/to/file.py:name` or `module:name`.
 
     from ludic import registry
     env = registry.envs.make("tic_tac_toe", agent_starts=False)
@@ -32,8 +33,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ludic.catalog import BUILTINS, Suggested
-from ludic.types.errors import ConfigError, LudicError, MissingExtra, UnknownName
+from ludic.catalog import BUILTINS, PACKAGES, Entry, Suggested
+from ludic.types.errors import ConfigError, LudicError, MissingExtra, UnknownName, how_to_install_package
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
@@ -81,11 +82,11 @@ class Registry:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._entries = {
-            name: EntrySpec(id=name, kind=kind, target=b.target, example=b.example, bind=b.bind, suggested=b.suggested)
-            for name, b in BUILTINS[kind].items()
-        }
+        self._entries = {name: _spec_of(entry, name, kind) for name, entry in BUILTINS[kind].items()}
+        self._packages = PACKAGES.get(kind, {})
         self._plugins_loaded = False
+        self._unread: set[str] = set()
+        """Ids of entry points that have not been imported: what they name may be an Entry."""
 
     def register(
         self,
@@ -147,8 +148,18 @@ class Registry:
         key = id.removeprefix(_HOME)
         if key not in self._entries:
             self._load_plugins()
+        if key not in self._entries and key in self._packages:
+            package = self._packages[key]
+            raise UnknownName(
+                f"The {self.kind} {id!r} is in the package {package}, which is not installed. {how_to_install_package(package)}"
+            )
         if key not in self._entries:
             raise UnknownName.among(self.kind, id, self._entries)
+        if key in self._unread:
+            named: Any = self._entries[key].load()
+            if isinstance(named, Entry):
+                self._entries[key] = _spec_of(named, key, self.kind)
+            self._unread.remove(key)
         return self._entries[key]
 
     def make(self, id: str, **kwargs: Any) -> Any:
@@ -175,14 +186,21 @@ class Registry:
         self._plugins_loaded = True
         for point in entry_points(group=f"ludic.{self.kind}s"):
             owner = point.dist.name if point.dist is not None else "plugin"
-            key = f"{owner}/{point.name}"
+            key = point.name if self._packages.get(point.name) == owner else f"{owner}/{point.name}"
             if key not in self._entries:
                 bind = self.kind in ("parser", "tool")
                 self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.value, bind=bind)
+                self._unread.add(key)
 
     def _is_part(self, found: Callable[..., Any]) -> bool:
         """A function that is a parser or a tool is the part itself; a class makes one, and so does a factory of other kinds."""
         return self.kind in ("parser", "tool") and not inspect.isclass(found)
+
+
+def _spec_of(entry: Entry, id: str, kind: str) -> EntrySpec:
+    return EntrySpec(
+        id=id, kind=kind, target=entry.target, example=entry.example, bind=entry.bind, suggested=entry.suggested
+    )
 
 
 def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.lock import EXTRAS
+from scripts.lock import EXTRAS, of_environments
 
 ROOT = Path(__file__).parents[2]
 FILES = ["build.txt", "main.txt", "torch.txt", "vllm.txt"]
@@ -48,9 +48,9 @@ def test_no_package_of_cuda_is_locked_beside_the_cpu_build_of_torch(name):
 
 
 def wanted() -> list[Requirement]:
-    """What the locked environment is for: Ludic, its extras of `make test`, and the pins of constraints.txt."""
+    """What the locked environment is for: Ludic, its extras of `make test`, environments/, and the pins of constraints.txt."""
     extras = PROJECT["project"]["optional-dependencies"]
-    asked = [*PROJECT["project"]["dependencies"]]
+    asked = [*PROJECT["project"]["dependencies"], *of_environments()]
     todo = list(EXTRAS)
     while todo:
         for text in extras[todo.pop()]:
@@ -102,3 +102,4 @@ def test_make_installs_from_the_locks_when_asked_and_ci_asks():
     assert "make test LOCKED=1" in (ROOT / ".ci" / "run").read_text()
     assert "--require-hashes" in makefile and "$(HASHED) -r requirements/main.txt" in makefile
     assert "$(HASHED) -r requirements/vllm.txt" in makefile
+    assert "--no-deps --no-build-isolation -e . $(ENVIRONMENTS)" in makefile

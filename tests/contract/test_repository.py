@@ -114,7 +114,7 @@ def test_the_project_file_says_what_the_issue_asks():
 
 def written_files() -> list[Path]:
     """What users read: code, pages, scripts and manifests."""
-    folders = ("src", "docs", "examples", "scripts", "deploy", "requirements")
+    folders = ("src", "environments", "docs", "examples", "scripts", "deploy", "requirements")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*")]
     read = {".py", ".md", ".sh", ".yaml", ".toml", ".txt", ".sbatch"}
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(file for file in files if file.suffix in read)]
@@ -130,7 +130,7 @@ def test_every_extra_that_an_error_names_exists():
         )
         for extra in given.split(",")
     }
-    assert {extra for _, extra in named} >= {"game-boy", "train", "endpoint", "pipeline"}
+    assert {extra for _, extra in named} >= {"search", "train", "endpoint", "pipeline"}
     assert not {(file, extra) for file, extra in named if extra not in extras}
     for extra in extras:
         said = str(MissingExtra(extra, "That"))

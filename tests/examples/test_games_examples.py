@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ludic import registry
 from ludic.types import load_rollouts
+
+pytestmark = pytest.mark.skipif(
+    not {"game_boy", "rustorio"} <= {*registry.envs.list()},
+    reason="the packages in environments/ are not installed; make does it",
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = 120
@@ -22,7 +28,7 @@ def start(script: str, *arguments: object) -> subprocess.CompletedProcess:
 
 
 def test_the_game_boy_script_finds_key_and_door_and_its_episode_can_be_read_again(tmp_path):
-    pytest.importorskip("pyboy", reason="the game_boy extra is not installed")
+    pytest.importorskip("pyboy")
     out = tmp_path / "played.jsonl"
     done = start("game_boy/play_game_boy.py", "--summarise-after", 1, "--show", "--output", out)
     assert done.returncode == 0, done.stderr

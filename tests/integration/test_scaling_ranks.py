@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="the train extra is not installed")
 pytest.importorskip("transformers", reason="the train extra is not installed")
 
-from ludic.scaling import TrainingSetup, training_memory
-from ludic.scaling.shapes import shape_from_config
+from ludic.scaling import TrainingSetup, shape_from_config, training_memory
 from tests import forked
 from tests.integration.scaling_worker import CONFIG
 

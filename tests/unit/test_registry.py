@@ -1,14 +1,18 @@
 import os
 import pickle
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from ludic import registry
+from ludic.catalog import PACKAGES
 from ludic.parsers import ParseResult
 from ludic.types import ConfigError, UnknownName
+from ludic.types.errors import how_to_install_package
 from tests.fakes import CountingEnv
 
 
@@ -98,22 +102,67 @@ def test_the_module_functions_speak_of_kinds():
         registry.list("envs")
 
 
-def test_an_installed_package_adds_its_parts(tmp_path: Path):
-    """A real distribution on the path, found by its metadata in a fresh interpreter."""
-    (tmp_path / "acme_robots.py").write_text(
-        "from tests.fakes import CountingEnv\n\nclass Robot(CountingEnv):\n    '''Walks.'''\n"
-    )
-    info = tmp_path / "acme_robots-1.0.dist-info"
+ROOT = Path(__file__).parents[2]
+
+
+def install(folder: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
+    """A distribution's metadata, as pip writes it."""
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-robots\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ludic.envs]\nrobot = acme_robots:Robot\n")
-    code = "from ludic import registry; print(registry.envs.list(), registry.envs.make('acme-robots/robot', target=4).target)"
-    root = Path(__file__).parents[2]
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    points = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items()]
+    (info / "entry_points.txt").write_text("".join(points))
+
+
+def printed(code: str, *path: Path) -> str:
+    """By a fresh interpreter that has these folders on its path."""
+    paths = ":".join(map(str, (*path, ROOT / "src", ROOT)))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env={"PYTHONPATH": f"{tmp_path}:{root}"}
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}
     )
     assert done.returncode == 0, done.stderr
-    assert "'acme-robots/robot'" in done.stdout and done.stdout.strip().endswith("4")
+    return done.stdout.strip()
+
+
+def test_an_installed_package_adds_its_parts(tmp_path: Path):
+    (tmp_path / "acme_robots.py").write_text(
+        "from ludic.catalog import Entry, Suggested\nfrom tests.fakes import CountingEnv\n\n"
+        "class Robot(CountingEnv):\n    '''Walks.'''\n\n"
+        "SLOW = Entry('acme_robots:Robot', example={'target': 9}, suggested=Suggested(max_steps=3))\n"
+    )
+    install(tmp_path, "acme-robots", {"ludic.envs": {"robot": "acme_robots:Robot", "slow": "acme_robots:SLOW"}})
+    code = "from ludic import registry; print(registry.envs.list(), registry.envs.make('acme-robots/robot', target=4).target)"
+    shown = printed(code, tmp_path)
+    assert "'acme-robots/robot'" in shown and shown.endswith("4")
+    code = (
+        "from ludic import registry; spec = registry.envs.spec('acme-robots/slow'); "
+        "print(spec.summary, dict(spec.example), spec.suggested.max_steps, registry.envs.make('acme-robots/slow', target=4).target)"
+    )
+    assert printed(code, tmp_path) == "Walks. {'target': 9} 3 4"
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in (ROOT / "environments").glob("*/pyproject.toml")))
+def test_packages_of_this_repository_keep_their_short_ids(folder: Path, tmp_path: Path):
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    listed = {(kind, id) for kind, ids in PACKAGES.items() for id, package in ids.items() if package == project["name"]}
+    points = {(group.removeprefix("ludic.")[:-1], id) for group, ids in project["entry-points"].items() for id in ids}
+    assert points == listed
+    install(tmp_path, project["name"], project["entry-points"])
+    code = f"from ludic import registry; print([registry.spec(*part).summary != '' for part in {sorted(listed)}])"
+    assert printed(code, tmp_path, folder / "src") == str([True] * len(listed))
+
+
+def test_a_part_whose_package_is_not_installed_names_the_package(monkeypatch):
+    monkeypatch.setattr("ludic.registry.entry_points", lambda group: [])
+    envs = registry.Registry("env")
+    assert "game_boy" not in envs
+    with pytest.raises(
+        UnknownName, match="in the package ludic-game-boy, which is not installed.*-e environments/game_boy;"
+    ):
+        envs.make("game_boy")
+    for package in {package for ids in PACKAGES.values() for package in ids.values()}:
+        (name,) = re.findall(r"install -e (\S+);", how_to_install_package(package))
+        assert tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]["name"] == package
 
 
 # --- parts of one's own ---

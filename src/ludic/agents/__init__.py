@@ -7,7 +7,6 @@ tool_agent.py.
 from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.agents.base_agent import Agent
 from ludic.agents.folding_agent import FoldingAgent, FoldingReActAgent
-from ludic.agents.game_boy_agent import GameBoyAgent
 from ludic.agents.react_agent import ReActAgent
 from ludic.agents.retool_agent import ReToolAgent
 from ludic.agents.tool_agent import ToolAgent, ToolScope
@@ -19,7 +18,6 @@ __all__ = [
     "ReToolAgent",
     "FoldingAgent",
     "FoldingReActAgent",
-    "GameBoyAgent",
     "AgentActStep",
     "AgentActResult",
     "ToolScope",

@@ -15,7 +15,13 @@ from ludic.sandbox.backends import (
     shared_pool,
 )
 from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool
-from ludic.sandbox.containers import DockerSandboxConfig, DockerSandboxPool, PodmanConfig, PodmanSandboxPool
+from ludic.sandbox.containers import (
+    ContainerConfig,
+    DockerSandboxConfig,
+    DockerSandboxPool,
+    PodmanConfig,
+    PodmanSandboxPool,
+)
 from ludic.sandbox.interface import (
     Bind,
     CommandResult,
@@ -40,5 +46,5 @@ __all__ = [
     "is_bubblewrap_available", "is_docker_available", "is_podman_available", "is_podman_hpc_available",
     "BaseSandboxPool", "LRUCache",
     "BubblewrapSandboxPool", "BubblewrapConfig", "DockerSandboxPool", "DockerSandboxConfig",
-    "PodmanSandboxPool", "PodmanConfig", "SubprocessSandboxPool", "SubprocessConfig",
+    "PodmanSandboxPool", "PodmanConfig", "ContainerConfig", "SubprocessSandboxPool", "SubprocessConfig",
 ]  # fmt: skip

@@ -8,13 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, bubblewrap_problem
-from ludic.sandbox.containers import (
-    DockerSandboxConfig,
-    DockerSandboxPool,
-    PodmanConfig,
-    PodmanSandboxPool,
-    engine_problem,
-)
+from ludic.sandbox.containers import ContainerConfig, DockerSandboxPool, PodmanSandboxPool, engine_problem
 from ludic.sandbox.interface import SandboxError
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.subprocess_backend import SubprocessConfig, SubprocessSandboxPool
@@ -29,7 +23,6 @@ class SandboxBackend(StrEnum):
     DOCKER = "docker"
     PODMAN = "podman"
     PODMAN_HPC = "podman-hpc"
-    SINGULARITY = "singularity"  # not built
     SUBPROCESS = "subprocess"  # nothing at all: must be asked for by name
 
 
@@ -46,16 +39,10 @@ def backend_problem(backend: SandboxBackend | str) -> str:
     match _named(backend):
         case SandboxBackend.BUBBLEWRAP:
             return bubblewrap_problem()
-        case SandboxBackend.DOCKER:
-            return engine_problem("docker")
-        case SandboxBackend.PODMAN:
-            return engine_problem("podman")
-        case SandboxBackend.PODMAN_HPC:
-            return engine_problem("podman-hpc")
-        case SandboxBackend.SINGULARITY:
-            return "it is not built yet."
         case SandboxBackend.SUBPROCESS | SandboxBackend.AUTO:
             return ""
+        case engine:
+            return engine_problem(engine.value)
 
 
 def is_bubblewrap_available() -> bool:
@@ -103,7 +90,7 @@ async def create_sandbox_pool(
     python_version: str = "auto",
     cache_size: int = 10_000,
     max_concurrent_ops: int = 8,
-    config: BubblewrapConfig | DockerSandboxConfig | PodmanConfig | SubprocessConfig | None = None,
+    config: BubblewrapConfig | ContainerConfig | SubprocessConfig | None = None,
     **pool_settings: Any,
 ) -> BaseSandboxPool:
     """A started pool. `config` is that of the backend; `pool_settings` are the rest of BaseSandboxPool's.
@@ -135,13 +122,11 @@ def _pool(chosen: SandboxBackend, config: Any, version: str, settings: dict[str,
         case SandboxBackend.SUBPROCESS:
             return SubprocessSandboxPool(_checked(config, SubprocessConfig, given), **settings)
         case SandboxBackend.DOCKER:
-            return DockerSandboxPool(_checked(config, DockerSandboxConfig, in_image), **settings)
+            return DockerSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
         case SandboxBackend.PODMAN:
-            return PodmanSandboxPool(_checked(config, PodmanConfig, in_image), engine="podman", **settings)
-        case SandboxBackend.PODMAN_HPC:
-            return PodmanSandboxPool(_checked(config, PodmanConfig, in_image), engine="podman-hpc", **settings)
+            return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
         case _:
-            raise ConfigError(f"The {chosen.value} backend is not built yet. Use {_names(_order())}.")
+            return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), engine="podman-hpc", **settings)
 
 
 def _checked(config: Any, kind: type[Any], given: dict[str, str]) -> Any:
@@ -160,12 +145,8 @@ def _named(backend: SandboxBackend | str) -> SandboxBackend:
         raise UnknownName.among("sandbox backend", str(backend), [one.value for one in SandboxBackend]) from None
 
 
-def _names(backends: list[SandboxBackend]) -> str:
-    return ", ".join(backend.value for backend in backends)
-
-
 # ----------------------------------------------------------------------------------------------------
-# One pool per event loop for whoever brings none: envs, tools and games share its processes and its cache.
+# One pool per event loop for callers without one: envs and tools share its processes and its cache.
 # ----------------------------------------------------------------------------------------------------
 
 _pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[BaseSandboxPool]]" = WeakKeyDictionary()

@@ -1,8 +1,8 @@
 """Docker and Podman: a container per program, through their command lines.
 
-Slower than bubblewrap (a container takes a second or so to start, so the pool's warm cells matter more), but with any
+Slower than bubblewrap (a container takes about a second to start, so the pool's warm containers matter more), but with any
 Python that there is an image of, and on hosts where bubblewrap is not allowed. The container has no network, a read-only
-root, no capabilities, a user of its own, and limits on memory and processes; the supervisor inside is its process 1.
+root, no capabilities, an unprivileged user, and limits on memory and processes; the supervisor inside is its process 1.
 """
 
 import asyncio
@@ -25,49 +25,41 @@ _USER = "65534:65534"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DockerSandboxConfig:
-    """Settings of the docker backend."""
+class ContainerConfig:
+    """Settings of the docker and podman backends, and of podman-hpc on Slurm clusters."""
 
     python_version: str = "3.11"
     base_image: str | None = None
-    """None: python:<python_version>-slim. It must be there already: nothing is pulled behind your back."""
+    """None: python:<python_version>-slim. The image must be there already: nothing is pulled."""
     memory_limit: str = "256m"
-    """Of the container; a run that asks for more gets a container of its own."""
-    cpu_quota: int | None = 50_000
-    """Of 100,000 for one core."""
-    network_disabled: bool = True
-    working_dir: str = "/workspace"
-    """The one writable folder. Where the image has it already, its rights there must let everybody write."""
-    extra_args: tuple[str, ...] = ()
-    """More arguments for `docker run`."""
-    limits: SandboxLimits = field(default_factory=SandboxLimits)
-    """All but its memory_mb, for which memory_limit stands."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PodmanConfig:
-    """Settings of the podman backend, and of podman-hpc on Slurm clusters."""
-
-    python_version: str = "3.11"
-    base_image: str | None = None
-    memory_limit: str = "256m"
+    """Of the container; a run that asks for more gets another container."""
     cpu_quota: int | None = None
+    """Of 100,000 for one core; 0 is no limit. None: 50,000 with docker, no limit with podman."""
     network_disabled: bool = True
     working_dir: str = "/workspace"
+    """The one writable folder. Where the image has it already, its mode there must let all users write."""
     gpu: bool = False
-    """podman-hpc's --gpu."""
+    """podman-hpc's --gpu; docker has no such flag."""
     extra_args: tuple[str, ...] = ()
+    """More arguments for `docker run` or `podman run`."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """All but its memory_mb, which memory_limit replaces."""
 
 
-ContainerConfig = DockerSandboxConfig | PodmanConfig
+DockerSandboxConfig = PodmanConfig = ContainerConfig
 
 
 class ContainerLauncher:
-    """Starts cells that are containers."""
+    """Starts runner processes inside containers."""
 
     def __init__(self, engine: Engine, config: ContainerConfig) -> None:
-        require_engine(engine)
+        problem = engine_problem(engine)
+        if problem:
+            raise SandboxError(f"The {engine} backend cannot be used: {problem}")
+        if config.gpu and engine == "docker":
+            raise ConfigError(
+                "ContainerConfig(gpu=True) is podman-hpc's --gpu. For docker give extra_args=('--gpus', 'all')."
+            )
         self._engine = engine
         self._config = config
 
@@ -105,37 +97,43 @@ class ContainerIsolation:
         try:
             state = await _output(self._engine, "inspect", "--format", "{{.State.OOMKilled}}", name)
             self._was_killed_for_memory = state.strip() == "true"
-        finally:  # also when whoever asks is cancelled
+        finally:  # also when the caller is cancelled
             await asyncio.shield(_output(self._engine, "rm", "--force", name))
 
     def memory(self) -> tuple[int | None, bool]:
         return None, self._was_killed_for_memory
 
 
-class DockerSandboxPool(BaseSandboxPool):
-    """Sandboxes that are Docker containers."""
+class ContainerSandboxPool(BaseSandboxPool):
+    """Sandboxes that are containers of one engine."""
 
-    def __init__(self, config: DockerSandboxConfig | None = None, **settings: Any) -> None:
+    def __init__(self, engine: Engine, config: ContainerConfig | None, **settings: Any) -> None:
         super().__init__(**settings)
-        self._config = config or DockerSandboxConfig()
-        self._launcher = ContainerLauncher("docker", self._config)
-
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, effective_limits(self._config))
-
-
-class PodmanSandboxPool(BaseSandboxPool):
-    """Sandboxes that are Podman containers; `engine` may be podman-hpc."""
-
-    def __init__(
-        self, config: PodmanConfig | None = None, *, engine: Literal["podman", "podman-hpc"] = "podman", **settings: Any
-    ) -> None:
-        super().__init__(**settings)
-        self._config = config or PodmanConfig()
+        self._config = config or ContainerConfig()
         self._launcher = ContainerLauncher(engine, self._config)
 
     async def _make_sandbox(self) -> ProcessSandbox:
         return ProcessSandbox(self._launcher, effective_limits(self._config))
+
+
+class DockerSandboxPool(ContainerSandboxPool):
+    """Sandboxes that are Docker containers."""
+
+    def __init__(self, config: ContainerConfig | None = None, **settings: Any) -> None:
+        super().__init__("docker", config, **settings)
+
+
+class PodmanSandboxPool(ContainerSandboxPool):
+    """Sandboxes that are Podman containers; `engine` may be podman-hpc."""
+
+    def __init__(
+        self,
+        config: ContainerConfig | None = None,
+        *,
+        engine: Literal["podman", "podman-hpc"] = "podman",
+        **settings: Any,
+    ) -> None:
+        super().__init__(engine, config, **settings)
 
 
 # --- commands -----------------------------------------------------------------------------------------------
@@ -156,8 +154,10 @@ def container_command(
     command += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.workspace_mb}m,mode=1777", "--workdir", folder]
     command += [] if engine == "docker" else ["--read-only-tmpfs=false"]  # podman would add writable /tmp, /run …
     command += ["--network", "none"] if config.network_disabled else []
-    command += ["--cpu-quota", str(config.cpu_quota)] if config.cpu_quota is not None else []
-    command += ["--gpu"] if isinstance(config, PodmanConfig) and config.gpu else []
+    default_quota = 50_000 if engine == "docker" else 0
+    quota = default_quota if config.cpu_quota is None else config.cpu_quota
+    command += ["--cpu-quota", str(quota)] if quota else []
+    command += ["--gpu"] if config.gpu else []
     for variable, setting in BASE_ENV.items():
         command += ["--env", f"{variable}={setting}"]
     for bind in binds:
@@ -192,7 +192,7 @@ async def _output(*command: str) -> str:
 # --- is it there? -------------------------------------------------------------------------------------------
 
 
-def engine_problem(engine: Engine) -> str:
+def engine_problem(engine: str) -> str:
     """Why the engine cannot be used here; empty when it can."""
     if shutil.which(engine) is None:
         return f"{engine} is not installed."
@@ -203,9 +203,3 @@ def engine_problem(engine: Engine) -> str:
     if done.returncode != 0:
         return f"`{engine} info` fails: {done.stderr.strip()[-500:]}"
     return ""
-
-
-def require_engine(engine: Engine) -> None:
-    problem = engine_problem(engine)
-    if problem:
-        raise SandboxError(f"The {engine} backend cannot be used: {problem}")

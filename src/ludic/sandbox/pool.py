@@ -1,7 +1,7 @@
-"""A pool of sandboxes: lends them, makes them clean again in the background, replaces the ones that fail.
+"""A pool of sandboxes: lends them, cleans them in the background, replaces those that fail; and the cache of results.
 
-What a sandbox is made of is the backend's business (`_make_sandbox`). When making one clean or anew fails several times in
-a row, the pool stops trying, and whoever asks for a sandbox, or is waiting for one, is told why.
+The backend makes the sandboxes (`_make_sandbox`). After several failures in a row to clean or to make one, the pool stops
+trying, and every waiting or later `acquire` raises the reason.
 """
 
 import asyncio
@@ -15,63 +15,48 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from ludic.sandbox.interface import Sandbox, SandboxError, SandboxPoolExhaustedError
 from ludic.types import ConfigError
 
-# ----------------------------------------------------------------------------------------------------
-# A cache that forgets what was not asked for the longest; safe to share between threads.
-# ----------------------------------------------------------------------------------------------------
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class LRUCache(Generic[K, V]):
-    """At most `max_size` entries; none at all for 0."""
+    """At most `max_size` entries, none at all for 0; threads may share it."""
 
     def __init__(self, max_size: int) -> None:
         if max_size < 0:
             raise ConfigError(f"LRUCache(max_size={max_size}), but a cache cannot hold fewer than 0 entries.")
-        self._max_size = max_size
+        self._counts = {"hits": 0, "misses": 0, "max_size": max_size}
         self._entries: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
-        self._hits = 0
-        self._misses = 0
 
     def get(self, key: K) -> V | None:
         with self._lock:
-            if key not in self._entries:
-                self._misses += 1
-                return None
-            self._hits += 1
-            self._entries.move_to_end(key)
-            return self._entries[key]
+            self._counts["hits" if key in self._entries else "misses"] += 1
+            if key in self._entries:
+                self._entries.move_to_end(key)
+            return self._entries.get(key)
 
     def put(self, key: K, value: V) -> None:
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
-            while len(self._entries) > self._max_size:
+            if len(self._entries) > self._counts["max_size"]:
                 self._entries.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget the entries; hits and misses go on being counted."""
+        """Drop the entries; the counters stay."""
         with self._lock:
             self._entries.clear()
 
     @property
     def stats(self) -> dict[str, int]:
         with self._lock:
-            return {
-                "hits": self._hits,
-                "misses": self._misses,
-                "size": len(self._entries),
-                "max_size": self._max_size,
-            }
+            return {**self._counts, "size": len(self._entries)}
 
     @property
     def hit_rate(self) -> float:
         """Of all lookups so far; 0 before the first."""
-        stats = self.stats
-        lookups = stats["hits"] + stats["misses"]
-        return stats["hits"] / lookups if lookups else 0.0
+        return self._counts["hits"] / max(1, self._counts["hits"] + self._counts["misses"])
 
 
 logger = logging.getLogger(__name__)
@@ -165,7 +150,7 @@ class BaseSandboxPool(ABC):
             self._loop, self._end = asyncio.get_running_loop(), None
             try:
                 await self._make_all()
-            except BaseException:  # cancelled, too: whoever tries again must not meet half a pool
+            except BaseException:  # cancelled, too: another start must not find half a pool
                 self._loop = None
                 await self._close_all()
                 raise
@@ -292,7 +277,7 @@ class BaseSandboxPool(ABC):
             await self._stop(
                 SandboxPoolExhaustedError(
                     f"The sandbox pool has given up: {self._failures} new sandboxes in a row failed. The last one: {error} When "
-                    "that is mended, shut the pool down and start it again."
+                    "that is repaired, shut the pool down and start it again."
                 )
             )
 
@@ -305,7 +290,7 @@ class BaseSandboxPool(ABC):
             )
 
     def _recycled(self, task: asyncio.Task[None]) -> None:
-        """An error that nobody expected must not vanish in a background task: the next checkout raises it."""
+        """An unexpected error of a background task must not vanish: the next checkout raises it."""
         self._recycling.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("recycling a sandbox failed", exc_info=error)

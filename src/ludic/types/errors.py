@@ -68,6 +68,15 @@ def how_to_install(extras: str) -> str:
     )
 
 
+def how_to_install_package(name: str) -> str:
+    """The same for a package in environments/: `ludic-game-boy` is in environments/game_boy."""
+    folder = f"environments/{name.removeprefix('ludic-').replace('-', '_')}"
+    return (
+        f"In a clone of Ludic: pip install -e {folder}; elsewhere: pip install '{name} @ "
+        f"git+<repository URL>#subdirectory={folder}'."
+    )
+
+
 class EnvContractError(LudicError, TypeError):
     """An environment broke the contract of LudicEnv (wrong return type, missing agent, …)."""
 

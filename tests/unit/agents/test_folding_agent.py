@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ludic.agents import FoldingAgent, FoldingReActAgent, GameBoyAgent
+from ludic.agents import FoldingAgent, FoldingReActAgent
 from ludic.agents.folding_agent import without_thinking
 from ludic.batch_gen import stitch_rollout
 from ludic.context import FullDialog, SummarisedDialog
@@ -93,7 +93,7 @@ def test_thinking_is_no_part_of_a_summary(reply, written):
     assert without_thinking(reply) == written
 
 
-@pytest.mark.parametrize("cls", [FoldingAgent, FoldingReActAgent, GameBoyAgent])
+@pytest.mark.parametrize("cls", [FoldingAgent, FoldingReActAgent])
 async def test_a_summary_of_thinking_alone_is_shown_as_nothing_and_said_to_be_empty(cls):
     replies = ["<a>inc</a>", "<think>hm</think>", "<a>inc</a>"]
     rollout = await play(folding(replies, cls=cls, max_turns=1), target=2)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ludic.scaling import GIB, SHAPES, TrainingSetup, training_memory
 from ludic.types import ConfigError
 from tests.unit.cli.runner import invoke
 
@@ -16,51 +17,56 @@ def run(*arguments: str):
     return invoke(["plan", *arguments])
 
 
-def table_in(text: str) -> list[str]:
-    lines = text.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("| model | GPUs |"))
-    return [line for line in lines[start : start + 18] if line.startswith("|")]
+def rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
 def test_the_page_shows_the_table_that_the_command_prints():
-    printed = run("--table")
+    printed = run("7b", "32b", "70b", "--gpus", "16", "--gpu-memory", "80")
     assert printed.exit_code == 0
-    assert len(table_in(printed.output)) == 18  # four shapes, two numbers of GPUs, two sizes; and the head
-    assert table_in(PAGE.read_text()) == table_in(printed.output)
+    table = printed.output[printed.output.index("| model | GPUs |") :].strip()
+    assert table in PAGE.read_text()
 
 
-def test_a_plan_that_fits_says_memory_speed_and_split():
-    done = run("7b", "--gpus", "8", "--gpu-memory", "141")
-    assert done.exit_code == 0 and "It fits." in done.output
-    for part in (
-        "split ",
-        "settings ",
-        "optimizer ",
-        "activations ",
-        "keys and values ",
-        "tokens/s",
-        "updates per hour",
-    ):
-        assert part in done.output, part
+def test_each_way_to_train_and_to_serve_is_a_row():
+    done = run("7b", "--gpus", "8", "--inference-gpus", "4")
+    assert done.exit_code == 0
+    assert [row[1] for row in rows(done.output)] == [
+        "4 train, sync last", "4 train, sync every", "4 train, ckpt, sync last", "4 train, ckpt, sync every",
+        "4 train, ckpt, sync every, offload", "1 per copy", "2 per copy", "4 per copy",
+    ]  # fmt: skip
 
 
-def test_a_plan_that_does_not_fit_says_so_and_what_to_change():
-    done = run("70b", "--gpus", "8", "--gpu-memory", "80", "--no-offload")
+def test_a_row_shows_the_peak_and_whether_it_fits():
+    setup = TrainingSetup(ranks=6, micro_tokens=8192, micro_batches=2, sync_gradients="every")
+    peak = training_memory(SHAPES["7b"], setup).peak / GIB
+    command = ["7b", "--gpus", "8", "--inference-gpus", "2", "--micro-token-budget", "8192", "--gpu-memory"]
+    for memory, fits in ((peak / 0.9 + 0.1, "yes"), (peak / 0.9 - 0.1, "no")):
+        row = next(row for row in rows(run(*command, f"{memory}").output) if row[1] == "6 train, sync every")
+        assert row[7:9] == [f"{peak:.1f}", fits]
+
+
+def test_copies_take_gpus_that_divide_the_heads():
+    served = [row[1] for row in rows(run("1.5b", "--gpus", "32").output) if "per copy" in row[1]]
+    assert served == ["1 per copy", "2 per copy", "4 per copy"]  # 12 heads
+
+
+def test_what_does_not_fit_ends_with_1_and_says_what_takes_less():
+    done = run("7b", "70b", "--gpus", "2", "--gpu-memory", "80")
     assert done.exit_code == 1
-    assert "It does not fit" in done.output and "most of it is optimizer" in done.output
-    assert "What helps" in done.output and "LoRA adapter" in done.output and "32 GPUs" in done.output
-    assert "updates per hour" not in done.output.split("What helps")[0]  # nothing runs at any speed
+    assert "7b, 70b does not fit" in done.output and "--lora-rank" in done.output
+    assert run("7b", "--gpus", "2", "--gpu-memory", "80", "--lora-rank", "16").exit_code == 0
 
 
-def test_one_gpu_is_planned_with_the_embedded_engine():
+def test_a_model_that_trains_but_cannot_be_served_does_not_fit():
+    assert run("70b", "--gpus", "65", "--inference-gpus", "1", "--gpu-memory", "80").exit_code == 1
+
+
+def test_one_gpu_trains_and_generates_on_the_same_weights():
     done = run("135m", "--gpus", "1")
-    assert done.exit_code == 0 and "in turns" in done.output and "one after the other" in done.output
-
-
-def test_measured_rates_are_used_and_said():
-    done = run("1.5b", "--training-tokens-per-s", "10000", "--generation-tokens-per-s", "8192", "--inference-gpus", "4")
-    assert "training 16.4 s" in done.output and "generation 16.0 s" in done.output
-    assert "as you measured them" in done.output
+    assert done.exit_code == 0 and "0 to generate" in done.output
+    assert all("tokens of the embedded engine" in row[-1] for row in rows(done.output))
 
 
 @pytest.mark.parametrize(
@@ -68,13 +74,22 @@ def test_measured_rates_are_used_and_said():
     [
         ([], "Which model"),
         (["no-such-model"], "neither a config.json"),
-        (["7b", "--rollouts-per-update", "100"], "whole groups"),
-        (["7b", "--table"], "neither a model"),
+        (["7b", "--gpus", "0"], "at least one GPU generates"),
+        (["7b", "--inference-gpus", "8"], "at least one trains"),
+        (["7b", "--inference-gpus", "0"], "at least one GPU generates"),
+        (["7b", "--gpu-memory", "0"], "must be above 0"),
+        (["7b", "--micro-token-budget", "2048"], "longest sample, --max-tokens 4096"),
     ],
 )
 def test_mistakes_are_named(arguments, message):
     done = run(*arguments)
     assert isinstance(done.exception, ConfigError) and message in str(done.exception)
+
+
+@pytest.mark.parametrize("flag", ["--concurrency", "--table", "--training-tokens-per-s", "--offload"])
+def test_flags_that_are_gone_are_refused_by_name(flag):
+    done = run("7b", flag, "1")
+    assert done.exit_code == 2 and f"No such option: {flag}" in done.output
 
 
 def test_planning_loads_no_torch():

@@ -26,11 +26,12 @@ from ludic.inference import (
     XMLToolParser,
     make_tool_call,
 )
-from ludic.inference.local.http.request import Fields, read_tools
+from ludic.inference.local.http.request import read_tools
 from ludic.inference.local.http.server import _Server
 from ludic.inference.templates.conversation import ChatDialogue
 from ludic.run.model import make_template
 from ludic.types import ConfigError, TemplateError
+from tests.chat_templates import make_tokenizer
 
 _PACKAGES = {"trl": "chat_templates", "axolotl": "utils/chat_templates/templates"}
 _SPECIAL = re.compile(
@@ -332,13 +333,29 @@ def test_training_and_serving_read_calls_in_the_same_dialect(name: str):
         assert isinstance(template, HFChatTemplate)
         assert type(template.tool_parser) is expected
         if name in DIALECTS:
-            assert read_tools(Fields({"tools": TOOLS}), template) == TOOLS
+            assert read_tools(TOOLS, "auto", template) == TOOLS
             continue
         reason = "Calls are read as Hermes and Qwen" if name in UNREAD else "never hear"
         with pytest.raises(ConfigError, match=reason):
-            read_tools(Fields({"tools": TOOLS}), template)
+            read_tools(TOOLS, "auto", template)
         with pytest.raises(ConfigError, match=reason):
             ChatDialogue(template, str).prompt(STARTS["user"], TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing", "expected"), [("", "", Llama3ToolParser), ("<tool_call>", "</tool_call>", HermesToolParser)]
+)
+def test_a_template_with_parameters_and_no_python_tag_is_read_as_it_writes(opening, closing, expected):
+    """The word `parameters` alone decides nothing: bare JSON is Llama 3's dialect, JSON between tags is Hermes'."""
+    tokenizer = make_tokenizer("llama3")
+    template = tokenizer.chat_template
+    assert '"parameters": ' in template and "python_tag" not in template
+    template = template.replace('{"name": "', opening + '{"name": "').replace(
+        "{{- '}<|eot_id|>' }}", f"{{{{- '}}{closing}<|eot_id|>' }}}}"
+    )
+    tokenizer.chat_template = template
+    served = _Server(SimpleNamespace(tokenizer=tokenizer), "m", None, None)._template  # type: ignore[arg-type]
+    assert type(make_template(tokenizer, with_tools=True).tool_parser) is type(served.tool_parser) is expected
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS.keys() & templates().keys()))

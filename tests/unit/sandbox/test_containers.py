@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ludic.sandbox import Bind, DockerSandboxConfig, DockerSandboxPool, PodmanConfig, SandboxError, SandboxLimits
+from ludic.sandbox import (
+    Bind,
+    ContainerConfig,
+    DockerSandboxConfig,
+    DockerSandboxPool,
+    PodmanConfig,
+    SandboxError,
+    SandboxLimits,
+)
 from ludic.sandbox.containers import container_command, effective_limits, engine_problem, memory_bytes
 from ludic.types import ConfigError
 
@@ -43,6 +51,24 @@ def test_podman_has_its_own_settings():
     assert command[0] == "podman-hpc" and "--gpu" in command and "--network" not in given and "--cpu-quota" not in given
     assert given["--pids-limit"] == ["5"] and "size=9m" in given["--tmpfs"][0] and "--read-only-tmpfs=false" in command
     assert command[command.index("mine:1") - 2 : command.index("mine:1")] == ["--runtime", "runc"]
+
+
+def test_the_quota_is_half_a_core_on_docker_unless_said_otherwise():
+    def quota(engine, **settings):
+        command = container_command(engine, ContainerConfig(**settings), "n", SandboxLimits())
+        return options(command).get("--cpu-quota")
+
+    assert quota("docker") == ["50000"] and quota("podman") is None
+    assert quota("docker", cpu_quota=0) is None and quota("podman", cpu_quota=200_000) == ["200000"]
+    assert DockerSandboxConfig is PodmanConfig is ContainerConfig
+
+
+def test_podmans_gpu_flag_is_refused_for_docker(monkeypatch, tmp_path):
+    (tmp_path / "docker").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="extra_args=\\('--gpus', 'all'\\)"):
+        DockerSandboxPool(ContainerConfig(gpu=True))
 
 
 def test_binds_are_volumes():

@@ -9,9 +9,15 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ludic.models import head as head_module  # noqa: E402
-from ludic.scaling import SHAPES, ModelShape, TrainingSetup, training_memory  # noqa: E402
-from ludic.scaling.memory import CHUNK_ELEMENTS, kept_activations  # noqa: E402
-from ludic.scaling.shapes import shape_from_config  # noqa: E402
+from ludic.scaling import (  # noqa: E402
+    CHUNK_ELEMENTS,
+    SHAPES,
+    ModelShape,
+    TrainingSetup,
+    kept_activations,
+    shape_from_config,
+    training_memory,
+)
 from ludic.training.learner.gradients import accumulate_gradients, action_tokens, batch_facts  # noqa: E402
 from ludic.training.learner.optimizer import FullPrecisionAdamW  # noqa: E402
 from ludic.training.learner.policy import TrainedPolicy  # noqa: E402

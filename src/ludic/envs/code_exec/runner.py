@@ -131,7 +131,7 @@ def batch_result(
     code: str, tests: Sequence[TestCase], results: Sequence[TestResult], *, stop_on_first_failure: bool
 ) -> BatchTestResult:
     """All results in order. After an early stop, tests behind the first failure are NOT_RUN, also if some were run:
-    how many those are depends on how tests are grouped into runs, which is nobody's business."""
+    how many those are depends on how tests are grouped into runs, which must not show in the result."""
     kept = list(results)
     failed = next((i for i, result in enumerate(kept) if not result.passed), None)
     if stop_on_first_failure and failed is not None:

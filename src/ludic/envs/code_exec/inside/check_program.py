@@ -1,4 +1,4 @@
-"""Inside a sandbox of its own, where no candidate ever runs: a test program that judges answers given elsewhere.
+"""Inside a separate sandbox, where no candidate ever runs: a test program that judges answers given elsewhere.
 
 For tests that are more than an expression (loops, helper functions, random inputs). The functions under test are
 replaced by ones that look up the candidate's answers, which are plain data. A call without an answer yet gives an
@@ -31,7 +31,7 @@ class CandidateError(Exception):
 
 
 class Unknown:
-    """The value of a call that nobody has answered yet."""
+    """The value of a call that has no answer yet."""
 
     __slots__ = ()
 

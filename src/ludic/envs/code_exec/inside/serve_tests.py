@@ -142,7 +142,7 @@ class Child:
 
     def drain(self) -> None:
         """What is in the pipes already."""
-        for _ in range(32):  # a pipe holds 1 MiB at most; others may write into it for ever
+        for _ in range(32):  # a pipe holds 1 MiB at most; its own children may go on writing
             if not self._readers or not self._serve(0) or max(len(self.out), len(self.answers)) > self.max_output:
                 return
 

@@ -2,7 +2,7 @@
 
 A request takes memory from its first byte, long before the engine counts it. Each stage therefore has its own bound, and
 checks it before the next stage builds anything: the connection, the head, the body, the completions that a body asks for.
-What one body may ask for is checked in `openai_body`.
+What one body may ask for is checked in request.py.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Reading an OpenAI-shaped request body: every field checked, the unsupported ones refused by name.
+"""OpenAI-shaped request bodies as typed structs; fields that are not supported are refused by name.
 
 How much one body may ask for is bounded here, before anything is built from it; the values of sampling parameters are checked
 by `SamplingParams`, for every engine.
@@ -7,18 +7,15 @@ by `SamplingParams`, for every engine.
 import difflib
 import json
 import reprlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from ludic.inference.templates.chat import ChatTemplate, shows_tools
 from ludic.inference.templates.tool_calls import READABLE_CALLS
-from ludic.types import (
-    ConfigError,
-    LudicError,
-    Message,
-    PromptTooLong,
-)
+from ludic.types import ConfigError, LudicError, Message, PromptTooLong
 
 JSONObject = dict[str, Any]
 MAX_SAMPLES = 128
@@ -34,7 +31,7 @@ client is answered. A text with more commas is longer than a model reads."""
 
 
 class RequestRefused(LudicError):
-    """A request that is not served, for a reason that has a status of its own."""
+    """A request that is not served, with the HTTP status of the reason."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -42,71 +39,110 @@ class RequestRefused(LudicError):
         self.code = code
 
 
-_Kind = tuple[str, Callable[[Any], bool]]
-# Bounds instead of isfinite, which fails on whole numbers that no float can hold.
-INT: _Kind = ("a whole number", lambda v: type(v) is int and abs(v) < 2**63)
-_NUMBER: _Kind = ("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e30)
-BOOL: _Kind = ("true or false", lambda v: isinstance(v, bool))
-TEXT: _Kind = ("a text", lambda v: isinstance(v, str))
-LIST: _Kind = ("a list", lambda v: isinstance(v, list))
-_OBJECT: _Kind = ("an object", lambda v: isinstance(v, dict))
-ANYTHING: _Kind = ("anything", lambda v: True)
+# --- bodies ---
+
+Whole = Annotated[int, Meta(gt=-(2**63), le=2**63 - 1)]
+Number = Annotated[float, Meta(gt=-1e30, lt=1e30)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+"""A stop string; an empty one would end every text."""
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = False
+
+
+class Body(Struct, kw_only=True):
+    """The fields that both endpoints have. `null` is the same as absent; the defaults are OpenAI's."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
+    seed: Whole | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Whole = 0
+    min_p: Number = 0.0
+    frequency_penalty: Number = 0.0
+    presence_penalty: Number = 0.0
+    repetition_penalty: Number = 1.0
+    min_tokens: Whole = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] = []
+    stop: NonEmpty | list[NonEmpty] = []
+
+    def sampling(self) -> JSONObject:
+        """Arguments of SamplingParams, which checks them, but for max_tokens."""
+        taken = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+        return {name: getattr(self, name) for name in (*taken, "min_tokens", "ignore_eos")} | {
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's way to say "all"
+            "stop_token_ids": tuple(self.stop_token_ids),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+        }
+
+
+class CompletionBody(Body):
+    prompt: Any = None
+    add_special_tokens: bool = True
+    logprobs: Whole | None = None
+    max_tokens: Whole = 16
+
+
+class ChatBody(Body):
+    messages: list[Any] = []
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
+    logprobs: bool = False
+    top_logprobs: Whole | None = None
+    max_tokens: Whole | None = None
+    """The older name of the next."""
+    max_completion_tokens: Whole | None = None
+
 
 _WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority",
 }  # fmt: skip
 _ONLY_AS: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "prompt_logprobs": (),
-    "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
-"""Fields that are not supported, and the values of theirs that ask for nothing."""
+    "echo": (False,), "best_of": (1,), "suffix": ("",), "logit_bias": ({},), "prompt_logprobs": (), "use_beam_search": (False,),
+    "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none",), "modalities": (["text"],),
+    "parallel_tool_calls": (True,), "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
+    "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
+}  # fmt: skip
+"""Fields that are not supported, and those of their values that ask for nothing."""
+_TAKES = {"role": " It is system, user, assistant or tool.", "type": " This server reads only text."}
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-class Fields:
-    """A body whose values are checked as they are taken; null is the same as absent."""
+def read_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
+    """The body, typed; every field that is unknown, unsupported or of another type is refused by name."""
+    asked = {name: value for name, value in parse_object(data).items() if value is not None}
+    known = kind.__struct_fields__
+    for name in asked.keys() - {*known} - _WITHOUT_EFFECT:
+        if name not in _ONLY_AS:
+            near = difflib.get_close_matches(name[:80], known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"Unknown field {name!r:.80}.{hint}")
+        if asked[name] not in _ONLY_AS[name]:
+            raise ConfigError(f"{name}={_shown(asked[name])} is not supported by this server; leave it out.")
+    body: AnyBody = typed({name: asked[name] for name in asked.keys() & {*known}}, kind)
+    return body
 
-    def __init__(self, body: JSONObject) -> None:
-        self._body = {name: value for name, value in body.items() if value is not None}
-        self._taken: set[str] = set()
 
-    def take(self, name: str, kind: _Kind, default: Any) -> Any:
-        self._taken.add(name)
-        if name not in self._body:
-            return default
-        value = self._body[name]
-        what, fits = kind
-        if not fits(value):
-            raise ConfigError(f"{name} must be {what}, not {_shown(value)}.")
-        return value
-
-    def check_all_taken(self) -> None:
-        for name in self._body.keys() - self._taken - _WITHOUT_EFFECT:
-            if name not in _ONLY_AS:
-                near = difflib.get_close_matches(name[:80], self._taken, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"Unknown field {name!r:.80}.{hint}")
-            if self._body[name] not in _ONLY_AS[name]:
-                raise ConfigError(f"{name}={_shown(self._body[name])} is not supported by this server; leave it out.")
+def typed(value: Any, kind: Any, where: str = "") -> Any:
+    """The JSON value as that type; else a ConfigError that names the field, what it takes and what it was given."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair is no UTF-8
+        what, _, path = str(error).partition(" - at `$")
+        takes = _TAKES.get(path.rstrip("`").rpartition(".")[2], "") if what.startswith("Invalid enum value") else ""
+        raise ConfigError(f"{where}{path.rstrip('`')}: {what:.200}.{takes}".lstrip(".")) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How the answer is to look; the same for both endpoints."""
+    """How the answer is to look. It outlives the body, whose prompts are not kept while tokens are sampled."""
 
     n: int
     seed: int | None
@@ -116,52 +152,15 @@ class Options:
     token_ids: bool
 
     @classmethod
-    def read(cls, fields: Fields, *, logprobs: bool) -> "Options":
-        n = fields.take("n", INT, 1)
-        if not 1 <= n <= MAX_SAMPLES:
-            raise ConfigError(f"n={n}; it must lie between 1 and {MAX_SAMPLES}.")
-        stream = fields.take("stream", BOOL, False)
-        stream_options = Fields(fields.take("stream_options", _OBJECT, {}))
+    def of(cls, body: Body, *, logprobs: bool) -> "Options":
+        include_usage = body.stream and bool(body.stream_options.include_usage)
         return cls(
-            n=n,
-            seed=fields.take("seed", INT, None),
-            stream=stream,
-            include_usage=stream and stream_options.take("include_usage", BOOL, False),
-            logprobs=logprobs,
-            token_ids=fields.take("return_token_ids", BOOL, False),
-        )
+            n=body.n, seed=body.seed, stream=body.stream, include_usage=include_usage, logprobs=logprobs,
+            token_ids=body.return_token_ids,
+        )  # fmt: skip
 
 
-def read_sampling(fields: Fields) -> JSONObject:
-    """Arguments of SamplingParams, which checks them, but for max_tokens; the defaults are OpenAI's."""
-    stop_ids = fields.take("stop_token_ids", LIST, [])
-    if not _are_ids(stop_ids):
-        raise ConfigError(f"stop_token_ids must be a list of token ids, not {_shown(stop_ids)}.")
-    top_k = fields.take("top_k", INT, 0)
-    return {
-        "temperature": fields.take("temperature", _NUMBER, 1.0),
-        "top_p": fields.take("top_p", _NUMBER, 1.0),
-        "top_k": 0 if top_k == -1 else top_k,  # vLLM's way to say "all"
-        "min_p": fields.take("min_p", _NUMBER, 0.0),
-        "frequency_penalty": fields.take("frequency_penalty", _NUMBER, 0.0),
-        "presence_penalty": fields.take("presence_penalty", _NUMBER, 0.0),
-        "repetition_penalty": fields.take("repetition_penalty", _NUMBER, 1.0),
-        "min_tokens": fields.take("min_tokens", INT, 0),
-        "ignore_eos": fields.take("ignore_eos", BOOL, False),
-        "stop_token_ids": tuple(stop_ids),
-        "stop": read_stops(fields.take("stop", ANYTHING, None)),
-    }
-
-
-def read_stops(value: Any) -> tuple[str, ...]:
-    stops = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(stop, str) and stop for stop in stops):  # an empty one would end everything
-        raise ConfigError(f"stop must be a text or a list of texts that are not empty, not {_shown(value)}.")
-    return tuple(stops)
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+# --- prompts, messages and tools ---
 
 
 def read_prompts(value: Any, n: int, max_length: int) -> list[str | list[int]]:
@@ -176,69 +175,68 @@ def read_prompts(value: Any, n: int, max_length: int) -> list[str | list[int]]:
     for prompt in prompts:
         if isinstance(prompt, list) and len(prompt) > max_length:
             raise PromptTooLong(len(prompt), max_length, "Shorten it.")
-        if not (isinstance(prompt, str) or (_are_ids(prompt) and prompt)):
-            raise ConfigError(
-                f"prompt must be a text, a list of token ids, or a list of either, and not empty; not {_shown(prompt)}."
-            )
+        if prompt in (None, []):
+            raise ConfigError("prompt: it must be a text, a list of token ids, or a list of either, and not empty.")
+        typed(prompt, str | list[TokenId], "prompt")
     return list(prompts)
 
 
-def read_messages(value: list[Any]) -> list[Message]:
-    if not value:
+class _TextPart(Struct):
+    type: Literal["text"]
+    text: str
+
+
+class _Function(Struct):
+    name: str
+    arguments: str = ""
+
+
+class _WithFunction(Struct):
+    """A tool, or a call of one."""
+
+    function: _Function
+
+
+class _Message(Struct):
+    """The fields of a message that are read here; the template may read others."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] = ""
+    tool_calls: list[_WithFunction] = []
+
+
+def read_messages(messages: list[Any]) -> list[Message]:
+    if not messages:
         raise ConfigError("messages must be a list with at least one message.")
-    if len(value) > MAX_MESSAGES:
-        raise ConfigError(f"messages has {len(value)} messages; one request may have {MAX_MESSAGES}.")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+    if len(messages) > MAX_MESSAGES:
+        raise ConfigError(f"messages has {len(messages)} messages; one request may have {MAX_MESSAGES}.")
+    return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _message(value: Any, where: str) -> Message:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be an object, not {_shown(value)}.")
-    message = {key: field for key, field in value.items() if field is not None}
-    if message.get("role") == "developer":  # what newer clients call the system
-        message["role"] = "system"
-    if message.get("role") not in ("system", "user", "assistant", "tool"):
-        raise ConfigError(f"{where}.role must be system, user, assistant or tool, not {_shown(value.get('role'))}.")
-    message["content"] = _content(message.get("content", ""), where)
-    if "tool_calls" in message and not (
-        isinstance(message["tool_calls"], list) and all(_is_tool_call(call) for call in message["tool_calls"])
-    ):
-        raise ConfigError(f"{where}.tool_calls must be a list of calls whose arguments are a JSON object, as a text.")
-    return message
+def _read_message(value: Any, where: str) -> Message:
+    given = {key: field for key, field in value.items() if field is not None} if isinstance(value, dict) else value
+    message: _Message = typed(given, _Message, where)
+    for call in message.tool_calls:
+        try:
+            is_object = isinstance(json.loads(call.function.arguments), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ConfigError(
+                f"{where}.tool_calls must be a list of calls whose arguments are a JSON object, as a text."
+            )
+    role = "system" if message.role == "developer" else message.role  # what newer clients call the system
+    content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    return {**given, "role": role, "content": content}
 
 
-def _content(value: Any, where: str) -> str:
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise ConfigError(f"{where}.content must be a text or a list of parts, not {_shown(value)}.")
-    for part in parts:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise ConfigError(f"{where}.content has a part that is not text; this server reads only text.")
-    return "".join(part["text"] for part in parts)
-
-
-def _is_tool_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    try:
-        return isinstance(json.loads(function["arguments"]), dict)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return False
-
-
-def read_tools(fields: Fields, template: ChatTemplate) -> list[JSONObject]:
+def read_tools(tools: list[Any], choice: Any, template: ChatTemplate) -> list[JSONObject]:
     """Tools to put into the prompt and to read calls of; with tool_choice "none" there are none."""
-    tools: list[JSONObject] = fields.take("tools", LIST, [])
-    choice = fields.take("tool_choice", ANYTHING, "auto")
     if choice not in ("auto", "none"):
         raise ConfigError(f"tool_choice={_shown(choice)} is not supported by this server; 'auto' and 'none' are.")
     if len(tools) > MAX_TOOLS:
         raise ConfigError(f"tools has {len(tools)} tools; one request may have {MAX_TOOLS}.")
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise ConfigError(f"tools must be a list of function schemas, which {_shown(tool)} is not.")
+    typed(tools, list[_WithFunction], "tools")
     if tools and choice == "auto" and not template.supports_tools():
         raise ConfigError(f"This server cannot read calls as this model's chat template writes them. {READABLE_CALLS}.")
     if tools and choice == "auto" and not shows_tools(template, tools):
@@ -251,6 +249,9 @@ def read_tools(fields: Fields, template: ChatTemplate) -> list[JSONObject]:
 def check_num_logprobs(name: str, value: int | None) -> None:
     if value not in (None, 0, 1):
         raise ConfigError(f"{name}={value}; this server gives the log-probability of the chosen token only: 0 or 1.")
+
+
+# --- JSON ---
 
 
 def parse_object(body: bytes) -> JSONObject:

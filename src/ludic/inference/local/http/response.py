@@ -72,6 +72,7 @@ class Answer:
     prefix: ClassVar[str]
     kind: ClassVar[str]
     event_kind: ClassVar[str]
+    hold_from = ""
 
     def __init__(
         self, model_name: str, tokenizer: Any, requests: list[TokenCompletionRequest], options: Options
@@ -83,7 +84,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
         self._streams = [
-            TextStream(self._decode, stops=tuple(r.sampling.stop or ()), hold_from=self._hold_from()) for r in requests
+            TextStream(self._decode, stops=tuple(r.sampling.stop or ()), hold_from=self.hold_from) for r in requests
         ]
         self._has_begun = [False] * len(requests)
 
@@ -93,12 +94,8 @@ class Answer:
 
     def whole(self, responses: Sequence[ChatResponse]) -> JSONObject:
         num_sampled = sum(len(response.completion_token_ids) for response in responses)
-        return {
-            **self._head,
-            "object": self.kind,
-            "choices": [self._choice(index, response) for index, response in enumerate(responses)],
-            "usage": self._usage(num_sampled),
-        }
+        choices = [self._choice(index, response) for index, response in enumerate(responses)]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(num_sampled)}
 
     def events(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
         self.num_sampled += len(chunk.token_ids)
@@ -112,11 +109,7 @@ class Answer:
 
     def _usage(self, num_sampled: int) -> JSONObject:
         num_prompt = self.num_prompt_tokens
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_sampled,
-            "total_tokens": num_prompt + num_sampled,
-        }
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
 
     def _choice(self, index: int, response: ChatResponse) -> JSONObject:
         raise NotImplementedError
@@ -124,8 +117,22 @@ class Answer:
     def _deltas(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
         raise NotImplementedError
 
-    def _hold_from(self) -> str:
-        return ""
+    def _logprobs(self, ids: list[int], logprobs: list[float]) -> JSONObject:
+        raise NotImplementedError
+
+    def _entry(
+        self, index: int, content: JSONObject, ids: list[int], logprobs: Any, finish_reason: str | None
+    ) -> JSONObject:
+        """One choice, whole or a piece of it."""
+        shown = None
+        if self.options.logprobs:  # JSON has neither infinity nor nan
+            values = (float(value) if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB for value in logprobs)
+            shown = self._logprobs(ids, list(values))
+        token_ids = {"token_ids": ids} if self.options.token_ids else {}
+        return {"index": index, **content, "logprobs": shown, "finish_reason": finish_reason, **token_ids}
+
+    def _prompt_ids(self, index: int) -> JSONObject:
+        return {"prompt_token_ids": self.requests[index].prompt_token_ids.tolist()} if self.options.token_ids else {}
 
     def _is_worth_sending(self, text: str, chunk: TokenChunk) -> bool:
         return bool(text or chunk.response or self.options.logprobs or self.options.token_ids)
@@ -143,81 +150,49 @@ class CompletionAnswer(Answer):
     prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
 
     def _choice(self, index: int, response: ChatResponse) -> JSONObject:
+        content = {"text": response.text, **self._prompt_ids(index)}
         ids = response.completion_token_ids.tolist()
-        return {
-            "index": index,
-            "text": response.text,
-            "logprobs": self._logprobs(ids, response.completion_logprobs),
-            "finish_reason": response.finish_reason,
-            **self._ids(index, ids, with_prompt=True),
-        }
+        return self._entry(index, content, ids, response.completion_logprobs, response.finish_reason)
 
     def _deltas(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
         stream, response = self._streams[index], chunk.response
         text = stream.push(chunk.token_ids) if response is None else stream.rest(response.text)
-        if self._is_worth_sending(text, chunk) or not self._has_begun[index]:
-            yield {
-                "index": index,
-                "text": text,
-                "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
-                "finish_reason": response.finish_reason if response else None,
-                **self._ids(index, chunk.token_ids, with_prompt=not self._has_begun[index]),
-            }
+        is_first = not self._has_begun[index]
+        if is_first or self._is_worth_sending(text, chunk):
+            content = {"text": text, **(self._prompt_ids(index) if is_first else {})}
+            reason = response.finish_reason if response else None
+            yield self._entry(index, content, chunk.token_ids, chunk.logprobs, reason)
 
-    def _ids(self, index: int, ids: list[int], with_prompt: bool) -> JSONObject:
-        if not self.options.token_ids:
-            return {}
-        prompt = {"prompt_token_ids": self.requests[index].prompt_token_ids.tolist()} if with_prompt else {}
-        return {"token_ids": ids, **prompt}
-
-    def _logprobs(self, ids: list[int], logprobs: Any) -> JSONObject | None:
-        if not self.options.logprobs:
-            return None
+    def _logprobs(self, ids: list[int], logprobs: list[float]) -> JSONObject:
         tokens = [self._token_text(token) for token in ids]
-        values = [_json_logprob(value) for value in logprobs]
-        return {
-            "tokens": tokens,
-            "token_logprobs": values,
-            "top_logprobs": [{token: value} for token, value in zip(tokens, values, strict=True)],
-        }
+        top = [{token: value} for token, value in zip(tokens, logprobs, strict=True)]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top}
 
 
 class ChatAnswer(Answer):
     prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model_name: str,
-        tokenizer: Any,
-        requests: list[TokenCompletionRequest],
-        options: Options,
-        parser: ChatTemplate | None,
-    ) -> None:
+    def __init__(self, *args: Any, parser: ChatTemplate | None) -> None:
+        """`parser` reads tool calls, where the body had tools."""
         self._parser = parser
-        """Reads tool calls, where the body had tools."""
-        super().__init__(model_name, tokenizer, requests, options)
+        self.hold_from = "<{" if parser else ""  # every dialect begins its calls with one of these
+        super().__init__(*args)
 
     def whole(self, responses: Sequence[ChatResponse]) -> JSONObject:
-        return super().whole(responses) | self._prompt_ids()
+        return super().whole(responses) | self._prompt_ids(0)
 
     def _choice(self, index: int, response: ChatResponse) -> JSONObject:
         content, calls = self._read_calls(response.text)
         message: JSONObject = {"role": "assistant", "content": content}
         if calls:
             message |= {"tool_calls": calls, "content": content or None}
-        ids = response.completion_token_ids.tolist()
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(ids, response.completion_logprobs),
-            "finish_reason": _chat_finish_reason(response, calls),
-            **({"token_ids": ids} if self.options.token_ids else {}),
-        }
+        ids, reason = response.completion_token_ids.tolist(), _finish_reason(response, calls)
+        return self._entry(index, {"message": message}, ids, response.completion_logprobs, reason)
 
     def events(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
         is_first = not any(self._has_begun)
         for event in super().events(index, chunk):
-            yield event | self._prompt_ids() if is_first else event
+            yield event | self._prompt_ids(0) if is_first else event
             is_first = False
 
     def _deltas(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
@@ -229,22 +204,14 @@ class ChatAnswer(Answer):
             text = stream.push(chunk.token_ids)
         else:
             text, calls = self._read_calls(response.text)
-            # Beside calls, the content has lost the white space around it.
-            text = _after(stream.shown.lstrip(), text) if calls else stream.rest(text)
+            shown = stream.shown.lstrip()  # beside calls, the content has lost the white space around it
+            text = stream.rest(text) if not calls else text[len(shown) :] if text.startswith(shown) else ""
         if self._is_worth_sending(text, chunk):
             delta: JSONObject = {"content": text} if text else {}
             if calls:
                 delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-            yield {
-                "index": index,
-                "delta": delta,
-                "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
-                "finish_reason": _chat_finish_reason(response, calls) if response else None,
-                **({"token_ids": chunk.token_ids} if self.options.token_ids else {}),
-            }
-
-    def _hold_from(self) -> str:
-        return "" if self._parser is None else "<{"  # every dialect begins its calls with one of these
+            reason = _finish_reason(response, calls) if response else None
+            yield self._entry(index, {"delta": delta}, chunk.token_ids, chunk.logprobs, reason)
 
     def _read_calls(self, text: str) -> tuple[str, list[ToolCall]]:
         parsed = self._parser.parse_tool_calls(text) if self._parser is not None else None
@@ -253,29 +220,15 @@ class ChatAnswer(Answer):
         # The parser numbers within a message; ids must differ over a conversation. Mistral's template wants nine.
         return parsed.content, [{**call, "id": uuid.uuid4().hex[:9]} for call in parsed.tool_calls]
 
-    def _prompt_ids(self) -> JSONObject:
-        return {"prompt_token_ids": self.requests[0].prompt_token_ids.tolist()} if self.options.token_ids else {}
-
-    def _logprobs(self, ids: list[int], logprobs: Any) -> JSONObject | None:
-        if not self.options.logprobs:
-            return None
+    def _logprobs(self, ids: list[int], logprobs: list[float]) -> JSONObject:
         content = []
         for token, logprob in zip(ids, logprobs, strict=True):
             text = self._token_text(token)
             encoded = None if "\ufffd" in text else list(text.encode())  # unknown of half a character
-            entry = {"token": text, "logprob": _json_logprob(logprob), "bytes": encoded}
+            entry = {"token": text, "logprob": logprob, "bytes": encoded}
             content.append({**entry, "top_logprobs": [entry]})
         return {"content": content}
 
 
-def _chat_finish_reason(response: ChatResponse, calls: Sequence[ToolCall]) -> str | None:
+def _finish_reason(response: ChatResponse, calls: Sequence[ToolCall]) -> str | None:
     return "tool_calls" if calls and response.finish_reason == "stop" else response.finish_reason
-
-
-def _after(beginning: str, text: str) -> str:
-    return text[len(beginning) :] if text.startswith(beginning) else ""
-
-
-def _json_logprob(value: float) -> float:
-    """JSON has neither infinity nor nan."""
-    return float(value) if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB

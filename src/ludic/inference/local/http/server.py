@@ -17,20 +17,16 @@ from typing import Any, Protocol, TypeVar
 
 from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
 from ludic.inference.local.http.request import (
-    ANYTHING,
-    BOOL,
-    INT,
-    LIST,
-    TEXT,
-    Fields,
+    AnyBody,
+    ChatBody,
+    CompletionBody,
     JSONObject,
     Options,
     RequestRefused,
     check_num_logprobs,
-    parse_object,
+    read_body,
     read_messages,
     read_prompts,
-    read_sampling,
     read_tools,
 )
 from ludic.inference.local.http.response import Answer, ChatAnswer, CompletionAnswer
@@ -286,38 +282,28 @@ class _Server:
     # Each body is read in a function that ends before the engine is asked: nothing of it is kept while tokens are sampled.
 
     async def _completion_answer(self, request: web.Request) -> CompletionAnswer:
-        async with self._fields(request) as fields:
-            prompt, add_special = fields.take("prompt", ANYTHING, None), fields.take("add_special_tokens", BOOL, True)
-            num_logprobs = fields.take("logprobs", INT, None)
-            check_num_logprobs("logprobs", num_logprobs)
-            options = Options.read(fields, logprobs=num_logprobs is not None)
-            sampling = read_sampling(fields)
-            sampling["max_tokens"] = fields.take("max_tokens", INT, 16)  # OpenAI's default
-            fields.check_all_taken()
-            params = SamplingParams(**sampling)
-            texts = read_prompts(prompt, options.n, self._engine.max_total_tokens)
-            prompts = await asyncio.to_thread(self._encode, texts, add_special)
+        async with self._body(request, CompletionBody) as body:
+            check_num_logprobs("logprobs", body.logprobs)
+            options = Options.of(body, logprobs=body.logprobs is not None)
+            params = SamplingParams(**body.sampling(), max_tokens=body.max_tokens)
+            texts = read_prompts(body.prompt, options.n, self._engine.max_total_tokens)
+            prompts = await asyncio.to_thread(self._encode, texts, body.add_special_tokens)
             requests = self._requests(prompts, params, options)
             return CompletionAnswer(self._model_name, self._engine.tokenizer, requests, options)
 
     async def _chat_answer(self, request: web.Request) -> ChatAnswer:
-        async with self._fields(request) as fields:
+        async with self._body(request, ChatBody) as body:
             template = self._template
             if template is None:
                 raise ConfigError(self._no_chat)
-            messages = read_messages(fields.take("messages", LIST, []))
-            tools = await asyncio.to_thread(read_tools, fields, template)  # which renders them
-            wants_logprobs = fields.take("logprobs", BOOL, False)
-            num_logprobs = fields.take("top_logprobs", INT, None)
-            check_num_logprobs("top_logprobs", num_logprobs)
-            if num_logprobs is not None and not wants_logprobs:
+            check_num_logprobs("top_logprobs", body.top_logprobs)
+            if body.top_logprobs is not None and not body.logprobs:
                 raise ConfigError("top_logprobs needs logprobs: true.")
-            options = Options.read(fields, logprobs=wants_logprobs)
-            sampling = read_sampling(fields)
-            older_name = fields.take("max_tokens", INT, None)
-            max_tokens = fields.take("max_completion_tokens", INT, older_name)
-            fields.check_all_taken()
+            sampling, options = body.sampling(), Options.of(body, logprobs=body.logprobs)
+            max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             SamplingParams(**sampling, max_tokens=max_tokens or MAX_COUNT)  # before anything is rendered
+            messages = read_messages(body.messages)
+            tools = await asyncio.to_thread(read_tools, body.tools, body.tool_choice, template)  # which renders them
             prompt = await asyncio.to_thread(self._render, template, messages, tools)
             room = self._engine.max_total_tokens
             if max_tokens is None and len(prompt) >= room:
@@ -325,19 +311,19 @@ class _Server:
             sampling["max_tokens"] = room - len(prompt) if max_tokens is None else max_tokens
             requests = self._requests([prompt], SamplingParams(**sampling), options)
             parser = template if tools else None
-            return ChatAnswer(self._model_name, self._engine.tokenizer, requests, options, parser)
+            return ChatAnswer(self._model_name, self._engine.tokenizer, requests, options, parser=parser)
 
     # --- from a body to requests ---
 
     @contextlib.asynccontextmanager
-    async def _fields(self, request: web.Request) -> AsyncIterator[Fields]:
+    async def _body(self, request: web.Request, kind: type[AnyBody]) -> AsyncIterator[AnyBody]:
         # A web page can post to this machine without asking, but only as a form or as plain text.
         if request.content_type != "application/json":
             raise ConfigError(f"The body must come as application/json, not {request.content_type!r:.80}.")
-        async with self._load.body(request) as body:
-            fields = Fields(parse_object(body))
-            self._check_model(fields.take("model", TEXT, self._model_name))
-            yield fields
+        async with self._load.body(request) as data:
+            body = read_body(data, kind)
+            self._check_model(self._model_name if body.model is None else body.model)
+            yield body
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
@@ -452,7 +438,7 @@ async def _merged(
                 async for chunk in stream:
                     arrived.put_nowait((index, chunk))
             arrived.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - raised again below, by whoever reads
+        except Exception as error:  # noqa: BLE001 - raised again below, in the consumer
             arrived.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]

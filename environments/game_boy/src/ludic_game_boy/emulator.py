@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ludic.types import ConfigError, MissingExtra
+from ludic.types import ConfigError
 
 BUTTONS = ("a", "b", "start", "select", "up", "down", "left", "right")
 COLUMNS, ROWS = 20, 18
@@ -44,7 +44,7 @@ def title_of(rom: bytes) -> str:
 
 def require_pyboy() -> None:
     if importlib.util.find_spec("pyboy") is None:
-        raise MissingExtra("game-boy", "The Game Boy env")
+        raise ConfigError("The Game Boy env needs PyBoy, which is not installed: pip install 'pyboy>=2.5'")
 
 
 class Emulator:

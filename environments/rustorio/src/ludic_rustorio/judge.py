@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ludic.envs.rustorio.game import BuiltGame, Game
-from ludic.envs.rustorio.source_rules import refusal
-from ludic.envs.rustorio.toolchain import Toolchain
 from ludic.sandbox import CommandResult, CommandSandbox, RunStatus, SandboxError, SandboxPool
 from ludic.types import ConfigError
+from ludic_rustorio.game import BuiltGame, Game
+from ludic_rustorio.source_rules import refusal
+from ludic_rustorio.toolchain import Toolchain
 
 _MAX_MESSAGE = 20_000
 _REPORT = Path(__file__).with_name("report.rs").read_text(encoding="utf-8")
 
 
 class Status(StrEnum):
-    """What became of a program."""
+    """How a program ended."""
 
     WON = "won"
     REFUSED = "refused"  # it breaks a rule of the source, and was not compiled

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.rustorio import RustorioEnv
-from ludic.envs.rustorio.env import source_of
-from ludic.envs.rustorio.game import DEMO, read_game
-from ludic.envs.rustorio.judge import verdict_of
-from ludic.envs.rustorio.source_rules import refusal
-from ludic.envs.rustorio.toolchain import find_toolchain
 from ludic.sandbox import CommandResult, CompileResult, CompileStatus, RunStatus
 from ludic.types import ConfigError, Snapshot
+from ludic_rustorio import RustorioEnv
+from ludic_rustorio.env import source_of
+from ludic_rustorio.game import DEMO, read_game
+from ludic_rustorio.judge import verdict_of
+from ludic_rustorio.source_rules import refusal
+from ludic_rustorio.toolchain import find_toolchain
 
 GAME = read_game("demo")
 HEAD = "#![no_std]\n#![forbid(unsafe_code)]\n\nextern crate alloc;\n\nuse ludic_foundry::*;\n"

@@ -7,14 +7,13 @@ import time
 
 import pytest
 
-from ludic.envs.game_boy import Fact, GameBoyEnv, Kind, Milestone, load_map
-from ludic.envs.game_boy.actions import read_buttons
-from ludic.envs.game_boy.demo_rom import ROOM, demo_rom
-from ludic.envs.game_boy.emulator import BUTTONS, Emulator
-from ludic.envs.game_boy.games import DEMO, POKEMON_RED
-from ludic.envs.game_boy.milestones import Progress
-from ludic.envs.game_boy.screen import screen_text
-from ludic.types import ConfigError, MissingExtra, Snapshot, UnknownName
+from ludic.types import ConfigError, Snapshot, UnknownName
+from ludic_game_boy import Fact, GameBoyEnv, Kind, Milestone, load_map
+from ludic_game_boy.demo_rom import ROOM, demo_rom
+from ludic_game_boy.emulator import BUTTONS, Emulator
+from ludic_game_boy.games import DEMO, POKEMON_RED
+from ludic_game_boy.memory_map import Progress
+from ludic_game_boy.text import read_buttons, screen_text
 
 
 def quick(**settings) -> GameBoyEnv:
@@ -154,9 +153,9 @@ def test_mistakes_are_answered_with_what_to_do(tmp_path):
         start(GameBoyEnv("demo", start_state=tmp_path / "missing.state"))
 
 
-def test_without_pyboy_it_names_the_extra(monkeypatch):
+def test_without_pyboy_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match="pip install 'ludic-rl\\[game-boy\\] @ git"):
+    with pytest.raises(ConfigError, match="needs PyBoy, which is not installed: pip install 'pyboy"):
         GameBoyEnv("demo")
 
 

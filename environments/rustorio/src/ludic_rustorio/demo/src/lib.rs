@@ -182,7 +182,7 @@ impl GameMode for Standard {
 
 static PLAYED: AtomicBool = AtomicBool::new(false);
 
-/// Play: once per program, so that nobody plays two games to merge their goods.
+/// Play: once per program, so that no program plays two games to merge their goods.
 pub fn play<M: GameMode>(main: fn(Tick, M::StartingResources) -> (Tick, M::VictoryResources)) -> ! {
     assert!(!PLAYED.swap(true, Ordering::SeqCst), "a program plays only once");
     let (tick, _goods) = main(Tick(0), M::start(sealed::Key::new()));

@@ -5,9 +5,8 @@ Pokémon Red's addresses are facts about the game that its players have publishe
 version.
 """
 
-from ludic.envs.game_boy.demo_rom import TITLE
-from ludic.envs.game_boy.memory_map import Fact, Kind, MemoryMap
-from ludic.envs.game_boy.milestones import Milestone
+from ludic_game_boy.demo_rom import TITLE
+from ludic_game_boy.memory_map import Fact, Kind, MemoryMap, Milestone
 
 _UPPER = {0x80 + i: letter for i, letter in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZ():;[]")}
 _LOWER = {0xA0 + i: letter for i, letter in enumerate("abcdefghijklmnopqrstuvwxyzé")}

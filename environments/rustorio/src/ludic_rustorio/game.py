@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ludic.envs.rustorio.toolchain import Toolchain
 from ludic.sandbox import Bind
 from ludic.types import ConfigError
+from ludic_rustorio.toolchain import Toolchain
 
 DEMO = Path(__file__).with_name("demo")
 _INSIDE = "/game"
@@ -156,7 +156,7 @@ _folders: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the proc
 def _target_folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="ludic-rustorio-")
     _folders.append(folder)
-    Path(folder.name).chmod(0o755)  # the sandbox may run as somebody else
+    Path(folder.name).chmod(0o755)  # the sandbox may run as another user
     return Path(folder.name)
 
 

@@ -4,16 +4,15 @@ import json
 
 import pytest
 
-from ludic.agents import GameBoyAgent
-from ludic.agents.navigation import ExploredMap, in_buttons
 from ludic.batch_gen.stitching import stitch_rollout
 from ludic.context import FullDialog, SummarisedDialog
-from ludic.envs.game_boy import GameBoyEnv
 from ludic.inference import ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.types import ConfigError
-from tests.fakes import RecordingClient, make_agent
+from ludic_game_boy import GameBoyAgent, GameBoyEnv
+from ludic_game_boy.agent import ExploredMap, in_buttons
+from tests.fakes import CountingEnv, RecordingClient, make_agent
 
 
 def call(name, **arguments):
@@ -109,6 +108,16 @@ async def test_a_full_dialogue_is_summed_up_in_a_call_of_its_own_and_folded():
     prompts = [prompt for prompt, _ in client.calls]
     assert prompts[4][: len(prompts[3])] == prompts[3], "after the fold the prompt grows again"
     assert "new_segment" not in last.info
+
+
+async def test_a_summary_of_thinking_alone_is_shown_as_nothing_and_said_to_be_empty():
+    agent = make_agent(
+        ["<a>inc</a>", "<think>hm</think>", "<a>inc</a>"], cls=GameBoyAgent, ctx=SummarisedDialog(max_turns=1)
+    )
+    (rollout,) = await SingleAgentProtocol(agent).run(env=CountingEnv(2), max_steps=8)
+    (fold,) = [step for step in rollout.agent_steps if step.info.get("summary")]
+    assert fold.info["summary_empty"] and fold.action == "<think>hm</think>", "the record keeps what was sampled"
+    assert rollout.agent_steps[2].prompt_messages[-1]["content"] == "What you wrote down before:\n(nothing)\n\ncount=1"
 
 
 def test_it_asks_for_a_dialogue_that_can_be_folded():

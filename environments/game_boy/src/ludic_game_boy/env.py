@@ -1,7 +1,7 @@
 """A Game Boy game as an environment: buttons in, screen text and facts out, rewards for milestones.
 
 The env has no dice: an episode begins in the same state whatever the seed, and the same presses lead to the same end.
-What to make of the game (memory, maps, plans) is the agent's business: see ludic.agents.game_boy_agent.
+What to make of the game (memory, maps, plans) is the agent's business: see ludic_game_boy.agent.
 """
 
 import base64
@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import world_of
-from ludic.envs.game_boy.actions import read_buttons
-from ludic.envs.game_boy.demo_rom import demo_rom
-from ludic.envs.game_boy.emulator import BUTTONS, Emulator, booted_state, read_rom, require_pyboy, title_of
-from ludic.envs.game_boy.games import MAPS, UNKNOWN
-from ludic.envs.game_boy.memory_map import MemoryMap, load_map
-from ludic.envs.game_boy.milestones import Milestone, Progress
-from ludic.envs.game_boy.screen import screen_text
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.types import ConfigError, Info, Observation, Snapshot, StepOutcome, UnknownName, new_id
+from ludic_game_boy.demo_rom import demo_rom
+from ludic_game_boy.emulator import BUTTONS, Emulator, booted_state, read_rom, require_pyboy, title_of
+from ludic_game_boy.games import MAPS, UNKNOWN
+from ludic_game_boy.memory_map import MemoryMap, Milestone, Progress, load_map
+from ludic_game_boy.text import read_buttons, screen_text
 
 _KIND = "game_boy"
 _VERSION = 1
@@ -84,7 +82,7 @@ class GameBoyEnv(SingleAgentEnv):
         emulator.load(self._opening)
         self._progress = Progress(self.memory_map.milestones)
         facts = self.memory_map.read(emulator.read)
-        self._progress.update(facts)  # what the start state brings along is nobody's merit
+        self._progress.update(facts)  # what the start state brings along earns no reward
         self._on_route = 0 if self.start_state is None else None
         self._presses_left = self.max_presses
         self._episode_id = new_id()
@@ -183,7 +181,7 @@ class GameBoyEnv(SingleAgentEnv):
         return self._obs
 
     def reference_action(self, agent_id: str) -> str | None:
-        """The next press of the map's route, for who has followed it so far."""
+        """The next press of the map's route, as long as all presses followed it."""
         return None if self._over else self._next_on_route()
 
     def _next_on_route(self) -> str | None:

@@ -1,17 +1,16 @@
-"""Names for what lies in a game's memory, as plain data: where it is, and how to read it.
+"""What a game's memory says, as plain data: facts with their addresses, and the milestones that facts reach.
 
 A map also says how the tiles on screen are to be read as text. Maps for two games are built in (`pokemon_red`, and
 `demo` for the game in demo_rom.py); one of your own is a JSON file of the same shape.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ludic.envs.game_boy.milestones import Milestone
 from ludic.types import ConfigError
 
 ReadMemory: TypeAlias = Callable[[int, int], bytes]
@@ -63,6 +62,46 @@ class Fact:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Milestone:
+    """Something worth reaching once: a fact that has grown to a value."""
+
+    name: str
+    fact: str
+    """Its name in the memory map."""
+    at_least: int = 1
+    reward: float = 1.0
+    is_end: bool = False
+    """Reaching it ends the episode."""
+
+    def is_reached(self, facts: Mapping[str, int | str]) -> bool:
+        value = facts[self.fact]
+        return isinstance(value, int) and value >= self.at_least
+
+
+class Progress:
+    """Which milestones have been reached in this episode."""
+
+    def __init__(self, milestones: Sequence[Milestone], reached: Iterable[str] = ()) -> None:
+        self._milestones = milestones
+        self._reached = set(reached)
+
+    @property
+    def reached(self) -> list[str]:
+        return [m.name for m in self._milestones if m.name in self._reached]
+
+    @property
+    def next(self) -> str | None:
+        """The first one that is open."""
+        return next((m.name for m in self._milestones if m.name not in self._reached), None)
+
+    def update(self, facts: Mapping[str, int | str]) -> list[Milestone]:
+        """Those that are reached now for the first time; what is lost again later stays reached."""
+        new = [m for m in self._milestones if m.name not in self._reached and m.is_reached(facts)]
+        self._reached |= {m.name for m in new}
+        return new
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMap:
     """All that is known of one game."""
 
@@ -80,7 +119,7 @@ class MemoryMap:
     hints: str = ""
     """About the game, for the system prompt."""
     route: Sequence[str] = ()
-    """Presses that lead from the start of the game to every milestone, if somebody has written them down."""
+    """Presses that lead from the start of the game to every milestone, if they are known."""
 
     @property
     def full_reward(self) -> float | None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import world_of
-from ludic.envs.rustorio.game import build_game, read_game
-from ludic.envs.rustorio.judge import Judge, Limits, Status, Verdict
-from ludic.envs.rustorio.toolchain import find_toolchain
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.sandbox import SandboxPool, shared_pool
 from ludic.types import ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
+from ludic_rustorio.game import build_game, read_game
+from ludic_rustorio.judge import Judge, Limits, Status, Verdict
+from ludic_rustorio.toolchain import find_toolchain
 
 _KIND = "rustorio"
 _VERSION = 1

@@ -48,7 +48,7 @@ class Flags(ScriptFlags):
     """How long a rank waits for another; longer than an evaluation takes."""
 
 
-def main(args: Sequence[str]) -> int:
+def settings(args: Sequence[str]) -> tuple[Flags, RunConfig]:
     flags, config = parse_script(
         __doc__, args, Flags, name="math_fsdp2", model="Qwen/Qwen2.5-1.5B-Instruct", device="cuda", engine="vllm",
         server=("http://127.0.0.1:8000",), control_token=Path("runs/vllm-8000"),
@@ -58,6 +58,11 @@ def main(args: Sequence[str]) -> int:
     )  # fmt: skip
     if config.rollouts.engine == "local":
         config = replace(config, rollouts=replace(config.rollouts, server=()))
+    return flags, config
+
+
+def main(args: Sequence[str]) -> int:
+    flags, config = settings(args)
     ranks = join_ranks(timeout_s=flags.timeout_s, device=config.model.device)
     try:
         with ranks.watching(), contextlib.ExitStack() as stack:  # what fails on one rank is said on all

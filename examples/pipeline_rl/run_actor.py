@@ -19,7 +19,8 @@ from ludic.run.env import env_factory
 def main(args: list[str]) -> int:
     """`run_actor` puts together what `ludic.batch_gen.pipeline.run_pipeline_actor` needs."""
     _, config = settings(__doc__, args)
-    return run_actor(config, env_factory("tic_tac_toe"), index=0)
+    code = run_actor(config, env_factory("tic_tac_toe"), index=0)
+    return 0 if code > 128 else code  # a signal is how an actor is meant to end
 
 
 if __name__ == "__main__":

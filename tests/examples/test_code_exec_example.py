@@ -46,7 +46,12 @@ def problems(tmp_path_factory) -> Path:
         "twice": {"inputs": ["7\n"], "outputs": ["14"]},
     }
     rows = [
-        {"problem_id": name, "question": f"Write it {name} .", "input_output": json.dumps(pairs)}
+        {
+            "problem_id": name,
+            "question": f"Write it {name} .",
+            "input_output": json.dumps(pairs),
+            "solutions": json.dumps(["print(input())" if name == "echo" else "print(2 * int(input()))"]),
+        }
         for name, pairs in tests.items()
     ]
     rows.append(

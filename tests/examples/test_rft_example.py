@@ -24,7 +24,7 @@ def program() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("arguments", [[], ["--updates-per-round", "1", "--steps", "25"]], ids=str)
+@pytest.mark.parametrize("arguments", [[], ["--updates-per-round", "1"]], ids=str)
 def test_the_reward_goes_from_chance_to_nearly_always(program, arguments, tmp_path):
     assert program.main(["--runs", str(tmp_path), "--logger", "none", *arguments]) == 0
     rows = map(json.loads, (tmp_path / "rft" / "metrics.jsonl").read_text().splitlines())

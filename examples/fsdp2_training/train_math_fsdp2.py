@@ -144,15 +144,11 @@ def serve(run: ResolvedRun, loaded: LoadedModel, stack: contextlib.ExitStack) ->
     length, rollouts = run.trainer.max_seq_len, run.config.rollouts
     if rollouts.engine == "vllm":
         policy = VLLMPolicy(rollouts, loaded, max_length=length, folder=run.folder)
-        served = ServedPolicy(
-            client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model
-        )
+        served = ServedPolicy(client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model)
     else:
         whole = replace(loaded, model=loaded.model.to(run.config.model.device).eval())
         engine = local_engine(whole, max_length=length)
-        served = ServedPolicy(
-            client=engine, publisher=ClientPublisher(engine), close=engine.close, model=loaded.name
-        )
+        served = ServedPolicy(client=engine, publisher=ClientPublisher(engine), close=engine.close, model=loaded.name)
     stack.callback(served.close)
     return served
 

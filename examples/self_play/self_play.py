@@ -45,8 +45,17 @@ from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
 from ludic.models.lora import adapters_on
 from ludic.parsers import raw_parser
-from ludic.training import CheckpointConfig, JSONLLogger, TeeLogger, Trainer, TrainerConfig
-from ludic.training import common_step, make_reinforce_pp, make_sft, train_policies
+from ludic.training import (
+    CheckpointConfig,
+    JSONLLogger,
+    TeeLogger,
+    Trainer,
+    TrainerConfig,
+    common_step,
+    make_reinforce_pp,
+    make_sft,
+    train_policies,
+)
 from ludic.training.learner.stop import StopSignal
 from ludic.training.schedules import LRSchedule
 from ludic.types import (
@@ -115,7 +124,9 @@ def main(args: list[str]) -> int:
     try:
         self_play(settings)
     except KeyboardInterrupt:
-        print(f"Stopped. To go on: the same command with {'--resume' if (settings.out / 'base').exists() else 'a new --out'}.")
+        print(
+            f"Stopped. To go on: the same command with {'--resume' if (settings.out / 'base').exists() else 'a new --out'}."
+        )
         return 130
     return 0
 

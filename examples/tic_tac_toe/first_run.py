@@ -17,7 +17,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ TRAINING = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=3),
 EVALUATION = InferenceSpec(sampling=SamplingParams(temperature=0.6, max_tokens=3))
 SYNTH_SEEDS, EVAL_SEEDS, NUM_TRAIN_SEEDS = 2_000_000, 1_000_000, 1_000_000
 """Three sets of games that share none."""
-COSTS = {"Generating games": 4, "Warm-up": 30, "Playing before RL": 2, "GRPO": 62, "Playing after RL": 2}
 RESULTS = {
     f"{name}_rate": Reducer(
         "count_true", "result", transform=lambda value, name=name: value == name, normalize_by="rollouts"
@@ -116,21 +115,21 @@ def run_folder(given: Settings, out: Path, resume: Path | None) -> tuple[Setting
 
 def first_run(settings: Settings, folder: Path) -> None:
     began = time.perf_counter()
-    with Display(COSTS) as display:
+    with Display() as display:
         policy = warm_up(settings, folder, display)
         server = LocalEngine(policy.model, policy.tokenizer, max_model_len=128, max_sequences=256, kv_tokens=65536)
         template = HFChatTemplate(server.tokenizer)
         engine = RolloutEngine(protocol_registry={"player": lambda: protocol(server, template)})
         try:
             display.begin("Playing before RL", settings.eval_games)
-            before = results(settings, engine, folder / "before.json", display)
+            before = results(settings, engine, folder / "before.json")
             trainer = make_trainer(settings, policy, server, engine, folder, display)
             display.begin("GRPO", settings.updates, num_done=trainer.step)
             trainer.train_sync(settings.updates - trainer.step)
             if trainer.stop.is_set:
                 raise KeyboardInterrupt
             display.begin("Playing after RL", settings.eval_games)
-            after = results(settings, engine, folder / "after.json", display)
+            after = results(settings, engine, folder / "after.json")
         finally:
             server.close()
     assert trainer.checkpointer is not None, "it was given a checkpoint_config"
@@ -235,18 +234,15 @@ LABELS = {
 }  # fmt: skip
 
 
-def results(settings: Settings, engine: RolloutEngine, path: Path, display: Display) -> dict[str, Estimate]:
+def results(settings: Settings, engine: RolloutEngine, path: Path) -> dict[str, Estimate]:
     """The shares of results on the same held-out games; kept in a file, so that a resumed run need not play them again."""
     if not path.exists():
-        env, protocol_spec = EnvSpec("tic_tac_toe", GAME), ProtocolSpec("player")
-        requests = [
-            RolloutRequest(env=env, protocol=protocol_spec, env_seed=seed, sampling_seed=seed, inference=EVALUATION)
-            for seed in range(EVAL_SEEDS, EVAL_SEEDS + settings.eval_games)
-        ]
-        on_rollouts = lambda rollouts: display.count(len(rollouts))  # noqa: E731
-        report = asyncio.run(
-            evaluate(engine, requests, max_steps=MAX_MOVES, concurrency=256, on_rollouts=on_rollouts)
+        request = RolloutRequest(
+            env=EnvSpec("tic_tac_toe", GAME), protocol=ProtocolSpec("player"), inference=EVALUATION
         )
+        seeds = range(EVAL_SEEDS, EVAL_SEEDS + settings.eval_games)
+        requests = [replace(request, env_seed=seed, sampling_seed=seed) for seed in seeds]
+        report = asyncio.run(evaluate(engine, requests, max_steps=MAX_MOVES, concurrency=256))
         unreadable = share_estimate([float(outcome.has_parse_error) for outcome in report.outcomes])
         nothing = share_estimate([0.0] * settings.eval_games)  # a rate that no game got far enough for
         found = {name: report.estimates.get(name, nothing) for name in LABELS} | {"parse_error_rate": unreadable}
@@ -284,6 +280,4 @@ def shown(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    run_script(
-        lambda args: tyro.cli(main, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    )
+    run_script(lambda args: tyro.cli(main, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))

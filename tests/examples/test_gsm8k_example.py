@@ -104,7 +104,15 @@ def test_a_mistake_is_named_before_anything_is_computed(program, arguments, mess
     (places["used"] / "run").mkdir(parents=True)
     (places["used"] / "run" / "other.txt").write_text("")
     places["wrong"].write_text('{"problem": "What is 1 plus 1 ?"}\n')
-    arguments = ["--data", str(places["wrong"]), "--eval-data", str(places["wrong"]), "--runs", str(tmp_path), *arguments]
+    arguments = [
+        "--data",
+        str(places["wrong"]),
+        "--eval-data",
+        str(places["wrong"]),
+        "--runs",
+        str(tmp_path),
+        *arguments,
+    ]
     with pytest.raises(LudicError, match=re.escape(message.format(**places))):
         start(program, *(argument.format(**places) for argument in arguments))
 

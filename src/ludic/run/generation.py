@@ -25,7 +25,15 @@ from ludic.models.lora import dense_parameters
 from ludic.run.config import redis_url, required_servers
 from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
 from ludic.run.model import ServedPolicy, local_engine, make_template, serve_locally
-from ludic.run.parts import EpisodeSetup, first_env, make_algorithm, make_episode_setup, make_evaluator, make_source, play
+from ludic.run.parts import (
+    EpisodeSetup,
+    first_env,
+    make_algorithm,
+    make_episode_setup,
+    make_evaluator,
+    make_source,
+    play,
+)
 from ludic.run.resolve import ResolvedRun
 from ludic.run.teacher import check_teacher, make_teaching
 from ludic.training import RLAlgorithm

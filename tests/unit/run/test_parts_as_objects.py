@@ -30,7 +30,9 @@ class Letter(SingleAgentEnv):
         return "a", {}
 
     def env_step(self, action):
-        return StepOutcome("", float(action.isupper()), terminated=True, info={"correct": action.isupper(), "length": 1})
+        return StepOutcome(
+            "", float(action.isupper()), terminated=True, info={"correct": action.isupper(), "length": 1}
+        )
 
 
 def metrics(run) -> dict:

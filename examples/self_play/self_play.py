@@ -44,7 +44,7 @@ from ludic.interaction import Policies
 from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
 from ludic.models.lora import adapters_on
-from ludic.parsers import raw_parser
+from ludic.parsers import ParseResult
 from ludic.training import (
     CheckpointConfig,
     JSONLLogger,
@@ -224,7 +224,7 @@ def agent_maker(tokenizer: Any) -> Any:
             client=client,
             model=name,
             ctx=FullDialog(),
-            parser=raw_parser,  # nonsense is an illegal move
+            parser=lambda text: ParseResult(text or "nothing", 0.0, None),  # nonsense is an illegal move
             chat_template=template,
             reject_incomplete_completions=False,
         )

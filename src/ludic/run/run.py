@@ -280,9 +280,9 @@ def build(
 
     env, agent, context, parser, tools, algo, model and logger take a name or an object: an env class, an agent class, a
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
-    replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts, `reducers` are
-    further metrics (`Parts` in resolve.py). data and eval_data take a file or a list of samples. Settings are checked here; weights are
-    loaded when the run trains or evaluates.
+    replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts; `reducers`
+    are further metrics (`Parts` in resolve.py). data and eval_data take a file or a list of samples. Settings are checked
+    here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
     values, objects = dict(settings), dict[str, Any]()

@@ -51,7 +51,8 @@ done
 # A rank that dies ends the others; torchrun then starts all of them again from the last checkpoint, twice at most.
 GPUS=$(seq -s, 1 "$NUM_TRAINERS")
 CUDA_VISIBLE_DEVICES=$GPUS torchrun --standalone --nproc-per-node "$NUM_TRAINERS" --max-restarts 2 \
-    examples/fsdp2_training/train_math_fsdp2.py --model "$MODEL" --out "$OUT" --max-seq-len "$MAX_SEQ_LEN" \
+    examples/fsdp2_training/train_math_fsdp2.py --model "$MODEL" --runs "$(dirname "$OUT")" --name "$(basename "$OUT")" \
+    --max-seq-len "$MAX_SEQ_LEN" \
     --server "$SERVER" --control-token "$TOKEN" --resume "$@" &
 TRAINER_PID=$!
 

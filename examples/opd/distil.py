@@ -16,7 +16,6 @@ No reward is used anywhere. For a task of your own, replace `Question` and `QUES
 
 import asyncio
 import copy
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,37 +24,21 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from ludic.agents import Agent
-from ludic.batch_gen import (
-    PrivilegedTeacher,
-    RolloutBatchSource,
-    RolloutEngine,
-    TeacherAnnotatedBatchSource,
-    hint_first,
-    make_dataset_sequence_requests_fn,
-)
-from ludic.context import FullDialog
+from ludic.batch_gen import PrivilegedTeacher, RolloutBatchSource, TeacherAnnotatedBatchSource, hint_first
+from ludic.cli.script import run_script
 from ludic.distributed import SharedWeightsPublisher
 from ludic.envs import SingleAgentEnv
 from ludic.inference import HFChatTemplate, LocalTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
-from ludic.interaction import SingleAgentProtocol
 from ludic.models.loading import LoadedModel, load_model
 from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.models.tiny import character_tokenizer, tiny_llama
-from ludic.parsers import ParseResult
-from ludic.training import RLAlgorithm, Trainer, TrainerConfig, make_opd
+from ludic.run import build
+from ludic.run.parts import make_algorithm, make_episode_setup, make_source
+from ludic.run.resolve import ResolvedRun
+from ludic.training import Trainer, make_opd
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.types import (
-    BatchSource,
-    ConfigError,
-    InferenceSpec,
-    LudicError,
-    ReturnSpec,
-    SamplingParams,
-    SAWItem,
-    StepOutcome,
-)
+from ludic.types import BatchSource, ConfigError, SAWItem, StepOutcome
 
 TOPICS = (
     "the sun", "bread", "rivers", "cats", "winter", "music", "the moon", "trees", "trains", "coffee", "the sea", "books",
@@ -95,18 +78,17 @@ class Settings:
     temperature: float = 1.0
     lr: float = 3e-4
     eval_every: int = 4
-    """Steps between two looks at questions that are not trained on."""
+    """Steps between two evaluations on questions that are not trained on."""
     eval_replies: int = 8
-    threads: int | None = None
     seed: int = 0
 
 
 class Question(SingleAgentEnv):
     """One question; whatever is said ends the episode, and nothing is paid."""
 
-    def __init__(self, question: str) -> None:
+    def __init__(self, sample: str) -> None:
         super().__init__()
-        self.question = question
+        self.question = sample
 
     @property
     def suggested_sysprompt(self) -> None:
@@ -163,89 +145,60 @@ def keep_layers(model: Any, count: int) -> None:
 def main(settings: Settings) -> None:
     if settings.self_distillation and settings.kl != "sampled":
         settings = replace(settings, kl="sampled")
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     teacher = load_teacher(settings)
     student = make_student(teacher, settings)
     teacher.model.requires_grad_(False)
     engine = LocalEngine(student.model, student.tokenizer, max_model_len=256, seed=settings.seed)
-    try:
-        asyncio.run(distil(teacher, student, engine, settings))
-    finally:
-        engine.close()
-
-
-async def distil(teacher: LoadedModel, student: LoadedModel, engine: LocalEngine, settings: Settings) -> None:
-    algorithm = make_opd(kl=settings.kl, top_k=settings.top_k)
-    rollouts = batches(TRAINED_ON, settings.replies, engine, algorithm, settings)
-    held_out = batches(HELD_OUT, settings.eval_replies, engine, algorithm, settings)
     scorer = LocalEngine(teacher.model, teacher.tokenizer, max_model_len=256) if settings.kl == "sampled" else None
     try:
-        trainer = Trainer(
-            model=student.model,
-            algo=algorithm,
-            batch_source=rollouts if scorer is None else scored(rollouts, scorer, student, settings),
-            cfg=TrainerConfig(
-                lr=settings.lr, weight_decay=0.0, max_seq_len=256, micro_token_budget=1024, seed=settings.seed
-            ),
-            publisher=SharedWeightsPublisher(engine),
-            teacher=teacher if scorer is None else None,
-            tokenizer=student.tokenizer,
-        )
-        watched = held_out if scorer is None else scored(held_out, scorer, student, settings)
-        await follow(trainer, watched, teacher, settings)
+        asyncio.run(distil(teacher, student, engine, scorer, settings))
     finally:
-        if scorer is not None:
-            scorer.close()
+        for each in (engine, scorer):
+            if each is not None:
+                each.close()
 
 
-def batches(
-    questions: Sequence[str], count: int, engine: LocalEngine, algorithm: RLAlgorithm, settings: Settings
-) -> RolloutBatchSource:
+async def distil(
+    teacher: LoadedModel, student: LoadedModel, engine: LocalEngine, scorer: LocalEngine | None, settings: Settings
+) -> None:
+    rollouts: BatchSource = replies(TRAINED_ON, settings.replies, engine, settings)
+    held_out: BatchSource = replies(HELD_OUT, settings.eval_replies, engine, settings)
+    if scorer is not None:
+        rollouts, held_out = (scored(source, scorer, student, settings) for source in (rollouts, held_out))
+    run = make_run(TRAINED_ON, settings.replies, settings)
+    trainer = Trainer(
+        model=student.model,
+        algo=make_algorithm(run),
+        batch_source=rollouts,
+        cfg=run.trainer,
+        publisher=SharedWeightsPublisher(engine),
+        teacher=teacher if scorer is None else None,
+        tokenizer=student.tokenizer,
+    )
+    await follow(trainer, held_out, teacher, settings)
+
+
+def make_run(questions: Sequence[str], count: int, settings: Settings) -> ResolvedRun:
+    """The settings of a run; training and evaluation differ in the questions."""
+    return build(
+        env=Question, data=questions, algo=make_opd(kl=settings.kl, top_k=settings.top_k), rollouts_per_update=count,
+        temperature=settings.temperature, max_steps=1, max_tokens=settings.max_tokens, cut_off="read", max_seq_len=256,
+        micro_token_budget=1024, lr=settings.lr, weight_decay=0.0, seed=settings.seed,
+    ).resolved  # fmt: skip
+
+
+def replies(questions: Sequence[str], count: int, engine: LocalEngine, settings: Settings) -> RolloutBatchSource:
     """The student's own replies."""
-    template = HFChatTemplate(engine.tokenizer)
-    return RolloutBatchSource(
-        RolloutEngine(
-            env_registry={"question": Question},
-            protocol_registry={"single": lambda: protocol(engine, template)},
-            seed=settings.seed,
-        ),
-        requests_fn=make_dataset_sequence_requests_fn(
-            list(questions),
-            batch_size=count,
-            env_kind="question",
-            env_kwargs_fn=lambda question: {"question": question},
-            protocol_kind="single",
-            inference=InferenceSpec(
-                sampling=SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
-                return_=ReturnSpec.for_rl(),
-            ),
-            request_meta_fn=lambda index, question: {"hint": settings.hint},
-            rng_seed=settings.seed,
-        ),
-        algorithm=algorithm,
-        max_steps=1,
-        concurrency=64,
-    )
-
-
-def protocol(engine: LocalEngine, template: HFChatTemplate) -> SingleAgentProtocol:
-    agent = Agent(
-        client=engine,
-        model="student",
-        ctx=FullDialog(),
-        parser=lambda text: ParseResult(action=text or " ", reward=0.0, obs=None),
-        chat_template=template,
-        reject_incomplete_completions=False,  # replies are cut off on purpose
-    )
-    return SingleAgentProtocol(agent)
+    run, template = make_run(questions, count, settings), HFChatTemplate(engine.tokenizer)
+    setup = make_episode_setup(run.config.env, run.config.agent, run.env, engine, template, "student", run.parts)
+    return make_source(run, setup, make_algorithm(run), jsonl_path=None)
 
 
 def scored(rollouts: BatchSource, scorer: LocalEngine, student: LoadedModel, settings: Settings) -> BatchSource:
     """With the teacher's log-prob of every token."""
     teacher = LocalTeacher(scorer)
     who = (
-        PrivilegedTeacher(teacher, hint_first(HFChatTemplate(student.tokenizer)))
+        PrivilegedTeacher(teacher, hint_first(HFChatTemplate(student.tokenizer), lambda item: settings.hint))
         if settings.self_distillation
         else teacher
     )
@@ -283,7 +236,4 @@ def sampled_kl(items: Sequence[SAWItem]) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Settings, description=__doc__))
-    except LudicError as mistake:
-        sys.exit(f"distil: {mistake}")
+    run_script(lambda args: main(tyro.cli(Settings, args=args, description=__doc__)))

@@ -15,7 +15,6 @@ The warm-up teaches the base what a legal move is, from games of random legal pl
 
 import asyncio
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from ludic.batch_gen import (
     assign_roles,
     make_dataset_sequence_requests_fn,
 )
+from ludic.cli.script import run_script
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
 from ludic.envs.tic_tac_toe.board import CELLS, FREE, MARKS, OTHER, position
@@ -63,7 +63,6 @@ from ludic.types import (
     ConfigError,
     EnvSpec,
     InferenceSpec,
-    LudicError,
     ProtocolSpec,
     Reducer,
     ReturnSpec,
@@ -111,7 +110,7 @@ class Settings:
     gamma: float = 0.7
     """How much a move is credited for what came one move later: a blunder is mostly the last move's fault."""
     kl: float = 0.02
-    """Weight of the distance from the base: whoever is sure of its move too soon learns no other."""
+    """Weight of the distance from the base: a player that is sure of its move too soon learns no other."""
     league: bool = False
     """Every other game is played against a past version of the opponent instead of the present one."""
     snapshot_every: int = 20
@@ -120,7 +119,19 @@ class Settings:
     """Of every pair in the table, in each of the two seatings."""
 
 
-def main(settings: Settings) -> None:
+def main(args: list[str]) -> int:
+    settings = tyro.cli(Settings, args=args, description=__doc__)
+    try:
+        self_play(settings)
+    except KeyboardInterrupt:
+        print(
+            f"Stopped. To go on: the same command with {'--resume' if (settings.out / 'base').exists() else 'a new --out'}."
+        )
+        return 130
+    return 0
+
+
+def self_play(settings: Settings) -> None:
     use_fastest_num_threads()
     base = warm_up(settings)
     table = Table(settings, base)
@@ -156,7 +167,7 @@ class Lines:
 
 
 def warm_up(settings: Settings) -> LoadedModel:
-    """The base model, which both players share and nobody changes any more."""
+    """The base model, which both players share; it is not trained any more."""
     saved = settings.out / "base"
     if settings.resume:
         if not (saved / "config.json").exists():
@@ -213,9 +224,7 @@ def agent_maker(tokenizer: Any) -> Any:
             client=client,
             model=name,
             ctx=FullDialog(),
-            parser=lambda text: ParseResult(
-                action=text or "nothing", reward=0.0, obs=None
-            ),  # nonsense is an illegal move
+            parser=lambda text: ParseResult(text or "nothing", 0.0, None),  # nonsense is an illegal move
             chat_template=template,
             reject_incomplete_completions=False,
         )
@@ -318,7 +327,7 @@ class Table:
     # --- who is better? -----------------------------------------------------------------------------------------
 
     async def rate(self) -> None:
-        """Everybody who ever was, against everybody, in both seats."""
+        """Every version in the leagues against every other, in both seats."""
         players = [f"past_{name}@{version}" for name, league in self.leagues.items() for version in league.versions]
         requests = round_robin(
             GAME, [*players, "random", "perfect"], SEATS, num_games=self.settings.rating_games, seed=self.settings.seed
@@ -347,15 +356,4 @@ def legal_share(rollouts: Sequence[Rollout]) -> Estimate:
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Settings, description=__doc__)
-    try:
-        main(chosen)
-    except LudicError as mistake:
-        sys.exit(f"self_play: {mistake}")
-    except KeyboardInterrupt:
-        again = [word for word in sys.argv if word != "--resume"]
-        if (chosen.out / "base").exists():
-            print(f"Stopped. To go on: {sys.executable} {' '.join([*again, '--resume'])}")
-        else:
-            print(f"Stopped in the warm-up, which is not kept. To begin again: {sys.executable} {' '.join(again)}")
-        sys.exit(130)
+    run_script(main)

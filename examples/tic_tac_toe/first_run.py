@@ -1,7 +1,8 @@
 """The first five minutes: a language model of half a million parameters learns tic-tac-toe on this machine's CPU.
 
 Shows: the whole way with the classes that a GPU run uses: a model from a config, supervised warm-up on generated games, GRPO
-       with the embedded engine that serves the very weights being trained, evaluation with confidence intervals.
+       with the embedded engine that serves the very weights being trained, evaluation with confidence intervals. What
+       `ludic.run` puts together elsewhere is written out here.
 Needs: nothing but this repository: no GPU, no server, no hub. `make train` runs it.
 Takes: four minutes on two cores.
 
@@ -16,70 +17,57 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 from display import Display
-from game import Game
-from generate_synth_data import Settings as SynthSettings
-from generate_synth_data import play_one
+from game import MAX_MOVES, play_scripted, protocol
 
 from ludic.batch_gen import OfflineBatchSource, RolloutBatchSource, RolloutEngine, make_dataset_sequence_requests_fn
+from ludic.cli.script import run_script
 from ludic.distributed import SharedWeightsPublisher
+from ludic.envs.tic_tac_toe import TicTacToeEnv
 from ludic.eval import Estimate, evaluate, share_estimate
 from ludic.inference import HFChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
-from ludic.training import (
-    CheckpointConfig,
-    JSONLLogger,
-    TeeLogger,
-    Trainer,
-    TrainerConfig,
-    make_grpo,
-    make_sft,
-)
+from ludic.training import CheckpointConfig, JSONLLogger, TeeLogger, Trainer, TrainerConfig, make_grpo, make_sft
 from ludic.training.schedules import LRSchedule
 from ludic.types import (
     ConfigError,
+    EnvSpec,
     InferenceSpec,
-    LudicError,
+    ProtocolSpec,
     Reducer,
     ReturnSpec,
+    RolloutRequest,
     SamplingParams,
     save_rollouts,
 )
 
 MODEL = Path(__file__).parent / "tiny" / "config.json"
-GAME = Game(agent_starts_as="x", view="compact")
-MAX_TOKENS = 3
-TRAINING = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS), return_=ReturnSpec.for_rl())
-MEASURING = InferenceSpec(sampling=SamplingParams(temperature=0.6, max_tokens=MAX_TOKENS))
+GAME: dict[str, Any] = {"agent_starts": True, "opponent": "random", "view": "compact"}
+TRAINING = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=3), return_=ReturnSpec.for_rl())
+EVALUATION = InferenceSpec(sampling=SamplingParams(temperature=0.6, max_tokens=3))
 SYNTH_SEEDS, EVAL_SEEDS, NUM_TRAIN_SEEDS = 2_000_000, 1_000_000, 1_000_000
 """Three sets of games that share none."""
-COSTS = {"Generating games": 4, "Warm-up": 30, "Playing before RL": 2, "GRPO": 62, "Playing after RL": 2}
-SETTINGS = "settings.json"
-REDUCERS = {
+RESULTS = {
     f"{name}_rate": Reducer(
         "count_true", "result", transform=lambda value, name=name: value == name, normalize_by="rollouts"
     )
     for name in ("win", "draw", "loss")
-} | {"illegal_rate": Reducer("count_true", "illegal_move", normalize_by="rollouts")}
+}
+REDUCERS = RESULTS | {"illegal_rate": Reducer("count_true", "illegal_move", normalize_by="rollouts")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The budget of the run; what is not here is in the code below, to be changed there."""
 
-    out: Path = Path("runs/first_run")
-    """The run's folder; if there is one already, a number is added."""
-    resume: Path | None = None
-    """Go on with the run in this folder, with the settings that it began with."""
     seed: int = 1
     synth_games: int = 3000
     """Games of random legal play to warm up on."""
@@ -92,51 +80,60 @@ class Settings:
     eval_games: int = 500
 
 
-OWN = {field.name for field in fields(Settings)} - {"out", "resume"}
-"""What makes a run this run."""
+def main(settings: Settings, *, out: Path = Path("runs/first_run"), resume: Path | None = None) -> int:
+    """Args:
+    out: The run's folder; if there is one already, a number is added.
+    resume: Go on with the run in this folder, with the settings that it began with.
+    """
+    settings, folder = run_folder(settings, out, resume)
+    try:
+        first_run(settings, folder)
+    except KeyboardInterrupt:
+        print(f"Stopped. To go on: {sys.executable} {sys.argv[0]} --resume {folder}")
+        return 130
+    return 0
 
 
-def main(settings: Settings, folder: Path) -> None:
+def run_folder(given: Settings, out: Path, resume: Path | None) -> tuple[Settings, Path]:
+    """Where the run is written, and the settings that it began with. An earlier run is never overwritten."""
+    if resume is None:
+        folder, number = out, 1
+        while folder.exists():
+            number += 1
+            folder = out.with_name(f"{out.name}-{number}")
+        folder.mkdir(parents=True)
+        (folder / "settings.json").write_text(json.dumps(asdict(given)))
+        return given, folder
+    if not (resume / "settings.json").is_file():
+        raise ConfigError(f"There is no run in {resume} to resume.")
+    own, usual = json.loads((resume / "settings.json").read_text()), asdict(Settings())
+    changed = [name for name, value in asdict(given).items() if value not in (usual[name], own[name])]
+    if changed:
+        raise ConfigError(f"A run goes on as it began; {', '.join(changed)} cannot be changed with --resume.")
+    return Settings(**own), resume
+
+
+def first_run(settings: Settings, folder: Path) -> None:
     began = time.perf_counter()
-    with Display(COSTS) as display:
+    with Display() as display:
         policy = warm_up(settings, folder, display)
         server = LocalEngine(policy.model, policy.tokenizer, max_model_len=128, max_sequences=256, kv_tokens=65536)
+        template = HFChatTemplate(server.tokenizer)
+        engine = RolloutEngine(protocol_registry={"player": lambda: protocol(server, template)})
         try:
-            before = measured("Playing before RL", settings, server, folder / "before.json", display)
-            trainer = make_trainer(settings, policy, server, folder, display)
+            display.begin("Playing before RL", settings.eval_games)
+            before = results(settings, engine, folder / "before.json")
+            trainer = make_trainer(settings, policy, server, engine, folder, display)
             display.begin("GRPO", settings.updates, num_done=trainer.step)
             trainer.train_sync(settings.updates - trainer.step)
             if trainer.stop.is_set:
                 raise KeyboardInterrupt
-            after = measured("Playing after RL", settings, server, folder / "after.json", display)
+            display.begin("Playing after RL", settings.eval_games)
+            after = results(settings, engine, folder / "after.json")
         finally:
             server.close()
-    for line in statement(settings, folder, trainer, before, after, time.perf_counter() - began):
-        display.say(line)
-
-
-def run_folder(settings: Settings) -> tuple[Settings, Path]:
-    """Where the run is written, and the settings it has: those that it began with. An earlier run is never written over."""
-    if settings.resume is not None:
-        return resumed(settings, settings.resume), settings.resume
-    folder, number = settings.out, 1
-    while folder.exists():
-        number += 1
-        folder = settings.out.with_name(f"{settings.out.name}-{number}")
-    folder.mkdir(parents=True)
-    (folder / SETTINGS).write_text(json.dumps({name: value for name, value in asdict(settings).items() if name in OWN}))
-    return settings, folder
-
-
-def resumed(given: Settings, folder: Path) -> Settings:
-    if not (folder / SETTINGS).is_file():
-        raise ConfigError(f"There is no run in {folder} to resume.")
-    settings = Settings(**json.loads((folder / SETTINGS).read_text()))
-    usual = asdict(Settings())
-    changed = [n for n, v in asdict(given).items() if n in OWN and v not in (usual[n], asdict(settings)[n])]
-    if changed:
-        raise ConfigError(f"A run goes on as it began; {', '.join(changed)} cannot be changed with --resume.")
-    return settings
+    assert trainer.checkpointer is not None, "it was given a checkpoint_config"
+    display.say(statement(before, after, settings, folder, trainer.checkpointer.latest(), time.perf_counter() - began))
 
 
 # --- warm-up: what is a legal move? -----------------------------------------------------------------------------
@@ -148,19 +145,21 @@ def warm_up(settings: Settings, folder: Path, display: Display) -> LoadedModel:
         use_fastest_num_threads()
         return load_model(str(saved), dtype=torch.float32, device="cpu")
     policy = load_model(str(MODEL), dtype=torch.float32, device="cpu", seed=settings.seed)
-    num_threads = use_fastest_num_threads()
-    num_parameters = sum(weight.numel() for weight in policy.model.parameters())
+    num_threads, num_parameters = use_fastest_num_threads(), sum(weight.numel() for weight in policy.model.parameters())
     display.say(f"A Llama of {num_parameters:,} random parameters, on {num_threads} CPU thread(s). Folder: {folder}")
-    games = synth_games(settings, policy.tokenizer, folder / "games.jsonl", display)
+    games, metrics = folder / "games.jsonl", folder / "warm_up.jsonl"
+    for path in (games, metrics):
+        path.unlink(missing_ok=True)  # of an earlier try
+    display.begin("Generating games", settings.synth_games)
+    asyncio.run(play_at_random(settings, policy.tokenizer, games, display))
     algo = make_sft(length_normalize=True)
-    (folder / "warm_up.jsonl").unlink(missing_ok=True)  # of an earlier try
     display.begin("Warm-up", settings.warm_up_steps, shown=("nll", "tokens/s"))
     trainer = Trainer(
         model=policy.model,
         algo=algo,
         batch_source=OfflineBatchSource(games, algorithm=algo, batch_size=32, seed=settings.seed, chunk_rollouts=4096),
         cfg=train_config(settings, lr=3e-3, num_steps=settings.warm_up_steps),
-        train_logger=TeeLogger(JSONLLogger(folder / "warm_up.jsonl"), display),
+        train_logger=TeeLogger(JSONLLogger(metrics), display),
     )
     trainer.train_sync(settings.warm_up_steps)
     if trainer.stop.is_set:
@@ -171,33 +170,19 @@ def warm_up(settings: Settings, folder: Path, display: Display) -> LoadedModel:
     return policy
 
 
-def synth_games(settings: Settings, tokenizer: Any, path: Path, display: Display) -> Path:
+async def play_at_random(settings: Settings, tokenizer: Any, path: Path, display: Display) -> None:
     """Games of a player that plays any legal move, in the model's own tokens."""
-    synth = SynthSettings(player="random", agent_starts_as=GAME.agent_starts_as, view=GAME.view)
-    template = HFChatTemplate(tokenizer)
-    display.begin("Generating games", settings.synth_games)
-
-    async def play() -> None:
-        games = []
-        for index in range(settings.synth_games):
-            games.append(await play_one(synth, SYNTH_SEEDS + index, template, tokenizer))
-            if index % 100 == 99:
-                display.advance(100)
-        save_rollouts(games, path)
-
-    path.unlink(missing_ok=True)
-    asyncio.run(play())
-    return path
+    template, games = HFChatTemplate(tokenizer), []
+    for index in range(settings.synth_games):
+        games.append(await play_scripted(TicTacToeEnv(**GAME), "random", SYNTH_SEEDS + index, template, tokenizer))
+        display.count(1)
+    save_rollouts(games, path)
 
 
 def train_config(settings: Settings, *, lr: float, num_steps: int) -> TrainerConfig:
+    schedule = LRSchedule("cosine", num_steps // 20, num_steps, min_ratio=0.05)
     return TrainerConfig(
-        lr=lr,
-        lr_schedule=LRSchedule("cosine", num_steps // 20, num_steps, min_ratio=0.05),
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        max_seq_len=128,
-        seed=settings.seed,
+        lr=lr, lr_schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0, max_seq_len=128, seed=settings.seed
     )
 
 
@@ -205,23 +190,23 @@ def train_config(settings: Settings, *, lr: float, num_steps: int) -> TrainerCon
 
 
 def make_trainer(
-    settings: Settings, policy: LoadedModel, server: LocalEngine, folder: Path, display: Display
+    settings: Settings, policy: LoadedModel, server: LocalEngine, engine: RolloutEngine, folder: Path, display: Display
 ) -> Trainer:
     algo = make_grpo(group_size=settings.group_size)
     source = RolloutBatchSource(
-        player(server),
+        engine,
         requests_fn=make_dataset_sequence_requests_fn(
             range(NUM_TRAIN_SEEDS),
             batch_size=settings.groups,
             group_size=settings.group_size,
             env_kind="tic_tac_toe",
-            env_kwargs_fn=GAME.env_kwargs,
+            env_kwargs_fn=lambda _: GAME,
             protocol_kind="player",
             inference=TRAINING,
             rng_seed=settings.seed,
         ),
         algorithm=algo,
-        max_steps=GAME.max_steps_per_episode,
+        max_steps=MAX_MOVES,
         concurrency=256,
     )
     checkpoints, metrics = folder / "checkpoints", folder / "metrics.jsonl"
@@ -241,65 +226,53 @@ def make_trainer(
     )
 
 
-def player(server: LocalEngine) -> RolloutEngine:
-    return GAME.rollout_engine(server, server.tokenizer)
-
-
 # --- evaluation -------------------------------------------------------------------------------------------------
 
-RATES = ("win_rate", "draw_rate", "loss_rate", "illegal_move_rate", "parse_error_rate")
-LABELS = ("win", "draw", "loss", "illegal move", "unreadable")
+LABELS = {
+    "win_rate": "win", "draw_rate": "draw", "loss_rate": "loss", "illegal_move_rate": "illegal move",
+    "parse_error_rate": "unreadable",
+}  # fmt: skip
 
 
-def measured(phase: str, settings: Settings, server: LocalEngine, path: Path, display: Display) -> dict[str, Estimate]:
+def results(settings: Settings, engine: RolloutEngine, path: Path) -> dict[str, Estimate]:
     """The shares of results on the same held-out games; kept in a file, so that a resumed run need not play them again."""
-    display.begin(phase, settings.eval_games)
     if not path.exists():
-        report = asyncio.run(
-            evaluate(
-                player(server),
-                GAME.requests(range(EVAL_SEEDS, EVAL_SEEDS + settings.eval_games), MEASURING),
-                max_steps=GAME.max_steps_per_episode,
-                concurrency=256,
-                on_rollouts=lambda rollouts: display.advance(len(rollouts)),
-            )
+        request = RolloutRequest(
+            env=EnvSpec("tic_tac_toe", GAME), protocol=ProtocolSpec("player"), inference=EVALUATION
         )
+        seeds = range(EVAL_SEEDS, EVAL_SEEDS + settings.eval_games)
+        requests = [replace(request, env_seed=seed, sampling_seed=seed) for seed in seeds]
+        report = asyncio.run(evaluate(engine, requests, max_steps=MAX_MOVES, concurrency=256))
         unreadable = share_estimate([float(outcome.has_parse_error) for outcome in report.outcomes])
         nothing = share_estimate([0.0] * settings.eval_games)  # a rate that no game got far enough for
-        found = {name: report.estimates.get(name, nothing) for name in RATES} | {"parse_error_rate": unreadable}
+        found = {name: report.estimates.get(name, nothing) for name in LABELS} | {"parse_error_rate": unreadable}
         path.write_text(json.dumps({name: [e.mean, e.low, e.high] for name, e in found.items()}))
     return {name: Estimate(*numbers) for name, numbers in json.loads(path.read_text()).items()}
 
 
 def statement(
-    settings: Settings,
-    folder: Path,
-    trainer: Trainer,
     before: dict[str, Estimate],
     after: dict[str, Estimate],
+    settings: Settings,
+    folder: Path,
+    saved: Path | None,
     seconds: float,
-) -> Sequence[str]:
-    num_games = settings.eval_games
-    saved = trainer.checkpointer.latest() if trainer.checkpointer is not None else None
-    return [
-        "",
-        f"{num_games} games as X against a random opponent, before and after {trainer.step} updates of GRPO:",
-        "",
-        "                 warm-up only              after RL",
-        *(
-            f"  {label:12}  {shown(before[name])}    {shown(after[name])}"
-            for label, name in zip(LABELS, RATES, strict=True)
-        ),
-        "",
-        f"[bold]Win rate {before['win_rate'].mean:.1%} → {after['win_rate'].mean:.1%}[/bold], "
-        f"illegal moves {before['illegal_move_rate'].mean:.1%} → {after['illegal_move_rate'].mean:.1%}, "
-        f"in {seconds / 60:.1f} minutes. In brackets: 95 % confidence intervals.",
-        f"Run folder: {folder} (metrics.jsonl, checkpoints, the games of the warm-up)",
-        "Next, in .venv/bin:",
-        f"  ludic eval tic_tac_toe --set view=compact --model {folder}/warm_up --model {saved}",
-        "  ludic play tic_tac_toe",
-        "  ludic train --help",
-    ]
+) -> str:
+    rows = "\n".join(f"  {label:12}  {shown(before[name])}    {shown(after[name])}" for name, label in LABELS.items())
+    won, illegal = ([f"{e[name].mean:.1%}" for e in (before, after)] for name in ("win_rate", "illegal_move_rate"))
+    return f"""
+{settings.eval_games} games as X against a random opponent, before and after {settings.updates} updates of GRPO:
+
+                 warm-up only              after RL
+{rows}
+
+[bold]Win rate {" → ".join(won)}[/bold], illegal moves {" → ".join(illegal)}, in {seconds / 60:.1f} minutes. \
+In brackets: 95 % confidence intervals.
+Run folder: {folder} (metrics.jsonl, checkpoints, the games of the warm-up)
+Next, in .venv/bin:
+  ludic eval tic_tac_toe --set view=compact --model {folder}/warm_up --model {saved}
+  ludic play tic_tac_toe
+  ludic train --help"""
 
 
 def shown(estimate: Estimate) -> str:
@@ -307,12 +280,4 @@ def shown(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Settings, description=__doc__)
-    try:
-        settings, folder = run_folder(chosen)
-        main(settings, folder)
-    except LudicError as mistake:
-        sys.exit(f"first_run: {mistake}")
-    except KeyboardInterrupt:
-        print(f"Stopped. To go on: {sys.executable} {sys.argv[0]} --resume {folder}")
-        sys.exit(130)
+    run_script(lambda args: tyro.cli(main, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))

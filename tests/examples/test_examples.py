@@ -27,6 +27,7 @@ BUDGET_S = 30
 # One core is what is sure; a shared machine can be several times slower than its clock.
 PATIENCE_S = 4 * BUDGET_S
 GAME = ["--view", "compact"]
+RL = "tic_tac_toe/train_tic_tac_toe.py"
 
 
 def begin(script: str, *arguments: object) -> forked.Forked:
@@ -88,8 +89,8 @@ def games(tmp_path_factory) -> tuple[Path, str]:
 def taught(player, games, tmp_path_factory) -> tuple[Path, str]:
     """(run folder after SFT, what was printed)."""
     out = tmp_path_factory.mktemp("sft") / "run"
-    settings = ["--batch-size", 32, "--epochs", 4, "--lr", 5e-3, "--max-seq-len", 256, "--log-every", 1]
-    printed = run("tic_tac_toe/sft_tic_tac_toe.py", "--data", games[0], "--model", player, "--out", out, *settings)
+    settings = ["--batch-size", 32, "--epochs", 4, "--lr", 5e-3, "--max-seq-len", 256]
+    printed = run("sft.py", "--data", games[0], "--model", player, "--out", out, *settings)
     return out, printed
 
 
@@ -97,15 +98,14 @@ def taught(player, games, tmp_path_factory) -> tuple[Path, str]:
 def trained(taught, tmp_path_factory) -> tuple[Path, str]:
     """(run folder after two steps of RL, what was printed)."""
     out = tmp_path_factory.mktemp("rl") / "run"
-    return out, run("tic_tac_toe/train_tic_tac_toe.py", *rl_settings(taught[0], out), "--train-steps", 2)
+    return out, run(RL, *rl_settings(taught[0], out), "--steps", 2)
 
 
 def rl_settings(sft: Path, out: Path) -> list[object]:
-    latest = json.loads((sft / "checkpoints" / "latest.json").read_text())["path"]
     return [
-        "--model", sft / "checkpoints" / latest, "--out", out, *GAME, "--rollouts-per-update", 16, "--group-size", 4,
-        "--max-completion-tokens", 4, "--max-seq-len", 256, "--eval-every", 2, "--eval-episodes", 20,
-        "--checkpoint-every", 1, "--rollout-log", out / "rollouts.jsonl",
+        "--model", sft, "--runs", out.parent, "--name", out.name, "--set", "view=compact", "--rollouts-per-update", 16,
+        "--group-size", 4, "--max-tokens", 4, "--max-seq-len", 256, "--eval-every", 2, "--eval-episodes", 20,
+        "--checkpoint-every", 1, "--logger", "print",
     ]  # fmt: skip
 
 
@@ -123,35 +123,35 @@ def test_sft_learns_to_name_cells(taught):
     out, printed = taught
     losses = [row["train/nll_mean"] for row in metrics(out)]
     assert losses[-1] < losses[0] / 2
-    assert re.search(r"\d+ games, \d+ moves: \d+ steps of 32", printed)
+    assert re.search(r"\d+ rollouts, \d+ replies: \d+ steps of 32", printed)
     assert f"The model is in {out}/checkpoints/step_{len(losses):06d}" in printed
 
 
-def test_train_writes_metrics_checkpoints_games_and_a_whole_model(trained):
+def test_train_writes_metrics_checkpoints_and_games(trained):
     out, printed = trained
     rows = metrics(out)
     assert [row["step"] for row in rows if "train/avg_total_reward" in row] == [1, 2]
     assert [row["step"] for row in rows if "eval/win_rate" in row] == [0, 2]
     assert (out / "checkpoints" / "step_000002" / "adapter_model.safetensors").exists()
-    played = list(load_rollouts(out / "rollouts.jsonl"))
+    played = list(load_rollouts(out / "rollouts" / "from_step_000000.jsonl.gz"))
     assert len(played) == 32 and all(step.trace.completion_logprobs is not None for step in played[0].agent_steps)
-    assert (out / "model" / "model.safetensors").exists() and (out / "model" / "tokenizer.json").exists()
-    assert not (out / "model" / "adapter_config.json").exists()
-    assert "eval/illegal_move_rate" in printed and f"The model is in {out}/model" in printed
+    assert {rollout.env_steps[0].prev_obs.split()[0] for rollout in played if rollout.env_steps} == {"X", "O"}
+    assert "eval/illegal_move_rate" in printed and f"Run folder: {out}" in printed
 
 
 def test_train_goes_on_where_it_stopped_and_starts_over_nothing(taught, trained):
     out, _ = trained
     again = rl_settings(taught[0], out)
-    assert "There is a run in" in refusal("tic_tac_toe/train_tic_tac_toe.py", *again)
-    run("tic_tac_toe/train_tic_tac_toe.py", *again, "--train-steps", 3, "--resume")
+    refused = refusal(RL, *again, "--steps", 2)
+    assert "2 updates of it saved" in refused and "train_tic_tac_toe.py" in refused and "--resume` goes on" in refused
+    run(RL, *again, "--steps", 3, "--resume")
     steps = [row["step"] for row in metrics(out) if "train/avg_total_reward" in row]
     assert steps == [1, 2, 3]
 
 
 def test_eval_compares_models_on_the_same_games(player, trained, tmp_path):
     printed = run(
-        "tic_tac_toe/eval_tic_tac_toe.py", "--model", player, trained[0] / "model", *GAME, "--max-tokens", 4,
+        "tic_tac_toe/eval_tic_tac_toe.py", "--model", player, trained[0], *GAME, "--max-tokens", 4,
         "--episodes", 40, "--out", tmp_path / "games.jsonl",
     )  # fmt: skip
     rates = {
@@ -173,21 +173,10 @@ def test_eval_compares_models_on_the_same_games(player, trained, tmp_path):
 
 def test_perfect_play_is_optimal_throughout_and_random_play_is_not(games, tmp_path, monkeypatch):
     script = load("tic_tac_toe/eval_tic_tac_toe.py", monkeypatch)
-    settings = script.Settings(view="compact")
-    assert {script.optimal_share(settings, rollout) for rollout in load_rollouts(games[0])} == {1.0}
-    run(
-        "tic_tac_toe/generate_synth_data.py",
-        *GAME,
-        "--player",
-        "random",
-        "--keep",
-        "all",
-        "--episodes",
-        60,
-        "--output",
-        tmp_path / "r",
-    )
-    shares = [script.optimal_share(settings, rollout) for rollout in load_rollouts(tmp_path / "r")]
+    assert {script.optimal_share(rollout, "compact") for rollout in load_rollouts(games[0])} == {1.0}
+    flags = ["--player", "random", "--keep", "all", "--episodes", 60, "--output", tmp_path / "r"]
+    run("tic_tac_toe/generate_synth_data.py", *GAME, *flags)
+    shares = [script.optimal_share(rollout, "compact") for rollout in load_rollouts(tmp_path / "r")]
     assert 0.3 < sum(shares) / 60 < 0.9 and min(shares) < 0.5
 
 
@@ -196,29 +185,11 @@ def seeds_of(path: Path, per_model: int) -> tuple[list[int], list[int]]:
     return seeds[:per_model], seeds[per_model:]
 
 
-def test_a_model_can_generate_data_too(trained, tmp_path):
-    path = tmp_path / "games.jsonl"
-    arguments = [
-        "--player",
-        "model",
-        "--model",
-        trained[0] / "model",
-        "--max-tokens",
-        4,
-        "--episodes",
-        10,
-        "--keep",
-        "all",
-    ]
-    run("tic_tac_toe/generate_synth_data.py", *GAME, *arguments, "--output", path)
-    assert len(list(load_rollouts(path))) == 10
-
-
 async def test_rejection_sampling_keeps_what_earned_enough_in_tokens_that_train(trained, tmp_path):
     path = tmp_path / "kept.jsonl"
     printed = run(
-        "rejection_sampling.py", "--model", trained[0] / "model", "--env-args", '{"view": "compact"}', "--max-tokens", 4,
-        "--episodes", 40, "--min-reward", 0.0, "--output", path,
+        "rejection_sampling.py", "--model", trained[0], "--set", "view=compact", "--max-tokens", 4,
+        "--eval-episodes", 40, "--min-reward", 0.0, "--output", path,
     )  # fmt: skip
     kept = list(load_rollouts(path))
     assert f"kept {len(kept)} of 40" in printed and 0 < len(kept) < 40
@@ -293,96 +264,6 @@ def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another
     assert re.findall("^  win.*", again.stdout, re.MULTILINE) == re.findall("^  win.*", done.stdout, re.MULTILINE)
 
 
-# --- word problems ---
-
-
-@pytest.fixture(scope="module")
-def solver(tmp_path_factory) -> Path:
-    words = ["What", "is", "plus", "?", "the", "answer", "####", "2", "3", "4", "5", "6"]
-    return save_tiny(words, tmp_path_factory.mktemp("models") / "solver")
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    rows = [
-        {"question": f"What is {a} plus {b} ?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
-        for a in range(1, 4)
-        for b in range(1, 4)
-    ]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def schooled(solver, questions, tmp_path_factory) -> tuple[Path, str]:
-    out = tmp_path_factory.mktemp("gsm8k") / "run"
-    printed = run(
-        "gsm8k/train_gsm8k.py", "--model", solver, "--data", questions, "--eval-data", questions, "--out", out,
-        "--train-steps", 2, "--rollouts-per-update", 32, "--max-completion-tokens", 4, "--max-seq-len", 256,
-        "--eval-every", 2, "--lr", 1e-2,
-    )  # fmt: skip
-    return out, printed
-
-
-def test_train_gsm8k_learns_from_a_file_and_evaluates_on_another(schooled):
-    out, printed = schooled
-    rows = metrics(out)
-    assert "9 questions to train on, 9 held out" in printed
-    assert [row["step"] for row in rows if "train/avg_total_reward" in row] == [1, 2]
-    first, last = (row for row in rows if "eval/accuracy" in row)
-    assert (first["step"], last["step"]) == (0, 2) and first["eval/num_samples"] == 9
-    assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
-    assert (out / "model" / "model.safetensors").exists()
-
-
-def test_sft_gsm8k_learns_the_worked_solutions(solver, questions, tmp_path):
-    settings = [
-        "--model",
-        solver,
-        "--data",
-        questions,
-        "--epochs",
-        6,
-        "--batch-size",
-        9,
-        "--lr",
-        1e-2,
-        "--max-seq-len",
-        128,
-    ]
-    printed = run("gsm8k/sft_gsm8k.py", *settings, "--out", tmp_path / "run")
-    assert "9 of 9 solutions are graded right" in printed and "6 steps of 9" in printed
-    losses = [row["train/nll_mean"] for row in metrics(tmp_path / "run")]
-    assert losses[-1] < losses[0]
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-
-
-def test_a_question_may_hold_any_character_but_a_line_feed(tmp_path, monkeypatch):
-    module = load("gsm8k/questions.py", monkeypatch)
-    row = {"question": "one\u2028two\x85three", "answer": "#### 3"}
-    (tmp_path / "q.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    (sample,) = module.load_questions(tmp_path / "q.jsonl", "train")
-    assert sample["question"] == row["question"]
-
-
-def test_eval_gsm8k_counts_every_answer_and_goes_on_where_it_stopped(schooled, questions, tmp_path):
-    answers = tmp_path / "answers.jsonl"
-    arguments = [
-        "--model", schooled[0] / "model", "--data", questions, "--max-completion-tokens", 4, "--num-samples", 4,
-        "--temperature", 1.0, "--k", 1, 4, "--out", answers,
-    ]  # fmt: skip
-    printed = run("gsm8k/eval_gsm8k.py", *arguments)
-    assert "9 questions, 4 answers to each" in printed
-    rates = {name: float(value) for name, value in re.findall(r"^([\w@]+) +([\d.]+)", printed, flags=re.MULTILINE)}
-    assert rates["pass@1"] == rates["accuracy"] <= rates["pass@4"] and "majority@4" in rates
-    lines = answers.read_text().splitlines(keepends=True)
-    assert len(lines) == 36
-    answers.write_text("".join(lines[:20]))
-    assert run("gsm8k/eval_gsm8k.py", *arguments) == printed
-    assert len(answers.read_text().splitlines()) == 36
-
-
 # --- what can go wrong ---
 
 
@@ -400,29 +281,26 @@ def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("tic_tac_toe/train_tic_tac_toe.py", ["--group-size", "5"], "128 is not a multiple of --group-size 5"),
-        ("tic_tac_toe/sft_tic_tac_toe.py", ["--data", "nowhere.jsonl", "--out", "{new}"], "no games at nowhere.jsonl"),
-        ("tic_tac_toe/eval_tic_tac_toe.py", ["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),
-        ("tic_tac_toe/generate_synth_data.py", ["--output", "{here}"], "exists already"),
-        ("rejection_sampling.py", ["--env-args", "x", "--output", "{new}"], "--env-args 'x' is not JSON"),
-        ("rejection_sampling.py", ["--env-args", "[]", "--output", "{new}"], "is not a JSON object"),
+        (RL, ["--group-size", "5"], "128 is not a multiple of group_size = 5"),
+        ("rejection_sampling.py", ["--env", "gsm8k", "--output", "{new}"], "The env 'gsm8k' asks about samples"),
         ("rejection_sampling.py", ["--parser", "boxd", "--output", "{new}"], "Did you mean 'boxed'"),
-        ("gsm8k/train_gsm8k.py", ["--data", "nowhere.jsonl", "--out", "{new}"], "Cannot read --data nowhere.jsonl"),
-        ("gsm8k/train_gsm8k.py", ["--group-size", "7", "--out", "{new}"], "256 is not a multiple of --group-size 7"),
-        ("gsm8k/eval_gsm8k.py", ["--data", "{here}"], "Line 1 of {here} is not of the form"),
-        ("gsm8k/eval_gsm8k.py", ["--data", "{empty}"], "--data {empty} is empty"),
-        ("gsm8k/eval_gsm8k.py", ["--num-samples", "4"], "would be one answer many times"),
+        ("rejection_sampling.py", ["--output", "{here}"], "exists already"),
     ],
     ids=str,
 )
 def test_a_mistake_is_named_before_anything_is_computed(script, arguments, message, monkeypatch, tmp_path):
-    places = {name: tmp_path / f"{name}.jsonl" for name in ("here", "empty", "new")}
-    places["here"].write_text('{"question": "What is 1 plus 1 ?"}\n')
-    places["empty"].write_text("\n")
-    module = load(script, monkeypatch)
-    settings = module.tyro.cli(module.Settings, args=[argument.format(**places) for argument in arguments])
+    places = {name: tmp_path / f"{name}.jsonl" for name in ("here", "new")}
+    places["here"].write_text("")
+    arguments = [argument.format(**places) for argument in arguments]
     with pytest.raises(LudicError, match=re.escape(message.format(**places))):
-        module.main(settings)
+        load(script, monkeypatch).main(["--runs", str(tmp_path / "runs"), "--model", "tiny", *arguments])
+
+
+def test_a_missing_file_is_named_before_anything_is_computed(monkeypatch, tmp_path):
+    with pytest.raises(LudicError, match=re.escape("no rollouts at nowhere.jsonl")):
+        load("sft.py", monkeypatch).main(data=Path("nowhere.jsonl"), out=tmp_path / "new")
+    with pytest.raises(LudicError, match=re.escape("no GGUF file at nowhere.gguf")):
+        load("tic_tac_toe/eval_tic_tac_toe.py", monkeypatch).main(model=("nowhere.gguf",))
 
 
 def test_a_mistake_is_one_line_on_the_terminal(games):
@@ -433,7 +311,7 @@ def test_a_mistake_is_one_line_on_the_terminal(games):
 def test_questions_without_a_file_need_datasets_and_say_so(tmp_path):
     """A stand-in on the path is what a machine without the package looks like."""
     (tmp_path / "datasets.py").write_text("raise ImportError('no datasets here')\n")
-    process = forked.python(EXAMPLES / "gsm8k" / "eval_gsm8k.py", environment={"PYTHONPATH": str(tmp_path)})
+    process = forked.python(EXAMPLES / "gsm8k" / "solutions.py", environment={"PYTHONPATH": str(tmp_path)})
     _, errors = process.communicate(PATIENCE_S)
     assert process.returncode == 1 and "pip install 'ludic-rl[datasets] @ git" in errors and "--data" in errors
 

@@ -35,8 +35,9 @@ def problems(tmp_path_factory) -> Path:
 
 def train(problems: Path, out: Path, *arguments: object) -> tuple[int | None, str]:
     flags: list[object] = [
-        "--model", "tiny", "--engine", "local", "--device", "cpu", "--data", problems, "--out", out, "--parser", "final_number",
-        "--rollouts-per-update", 32, "--group-size", 8, "--concurrency", 32, "--max-completion-tokens", 32,
+        "--model", "tiny", "--engine", "local", "--device", "cpu", "--data", problems, "--parser", "final_number",
+        "--runs", out.parent, "--name", out.name, "--rollouts-per-update", 32, "--group-size", 8, "--concurrency", 32,
+        "--max-tokens", 32,
         "--max-seq-len", 512, "--micro-token-budget", 1024, "--lr", 1e-3, "--timeout-s", PATIENCE_S, *arguments,
     ]  # fmt: skip
     finished = forked.ranks(2, "examples.fsdp2_training.train_math_fsdp2", *map(str, flags), timeout_s=PATIENCE_S)
@@ -46,7 +47,7 @@ def train(problems: Path, out: Path, *arguments: object) -> tuple[int | None, st
 @pytest.fixture(scope="module")
 def trained(problems, tmp_path_factory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("runs") / "math"
-    code, output = train(problems, out, "--train-steps", 2, "--eval-data", problems, "--eval-every", 2)
+    code, output = train(problems, out, "--steps", 2, "--eval-data", problems, "--eval-every", 2, "--eval-at-start")
     assert code == 0, output[-6000:]
     return out, output
 
@@ -83,7 +84,7 @@ def test_the_written_model_is_the_trained_one(trained):
 
 def test_it_goes_on_where_it_stopped(trained, problems):
     out, _ = trained
-    code, output = train(problems, out, "--train-steps", 3, "--resume")
+    code, output = train(problems, out, "--steps", 3, "--resume")
     assert code == 0, output[-6000:]
     assert [row["step"] for row in metrics(out) if "train/loss" in row] == [1, 2, 3]
     assert (out / "model_step_000003" / "model.safetensors").exists()
@@ -110,32 +111,23 @@ def script() -> ModuleType:
 
 def test_one_process_is_sent_elsewhere(script, tmp_path):
     with pytest.raises(ConfigError, match="torchrun"):
-        script.main(script.Settings(device="cpu", out=tmp_path))
+        script.main(["--device", "cpu", "--runs", str(tmp_path)])
 
 
 def test_a_run_is_not_overwritten_but_gone_on_with(script, tmp_path):
     class TwoRanks(OneProcess):
         world_size = 2
 
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    def check(*arguments: str) -> None:
+        script.checked(*script.settings(["--runs", str(tmp_path), "--name", "run", *arguments]), TwoRanks())
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="There is a run in .* already"):
-        script.check(script.Settings(out=tmp_path), TwoRanks())
-    script.check(script.Settings(out=tmp_path, resume=True), TwoRanks())
-    with pytest.raises(ConfigError, match="not a multiple of --group-size 8"):
-        script.check(script.Settings(rollouts_per_update=100), TwoRanks())
-
-
-def test_problems_are_read_and_missing_ones_named(script, problems, tmp_path):
-    rows = script.load_problems(problems, "unused", limit=3)
-    assert [row["id"] for row in rows] == ["problems:0", "problems:1", "problems:2"]
-    with pytest.raises(ConfigError, match="Cannot read --data"):
-        script.load_problems(tmp_path / "none.jsonl", "unused")
-    (tmp_path / "bad.jsonl").write_text("{\n")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        script.load_problems(tmp_path / "bad.jsonl", "unused")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        script.load_problems(tmp_path / "empty.jsonl", "unused")
+        check()
+    check("--resume")
+    with pytest.raises(ConfigError, match="not a multiple of group_size = 8"):
+        check("--rollouts-per-update", "100")
 
 
 # --- the Slurm script ---
@@ -184,12 +176,11 @@ def test_slurm_gives_one_gpu_to_the_server_and_three_to_the_trainers(tmp_path):
 
 def test_the_flags_that_slurm_hands_on_are_those_of_the_script(tmp_path, script):
     slurm(tmp_path).wait(timeout=30)
-    import tyro
-
     arguments = lines(tmp_path)[1].split("train_math_fsdp2.py ")[1].split()
-    settings = tyro.cli(script.Settings, args=arguments)
-    assert settings.resume and settings.server == ("http://127.0.0.1:8000",)
-    assert settings.control_token == tmp_path / "run" / "vllm"
+    flags, config = script.settings(arguments)
+    assert flags.resume and config.rollouts.server == ("http://127.0.0.1:8000",)
+    assert config.rollouts.control_token == tmp_path / "run" / "vllm"
+    assert config.run.runs / config.run.name == tmp_path / "run"
 
 
 def test_slurm_says_that_the_run_failed(tmp_path):

@@ -1,4 +1,4 @@
-"""The single-file GSM8K program on a tiny model: the flags of the seed, what it prints and what it leaves behind."""
+"""The GSM8K program on a tiny model: what it prints and what it leaves behind; the worked solutions as rollouts."""
 
 import importlib.util
 import json
@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from ludic.types import LudicError
+from ludic.parsers import boxed_parser
+from ludic.types import LudicError, load_rollouts
 
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
@@ -19,17 +20,21 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "gsm8k" / "gsm8k.py"
 WORDS = ["What", "is", "plus", "?", *(rf"\boxed{{{number}}}" for number in range(2, 7))]
 
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gsm8k_program", SCRIPT)
+def load(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{script.stem}_program", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    return load(SCRIPT)
+
+
 def start(program: ModuleType, *arguments: object) -> None:
-    program.main(program.tyro.cli(program.Settings, args=[str(argument) for argument in arguments]))
+    assert program.main([str(argument) for argument in arguments]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +57,12 @@ def questions(tmp_path_factory) -> Path:
 
 
 def test_it_trains_evaluates_and_keeps_the_best_checkpoint(program, model, questions, tmp_path, capsys):
-    run_dir = tmp_path / "run"
     start(
-        program, "--model-name", model, "--data", questions, "--eval-data", questions, "--run-dir", run_dir,
-        "--batch-size", 4, "--samples-per-prompt", 8, "--max-steps", 3, "--eval-on-start", "--eval-every-steps", 1,
-        "--eval-limit", 5, "--save-best-checkpoint", "--max-tokens", 2, "--max-seq-len", 256, "--learning-rate", 1e-2,
+        program, "--model", model, "--data", questions, "--eval-data", questions, "--runs", tmp_path, "--name", "run",
+        "--rollouts-per-update", 32, "--steps", 3, "--eval-at-start", "--eval-every", 1, "--eval-episodes", 5,
+        "--checkpoint-every", 1, "--max-tokens", 2, "--max-seq-len", 256, "--lr", 1e-2, "--logger", "none",
     )  # fmt: skip
+    run_dir = tmp_path / "run"
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if "train/grad_norm" in row]
     assert [row["step"] for row in updates] == [1, 2, 3] and any(row["train/grad_norm"] > 0 for row in updates)
@@ -67,13 +72,12 @@ def test_it_trains_evaluates_and_keeps_the_best_checkpoint(program, model, quest
     assert all(row["eval/accuracy"] <= row["eval/pass@8"] and row["eval/num_samples"] == 40 for row in evaluations)
 
     printed = capsys.readouterr().out
-    assert "9 questions to train on, 5 held out" in printed
     table = re.findall(r"^ +(\d)  +([\d.]+)%  +([\d.]+)%$", printed, flags=re.MULTILINE)
     assert [int(step) for step, _, _ in table] == [0, 1, 2, 3] and "step  accuracy  pass@8" in printed
     best = Path(re.search(r"The best checkpoint is (\S+)", printed)[1])
     saved = {row["step"]: row["eval/accuracy"] for row in evaluations[1:]}
     assert saved[int(best.name.removeprefix("step_"))] == max(saved.values())
-    assert (best / "model.safetensors").exists() and (run_dir / "model" / "model.safetensors").exists()
+    assert (best / "model.safetensors").exists()
 
 
 def test_a_conversation_begins_with_one_worked_problem_whose_answer_is_right(program):
@@ -83,27 +87,32 @@ def test_a_conversation_begins_with_one_worked_problem_whose_answer_is_right(pro
     shown = context.on_before_act()
     assert [message["role"] for message in shown] == ["system", "user", "assistant", "user"]
     assert shown[-1]["content"] == "How many?"
-    assert int(program.boxed_parser(shown[2]["content"]).action) == 6 * 12 - 50
+    assert int(boxed_parser(shown[2]["content"]).action) == 6 * 12 - 50
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "nowhere.jsonl", "--run-dir", "{new}"], "Cannot read --data nowhere.jsonl"),
-        (["--data", "{wrong}", "--run-dir", "{new}"], "{wrong} is not lines of"),
-        (["--samples-per-prompt", "1", "--run-dir", "{new}"], "two answers to compare"),
-        (
-            ["--data", "x.jsonl", "--save-best-checkpoint", "--run-dir", "{new}"],
-            "--save-best-checkpoint needs evaluations",
-        ),
-        (["--run-dir", "{used}"], "There is a run in {used} already"),
+        (["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
+        (["--data", "{wrong}"], "gsm8k"),
+        (["--rollouts-per-update", "30"], "rollouts_per_update = 30 is not a multiple of group_size = 8"),
+        (["--runs", "{used}", "--name", "run"], "exists and is not the folder of a run"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_computed(program, arguments, message, tmp_path):
-    places = {"new": tmp_path / "new", "used": tmp_path / "used", "wrong": tmp_path / "wrong.jsonl"}
-    places["used"].mkdir()
-    (places["used"] / "metrics.jsonl").write_text("")
+    places = {"used": tmp_path / "used", "wrong": tmp_path / "wrong.jsonl"}
+    (places["used"] / "run").mkdir(parents=True)
+    (places["used"] / "run" / "other.txt").write_text("")
     places["wrong"].write_text('{"problem": "What is 1 plus 1 ?"}\n')
+    arguments = [
+        "--data",
+        str(places["wrong"]),
+        "--eval-data",
+        str(places["wrong"]),
+        "--runs",
+        str(tmp_path),
+        *arguments,
+    ]
     with pytest.raises(LudicError, match=re.escape(message.format(**places))):
         start(program, *(argument.format(**places) for argument in arguments))
 
@@ -119,10 +128,21 @@ def test_without_files_the_questions_come_from_the_hub_through_datasets(program,
     stand_in = ModuleType("datasets")
     stand_in.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", stand_in)
-    assert program.load_questions(None, "test") == [
-        {"id": "test:0", "question": "What is 1 plus 1 ?", "answer": "#### 2"}
-    ]
-    assert asked == [("openai/gsm8k", "main", "test")]
+    start(program, "--dry-run", "--runs", tmp_path)
+    assert ("openai/gsm8k", "main", "train") in asked
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(LudicError, match=r"ludic-rl\[datasets\]"):
-        program.load_questions(None, "train")
+        start(program, "--dry-run", "--runs", tmp_path)
+
+
+def test_worked_solutions_become_rollouts_that_are_graded_right(questions, tmp_path, capsys):
+    solutions = load(SCRIPT.with_name("solutions.py"))
+    row = {"question": "one\u2028two\x85three", "answer": "<<1+2=3>>3\n#### 3"}  # any character but a line feed
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    solutions.main(data=questions, output=tmp_path / "out.jsonl")
+    assert "1 of 1 solutions are graded right" in capsys.readouterr().out
+    (rollout,) = load_rollouts(tmp_path / "out.jsonl")
+    assert rollout.agent_steps[0].action == "3\n#### 3" and rollout.env_steps[0].prev_obs == row["question"]
+    with pytest.raises(LudicError, match="exists already"):
+        solutions.main(data=questions, output=tmp_path / "out.jsonl")

@@ -73,32 +73,31 @@ def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def run(monkeypatch, capsys):
     def run_example(script: str, *arguments: object) -> str:
-        module = load(script, monkeypatch)
-        module.main(module.tyro.cli(module.Settings, args=[str(argument) for argument in arguments]))
+        assert load(script, monkeypatch).main([str(argument) for argument in arguments]) == 0
         return capsys.readouterr().out
 
     return run_example
 
 
 def test_a_search_agent_is_trained_and_evaluated(run, model, questions, tmp_path):
-    out = tmp_path / "run"
     printed = run(
-        SEARCH, "--model-name", model, "--data", questions, "--run-dir", out, "--train-limit", 4, "--eval-limit", 2,
-        "--batch-size", 2, "--samples-per-prompt", 8, "--max-turns", 3, "--max-tokens", 32, "--learning-rate", 1e-2,
-        "--lora-rank", 0, "--max-seq-len", 1024,
+        SEARCH, "--model", model, "--data", questions, "--runs", tmp_path, "--name", "run", "--train-limit", 4,
+        "--eval-limit", 2, "--rollouts-per-update", 16, "--group-size", 8, "--turns", 3, "--max-tokens", 32, "--lr", 1e-2,
+        "--lora-rank", 0, "--max-seq-len", 1024, "--steps", 2, "--logger", "none",
     )  # fmt: skip
-    assert "4 questions to train on, 2 held out" in printed and f"The model is in {out / 'model'}" in printed
+    out = tmp_path / "run"
+    assert "4 questions to train on, 2 held out" in printed
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "train/grad_norm" in row] == [1, 2]
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
     assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
-    assert (out / "model" / "model.safetensors").exists()
-    rollouts = list(load_rollouts(out / "rollouts.jsonl"))
+    assert (out / "checkpoints" / "step_000002" / "model.safetensors").exists()
+    rollouts = list(load_rollouts(out / "rollouts" / "from_step_000000.jsonl.gz"))
     assert len(rollouts) == 2 * 2 * 8
     searches = [step for rollout in rollouts for step in rollout.agent_steps if step.action_target == "internal"]
     assert any("Ada was born in Paris." in result["content"] for step in searches for result in step.tool_results)
     assert all(step.trace.completion_logprobs is not None for step in searches)
-    assert max(len(rollout.agent_steps) for rollout in rollouts) == 3, "--max-turns is the number of model calls"
+    assert max(len(rollout.agent_steps) for rollout in rollouts) == 3, "--turns is the number of model calls"
 
 
 def families(path: Path) -> tuple[list[Rollout], list[Rollout]]:
@@ -125,16 +124,17 @@ def test_the_oracle_delegates_every_step_of_real_questions_and_is_right(run, tmp
 
 
 def test_a_model_is_trained_as_parent_and_as_child(run, model, questions, tmp_path):
+    arguments = [
+        DELEGATE, "--data", questions, "--model", model, "--max-tokens", 32, "--runs", tmp_path, "--name", "run",
+        "--lr", 1e-2, "--max-seq-len", 1024, "--rollouts-per-update", 8, "--logger", "none",
+    ]  # fmt: skip
+    run(*arguments, "--player", "train", "--steps", 2)
     out = tmp_path / "run"
-    run(
-        DELEGATE, "--data", questions, "--player", "model", "--model-name", model, "--max-tokens", 32, "--out", out,
-        "--train-steps", 2, "--learning-rate", 1e-2, "--max-seq-len", 1024, "--batch-size", 2,
-    )  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and any(row["train/grad_norm"] > 0 for row in rows)
-    parents, children = families(out / "rollouts.jsonl")
+    parents, children = families(out / "rollouts" / "from_step_000000.jsonl.gz")
     assert len(parents) == 2 * 2 * 4 and children and {child.meta["delegate"] for child in children} == {"searcher"}
-    assert (out / "model" / "model.safetensors").exists()
+    assert "questions             6" in run(*arguments, "--player", "model", "--eval-episodes", 6)
 
 
 def test_children_weigh_what_their_parent_weighs(monkeypatch):
@@ -159,26 +159,21 @@ class FakeStep:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (SEARCH, ["--data", "nowhere.jsonl", "--run-dir", "{new}"], "Cannot read --data nowhere.jsonl"),
-        (SEARCH, ["--data", "{empty}", "--run-dir", "{new}"], "--data {empty} is empty"),
-        (SEARCH, ["--data", "{empty}", "--samples-per-prompt", "1"], "the last at least 2: GRPO compares"),
-        (
-            SEARCH,
-            ["--data", "{empty}", "--max-turns", "0"],
-            "--max-turns 0, --samples-per-prompt 2; each must be at least 1",
-        ),
-        (SEARCH, ["--data", "{one}", "--run-dir", "{new}"], "'paragraphs' is missing"),
+        (SEARCH, ["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
+        (SEARCH, ["--data", "{empty}"], "--data {empty} is empty"),
+        (SEARCH, ["--data", "{empty}", "--turns", "0"], "--turns 0; each must be at least 1"),
+        (SEARCH, ["--data", "{one}"], "'paragraphs' is missing"),
         (DELEGATE, ["--data", "{broken}"], "of {broken} is not JSON"),
         (DELEGATE, ["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
-        (DELEGATE, ["--data", "{one}", "--train-steps", "1"], "give --player model"),
+        (DELEGATE, [], "Give --data"),
     ],
     ids=str,
 )
 def test_a_mistake_is_named_before_anything_is_computed(script, arguments, message, monkeypatch, tmp_path):
-    places = {name: tmp_path / name for name in ("empty", "one", "broken", "new")}
+    places = {name: tmp_path / name for name in ("empty", "one", "broken")}
     places["empty"].write_text("\n")
     places["broken"].write_text('{"question": \n')
     places["one"].write_text('{"question": "?"}\n')
     module = load(script, monkeypatch)
     with pytest.raises(LudicError, match=re.escape(message.format(**places))):
-        module.main(module.tyro.cli(module.Settings, args=[argument.format(**places) for argument in arguments]))
+        module.main([argument.format(**places) for argument in arguments])

@@ -297,6 +297,7 @@ async def learn(settings: LearnerSettings) -> None:
 def run_example(script: str, settings: Mapping[str, Any]) -> None:
     """examples/pipeline_rl with records: its source and its queue are ones that write down what they do."""
     from ludic.batch_gen import pipeline
+    from ludic.run import generation
 
     record = Record(Path(settings["record"]))
     watch_pushes(record)
@@ -315,7 +316,7 @@ def run_example(script: str, settings: Mapping[str, Any]) -> None:
         def notify_trained(self, step: int, num_items: int) -> None:
             if step == hold_at:
                 record.write(held=step)
-                time.sleep(3600)  # in the trainer's thread; the gradient is computed, nobody has heard of it
+                time.sleep(3600)  # in the trainer's thread; the gradient is computed, and no other part knows of it
             assert num_items == len(self._handed_out), "the example leaves nothing out"
             record.write(applied=step, trained=self._handed_out, filtered=[])
             self._handed_out = ()
@@ -325,7 +326,7 @@ def run_example(script: str, settings: Mapping[str, Any]) -> None:
             super().load_state_dict(state)
             record.write(resumed=None)
 
-    pipeline.PipelineBatchSource = RecordedSource
+    generation.PipelineBatchSource = RecordedSource
     sys.argv = [script, *settings["arguments"]]
     sys.path.insert(0, str(EXAMPLE))
     runpy.run_path(str(EXAMPLE / script), run_name="__main__")

@@ -376,17 +376,16 @@ def test_everybody_is_killed_at_random_moments_for_a_while(pipeline):
 def test_the_trainer_is_killed_in_a_step_and_an_actor_with_the_engine_inside_it(pipeline, tmp_path):
     """examples/pipeline_rl: weights of a tiny model through a folder, an engine in each actor."""
     pytest.importorskip("torch", reason="the local extra is not installed")
-    meeting = ["--redis", pipeline.server.url, "--queue", QUEUE_KEY, "--weights", str(tmp_path / "weights")]
-    small = [*meeting, "--out", str(tmp_path / "run"), "--groups-per-update", "2", "--checkpoint-every", "2"]
-    player = [*meeting, "--concurrency", "16"]
-    trainer = pipeline.start("example_trainer", arguments=[*small, "--updates", "1000"], hold_at=6)
-    engine = pipeline.start("example_actor", arguments=player)
+    small = ["--redis", pipeline.server.url, "--queue-key", QUEUE_KEY, "--runs", str(tmp_path), "--name", "run",
+             "--rollouts-per-update", "16", "--checkpoint-every", "2", "--concurrency", "16"]  # fmt: skip
+    trainer = pipeline.start("example_trainer", arguments=[*small, "--steps", "1000"], hold_at=6)
+    engine = pipeline.start("example_actor", arguments=small)
     pipeline.until_step(trainer, 3, engine)
     pipeline.kill(engine)
-    other = pipeline.start("example_actor", arguments=player)
+    other = pipeline.start("example_actor", arguments=small)
     pipeline.until_held(trainer)
     pipeline.kill(trainer)
-    resumed = pipeline.start("example_trainer", arguments=[*small, "--updates", "8", "--resume"])
+    resumed = pipeline.start("example_trainer", arguments=[*small, "--steps", "8", "--resume"])
     pipeline.wait(resumed)
     pipeline.stop(other)
     assert trainer.told("applied") == [1, 2, 3, 4, 5] and resumed.told("applied") == [5, 6, 7, 8]

@@ -4,10 +4,12 @@ The arithmetic is ludic.scaling; docs/scaling.md explains the columns.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated
 
-import typer
+import tyro
 
+from ludic.cli.args import parse
 from ludic.scaling import (
     GIB,
     SERVER_WORKSPACE,
@@ -26,16 +28,29 @@ _KNOWN = f"A config.json, a folder with one, or a known shape: {', '.join(SHAPES
 _COLUMNS = ("model", "GPUs", "kept", "gathered", "buffers", "activations", "working", "peak", "fits", "note")
 
 
-def plan(
-    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL...", help=f"{_KNOWN}.")] = None,
-    gpus: Annotated[int, typer.Option(help="Of all machines together.")] = 8,
-    inference_gpus: Annotated[int | None, typer.Option(help="Those of them that generate. Else half.")] = None,
-    gpu_memory: Annotated[float, typer.Option(help="GiB of one GPU.")] = 141.0,
-    max_tokens: Annotated[int, typer.Option(help="The longest sample, prompt included.")] = 4096,
-    micro_token_budget: Annotated[int, typer.Option(help="Tokens of one forward pass on one GPU.")] = 16_384,
-    lora_rank: Annotated[int, typer.Option(help="Train an adapter; 0 trains all weights.")] = 0,
-) -> None:
+@dataclass(frozen=True)
+class PlanArgs:
     """Memory per GPU, and what fits. It predicts no speed and searches for no split: every way is a row of the table."""
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL…", help=f"{_KNOWN}.")] = ()
+    gpus: int = 8
+    """Of all machines together."""
+    inference_gpus: int | None = None
+    """Those of them that generate. Else half."""
+    gpu_memory: float = 141.0
+    """GiB of one GPU."""
+    max_tokens: int = 4096
+    """The longest sample, prompt included."""
+    micro_token_budget: int = 16_384
+    """Tokens of one forward pass on one GPU."""
+    lora_rank: int = 0
+    """Train an adapter; 0 trains all weights."""
+
+
+def plan(args: list[str]) -> int:
+    given = parse(PlanArgs, args, prog="ludic plan")
+    models, gpus, gpu_memory, max_tokens = given.models, given.gpus, given.gpu_memory, given.max_tokens
+    micro_token_budget, inference_gpus, lora_rank = given.micro_token_budget, given.inference_gpus, given.lora_rank
     if not models:
         raise ConfigError(f"Which model? Give one or more. {_KNOWN}.")
     inference = gpus // 2 if inference_gpus is None else inference_gpus
@@ -66,7 +81,8 @@ def plan(
             f"\n{', '.join(unfit)} does not fit. Needs less memory: a smaller --micro-token-budget or --max-tokens, --lora-rank, "
             "more GPUs."
         )
-        raise typer.Exit(1)
+        return 1
+    return 0
 
 
 def _setups(ranks: int, budget: int, lora_rank: int) -> Iterator[TrainingSetup]:

@@ -34,20 +34,27 @@ def train(args: list[str]) -> int:
 
     env = env_factory(config.env.id)  # a wrong name is found before torch is loaded
     need_extras("train", "ludic train")
+    from ludic.run import build
+
+    run = build(config, env=env)  # type: ignore[arg-type]
+    return train_run(run, dry_run=command.dry_run, resume=command.resume)
+
+
+def train_run(run: "Run", *, dry_run: bool = False, resume: bool = False) -> int:
+    """Train, and say how it begins and ends; the exit code."""
     from ludic.batch_gen.pipeline.connection import RedisGone
     from ludic.batch_gen.pipeline.lease import LeaseLost
-    from ludic.run import RunFailed, build
+    from ludic.run import RunFailed
     from ludic.run.folder import how_to_resume
     from ludic.run.settings import to_toml
 
-    run = build(config, env=env)  # type: ignore[arg-type]
-    if command.dry_run:
-        _say(to_toml(run.config), *run.plan(resume=command.resume))
+    if dry_run:
+        _say(to_toml(run.config), *run.plan(resume=resume))
         return 0
-    _say(*_opening(run, resume=command.resume))
+    _say(*_opening(run, resume=resume))
     with run:
         try:
-            result = run.resume() if command.resume else run.train()
+            result = run.resume() if resume else run.train()
             status = run.generation.status() if run.generation is not None else ""
         except (LeaseLost, RedisGone) as error:
             _say(f"{error} To go on: {how_to_resume(run.resolved)}")
@@ -117,7 +124,8 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
     if is_stopped or result.step < steps:
         lines.append(f"To go on: {how}" if saved else f"Nothing is saved yet; {how} starts over.")
     elif saved is not None:
-        lines += [f"Next: ludic eval {folder}", f"      {how} --steps {2 * steps}"]
+        is_script = bool(run.resolved.parts.command)  # `ludic eval` may not find its parts
+        lines += [] if is_script else [f"Next: ludic eval {folder}", f"      {how} --steps {2 * steps}"]
     verdict = why_nothing_was_learned(list(metrics_with(folder, "train/grad_norm")))
     return lines if verdict is None else [*lines, "", verdict]
 

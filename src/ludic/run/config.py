@@ -242,7 +242,9 @@ class EvalSettings:
     """Evaluation while training; none unless asked for."""
 
     eval_episodes: int = 200
-    """Episodes of one evaluation."""
+    """Tasks of one evaluation."""
+    eval_pass_k: int = 1
+    """Episodes of each task; above 1, pass@k is measured too."""
     eval_data: Path | None = None
     """JSONL file (or hub:…) of held-out samples, for envs that ask questions."""
     eval_temperature: float = 0.6
@@ -250,7 +252,7 @@ class EvalSettings:
 
     def __post_init__(self) -> None:
         _at_least(0, eval_temperature=self.eval_temperature)
-        _at_least(1, eval_episodes=self.eval_episodes)
+        _at_least(1, eval_episodes=self.eval_episodes, eval_pass_k=self.eval_pass_k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,8 +377,8 @@ class RunConfig:
 MAY_CHANGE_ON_RESUME = frozenset(
     {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "best_metric", "best_mode", "save_rollouts",
      "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "gradient_checkpointing", "compile",
-     "eval_every", "eval_at_start", "eval_in_background", "eval_episodes", "eval_data", "eval_temperature",
-     "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout",
+     "eval_every", "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data",
+     "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout",
      "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""

@@ -1,6 +1,8 @@
 """Which env a run plays: a registered one, a class in a file, or one that was handed in."""
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,9 +60,11 @@ def env_factory(env: str | Callable[..., AnyEnv]) -> EnvFactory:
 
 
 def name_of(part: Any) -> str:
-    """`module:name` of a part that was handed in as an object."""
+    """`module:name` of a part that was handed in as an object; `file.py:name` if it is of the script that runs."""
     named = part if hasattr(part, "__qualname__") else type(part)
-    return f"{named.__module__}:{named.__qualname__}".replace("<", "").replace(">", "")
+    module, file = named.__module__, getattr(sys.modules.get(named.__module__), "__file__", None)
+    where = os.path.relpath(file) if module == "__main__" and file is not None else module
+    return f"{where}:{named.__qualname__}".replace("<", "").replace(">", "")
 
 
 def _registered(id: str) -> registry.EntrySpec:

@@ -101,6 +101,8 @@ def _why_not_again(run: ResolvedRun, changed: list[Difference]) -> str:
 
 def how_to_resume(run: ResolvedRun) -> str:
     """What to type."""
+    if run.parts.command:
+        return f"{run.parts.command} --resume"
     return f"ludic {'launch' if run.config.is_pipeline else 'train'} {run.folder} --resume"
 
 

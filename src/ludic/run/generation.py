@@ -25,14 +25,22 @@ from ludic.models.lora import dense_parameters
 from ludic.run.config import redis_url, required_servers
 from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
 from ludic.run.model import ServedPolicy, local_engine, make_template, serve_locally
-from ludic.run.parts import EpisodeSetup, first_env, make_algorithm, make_episode_setup, make_evaluator, make_source
+from ludic.run.parts import (
+    EpisodeSetup,
+    first_env,
+    make_algorithm,
+    make_episode_setup,
+    make_evaluator,
+    make_source,
+    play,
+)
 from ludic.run.resolve import ResolvedRun
 from ludic.run.teacher import check_teacher, make_teaching
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
-from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher
+from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher, Rollout
 
 _SERVER_AWAY_S = 600.0
 """Seconds that publishing waits for a server that is down: as long as a large model takes to load."""
@@ -81,6 +89,10 @@ class Generation(ABC):
         assert evaluator.last_report is not None, "an evaluation has just ended"
         return evaluator.last_report
 
+    async def play(self) -> list[Rollout]:
+        """Plays the evaluation's tasks once with the current weights."""
+        return await play(self._run, self._evaluation()[1])
+
     def status(self) -> str:
         """How the samples of a pipeline stand; empty for others."""
         return ""
@@ -118,6 +130,7 @@ class EmbeddedGeneration(Generation):
         teaching = make_teaching(run, self.algorithm, loaded, self._closing)
         path = rollouts_file(run.folder, start) if run.config.rollouts.save_rollouts else None
         source = teaching.annotate(make_source(run, self._episodes, self.algorithm, jsonl_path=path))
+        source = source if run.parts.source is None else run.parts.source(source)
         self.source = source if run.max_lag == 0 else AsyncRolloutBatchSource(source, max_lag=run.max_lag)
         self.publisher, self.teacher = self._served.publisher, teaching.frozen
 

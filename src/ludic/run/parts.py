@@ -49,6 +49,7 @@ from ludic.types import (
     InferenceSpec,
     ProtocolSpec,
     ReturnSpec,
+    Rollout,
     RolloutRequest,
     TrainingLogger,
     derive_seed,
@@ -173,12 +174,20 @@ def make_episode_setup(
 def protocol_factory(
     agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
 ) -> Callable[[ChatClient], InteractionProtocol]:
+    if parts.protocol is not None:
+        return partial(_make_protocol, parts.protocol, template, model)
     make_agent = agent_factory(agent, template, model, parts)
     if len(agent_ids) == 1:
         return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
     if agent.unreadable == "stop":
         raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
     return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
+
+
+def _make_protocol(
+    factory: Callable[..., InteractionProtocol], template: ChatTemplate, model: str, client: ChatClient
+) -> InteractionProtocol:
+    return factory(client=client, model=model, chat_template=template)
 
 
 def agent_factory(
@@ -303,11 +312,23 @@ def make_source(
     )
 
 
+def eval_requests(run: ResolvedRun, setup: EpisodeSetup) -> list[RolloutRequest]:
+    """The tasks of an evaluation, the same at every one."""
+    inference, settings = InferenceSpec(sampling=run.eval_sampling, return_=ReturnSpec.for_eval()), run.config.eval
+    requests = fixed_requests(setup, settings.eval_episodes, inference, samples=eval_samples(run), seed=run.seed)
+    return [replace(request, num_episodes=settings.eval_pass_k) for request in requests]
+
+
+async def play(run: ResolvedRun, setup: EpisodeSetup) -> list[Rollout]:
+    """Plays the tasks of an evaluation."""
+    engine = setup.engine(seed=run.seed, max_failed_share=run.config.rollouts.max_failed_share)
+    return await engine.generate_rollouts(
+        eval_requests(run, setup), max_steps=run.max_steps, concurrency=run.trainer.eval_concurrency
+    )
+
+
 def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
-    """The same tasks at every evaluation."""
-    samples = eval_samples(run)
-    inference = InferenceSpec(sampling=run.eval_sampling, return_=ReturnSpec.for_eval())
-    requests = fixed_requests(setup, run.config.eval.eval_episodes, inference, samples=samples, seed=run.seed)
+    samples, requests = eval_samples(run), eval_requests(run, setup)
     env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
     max_failed_share = run.config.rollouts.max_failed_share
     return EngineEvaluator(

@@ -13,10 +13,11 @@ from ludic.run.config import CHECKPOINTS, DEFAULT_MAX_LAG, AlgoSettings, Averagi
 from ludic.run.env import EnvFactory
 from ludic.run.settings import values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig
-from ludic.types import ConfigError, SamplingParams, TrainingLogger, shown_url
+from ludic.types import BatchSource, ConfigError, Reducer, SamplingParams, TrainingLogger, shown_url
 
 if TYPE_CHECKING:
     from ludic.agents import Agent
+    from ludic.interaction import InteractionProtocol
     from ludic.models.loading import LoadedModel
     from ludic.parsers import Parser
     from ludic.training import RLAlgorithm
@@ -42,6 +43,14 @@ class Parts:
     eval_samples: Sequence[Any] | None = None
     loggers: Sequence[TrainingLogger] = ()
     """Beside those of the settings."""
+    protocol: "Callable[..., InteractionProtocol] | None" = None
+    """Called with client, model and chat_template for every episode; replaces agent, context, parser and tools."""
+    source: Callable[[BatchSource], BatchSource] | None = None
+    """Wraps the source of fresh rollouts, e.g. by a replay buffer. Not for engine = pipeline."""
+    reducers: Mapping[str, Reducer] = field(default_factory=dict)
+    """Training metrics beside the usual ones."""
+    command: str = ""
+    """The command line of a script that trains this run, for messages that say how to resume it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +104,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
         filled = with_values(filled, {"queue_key": queue_key, "max_waiting": max_waiting})
     _check_temperature(filled)
     _check_groups(filled, size)
-    _check_engine(filled)
+    _check_engine(filled, parts)
     _check_lengths(filled)
     _check_data(filled, env, parts)
     folder = config.run.runs / name
@@ -152,13 +161,15 @@ def resolve_play(config: T, suggested: Suggested) -> T:
     )
 
 
-def _check_engine(config: RunConfig) -> None:
+def _check_engine(config: RunConfig, parts: Parts) -> None:
     rollouts = config.rollouts
     if config.algo.teacher is not None and config.is_pipeline:
         raise ConfigError(
             "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "
             "(TeacherAnnotatedBatchSource)."
         )
+    if parts.source is not None and config.is_pipeline:
+        raise ConfigError("source= wraps rollouts that this process plays; with engine = 'pipeline' actors play them.")
     if config.pipeline.redis and not config.is_pipeline:
         raise ConfigError(f"redis is for engine = 'pipeline', but the engine is {rollouts.engine!r}.")
     if rollouts.server and not config.samples_on_vllm:

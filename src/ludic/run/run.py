@@ -9,7 +9,7 @@ The command `ludic train` is the same with flags. Nothing is loaded before the f
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.critic.critic import CriticKind
 from ludic.training.learner.stop import StopSignal, run_sync
-from ludic.types import ConfigError, LudicError, PolicyGone
+from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
 
 T = TypeVar("T")
 
@@ -143,6 +143,10 @@ class Run:
         """`evaluate` for async code."""
         return await (await asyncio.to_thread(self._generation, ResumePoint())).evaluate()
 
+    def play(self) -> list[Rollout]:
+        """Play the run's evaluation tasks with the current weights, as `evaluate` does, and return the episodes."""
+        return self._sync(self._generation(ResumePoint()).play())
+
     # --- life ---
 
     def close(self) -> None:
@@ -190,6 +194,7 @@ class Run:
                 checkpoint_config=run.checkpoint,
                 resume_from=None if start.checkpoint is None else str(start.checkpoint),
                 train_logger=self._logger,
+                reducers={**default_reducers(), **run.parts.reducers},
                 evaluator=generation.evaluator() if run.config.is_evaluated else None,
                 teacher=generation.teacher,
                 tokenizer=self._loaded.tokenizer,
@@ -266,14 +271,18 @@ def build(
     data: str | Path | Sequence[Any] | None = None,
     eval_data: str | Path | Sequence[Any] | None = None,
     logger: Any = None,
+    protocol: Callable[..., Any] | None = None,
+    source: Callable[[BatchSource], BatchSource] | None = None,
+    reducers: Mapping[str, Reducer] | None = None,
     **settings: Any,
 ) -> Run:
     """A run from a config, from settings by name (every flag of `ludic train`, with underscores), or from both: settings win.
 
     env, agent, context, parser, tools, algo, model and logger take a name or an object: an env class, an agent class, a
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
-    replaces the algorithm's. data and eval_data take a file or a list of samples. Settings are checked here; weights are
-    loaded when the run trains or evaluates.
+    replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts; `reducers`
+    are further metrics (`Parts` in resolve.py). data and eval_data take a file or a list of samples. Settings are checked
+    here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
     values, objects = dict(settings), dict[str, Any]()
@@ -309,7 +318,8 @@ def build(
     checked = {name: converted(value, kinds[name], name) if name in kinds else value for name, value in values.items()}
     check_numbers(checked)
     config = with_values(config, checked)
-    return Run(resolve(with_fixed_checkpoints(config), factory, Parts(**objects, loss=loss)))
+    objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}
+    return Run(resolve(with_fixed_checkpoints(config), factory, Parts(**objects)))
 
 
 def load(folder: str | Path, *, env: str | Callable[..., Any] | None = None, **settings: Any) -> Run:

@@ -1,0 +1,66 @@
+"""The command line of a script of your own: `run_script` calls its main, `parse_script` gives it the flags of `ludic train`.
+
+    def main(args):
+        flags, config = parse_script(__doc__, args, steps=100)     # every flag of `ludic train`; this script's own defaults
+        return train_script(build(config, env=MyEnv), flags)
+
+    if __name__ == "__main__":
+        run_script(main)
+
+All of examples/ begin like this.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ludic.cli.args import Switch, parse_with_settings
+from ludic.cli.train import train_run
+from ludic.run import Run, RunConfig
+from ludic.run.settings import with_values
+from ludic.types import LudicError
+
+
+@dataclass(frozen=True)
+class ScriptFlags:
+    """What to do. A script with flags of its own inherits from it."""
+
+    dry_run: Switch = False
+    """Check everything and show the settings and the plan; train nothing."""
+    resume: Switch = False
+    """Go on with the run in the run folder, from its newest checkpoint."""
+
+
+F = TypeVar("F")
+
+
+def parse_script(
+    description: str | None,
+    args: Sequence[str],
+    flags: type[F] = ScriptFlags,  # type: ignore[assignment]
+    **defaults: Any,
+) -> tuple[F, RunConfig]:
+    """The script's own flags, and the settings of a run: flags over `defaults` over those of `ludic train`."""
+    default = with_values(RunConfig(), defaults)
+    prog = f"python {sys.argv[0]}"
+    return parse_with_settings(flags, default, args, prog=prog, description=description or "")
+
+
+def train_script(run: Run, flags: ScriptFlags) -> int:
+    """Train like `ludic train`; messages name this script where they say how to resume."""
+    again = shlex.join(["python", *(arg for arg in sys.argv if arg != "--resume")])
+    run.resolved = replace(run.resolved, parts=replace(run.resolved.parts, command=again))
+    return train_run(run, dry_run=flags.dry_run, resume=flags.resume)
+
+
+def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Call `main` with the arguments of the command line; a mistake of the user's is one line on stderr."""
+    try:
+        sys.exit(main(sys.argv[1:]) or 0)
+    except LudicError as mistake:
+        sys.exit(f"{Path(sys.argv[0]).stem}: {mistake}")
+    except KeyboardInterrupt:
+        sys.exit(130)

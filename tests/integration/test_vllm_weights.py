@@ -162,7 +162,7 @@ def test_a_server_without_lora_is_named_with_the_flags_that_an_adapter_needs(ser
     peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     server, model = served
     adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=8, target_modules="all-linear"))
-    with pytest.raises(ConfigError, match="started without LoRA.* Start it with --enable-lora --max-lora-rank 8"):
+    with pytest.raises(ConfigError, match="runs without LoRA.* Start it with --enable-lora --max-lora-rank 8"):
         VllmAdapterPublisher(client_of(server), adapted, timeout_s=60.0).publish({}, version=1)
     assert server.ask("GET", "/is_paused") == (200, {"is_paused": False})
 

@@ -23,7 +23,7 @@ from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import paged_decode, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.execution import allow_cases, decoder_layers
+from ludic.models.execution import raise_recompile_limits, decoder_layers
 from ludic.models.varlen import varlen_attention
 
 
@@ -310,7 +310,7 @@ class _CompiledLayers:
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        allow_cases(len(self._layers))
+        raise_recompile_limits(len(self._layers))
         self._before = [layer._compiled_call_impl for layer in self._layers]
         for layer, call in zip(self._layers, self._calls, strict=True):
             layer._compiled_call_impl = call

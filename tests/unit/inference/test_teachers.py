@@ -115,9 +115,9 @@ async def test_a_vllm_teacher_scores_only_at_temperature_one():
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda scores: scores[:-1], "6 tokens were asked for, and 5 came"),
-        (lambda scores: [*scores[:-1], {"7": {"logprob": -1.0}}], "no log-prob for token 6"),
-        (lambda scores: [*scores[:-1], {"6": {"logprob": -9999.0}}], "no finite log-prob"),
+        (lambda scores: scores[:-1], "6 prompt tokens were requested, but 5 came"),
+        (lambda scores: [*scores[:-1], {"7": {"logprob": -1.0}}], "no log-prob for prompt token 6"),
+        (lambda scores: [*scores[:-1], {"6": {"logprob": -9999.0}}], "is not finite"),
     ],
     ids=["too few", "other token", "not finite"],
 )

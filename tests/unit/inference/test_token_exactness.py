@@ -390,5 +390,5 @@ def test_arguments_that_are_no_json_are_refused_in_a_sentence():
     call = make_tool_call("calculator", {}, 0)
     call["function"]["arguments"] = "{x"
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    with pytest.raises(TemplateError, match="calculator: its arguments must be a JSON text"):
+    with pytest.raises(TemplateError, match="calculator: arguments must be JSON text"):
         HFChatTemplate(make_tokenizer("qwen")).apply([{"role": "user", "content": "a"}, reply])

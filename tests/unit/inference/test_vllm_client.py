@@ -146,7 +146,7 @@ async def test_what_is_no_fault_of_the_request_is_asked_again(fault):
 
 async def test_a_server_that_keeps_failing_fails_the_call_in_the_end():
     async with fake(faults=["500"] * 9) as server, client_of(server, max_retries=2) as client:
-        with pytest.raises(EndpointError, match="500: fault 500 It was asked 3 times"):
+        with pytest.raises(EndpointError, match="500: fault 500 It was tried 3 times"):
             await client.complete_tokens(a_request())
     assert len(server.requests) == 3
 
@@ -361,7 +361,7 @@ async def test_a_control_call_that_gets_no_answer_is_not_repeated():
         with pytest.raises(ConnectionError, match="cannot be reached"):
             await client.control_post(f"http://127.0.0.1:{free_port()}", "/pause")
         server.pause_s = 10.0
-        with pytest.raises(TimeoutError, match="no answer within 0.1 s"):
+        with pytest.raises(TimeoutError, match="no response within 0.1 s"):
             await client.control_post(server.url, "/pause", timeout_s=0.1)
     assert server.num_pauses == 1
 
@@ -433,12 +433,12 @@ async def test_several_event_loops_share_a_client_and_leave_nothing_open():
 
         async def elsewhere():
             await client.complete_tokens(a_request())
-            return (await client._http.lane()).session
+            return (await client._http.for_loop()).session
 
         sessions = [await asyncio.to_thread(asyncio.run, elsewhere()) for _ in range(2)]
         assert all(session.closed for session in sessions)
         await client.complete_tokens(a_request())
-        assert not (await client._http.lane()).session.closed
+        assert not (await client._http.for_loop()).session.closed
     assert len(server.requests) == 4
 
 

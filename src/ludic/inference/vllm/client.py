@@ -163,7 +163,7 @@ class VLLMChatClient:
         """Found out by the first request to a server, while the others wait for it."""
         if server.facts is None:
             num_failures = server.num_failures
-            async with (await self._http.lane()).locks[server.url]:
+            async with (await self._http.for_loop()).locks[server.url]:
                 if server.num_failures > num_failures:  # or each of those who wait would wait for it in turn
                     raise RetryableError(f"{server.url} has just failed to answer.")
                 if server.facts is None:

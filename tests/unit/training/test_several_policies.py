@@ -188,7 +188,7 @@ def test_games_against_the_past_say_which_version_it_was():
 
 
 def test_a_member_is_never_replaced():
-    with players() as table, pytest.raises(ConfigError, match="member of version 0 already"):
+    with players() as table, pytest.raises(ConfigError, match="already has a member of version 0"):
         table.league.add(0)
 
 

@@ -109,7 +109,7 @@ async def test_a_full_queue_refuses_and_serves_again_when_there_is_room():
         first = [asyncio.create_task(ask(engine, [n + 1, 2])) for n in range(3)]
         await gate.reached()
         await eventually(lambda: engine.stats["waiting"] + engine.stats["running"] == 3)
-        with pytest.raises(QueueFull, match=r"3 requests are open already \(max_queue=3\)"):
+        with pytest.raises(QueueFull, match=r"3 requests are already open \(max_queue=3\)"):
             await ask(engine, [9, 2])
         gate.open()
         assert len(await in_time(asyncio.gather(*first))) == 3

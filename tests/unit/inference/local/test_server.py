@@ -395,7 +395,7 @@ BAD_COMPLETIONS = [
     ({"prompt": None}, "prompt must be"),
     ({"prompt": [1, "two"]}, "prompt must be"),
     ({"prompt": [[1], [-1]]}, "prompt must be"),
-    ({"prompt": [10**6]}, "Does the tokenizer belong to this model"),
+    ({"prompt": [10**6]}, "Check that the tokenizer belongs to this model"),
     ({"prompt": [10**60]}, "prompt must be"),
     ({"prompt": [1] * 5000}, "limit is 4096"),
     ({"max_tokens": 4096}, "limit is 4096"),
@@ -442,7 +442,7 @@ BAD_CHATS = [
     ({"top_logprobs": 1}, "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 5}, "chosen token only"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"messages": [{"role": "user", "content": "word " * 5000}]}, "No room is left"),
+    ({"messages": [{"role": "user", "content": "word " * 5000}]}, "There is no room"),
 ]  # fmt: skip
 
 

@@ -272,7 +272,7 @@ async def test_a_step_that_was_not_announced_is_noticed(caplog):
         with torch.no_grad():
             model.lm_head.weight.mul_(-1)
         assert await answers(engine) == by_transformers(model)
-        assert engine.version == 1 and "nobody said so" in caplog.text
+        assert engine.version == 1 and "changed without notice" in caplog.text
 
 
 async def test_a_model_in_training_mode_is_sampled_without_dropout():

@@ -276,7 +276,7 @@ async def test_a_server_that_saw_another_prompt_is_caught(has_generate):
 @pytest.mark.parametrize(("fault", "error"), [("two", EndpointError), ("page", ConfigError)])
 async def test_an_answer_of_another_shape_is_named(fault, error):
     async with fake(faults=[fault]) as server, client_of(server) as client:
-        with pytest.raises(error, match=r"came|does not answer as vLLM"):
+        with pytest.raises(error, match=r"came|does not respond like vLLM"):
             await client.complete_tokens(a_request())
 
 

@@ -186,7 +186,7 @@ def test_no_vllm_at_all_says_how_to_get_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("python", "problem"), [("/no/such/python", "not a Python interpreter"), (sys.executable, "has no vLLM")]
+    ("python", "problem"), [("/no/such/python", "not a working Python interpreter"), (sys.executable, "has no vLLM")]
 )
 def test_an_interpreter_that_cannot_serve_is_named(python, problem, monkeypatch):
     monkeypatch.setenv("LUDIC_VLLM_PYTHON", python)

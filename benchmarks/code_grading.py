@@ -1,7 +1,7 @@
-"""How fast reference solutions are graded: the sandbox and its judges, beside a plain subprocess per test.
+"""Speed of grading reference solutions: the sandbox and its judges, against a plain subprocess per test.
 
-The plain way is what small harnesses do: for every assert a Python process of its own with solution and assert in it,
-no sandbox, the expected value in the hands of the program. Ours runs the calls of a problem in one sandboxed process and
+The plain baseline is what small harnesses do: one Python process per assert with solution and assert in it, without a
+sandbox, so that the program can read the expected value. Ludic runs the calls of a problem in one sandboxed process and
 judges outside. Both keep the same number of processes busy and see the same asserts. The result cache is off.
 
     .venv/bin/python benchmarks/code_grading.py [--data humaneval.jsonl[.gz]] [--workers 2] [--repeats 3]

@@ -1,13 +1,13 @@
-"""FSDP2 against the plain trainer: that it computes the same, and what it costs.
+"""FSDP2 against the plain trainer: equality of results, and cost.
 
-- same: loss and gradient of one batch on one process and on two, in fp32, and how far they are apart;
+- same: loss and gradient of one batch on one process and on two, in fp32, and their difference;
 - speed: trained tokens per second of the plain trainer, of FSDP2 on one process, and of FSDP2 on two. On a GPU only the
-  first two (the overhead at world size 1), with the peak of memory.
+  first two (the overhead at world size 1), with peak memory.
 
     .venv/bin/python benchmarks/fsdp.py                     # what this machine has
     .venv/bin/python benchmarks/fsdp.py --only speed --model qwen-1.5b
 
-Each measurement is a group of processes of its own, started by torchrun, with one thread per process on a CPU.
+Each measurement is a separate group of processes, started by torchrun, with one thread per process on a CPU.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How many samples per second go from an actor to a learner through a local Redis, and how long a learner waits for them.
+"""Samples per second from an actor to a learner through a local Redis, and how long a learner waits for them.
 
 Samples of 2,000 tokens (500 of prompt, 1,500 sampled, with log-probs), in groups of 8. An actor process encodes and pushes,
-a learner process pops, decodes and settles, both at once, beside a redis-server of their own: three processes on whatever
-cores there are. Compared in the same run with the reference design: a dataclass of lists, pickled, RPUSH and BLPOP item by
-item. Then what the single parts can do alone, and the share of its time that a learner waits when actors are about as fast
-as it is (real actor, real source; the model and the training are sleeps).
+a learner process pops, decodes and acknowledges at the same time, with a separate redis-server: three processes on the
+available cores. Compared in the same run with the reference design: a dataclass of lists, pickled, RPUSH and BLPOP item by
+item. Then the speed of each part alone, and the share of time that a learner waits for actors of about its own speed
+(real actor, real source; the model and the training are sleeps).
 
     .venv/bin/python benchmarks/pipeline.py [--items 32000] [--repeats 3] [--only speed|parts|idle]
 """
@@ -62,7 +62,7 @@ NUM_PROMPT, NUM_SAMPLED = 500, 1500
 GROUP_SIZE = 8
 VOCAB = 151_936  # Qwen's: ids take four bytes
 NUM_DIFFERENT = 16
-"""Groups that are made beforehand and sent over and over; each is encoded anew every time."""
+"""Groups that are made beforehand and sent repeatedly; each send encodes them again."""
 PUSH_GROUPS, TAKE_ITEMS = 16, 256
 VERSION = 7
 
@@ -164,7 +164,7 @@ def redis_cpu_s(url: str) -> float:
 
 
 class Countdown:
-    """How many groups are still to come, for whoever shares the work."""
+    """Number of groups still to send, shared by the senders."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -277,7 +277,7 @@ class Measured:
 
     @property
     def items_per_s_of_two_cores(self) -> float:
-        """What two cores could do if nobody ever waited for anybody."""
+        """Throughput of two cores if no process ever waited for another."""
         return 2e6 / sum(self.cpu_us.values())
 
 

@@ -47,7 +47,7 @@ GROUP_SIZE = 8
 
 
 def corrected(*corrections: Correction) -> Loss:
-    """−A ln π, which has no ratio of its own, times the corrections."""
+    """−A ln π, a loss without a ratio, times the corrections."""
     return CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), corrections)
 
 

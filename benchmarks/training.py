@@ -128,7 +128,7 @@ def finite_check() -> None:
 
 
 def head_memory(way: str) -> None:
-    """In a process of its own: peak memory of the last layer's forward and backward."""
+    """Runs in a separate process: peak memory of the last layer's forward and backward."""
     tokens, vocab, width = (16_384, 151_936, 1536) if ON_GPU else (1024, 151_936, 64)
     device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
     torch.manual_seed(0)

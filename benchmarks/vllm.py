@@ -99,7 +99,7 @@ def report(name: str, plain: Timing, ours: Timing, concurrency: int) -> None:
 
 
 async def serve_stored_answers() -> None:
-    """In a process of its own: the address comes on its first line."""
+    """Runs in a separate process, whose first line is the address."""
     from aiohttp import web
 
     def answer(number: int, logprob: float) -> bytes:

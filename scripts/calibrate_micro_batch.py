@@ -50,7 +50,7 @@ class OverLimit(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One budget, and what became of it."""
+    """One budget and its result."""
 
     budget: int
     fits: bool

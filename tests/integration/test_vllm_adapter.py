@@ -123,7 +123,7 @@ def test_a_push_serves_the_adapter_under_its_name_and_the_base_under_its_own(lor
         {"target_modules": ["q_proj", "down_proj"], "r": 3},
         {"use_rslora": True, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"up_proj": 40}},
     ],
-    ids=["a part of fused layers", "scales of its own"],
+    ids=["a part of fused layers", "separate scales"],
 )
 def test_ranks_and_scales_arrive_as_peft_has_them(lora_server, settings):
     model = adapted(lora_server, **settings)
@@ -224,7 +224,7 @@ def publisher_writing(
     return BroadcastPolicyPublisher(control, AdapterFolder(control, "policy", write, folder))
 
 
-def test_files_that_cannot_be_loaded_are_an_error_before_anybody_pauses(lora_server, tmp_path):
+def test_files_that_cannot_be_loaded_are_an_error_before_any_pause(lora_server, tmp_path):
     model = adapted(lora_server)
     publisher = publisher_of(lora_server, model, folder=tmp_path)
     publisher.publish({}, version=1)

@@ -38,7 +38,7 @@ def load(folder: Path) -> Any:
 
 
 def perturbed(model: Any, seed: int = 1) -> Any:
-    """Every weight moved by a tenth of its own spread."""
+    """Every weight moved by a tenth of its standard deviation."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 Both share every parameter and buffer, so nothing is copied and an optimizer step changes both. They do not share the other
 inputs of a forward pass: training mode and dropout, the attention function, the active adapter. The engine may replace
-modules of its own tree.
+modules in its tree.
 """
 
 import copy

@@ -150,7 +150,7 @@ def test_a_load_that_fails_on_one_server_leaves_the_version_on_none(model):
     ],
     ids=["no LoRA", "rank"],
 )
-def test_servers_that_were_started_otherwise_are_named_and_nobody_pauses(model, settings, message):
+def test_servers_with_unsuitable_settings_are_named_before_any_pause(model, settings, message):
     servers = FakeServers(model, **settings)
     with pytest.raises(ConfigError, match=message):
         make(servers, model).publish({}, version=1)

@@ -54,7 +54,7 @@ def test_without_a_version_it_is_the_one_after_the_servers_own():
     assert server.version == 5
 
 
-def test_weights_that_do_not_fit_are_refused_before_anybody_stands_still():
+def test_weights_that_do_not_fit_are_refused_before_any_pause():
     server, _, publisher = make()
     with pytest.raises(ConfigError, match="other weights"):
         publisher.publish({"a": torch.zeros(8)}, version=1)

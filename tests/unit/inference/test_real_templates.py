@@ -320,7 +320,7 @@ UNREAD = {
     "gemma4.axolotl", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "gptoss", "jamba", "lfm2", "lfm2_2_5",
     "lfm2_2_5_v2", "lfm2_2_5_vl", "lfm2_v2", "mistral_v2v3", "mistral_v3_tekken", "muse_glimmer",
 }  # fmt: skip
-"""Templates with a dialect of their own that no parser reads."""
+"""Templates with a dialect that no parser reads."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -334,7 +334,7 @@ def test_training_and_serving_read_calls_in_the_same_dialect(name: str):
         if name in DIALECTS:
             assert read_tools(Fields({"tools": TOOLS}), template) == TOOLS
             continue
-        reason = "Calls are read as Hermes and Qwen" if name in UNREAD else "never hear"
+        reason = "Calls are read as Hermes and Qwen" if name in UNREAD else "never see"
         with pytest.raises(ConfigError, match=reason):
             read_tools(Fields({"tools": TOOLS}), template)
         with pytest.raises(ConfigError, match=reason):

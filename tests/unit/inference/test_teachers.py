@@ -127,5 +127,5 @@ async def test_an_answer_that_cannot_be_right_is_refused(spoil, says):
 
 
 async def test_a_server_that_gives_no_prompt_log_probs_is_named():
-    with pytest.raises(EndpointError, match="and none came"):
+    with pytest.raises(EndpointError, match="but none came"):
         await scored(spoil=lambda scores: None)

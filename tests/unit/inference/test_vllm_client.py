@@ -170,7 +170,7 @@ async def test_a_wrong_key_and_a_wrong_model_are_mistakes_of_the_set_up():
             await client.complete_tokens(a_request(model="gpt-9"))
 
 
-async def test_nobody_there_is_named_and_a_server_that_comes_back_is_used_again():
+async def test_unreachable_server_is_named_and_used_again_after_its_return():
     port = free_port()
     client = VLLMChatClient(port=port, connection_timeout_s=0, max_retries=1, wait_s=0.001)
     with pytest.raises(EndpointError, match=f"127.0.0.1:{port}.*cannot be reached"):
@@ -183,7 +183,7 @@ async def test_nobody_there_is_named_and_a_server_that_comes_back_is_used_again(
     await client.close()
 
 
-async def test_a_server_that_returns_as_another_is_asked_anew_what_it_offers():
+async def test_capabilities_of_a_restarted_server_are_probed_again():
     async with fake() as server, client_of(server) as client:
         await client.complete_tokens(a_request())
         server.has_generate = False
@@ -252,7 +252,7 @@ async def test_raw_log_probs_are_refused_where_they_would_be_wrong():
     ],
 )
 def test_tokens_that_max_think_forced_had_one_candidate(logprobs, sampling, forced):
-    """So a trainer gives them probability 1 as well, and no gradient: nobody chose them."""
+    """So a trainer gives them probability 1 as well, and no gradient: the policy did not choose them."""
     choice = {"token_ids": [1, 2, 3, 4, 5, 6], "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
     asked = a_request(sampling={"temperature": 1.0, **sampling}, extensions=VLLMExtensions(max_think=2))
     response = read_completion("http://x", msgspec.json.encode({"choices": [choice]}), asked)

@@ -259,7 +259,7 @@ class VllmAdapterPublisher:
         """Send the current adapter; `state_dict` must be empty."""
         if state_dict:
             raise ConfigError(
-                f"{len(state_dict)} weights were given, but this publisher sends only the adapter of its own model: call "
+                f"{len(state_dict)} weights were given, but this publisher sends only its own model's adapter: call "
                 "publish({}, version). For all weights use create_vllm_publisher(client)."
             )
         self._push.publish(read_adapter(self._model).tensors, version)

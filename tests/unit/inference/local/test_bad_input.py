@@ -133,7 +133,7 @@ _ATTENTION: dict[str, Any] = {
 }
 UNSERVABLE: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "no attention": ("Mamba", "MambaForCausalLM", _SMALL, ""),
-    "attention of its own": ("Bloom", "BloomForCausalLM", {**_SMALL, "n_layer": 2, "n_head": 4}, ""),
+    "custom attention": ("Bloom", "BloomForCausalLM", {**_SMALL, "n_layer": 2, "n_head": 4}, ""),
     "attention sinks": (
         "GptOss",
         "GptOssForCausalLM",
@@ -163,7 +163,7 @@ def test_a_model_whose_attention_cannot_be_routed_is_refused(name):
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match=f"{kind} cannot be served by the embedded engine.*{reason}.*vLLM"):
         make_engine(model)
-    assert model.config._attn_implementation == before, "whoever refuses leaves the model as it was"
+    assert model.config._attn_implementation == before, "a refusal leaves the model unchanged"
 
 
 def test_something_that_is_no_model_is_refused():
@@ -280,7 +280,7 @@ class Bomb:
 @pytest.mark.parametrize(
     "error", [RuntimeError("the device is on fire"), torch.OutOfMemoryError("the device is on fire")], ids=repr
 )
-async def test_a_crash_in_the_worker_reaches_everybody_and_the_engine_says_it_is_dead(at_call, error, caplog):
+async def test_a_crash_in_the_worker_fails_all_requests_and_is_reported(at_call, error, caplog):
     engine = make_engine(new_model(), max_sequences=2)
     Bomb(engine.model, at_call=at_call, error=error)
     tasks = [asyncio.create_task(ask(engine, some_prompt(6 + n), max_tokens=100)) for n in range(5)]
@@ -307,7 +307,7 @@ async def test_a_crash_while_scoring_reaches_those_who_wait_for_scores():
     engine.close()
 
 
-async def test_a_crash_leaves_nobody_waiting_even_when_the_books_are_in_disorder():
+async def test_a_crash_fails_all_requests_even_if_the_scheduler_is_inconsistent():
     engine = make_engine(new_model())
     gate = Gate(engine.model, at_call=3)
     tasks = [asyncio.create_task(ask(engine, some_prompt(9 + n), max_tokens=50)) for n in range(4)]
@@ -353,7 +353,7 @@ async def test_a_request_that_forbids_every_token_is_refused():
     model.generation_config.eos_token_id = 0
     everything = {"stop_token_ids": tuple(range(1, VOCAB)), "min_tokens": 1}
     async with make_engine(model) as engine:
-        with pytest.raises(ConfigError, match="all 128 tokens of the vocabulary are stop tokens; leave out min_tokens"):
+        with pytest.raises(ConfigError, match="all 128 tokens of the vocabulary are stop tokens; drop min_tokens"):
             await ask(engine, [1, 2], **everything)
         answer = await ask(engine, [1, 2], **everything, ignore_eos=True, max_tokens=1)
         assert tokens(answer) == [0], "the only one that is left"

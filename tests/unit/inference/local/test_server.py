@@ -464,7 +464,7 @@ async def test_a_body_that_is_no_json_object_is_a_bad_request(engine, body):
             assert answer.status == 400 and "application/json" in (await answer.json())["error"]["message"]
 
 
-async def test_half_a_surrogate_pair_harms_nobody(engine):
+async def test_a_lone_surrogate_is_harmless(engine):
     async with serving(engine) as address, aiohttp.ClientSession() as session:
         for body, status in [({"prompt": "a \ud800 b"}, 200), ({"prompt": "a", "stop": "\ud800"}, 400)]:
             async with session.post(f"{address}/v1/completions", json=body) as answer:

@@ -252,7 +252,7 @@ async def test_the_cache_can_be_released_between_and_during_requests():
         engine.release_cache()
         assert await answers(engine) == expected and engine.version == 0
         gate = Gate(model, at_call=4)
-        engine.release_cache()  # the engine's own modules are made anew, with the gate
+        engine.release_cache()  # the engine's modules are rebuilt, with the gate
         running = asyncio.create_task(ask_all(engine, requests()))
         await gate.reached()
         release = threading.Thread(target=engine.release_cache)
@@ -262,7 +262,7 @@ async def test_the_cache_can_be_released_between_and_during_requests():
         release.join(30)
 
 
-# --- changes that nobody announces ---
+# --- unannounced changes ---
 
 
 async def test_a_step_that_was_not_announced_is_noticed(caplog):

@@ -24,7 +24,7 @@ from ludic.sandbox import SandboxPool, create_sandbox_pool
 Sample = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "tests" / "data" / "humaneval.jsonl.gz"
 WHOLE = 164
-"""Problems of HumanEval; the file of the tests has 120 of them."""
+"""HumanEval problems; the tests' file has 120 of them."""
 CONFIG = CodeExecConfig(use_cache=False, timeout_per_test_s=60.0)
 
 
@@ -36,7 +36,7 @@ async def ours(sample: Sample, pool: SandboxPool) -> bool:
 
 
 async def plain(sample: Sample) -> bool:
-    """One process per test, as long as they pass."""
+    """One process per test, until one fails."""
     env = HumanEvalEnv(sample, config=CONFIG)
     program = str(env.reference_action("agent_0"))
     for test in env.tests:

@@ -50,7 +50,7 @@ class LetterLine(SingleAgentEnv):
 
 
 class Bytes:
-    """What the engine asks of a tokenizer, on the byte template's ids."""
+    """The engine's tokenizer interface over ByteTemplate's ids."""
 
     eos_token_id = None
 

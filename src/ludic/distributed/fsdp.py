@@ -172,7 +172,7 @@ def _mesh(settings: FSDPSettings, device: str | None) -> DeviceMesh:
 
 
 def _sharded(model: Any, settings: FSDPSettings, mesh: DeviceMesh) -> Any:
-    blocks = decoder_layers(model)
+    blocks: list[Any] = decoder_layers(model)
     if not blocks:
         raise ConfigError(
             f"{type(plain_model(model)).__name__} has no list of decoder blocks, so Ludic cannot shard it."

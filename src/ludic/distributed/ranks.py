@@ -182,13 +182,10 @@ class ProcessRanks:
             raise
         except Exception as error:
             if not _is_broken_connection(error):
-                self._share_failure(error)
+                with contextlib.suppress(dist.DistError):  # the process that holds the store is gone
+                    self._shared.set(f"failed-{self.rank}", f"{type(error).__name__}: {error}")
                 raise
             raise RankFailed(f"{self._who_is_missing()} (Rank {self.rank} noticed: {_first_line(error)})") from error
-
-    def _share_failure(self, error: Exception) -> None:
-        with contextlib.suppress(dist.DistError):  # the process that holds the store is gone
-            self._shared.set(f"failed-{self.rank}", f"{type(error).__name__}: {error}")
 
     def _who_is_missing(self) -> str:
         """The failure that a rank has shared; else the ranks that do not respond to a roll call."""

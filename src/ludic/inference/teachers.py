@@ -39,11 +39,7 @@ class LocalTeacher:
 
     def __init__(self, engine: ScoringEngine) -> None:
         self._engine = engine
-        self._fingerprint = tokenizer_fingerprint(engine.tokenizer)
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return self._fingerprint
+        self.tokenizer_fingerprint = tokenizer_fingerprint(engine.tokenizer)
 
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
@@ -57,11 +53,7 @@ class VLLMTeacher:
     def __init__(self, client: VLLMChatClient, model: str, tokenizer: HasVocabulary) -> None:
         """`tokenizer` is that of `model`: the server does not say what its ids mean."""
         self._client, self._model = client, model
-        self._fingerprint = tokenizer_fingerprint(tokenizer)
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return self._fingerprint
+        self.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
 
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0

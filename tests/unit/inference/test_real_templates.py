@@ -334,7 +334,7 @@ def test_training_and_serving_read_calls_in_the_same_dialect(name: str):
         if name in DIALECTS:
             assert read_tools(Fields({"tools": TOOLS}), template) == TOOLS
             continue
-        reason = "Calls are read as Hermes and Qwen" if name in UNREAD else "never see"
+        reason = "Calls are read as Hermes and Qwen" if name in UNREAD else "never hear"
         with pytest.raises(ConfigError, match=reason):
             read_tools(Fields({"tools": TOOLS}), template)
         with pytest.raises(ConfigError, match=reason):

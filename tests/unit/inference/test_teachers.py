@@ -26,7 +26,7 @@ class Vocabulary(ByteTokenizer):
 # --- fingerprints ---
 
 
-def test_a_fingerprint_is_of_what_ids_mean_and_not_of_their_order():
+def test_fingerprint_depends_on_the_meaning_of_ids_not_on_their_order():
     one, same = Vocabulary(), Vocabulary()
     same._vocabulary = dict(sorted(same._vocabulary.items()))
     assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same)

@@ -58,7 +58,7 @@ async def test_weights_that_change_in_the_middle_show_in_the_version_runs():
     assert response.to_trace().policy_version == 6
 
 
-async def test_log_probs_come_only_where_they_were_asked_for():
+async def test_log_probs_are_returned_only_if_requested():
     async with fake() as server, client_of(server) as client:
         response, _ = await client.complete_tokens(a_request(return_=ReturnSpec.for_eval()))
     assert response.completion_logprobs is None
@@ -118,7 +118,7 @@ async def test_a_server_that_knows_no_versions_leaves_them_out():
     assert response.version_runs == ()
 
 
-async def test_many_requests_at_once_find_out_once_what_the_server_offers():
+async def test_concurrent_requests_probe_a_server_once():
     async with fake() as server, client_of(server) as client:
         answers = await asyncio.gather(*(client.complete_tokens(a_request((1, i))) for i in range(100)))
     assert [response.completion_token_ids[0] for response, _ in answers] == [i + 1 for i in range(100)]
@@ -137,7 +137,7 @@ async def test_settings_for_another_server_are_refused():
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "abort"])
-async def test_what_is_no_fault_of_the_request_is_asked_again(fault):
+async def test_server_failures_are_retried(fault):
     async with fake(faults=[fault, fault]) as server, client_of(server) as client:
         response, _ = await client.complete_tokens(a_request())
     assert response.completion_token_ids.tolist() == [4, 5, 6, 7]
@@ -448,7 +448,7 @@ def test_importing_it_needs_neither_vllm_nor_torch_nor_aiohttp():
     assert done.stdout.strip() == "set()"
 
 
-async def test_who_started_a_server_can_say_that_waiting_for_it_is_in_vain():
+async def test_require_alive_stops_the_wait_for_a_dead_server():
     def gone() -> None:
         raise PolicyGone("it was shot")
 

@@ -77,7 +77,7 @@ def test_a_token_in_the_environment_is_used_and_not_written_down(tmp_path, monke
         (["--speculative-config", "{}"], "--logits-processors"),
     ],
 )
-def test_what_the_user_says_is_not_said_again(flags, left_out):
+def test_flags_of_the_user_are_not_repeated(flags, left_out):
     assert left_out in default_flags(CPU, [])
     assert left_out not in default_flags(CPU, flags)
 

@@ -140,7 +140,7 @@ def test_a_server_that_dies_is_quoted(make):
     assert collect_proc_output(server).startswith("INFO 11-15 loading")
 
 
-def test_what_an_earlier_start_said_is_not_quoted(make):
+def test_output_of_an_earlier_start_is_not_quoted(make):
     server = make(DYING)
     server.wait(10)
     server.start()

@@ -146,7 +146,7 @@ async def test_tools_that_a_template_cannot_read_or_does_not_show_are_refused():
         def apply(self, messages, *, tools=None, add_generation_prompt=True):
             return super().apply(messages, add_generation_prompt=add_generation_prompt)
 
-    with pytest.raises(ConfigError, match="never see them"):
+    with pytest.raises(ConfigError, match="never hear of them"):
         await play(Shop, Silent(tool_parser=HermesToolParser()), ScriptedClient(["hi"]))
 
 

@@ -84,14 +84,14 @@ class FolderPublisher:
 
         path = self.folder / f"weights_{version}.safetensors"
         unfinished = self.folder / f"{_UNFINISHED}{path.name}"
-        weights = {name: as_sent(weight, self._sent_dtype(weight)) for name, weight in _distinct(state_dict)}
+        weights = {
+            name: as_sent(weight, self._dtype if self._dtype and weight.is_floating_point() else weight.dtype)
+            for name, weight in _distinct(state_dict)
+        }
         save_file(weights, unfinished)
         _sync(unfinished)
         unfinished.replace(path)
         _sync(self.folder)
-
-    def _sent_dtype(self, weight: Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and weight.is_floating_point() else weight.dtype
 
     def _clean_up(self, version: int) -> None:
         """Delete old versions, newer ones (from a life of the learner that was not resumed) and files of a killed writer."""

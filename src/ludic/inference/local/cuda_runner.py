@@ -264,15 +264,13 @@ class CUDARunner:
                 self._round.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        memory_pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         # thread_local: the trainer allocates in another thread meanwhile, which would invalidate a capture in the default mode.
-        with torch.cuda.graph(graph, pool=self._pool_handle(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
             logits = self._one_round(bucket)
         for buffer, value in zip(changed, saved, strict=True):
             buffer.copy_(value)
         return graph, logits
-
-    def _pool_handle(self) -> Any:
-        return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
 
     def _one_round(self, bucket: int) -> Tensor:
         tokens, positions = self._tokens[:bucket], self._positions[:bucket]

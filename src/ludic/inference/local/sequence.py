@@ -90,12 +90,7 @@ class Sequence:
         return self.sampling.max_tokens - len(self.logprobs)
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if self.runs and self.runs[-1][0] == version:
-            self.runs[-1][1] += 1
-        else:
-            self.runs.append([version, 1])
+        self.extend([token], [logprob], version)
 
     def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         self.tokens.extend(tokens)

@@ -198,5 +198,5 @@ def _require_tools(template: ChatTemplate, tools: ToolSchemas) -> None:
     if not shows_tools(template, tools):
         raise ConfigError(
             f"Tools are offered ({names}), but the chat template does not write them into the prompt, so the model would never "
-            "see them. Use a model whose template supports tools."
+            "hear of them. Use a model whose template supports tools."
         )

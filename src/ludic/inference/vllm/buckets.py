@@ -84,7 +84,7 @@ def split_into_buckets(metadata: Sequence[WeightMetadata], max_bytes: int) -> li
     offsets: list[int] = []
     end = 0
     for weight in metadata:
-        offset = _aligned(end)
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
         if inside and offset + weight.num_bytes > max_bytes:
             buckets.append(Bucket(tuple(inside), tuple(offsets), end))
             inside, offsets, offset = [], [], 0
@@ -94,10 +94,6 @@ def split_into_buckets(metadata: Sequence[WeightMetadata], max_bytes: int) -> li
     if inside:
         buckets.append(Bucket(tuple(inside), tuple(offsets), end))
     return buckets
-
-
-def _aligned(position: int) -> int:
-    return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 @torch.no_grad()

@@ -49,6 +49,8 @@ def server_command(
     """
     has_key = bool(api_keys(flags))
     token = os.environ.get(CONTROL_VARIABLE) or make_control_token(run_folder)
+    # Without the pipe of this process's own parent, which is not open in the server.
+    inherited = {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
     return ServerCommand(
         arguments=(
             str(install.python.absolute()), "-m", ENTRY_POINT, "--model", model, "--host", host, "--port", str(port),
@@ -57,7 +59,7 @@ def server_command(
             "--middleware", "ludic.inference.vllm.worker.parent_watch.EndWithParent",
             "--middleware", "ludic.inference.vllm.worker.guard.ControlGuard",
         ),
-        environment={**_inherited(), **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
+        environment={**inherited, **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
         host=host,
         port=port,
         has_key=has_key,
@@ -145,11 +147,6 @@ def default_flags(install: VLLMInstall, flags: Sequence[str]) -> list[str]:
 def _names(flags: Sequence[str]) -> set[str]:
     """`--max_model_len=4` is --max-model-len to vLLM."""
     return {flag.split("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
-
-
-def _inherited() -> dict[str, str]:
-    """This process's environment without its own parent's pipe, which is not open in the server."""
-    return {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
 
 
 def _environment(install: VLLMInstall, flags: Sequence[str], run_folder: Path) -> dict[str, str]:

@@ -181,7 +181,7 @@ async def test_a_failed_update_still_ends_the_old_version():
 
 
 @pytest.mark.parametrize("at_call", [3, 8])
-async def test_requests_survive_an_update_and_go_on_under_the_new_weights(at_call):
+async def test_requests_survive_an_update_and_continue_under_the_new_weights(at_call):
     model = new_model()
     old = copy_of(model)
     async with make_engine(model, max_prefill_tokens=20) as engine:

@@ -1,7 +1,7 @@
-"""How fast reference solutions are graded: the sandbox and its judges, beside a plain subprocess per test.
+"""Speed of grading reference solutions: the sandbox and its judges, against a plain subprocess per test.
 
-The plain way is what small harnesses do: for every assert a Python process of its own with solution and assert in it,
-no sandbox, the expected value in the hands of the program. Ours runs the calls of a problem in one sandboxed process and
+The plain baseline is what small harnesses do: one Python process per assert with solution and assert in it, without a
+sandbox, so that the program can read the expected value. Ludic runs the calls of a problem in one sandboxed process and
 judges outside. Both keep the same number of processes busy and see the same asserts. The result cache is off.
 
     .venv/bin/python benchmarks/code_grading.py [--data humaneval.jsonl[.gz]] [--workers 2] [--repeats 3]
@@ -24,7 +24,7 @@ from ludic.sandbox import SandboxPool, create_sandbox_pool
 Sample = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "tests" / "data" / "humaneval.jsonl.gz"
 WHOLE = 164
-"""Problems of HumanEval; the file of the tests has 120 of them."""
+"""HumanEval problems; the tests' file has 120 of them."""
 CONFIG = CodeExecConfig(use_cache=False, timeout_per_test_s=60.0)
 
 
@@ -36,7 +36,7 @@ async def ours(sample: Sample, pool: SandboxPool) -> bool:
 
 
 async def plain(sample: Sample) -> bool:
-    """One process per test, as long as they pass."""
+    """One process per test, until one fails."""
     env = HumanEvalEnv(sample, config=CONFIG)
     program = str(env.reference_action("agent_0"))
     for test in env.tests:

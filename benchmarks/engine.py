@@ -1,8 +1,8 @@
 """The embedded engine against `transformers.generate` and the hardware's own limit, in one run.
 
 End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU (SmolLM2-135M's shape in fp32,
-a group with a shared prompt, and a tiny model where Python overhead rules) or on a CUDA GPU (random weights in bf16,
-prompt 128, 256 new tokens). The limit is what one decoding step must at least take: multiplying all weights on a CPU
+a group with a shared prompt, and a tiny model dominated by Python overhead) or on a CUDA GPU (random weights in bf16,
+prompt 128, 256 new tokens). The limit is the minimum time of one decoding step: multiplying all weights on a CPU
 (measured matrix-product speed), reading all weights and keys on a GPU (measured copy speed).
 
     .venv/bin/python benchmarks/engine.py            # what this machine has
@@ -99,7 +99,7 @@ def run_engine(engine: LocalEngine, prompts: list[list[int]], num_new: int) -> f
 
 
 def limit_s(model: Any, batch: int, context: int) -> float:
-    """Least time of one decoding step."""
+    """Minimum time of one decoding step."""
     num_params = sum(p.numel() for p in model.parameters())
     if model.device.type == "cpu":
         return 2 * num_params * batch / _cpu_flops()
@@ -143,11 +143,11 @@ def compare(
     generate_s = run_generate(model, prompts[: min(batch, 128)], num_new) * (1 if batch <= 128 else float("nan"))
     engine = LocalEngine(model, max_sequences=batch, max_model_len=prompt_length + num_new)
     warm_up = np.random.default_rng(1).integers(3, model.config.vocab_size, size=(batch, prompt_length)).tolist()
-    for count in {batch, 1}:  # captures (and compiles) what the run will need
+    for count in {batch, 1}:  # capture (and compile) the graphs that the run needs
         run_engine(engine, warm_up[:count], 20)
     seconds = []
     for _ in range(repeat):
-        engine.new_version()  # forget every prefix
+        engine.new_version()  # drop every cached prefix
         seconds.append(run_engine(engine, prompts, num_new))
     engine.close()
     model.set_attn_implementation("sdpa")
@@ -195,7 +195,7 @@ def on_gpu() -> None:
 
 
 def time_ms(draw: Callable[[Tensor], Any], logits_NV: Tensor) -> float:
-    """The best of some calls, each on fresh logits: sampling changes them in place."""
+    """Best time of several calls, each on fresh logits, since sampling changes them in place."""
     seconds = []
     for _ in range(3 + 20_000_000 // logits_NV.numel() % 20):
         own = logits_NV.clone()
@@ -213,7 +213,7 @@ def sync_device(tensor: Tensor) -> None:
 
 
 def engine_draw(batch: int, device: str) -> Callable[[Tensor], Any]:
-    """What the engine does with logits at temperature 0.8."""
+    """The engine's sampling at temperature 0.8."""
     if device == "cuda":
         from ludic.inference.local.triton_kernels import sample_rows
 

@@ -1,13 +1,13 @@
-"""FSDP2 against the plain trainer: that it computes the same, and what it costs.
+"""FSDP2 against the plain trainer: equality of results, and cost.
 
-- same: loss and gradient of one batch on one process and on two, in fp32, and how far they are apart;
+- same: loss and gradient of one batch on one process and on two, in fp32, and their difference;
 - speed: trained tokens per second of the plain trainer, of FSDP2 on one process, and of FSDP2 on two. On a GPU only the
-  first two (the overhead at world size 1), with the peak of memory.
+  first two (the overhead at world size 1), with peak memory.
 
     .venv/bin/python benchmarks/fsdp.py                     # what this machine has
     .venv/bin/python benchmarks/fsdp.py --only speed --model qwen-1.5b
 
-Each measurement is a group of processes of its own, started by torchrun, with one thread per process on a CPU.
+Each measurement is a separate group of processes, started by torchrun, with one thread per process on a CPU.
 """
 
 import argparse
@@ -48,11 +48,11 @@ class Again:
         return SAWBatch(items=list(self._items))
 
 
-# --- what one group of processes does ---
+# --- one group of processes ---
 
 
 def same(args: argparse.Namespace, ranks: Ranks, is_sharded: bool) -> dict[str, Any]:
-    """Loss and whole gradients of one batch; gradients stay in a file."""
+    """Loss and full gradients of one batch; gradients are written to a file."""
     model = make(MODELS[args.model], "cpu", torch.float32)
     if is_sharded:
         model = shard_model(model, FSDPSettings(param_dtype="fp32"), device="cpu")
@@ -67,7 +67,7 @@ def same(args: argparse.Namespace, ranks: Ranks, is_sharded: bool) -> dict[str, 
         ranks=ranks,
     )
     loss = ranks.sum(sums.totals().sums["loss"][0])
-    for parameter in model.parameters():  # read as weights are: whole, one by one
+    for parameter in model.parameters():  # gathered one by one, like weights
         parameter.data.copy_(parameter.grad)
     gradients = {name: weight.clone() for name, weight in dense_parameters(model)}
     if ranks.is_first:
@@ -111,7 +111,7 @@ def as_rank(args: argparse.Namespace) -> None:
     leave_ranks()
 
 
-# --- starting groups and comparing them ---
+# --- start and compare groups ---
 
 
 def measured(part: str, world: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A whole GRPO step on one GPU, phase by phase: everything that a researcher waits for.
+"""A whole GRPO step on one GPU, phase by phase.
 
 SmolLM2-135M's shape in bf16, 16 prompts × 8 samples, about 100 prompt tokens, 256 new ones. Generation goes through the agent,
-the protocol and the rollout engine to the embedded engine, which serves the very parameters that are trained.
+the protocol and the rollout engine to the embedded engine, which serves the trained parameters themselves.
 
     PYTHONPATH=src:benchmarks python3 benchmarks/training.py --only grpo
 """
@@ -37,7 +37,7 @@ NUM_PROMPTS, GROUP_SIZE, NUM_NEW = 16, 8, 256
 
 
 class OneQuestion(SingleAgentEnv):
-    """About 100 bytes of question; the reward is arbitrary, since nothing is to be learned."""
+    """About 100 bytes of question; the reward is arbitrary, since only speed matters."""
 
     @property
     def suggested_sysprompt(self) -> None:
@@ -51,7 +51,7 @@ class OneQuestion(SingleAgentEnv):
 
 
 class ByteTokenizer:
-    """The engine's texts; ids above 255 have none."""
+    """Decodes ids to text; ids above 255 have none."""
 
     eos_token_id = None
 

@@ -1,8 +1,8 @@
 """A task for experiments on a CPU: write a line of 32 characters of which half are letters.
 
 A line with a share s of letters earns 1 − |2s − 1|; by chance s is a fifth and the reward 0.4. Both too few and too many are wrong,
-so whoever follows old samples overshoots: they still say "more letters" when there are too many already. Credit comes for the
-whole line, so what is learned is spread over 32 tokens, long enough for ratios to multiply. Everything is real (engine, agent,
+so a policy trained on old samples overshoots: they still say "more letters" when there are already too many. Credit is for the
+whole line, so learning is spread over 32 tokens, long enough for ratios to multiply. Everything is real (engine, agent,
 rollouts, trainer) and a run takes seconds.
 """
 
@@ -50,7 +50,7 @@ class LetterLine(SingleAgentEnv):
 
 
 class Bytes:
-    """What the engine asks of a tokenizer, on the byte template's ids."""
+    """The engine's tokenizer interface over ByteTemplate's ids."""
 
     eos_token_id = None
 

@@ -1,7 +1,7 @@
 """The memory formulae of ludic.scaling against one GPU: a few steps of real training, predicted and measured side by side.
 
-Two shapes with random weights in bf16, two micro-batches per step, the optimizer and the loss of the trainer. "Kept" is what is
-there between steps; the peaks are torch.cuda.max_memory_allocated while gradients are accumulated and while the optimizer
+Two shapes with random weights in bf16, two micro-batches per step, the optimizer and the loss of the trainer. "Kept" is the memory
+between steps; the peaks are torch.cuda.max_memory_allocated while gradients are accumulated and while the optimizer
 steps. What the allocator reserves beyond that, and the CUDA context, are not in it: `ludic plan` leaves a tenth for them.
 
     PYTHONPATH=src:benchmarks python3 benchmarks/memory_check.py                     # eager, with and without checkpointing
@@ -32,14 +32,14 @@ MODELS: dict[str, Callable[[], Any]] = {"135m": smollm2, "1.5b": qwen}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
-    """One way of training, counted or measured."""
+    """One training setup, predicted or measured."""
 
     kept: int
     """Between steps: weights and optimizer."""
     backward: int
-    """The most while gradients are accumulated."""
+    """Peak while gradients are accumulated."""
     step: int
-    """The most while the optimizer steps."""
+    """Peak while the optimizer steps."""
 
 
 def predicted(shape: ModelShape, budget: int, *, checkpointing: bool) -> Bytes:
@@ -54,7 +54,7 @@ def predicted(shape: ModelShape, budget: int, *, checkpointing: bool) -> Bytes:
 
 
 def measured(model: Any, budget: int, *, compiled: bool, num_steps: int = 3) -> Bytes:
-    """Of the last step: the first ones make the optimizer's state and compile."""
+    """Of the last step: the first ones create the optimizer's state and compile."""
     policy = TrainedPolicy(model)
     if compiled:
         compile_layers(model)
@@ -92,7 +92,7 @@ def compare(name: str, budget: int, *, checkpointing: bool, compiled: bool) -> N
         ("step", ours.step, theirs.step),
     )
     for what, paper, real in rows:
-        real -= before  # left over from a model before
+        real -= before  # left from the previous model
         print(
             f"| {name} | {budget} | {'yes' if checkpointing else 'no'} | {what} | {paper / GIB:.2f} | {real / GIB:.2f} | "
             f"{paper / real - 1:+.1%} |",

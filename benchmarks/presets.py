@@ -1,8 +1,8 @@
-"""Every preset trains the same tiny model on the same task to a stated reward: what each costs, on one CPU thread.
+"""Every preset trains the same tiny model on the same task to a stated reward: the cost of each on one CPU thread.
 
-The task is the two-question bandit of the tests: a tiny Llama of random weights answers x with an ASCII character and y with
+The task is the two-question bandit of the tests: a tiny Llama with random weights answers x with an ASCII character and y with
 anything else; chance is about one half. A row is one preset with its defaults: updates, seconds, the reward over 512 new
-questions before and after, and the reward that it must reach. Those that learn from a teacher get the policy that GRPO made,
+questions before and after, and the reward that it must reach. Presets with a teacher get the policy that GRPO trained,
 SFT the right answers. Seeds are fixed. A preset that misses its reward, or two minutes, fails the program.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:src .venv/bin/python benchmarks/presets.py [NAME ...]
@@ -34,24 +34,24 @@ BATCH_SIZE, GROUP_SIZE, NUM_NEW_QUESTIONS = 64, 8, 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How one preset is run, where its defaults are not meant for groups of 8 from one policy."""
+    """Settings of one preset's run, if its defaults do not fit groups of 8 from one policy."""
 
     steps: int = 40
     preset: str | None = None
-    """Registered name, where the row has another."""
+    """Registered name, if the row has another."""
     is_grouped: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     choose: Callable[[RLAlgorithm], Any] = lambda algorithm: None
     """A curriculum; None: new questions in every batch."""
     feed: Callable[[RolloutBatchSource, LocalTeacher], BatchSource] = lambda source, teacher: source
-    """Between the rollouts and the trainer; the teacher is the policy that GRPO made."""
+    """Between the rollouts and the trainer; the teacher is the policy that GRPO trained."""
 
 
-# --- where batches come from ---
+# --- batch sources ---
 
 
 class Vocabulary(ByteTokenizer):
-    """The byte tokenizer with the names of its tokens, by which teacher and student are compared."""
+    """The byte tokenizer with the names of its tokens, which the check of teacher against student compares."""
 
     def get_vocab(self) -> dict[str, int]:
         return {f"<{number}>": number for number in range(264)}
@@ -70,13 +70,13 @@ def _question(item: SAWItem) -> str:
 
 
 def prioritised(algorithm: Any) -> PrioritisedCurriculum:
-    """The questions that SPO's tracker is least sure of, one sample each."""
+    """The questions with SPO's least certain values, one sample each."""
     requests = BanditRequests(2 * BATCH_SIZE)()
     return PrioritisedCurriculum(requests, algorithm.credit_assigner.tracker, batch_size=BATCH_SIZE)
 
 
 class RightAnswers:
-    """What SFT imitates."""
+    """Target answers for SFT."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)

@@ -1,8 +1,8 @@
-"""How many sandboxed runs of a trivial program per second, beside the same program as a plain subprocess.
+"""Sandboxed runs of a trivial program per second, against the same program as a plain subprocess.
 
 Each backend has as many workers as there are cores; the plain line below them is `subprocess.run([python, "-c", …])` from
-as many threads, the price of a Python process with nothing around it. The ratio is plain / sandboxed. The CPU time per run
-(of everybody: harness, launcher, program) is what to compare on a machine that others use too.
+as many threads, the cost of a bare Python process. The ratio is plain / sandboxed. On a shared machine, compare the CPU
+time per run (of harness, launcher and program together).
 
     .venv/bin/python benchmarks/sandbox.py [--runs 200] [--workers 2] [--podman-image IMAGE [--podman-runtime runc]]
 """

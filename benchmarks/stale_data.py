@@ -1,6 +1,6 @@
-"""Which off-policy corrections stay stable on stale data: the embedded engine serves weights that are k updates old.
+"""Stability of off-policy corrections on stale data: the embedded engine serves weights that are k updates old.
 
-Each cell is one way of using the samples, one lag, three seeds: a tiny Llama learns to write lines of which half are letters
+Each cell is one correction, one lag, three seeds: a tiny Llama learns to write lines of which half are letters
 (letter_lines.py) with group-relative weights. A second experiment leaves the lag at 0 and disturbs the sampler's weights
 instead, by noise of a given share of each matrix's spread: sampler and trainer then differ for good, as another precision
 makes them differ.
@@ -41,13 +41,13 @@ from ludic.training.losses import (
 )
 
 ON_POLICY = ("none", "PPO clip")
-"""Where every ratio is 1 the corrections are all alike, so these two stand for all."""
+"""If every ratio is 1 all corrections are equal, so these two represent all."""
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 GROUP_SIZE = 8
 
 
 def corrected(*corrections: Correction) -> Loss:
-    """−A ln π, which has no ratio of its own, times the corrections."""
+    """−A ln π, a loss without a ratio, times the corrections."""
     return CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), corrections)
 
 
@@ -63,7 +63,7 @@ WAYS: dict[str, Callable[[], Loss]] = {
 
 
 class LaggingPublisher:
-    """Serves the weights of `lag` updates ago, disturbed if asked."""
+    """Serves the weights of `lag` updates ago, optionally with noise."""
 
     def __init__(self, engine: LocalEngine, lag: int, noise: float, seed: int) -> None:
         self._engine, self._noise = engine, noise
@@ -84,7 +84,7 @@ class LaggingPublisher:
 
 
 def run(way: str, lag: int, noise: float, seed: int, num_steps: int, lr: float) -> dict[str, Any]:
-    """One run; what it measured."""
+    """Run once; returns the measurements."""
     started = time.perf_counter()
     model = tiny_model(seed)
     engine = engine_of(copy.deepcopy(model))
@@ -111,7 +111,7 @@ def run(way: str, lag: int, noise: float, seed: int, num_steps: int, lr: float) 
 
 
 async def _reward(engine: LocalEngine, algorithm: RLAlgorithm, seed: int) -> float:
-    """Of the last weights themselves, on new lines."""
+    """Reward of the final weights on new lines."""
     batch = await lines(engine, algorithm, seed=seed + 500, num_prompts=16, group_size=GROUP_SIZE).next_batch()
     return fmean(item.origin.total_reward or 0.0 for item in batch.items)
 
@@ -133,11 +133,11 @@ def _record(
     }  # fmt: skip
 
 
-# --- what came out ---
+# --- results ---
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: one row per way and setting, means over seeds."""
+    """Markdown: one row per correction and setting, means over seeds."""
     columns = "way, lag, noise, late reward, worst seed, last weights, below the start, KL, ess, ess (sequence), masked, capped"
     rows = [f"| {columns.replace(', ', ' | ')} |", "|---" * 12 + "|"]
     for way, lag, noise in _cells(records):
@@ -164,12 +164,12 @@ def _mean(records: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def _stand_in(way: str, record: dict[str, Any]) -> str:
-    """Whose record speaks for this way: on-policy, that of no correction."""
+    """The record that represents this correction: on-policy, that of no correction."""
     return way if record["lag"] or record["noise"] or way in ON_POLICY else "none"
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Reward late in training against lag, and against noise; a line per way, a dot per seed."""
+    """Reward late in training against lag, and against noise; a line per correction, a dot per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

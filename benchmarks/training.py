@@ -1,8 +1,8 @@
-"""The training step against the plain ways of doing it, in one run.
+"""The training step against plain baselines, in one run.
 
 - packed against padded, on a skewed length distribution (tokens per second, and how much of the padded batch is padding);
-- log-probs in chunks against full logits (peak memory, and that the gradients are the same);
-- a step that looks whether the weights are finite against one that does not;
+- log-probs in chunks against full logits (peak memory, and equality of gradients);
+- a step with and without the check for finite weights;
 - on a GPU: trained tokens per second of two model shapes, with and without compiled layers;
 - on a GPU: a whole GRPO step, phase by phase (generation with the embedded engine on the same weights, update).
 
@@ -92,7 +92,7 @@ def packed_against_padded() -> None:
     model = make(build, "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32).train()
     items = samples(skewed_lengths(count, shortest, longest), model.config.vocab_size)
     total = sum(len(item.input_ids) for item in items)
-    # The usual padded micro-batch takes samples as they come; ours sorts by length even there.
+    # The baseline pads samples in order of arrival; Ludic sorts by length even when it pads.
     padded = step_seconds(model, items, packed=False, budget=budget)
     packed = step_seconds(model, items, packed=True, budget=budget)
     naive = sum(8 * max(len(i.input_ids) for i in items[k : k + 8]) for k in range(0, len(items), 8))
@@ -105,7 +105,7 @@ def packed_against_padded() -> None:
 
 
 def finite_check() -> None:
-    """As the trainer does it: after the step, read together with the step's other numbers."""
+    """The trainer's check: after the step, read together with its other numbers."""
     name, build, lengths = ("Qwen2.5-1.5B", qwen, [1024] * 16) if ON_GPU else ("SmolLM2-135M", smollm2, [128] * 2)
     model = make(build, "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32).train()
     items = samples(lengths, model.config.vocab_size)
@@ -128,7 +128,7 @@ def finite_check() -> None:
 
 
 def head_memory(way: str) -> None:
-    """In a process of its own: peak memory of the last layer's forward and backward."""
+    """Runs in a separate process: peak memory of the last layer's forward and backward."""
     tokens, vocab, width = (16_384, 151_936, 1536) if ON_GPU else (1024, 151_936, 64)
     device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
     torch.manual_seed(0)

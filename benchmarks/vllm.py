@@ -1,7 +1,7 @@
-"""What VLLMChatClient costs over plain aiohttp: the same requests, 256 at a time, in one run, in alternating rounds.
+"""Overhead of VLLMChatClient over plain aiohttp: the same requests, 256 at a time, in one run, in alternating rounds.
 
-Two servers. A real vLLM on this machine with a tiny model: what a run feels. And one that sends every request the same stored
-answer at once, so that nothing but the client is measured: the hardest case. "client CPU" is this process's own time per
+Two servers. A real vLLM on this machine with a tiny model, as in a run. And one that returns the same stored
+response at once, so that only the client is measured: the hardest case. "client CPU" is this process's own time per
 request. Plain aiohttp posts the same bodies and decodes the JSON, and does nothing else: no retries, no deadline, no arrays.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/vllm.py [--concurrency 256] [--rounds 5] [--url http://… --model NAME]
@@ -68,7 +68,7 @@ async def measure(complete: Complete, requests: list[TokenCompletionRequest], co
 async def compare(
     url: str, requests: list[TokenCompletionRequest], concurrency: int, rounds: int
 ) -> tuple[Timing, Timing]:
-    """(plain aiohttp, our client)."""
+    """(plain aiohttp, VLLMChatClient)."""
     plain_timing, our_timing = Timing(), Timing()
     client = VLLMChatClient(servers=[url], connection_timeout_s=0)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -78,7 +78,7 @@ async def compare(
                 assert response.status == 200, await response.text()
                 return await response.json()
 
-        for complete in (plain, client.complete_tokens):  # connections, caches, and what the server offers
+        for complete in (plain, client.complete_tokens):  # warm up connections, caches and the probe of the server
             await measure(complete, requests[: 2 * concurrency], concurrency, Timing())
         for number in range(rounds):
             pairs = [(plain, plain_timing), (client.complete_tokens, our_timing)]
@@ -99,7 +99,7 @@ def report(name: str, plain: Timing, ours: Timing, concurrency: int) -> None:
 
 
 async def serve_stored_answers() -> None:
-    """In a process of its own: the address comes on its first line."""
+    """Runs in a separate process, whose first line is the address."""
     from aiohttp import web
 
     def answer(number: int, logprob: float) -> bytes:
@@ -182,7 +182,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path, help="also write the rounds there")
     arguments.add_argument("--stored-answers", action="store_true", help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    # Python searches this folder first, and this file has the name of the package that the server is looked for under.
+    # Python searches this folder first, and this file is named like the vllm package.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]
     if options.stored_answers:
         asyncio.run(serve_stored_answers())

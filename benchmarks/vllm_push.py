@@ -1,7 +1,7 @@
-"""How long new weights take to a vLLM server, for each transport, beside a plain copy of the same bytes in memory.
+"""Time to push weights to a vLLM server by each transport, against a plain copy of the same bytes in memory.
 
 Starts a server with random weights in SmolLM2-135M's shape (fp32, 0.54 GB), pushes to it, and prints one table. "before" is
-what happens while the server still generates, "loading" is what it stands still for (transfer and vLLM's loader).
+the time while the server still generates, "loading" the pause (transfer and vLLM's loader).
 
     python benchmarks/vllm_push.py [--repeats 3] [--layers 30]
 """
@@ -24,7 +24,7 @@ from ludic.inference.vllm_server import start_vllm_server, wait_for_vllm_health
 
 
 class Timed:
-    """A communicator with a clock."""
+    """A communicator that measures time."""
 
     def __init__(self, inner: TensorCommunicator) -> None:
         self._inner = inner
@@ -68,7 +68,7 @@ def save_model(folder: Path, layers: int) -> dict[str, Tensor]:
 
 
 def copy_seconds(weights: Mapping[str, Tensor], repeats: int) -> float:
-    """Best of several copies into memory that has been touched before."""
+    """Best of several copies into already touched memory."""
     room = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     best = float("inf")
     for _ in range(repeats + 2):
@@ -82,7 +82,7 @@ def copy_seconds(weights: Mapping[str, Tensor], repeats: int) -> float:
 def push_seconds(
     client: VLLMChatClient, transport: str, weights: Mapping[str, Tensor], repeats: int
 ) -> tuple[float, float, float]:
-    """(whole, before, loading) of the fastest push after one that warms up."""
+    """(whole, before, loading) of the fastest push after a warm-up."""
     control = VllmControlPlane(client)
     comm = Timed(make_communicator(control, transport))  # type: ignore[arg-type]
     publisher = BroadcastPolicyPublisher(control, comm)

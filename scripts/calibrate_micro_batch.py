@@ -40,27 +40,27 @@ from ludic.types import ActorTokenLogps, ConfigError, LudicError, MissingExtra, 
 TINY = "tiny"
 GB = 1e9
 MARGIN = 0.1
-"""Real batches fragment memory in other ways than these do."""
+"""Margin for real batches, which fragment memory differently."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class OverLimit(Exception):
-    """The process has outgrown --memory-limit-gb."""
+    """The process exceeds --memory-limit-gb."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One budget, and what became of it."""
+    """One budget and its result."""
 
     budget: int
     fits: bool
     peak_gb: float
-    """The most that was in use at once; for one that did not fit, when it was stopped."""
+    """Peak memory; for a budget that does not fit, when it was stopped."""
     seconds: float
     """Of the whole step."""
 
 
-# --- searching ------------------------------------------------------------------------------------------------
+# --- searching ---
 
 
 def search(attempt: Callable[[int], bool], *, smallest: int, largest: int) -> int | None:
@@ -85,15 +85,15 @@ def search(attempt: Callable[[int], bool], *, smallest: int, largest: int) -> in
 
 
 def recommended(best: int, max_seq_len: int) -> int:
-    """With the margin, in steps of 64; never less than one sample needs."""
+    """Less the margin, in steps of 64; at least one sample."""
     return max(int(best * (1 - MARGIN)) // 64 * 64, max_seq_len)
 
 
-# --- one training step ----------------------------------------------------------------------------------------
+# --- one training step ---
 
 
 def samples(num_tokens: int, max_seq_len: int, vocab: int) -> list[SAWItem]:
-    """Random samples of `num_tokens` in all, as long as they may be."""
+    """Random samples of maximum length, `num_tokens` in all."""
     whole, rest = divmod(num_tokens, max_seq_len)
     return [_sample(length, vocab) for length in [max_seq_len] * whole + [rest] if length > 1]
 
@@ -108,7 +108,7 @@ def _sample(length: int, vocab: int) -> SAWItem:
 
 
 class Step:
-    """A training step that leaves the weights as they are: its learning rate is zero."""
+    """A training step with learning rate zero, which keeps the weights."""
 
     def __init__(self, model: Any, max_seq_len: int) -> None:
         self._policy = TrainedPolicy(model)
@@ -121,7 +121,7 @@ class Step:
         self._vocab = self._policy.head.weight_VD.shape[0]
 
     def run(self, budget: int) -> None:
-        """Two micro-batches: the second one's activations come on top of the first one's gradients."""
+        """Two micro-batches: the second's activations add to the first's gradients."""
         items = samples(budget, self._max_seq_len, self._vocab) * 2
         try:
             accumulate_gradients(self._policy, self._loss, items, micro_token_budget=budget, watch_entropy=True).means()
@@ -131,16 +131,16 @@ class Step:
             self._optimizer.zero_grad(set_to_none=True)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
+# --- memory ---
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 class CpuMemory:
-    """Watches the process and stops a forward pass that has outgrown the limit, layer by layer, before the system does."""
+    """Checks memory at each layer and stops a forward pass that exceeds the limit, before the system kills it."""
 
     def __init__(self, model: Any, limit_gb: float | None) -> None:
         if not Path("/proc/self/statm").exists():
@@ -181,7 +181,7 @@ class CpuMemory:
 
 
 class GpuMemory:
-    """The allocator itself says when it is over."""
+    """On a GPU the allocator raises by itself."""
 
     def __init__(self, device: torch.device, limit_gb: float | None) -> None:
         free, total = torch.cuda.mem_get_info(device)
@@ -205,7 +205,7 @@ class GpuMemory:
 
 
 def _available() -> int:
-    """Bytes that the system has left for this process, in a container too."""
+    """Bytes available to this process, also in a container."""
     meminfo = Path("/proc/meminfo").read_text()
     free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
     group, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -214,7 +214,7 @@ def _available() -> int:
     return free
 
 
-# --- what is trained ------------------------------------------------------------------------------------------
+# --- what is trained ---
 
 
 def build_model(args: argparse.Namespace) -> Any:
@@ -265,7 +265,7 @@ def _with_adapter(model: Any, rank: int) -> Any:
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
 
 
-# --- the command ----------------------------------------------------------------------------------------------
+# --- the command ---
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -317,7 +317,7 @@ def _positive(text: str) -> float:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Search, print the table as it grows and the result; the exit code comes back."""
+    """Search, print the growing table and the result; returns the exit code."""
     model = build_model(args)
     device = next(model.parameters()).device
     memory = (
@@ -394,7 +394,7 @@ def _conclude(trials: list[Trial], args: argparse.Namespace) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """A mistake of the user's is one line, not a traceback."""
+    """A user error is one line, not a traceback."""
     try:
         return calibrate(parse(arguments))
     except LudicError as error:

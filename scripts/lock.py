@@ -31,7 +31,7 @@ BUILDERS = "setuptools\nhatchling\neditables\n"
 
 
 def compiled(uv: str, *args: str) -> str:
-    """What `uv pip compile` prints: one block per package, `name==version ; marker` and its hashes."""
+    """The output of `uv pip compile`: one block per package, `name==version ; marker` and its hashes."""
     command = [uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-annotate", "--no-header", *args]
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
     if done.returncode:

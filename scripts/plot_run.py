@@ -19,7 +19,7 @@ from ludic.types import ConfigError, LudicError, MissingExtra
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is drawn."""
+    """Settings of the plot."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or metrics.jsonl files."""
@@ -27,7 +27,7 @@ class Settings:
     """The picture to write."""
     train_key: str = "train/avg_total_reward"
     eval_key: str = "eval/accuracy"
-    """Drawn with its `_low` and `_high`, where they are."""
+    """Drawn with its `_low` and `_high` if they exist."""
     title: str = ""
 
 

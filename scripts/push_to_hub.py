@@ -32,15 +32,15 @@ from ludic.training.checkpoint.rank_files import RANKS
 from ludic.types import ConfigError, LudicError
 
 NOT_SENT = ("*.pt", RANKS, "trainer_state.json", "base_fingerprint.json", MANIFEST, ".*")
-"""What only Ludic reads, and only to resume."""
+"""Files that only Ludic reads, and only to resume."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 STALE = (*WEIGHTS, "*.index.json", "adapter_config.json")
-"""What decides which weights a loader takes. Left over from an earlier checkpoint, it would take those."""
+"""Files by which a loader chooses weights. Left from an earlier checkpoint, they would select its weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Push:
-    """One checkpoint on its way to one branch."""
+    """One checkpoint to upload to one branch."""
 
     folder: Path
     files: dict[str, Path]
@@ -51,14 +51,14 @@ class Push:
 
 
 class Refused(LudicError, RuntimeError):
-    """The hub did not do what it was asked to; the message says what to do about it."""
+    """The hub refused or failed; the message says what to do."""
 
 
-# --- what is sent ---------------------------------------------------------------------------------------------
+# --- what is sent ---
 
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:
-    """(name on the hub, file) of what makes a checkpoint a model."""
+    """(name on the hub, file) of the model files of a checkpoint."""
     _check(folder)
     files = {
         path.relative_to(folder).as_posix(): path
@@ -92,7 +92,7 @@ def tokenizer_files(base_model: str | None) -> Iterator[dict[str, Path]]:
     if base_model is None:
         yield {}
         return
-    from transformers import AutoTokenizer  # takes seconds to load, and is rarely needed
+    from transformers import AutoTokenizer  # slow to import, and rarely needed
 
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -116,7 +116,7 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def planned(args: argparse.Namespace) -> list[Push]:
-    """All of them are looked at before the first is sent."""
+    """Checks all checkpoints before the first is sent."""
     folders = checkpoints_of(args.checkpoint) if args.all else [args.checkpoint]
     return [
         Push(
@@ -129,12 +129,12 @@ def planned(args: argparse.Namespace) -> list[Push]:
     ]
 
 
-# --- sending --------------------------------------------------------------------------------------------------
+# --- sending ---
 
 
 def push(api: HfApi, repo_id: str, item: Push, tokenizer: dict[str, Path]) -> str:
-    """One commit; where it can be seen."""
-    files = {**tokenizer, **item.files}  # a checkpoint's own tokenizer wins
+    """Upload as one commit; returns its URL."""
+    files = {**tokenizer, **item.files}  # a checkpoint's own tokenizer takes precedence
     if item.revision is not None:
         _make_branch(api, repo_id, item.revision)
     there = api.list_repo_files(repo_id, revision=item.revision)
@@ -158,7 +158,7 @@ def _make_branch(api: HfApi, repo_id: str, branch: str) -> None:
 
 
 def make_repo(api: HfApi, repo_id: str, *, private: bool) -> str:
-    """The repository, made if need be; its full name."""
+    """Create the repository if needed; returns its full name."""
     full_name: str = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if private and not api.model_info(full_name).private:
         raise Refused(
@@ -169,7 +169,7 @@ def make_repo(api: HfApi, repo_id: str, *, private: bool) -> str:
 
 
 def explained(error: HTTPError | HFValidationError | ConnectionError, args: argparse.Namespace, endpoint: str) -> str:
-    """What went wrong between us and the hub, and what to do."""
+    """An error for a failed hub call, with what to do."""
     if isinstance(error, HFValidationError):
         return f"{args.repo_id!r} is no repository name: {error} Write it as user/model."
     if not isinstance(error, HfHubHTTPError):
@@ -187,7 +187,7 @@ def explained(error: HTTPError | HFValidationError | ConnectionError, args: argp
     return f"{endpoint} refused (HTTP {status}): {said}"
 
 
-# --- the command ----------------------------------------------------------------------------------------------
+# --- the command ---
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """A mistake of the user's is one line, not a traceback."""
+    """A user error is one line, not a traceback."""
     try:
         return run(parse(arguments))
     except LudicError as error:

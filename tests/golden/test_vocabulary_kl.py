@@ -170,7 +170,7 @@ def test_a_rest_too_small_for_subtraction_still_pulls():
 
 def test_what_cannot_be_compared_is_refused():
     three, four = Head(torch.eye(3)), Head(torch.eye(4))
-    with pytest.raises(ConfigError, match="among 3 tokens and the teacher among 4"):
+    with pytest.raises(ConfigError, match="has 3 tokens and the teacher 4"):
         vocabulary_kl(torch.zeros(1, 3), three, torch.zeros(1, 4), four, torch.ones(1), VocabularyKL(REVERSE))
     with pytest.raises(ConfigError, match="top_k=0"):
         VocabularyKL(REVERSE, 0)

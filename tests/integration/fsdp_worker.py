@@ -27,7 +27,7 @@ def done(job: str, ranks: Ranks | None) -> Any:
 
 def cut_over(ranks: Ranks | None) -> Any:
     """The model of the scenario "full", by transformers' plan for tensor parallel."""
-    assert ranks is not None, "one process has nobody to share layers with"
+    assert ranks is not None, "tensor parallelism needs several processes"
     folder = ranks.broadcast(tempfile.mkdtemp() if ranks.is_first else None)
     if ranks.is_first:
         llama().save_pretrained(folder)

@@ -111,7 +111,7 @@ def killed(tmp_path_factory) -> tuple[Path, forked.Finished]:
 
 def test_a_rank_that_is_killed_is_named(killed):
     _, finished = killed
-    assert "Rank 1 of 2 does not answer: it was killed" in finished.output
+    assert "Rank 1 of 2 does not respond: it was killed" in finished.output
 
 
 def test_a_run_that_lost_a_rank_goes_on_from_its_last_checkpoint(killed):

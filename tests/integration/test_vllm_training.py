@@ -83,7 +83,7 @@ def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
-        os.killpg(child_of(run.pid), signal.SIGKILL)  # the server leads a session of its own
+        os.killpg(child_of(run.pid), signal.SIGKILL)  # the server leads its own session
         said, _ = run.communicate(timeout=100)
     finally:
         run.kill()

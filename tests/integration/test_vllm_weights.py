@@ -38,7 +38,7 @@ def load(folder: Path) -> Any:
 
 
 def perturbed(model: Any, seed: int = 1) -> Any:
-    """Every weight moved by a tenth of its own spread."""
+    """Every weight moved by a tenth of its standard deviation."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_a_server_without_lora_is_named_with_the_flags_that_an_adapter_needs(ser
     peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     server, model = served
     adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=8, target_modules="all-linear"))
-    with pytest.raises(ConfigError, match="started without LoRA.* Start it with --enable-lora --max-lora-rank 8"):
+    with pytest.raises(ConfigError, match="runs without LoRA.* Start it with --enable-lora --max-lora-rank 8"):
         VllmAdapterPublisher(client_of(server), adapted, timeout_s=60.0).publish({}, version=1)
     assert server.ask("GET", "/is_paused") == (200, {"is_paused": False})
 

@@ -29,7 +29,7 @@ def torchrun(num: int, module: str, *arguments: str, timeout_s: float, flags: Se
 
 
 def _end(group: "subprocess.Popen[str]") -> None:
-    """torchrun puts each rank into a session of its own: it is asked to end them before it is ended."""
+    """torchrun puts each rank into its own session: it is asked to end them before it is ended."""
     group.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         group.wait(timeout=40)

@@ -16,7 +16,7 @@ from ludic.distributed.publish.vllm_control import VllmControlPlane
 from ludic.inference.vllm.buckets import WeightMetadata
 
 InProcessPublisher = SharedWeightsPublisher
-"""The embedded engine holds the trainer's own parameters; this is the name of the documents for it."""
+"""The documents' name for it: the embedded engine holds the trainer's own parameters."""
 
 __all__ = [
     "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
@@ -29,7 +29,7 @@ _ABOVE = {"TinkerPolicy": "ludic.tinker.policy"}
 
 
 def __getattr__(name: str) -> Any:
-    """Tinker's names, which live above this package, are loaded when they are asked for."""
+    """Load Tinker's names lazily: they live above this package."""
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_ABOVE[name]), name)

@@ -1,8 +1,8 @@
-"""FSDP2: one model over several processes, each holding a part of every weight, its gradient and its optimizer state.
+"""FSDP2: one model over several processes, each with a shard of every weight, gradient and optimizer state.
 
-Every decoder block is a group of its own, gathered just before it is computed and freed after; embedding, last norm and
-head are the root's group, so that a tied embedding is one parameter in one group. Gradients are summed over ranks and not
-averaged: every loss divides by numbers of the whole batch already.
+Every decoder block is one FSDP group, gathered just before it is computed and freed after. Embedding, last norm and head are
+the root's group, so that a tied embedding is one parameter in one group. Gradients are summed over ranks, not averaged:
+every loss already divides by counts of the whole batch.
 """
 
 import copy
@@ -41,57 +41,56 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPSettings:
-    """How a model is spread over ranks."""
+    """How a model is sharded over ranks."""
 
     param_dtype: Precision | None = None
-    """What weights are gathered and computed in; None is bf16 on GPUs, and the weights' own on CPUs."""
+    """dtype in which weights are gathered and computed; None is bf16 on GPUs and the weights' own on CPUs."""
     reduce_dtype: Precision | None = "fp32"
-    """What gradients are summed in; None is what they were computed in."""
+    """dtype in which gradients are summed; None is the dtype in which they were computed."""
     reshard_after_forward: bool = True
     """Free a block after its forward pass and gather it again for backward; False takes more memory and less traffic."""
     cpu_offload: bool = False
-    """Weights, gradients and optimizer state live in the host's memory, and come to the GPU block by block."""
+    """Keep weights, gradients and optimizer state in host memory and move them to the GPU block by block."""
     replicas: int = 1
-    """Ranks are divided into so many groups that each hold the whole model (HSDP): less traffic between machines."""
+    """Number of groups of ranks that each hold the whole model (HSDP): less traffic between machines."""
     sync_gradients: Literal["last", "every"] = "last"
-    """After the last micro-batch of a step: least traffic, but each rank holds whole gradients meanwhile. "every" holds only
-    its part of them, and sums after each micro-batch."""
+    """When gradients are summed over ranks. "last", after the last micro-batch of a step: least traffic, but each rank holds full
+    gradients until then. "every", after each micro-batch: each rank holds only its shard of them."""
     prefetch: int = 1
-    """Blocks that are gathered ahead in the forward pass."""
+    """Blocks gathered ahead in the forward pass."""
     gradient_checkpointing: bool = False
-    """Block by block: keep only its input, and compute it again for backward."""
+    """Keep only each block's input, and recompute the block in the backward pass."""
     compile: bool = False
-    """Compile block by block; the trainer does it, after it has looked at the blocks."""
+    """Compile each block; the trainer does it after its checks of the blocks."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
             value = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype}[name]
             if value is not None and value not in _DTYPES:
-                raise ConfigError(f"FSDPSettings.{name}={value!r}; there are {', '.join(_DTYPES)}, and None.")
+                raise ConfigError(f"FSDPSettings.{name}={value!r}; choose {', '.join(_DTYPES)} or None.")
         if self.sync_gradients not in ("last", "every"):
-            raise ConfigError(f"FSDPSettings.sync_gradients={self.sync_gradients!r}; there are 'last' and 'every'.")
+            raise ConfigError(f"FSDPSettings.sync_gradients={self.sync_gradients!r}; choose 'last' or 'every'.")
         if self.replicas < 1 or self.prefetch < 0:
             raise ConfigError(
-                f"FSDPSettings(replicas={self.replicas}, prefetch={self.prefetch}): there is at least one replica, and 0 or "
-                "more blocks are gathered ahead."
+                f"FSDPSettings(replicas={self.replicas}, prefetch={self.prefetch}): replicas must be ≥ 1, prefetch ≥ 0."
             )
 
 
 def shard_model(model: Any, settings: FSDPSettings | None = None, *, device: str | None = None) -> Any:
-    """The model itself, spread over the ranks. Every rank has it whole before; rank 0's weights are the ones that count.
+    """Shard the model in place and return it. Every rank holds it whole before; rank 0's weights are used.
 
-    Adapters are added before, an optimizer is made after. `device` is "cuda" or "cpu"; by default where GPUs are.
+    Add adapters before, create the optimizer after. `device` is "cuda" or "cpu"; default: cuda if there are GPUs.
     """
     settings = settings or FSDPSettings()
     mesh = _mesh(settings, device)
-    _require_alike(model, settings)
+    _check_same_model(model, settings)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0)
     return _sharded(model, settings, mesh)
 
 
-def _require_alike(model: Any, settings: FSDPSettings) -> None:
-    """Tensors of other shapes than the others expect end the process without a word."""
+def _check_same_model(model: Any, settings: FSDPSettings) -> None:
+    """Raise if ranks differ; a broadcast between tensors of different shapes ends the process without a message."""
     facts = {f"FSDPSettings.{f.name}": repr(getattr(settings, f.name)) for f in fields(settings)}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     facts |= {f"the weight {name}": f"{t.dtype}{list(t.shape)}" for name, t in tensors}
@@ -105,9 +104,9 @@ def _require_alike(model: Any, settings: FSDPSettings) -> None:
 def load_sharded(
     load: Callable[[], Any], ranks: Ranks, settings: FSDPSettings | None = None, *, device: str | None = None
 ) -> Any:
-    """`load()` on rank 0 only, in its host's memory; the others never hold more than their parts.
+    """Call `load()` on rank 0 only, in host memory; other ranks never hold more than their shards.
 
-    They get the modules without weights (on torch's meta device), and then their part of one weight after the other.
+    They receive the modules without weights (on torch's meta device), then their shard of one weight after the other.
     """
     settings = settings or FSDPSettings()
     mesh = _mesh(settings, device)
@@ -124,12 +123,12 @@ def load_sharded(
                 module._buffers[name] = own.to(mesh.device_type)
     values = iter([None] * len(list(model.parameters())) if whole is None else list(whole.parameters()))
     for parameter in model.parameters():
-        _deal_out(parameter, next(values))
+        _scatter(parameter, next(values))
     return model
 
 
 def _without_weights(model: Any) -> bytes:
-    """The modules with their buffers, their parameters on the meta device; parameters that were shared still are."""
+    """The pickled modules and buffers, parameters on the meta device; tied parameters stay tied."""
     empty = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -141,9 +140,9 @@ def _without_weights(model: Any) -> bytes:
 
 
 @torch.no_grad()
-def _deal_out(parameter: Tensor, values: Tensor | None) -> None:
-    """Rank 0 has the values; everybody gets a part."""
-    assert isinstance(parameter, DTensor), "every parameter of a sharded model is in some group"
+def _scatter(parameter: Tensor, values: Tensor | None) -> None:
+    """Rank 0 passes the values; every rank receives its shard."""
+    assert isinstance(parameter, DTensor), "every parameter of a sharded model belongs to an FSDP group"
     kind = parameter.device_mesh.device_type
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=kind) if values is None else values.to(kind)
     parameter.copy_(distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements))
@@ -159,11 +158,13 @@ def _mesh(settings: FSDPSettings, device: str | None) -> DeviceMesh:
     world_size = dist.get_world_size()
     if world_size % settings.replicas:
         raise ConfigError(
-            f"FSDPSettings.replicas={settings.replicas} does not divide the {world_size} ranks: each replica needs as many. "
+            f"FSDPSettings.replicas={settings.replicas} does not divide the {world_size} ranksevenly. "
             f"Choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}."
         )
     if settings.cpu_offload and kind == "cpu":
-        raise ConfigError("FSDPSettings.cpu_offload=True, but the model is trained on the CPU: it is there already.")
+        raise ConfigError(
+            "FSDPSettings.cpu_offload=True, but the model is trained on the CPU, where it already is. Leave cpu_offload off."
+        )
     if settings.replicas == 1:
         return init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
     shape = settings.replicas, world_size // settings.replicas
@@ -171,10 +172,10 @@ def _mesh(settings: FSDPSettings, device: str | None) -> DeviceMesh:
 
 
 def _sharded(model: Any, settings: FSDPSettings, mesh: DeviceMesh) -> Any:
-    blocks = decoder_layers(model)
+    blocks: list[Any] = decoder_layers(model)
     if not blocks:
         raise ConfigError(
-            f"{type(plain_model(model)).__name__} has no list of decoder blocks; Ludic cannot tell what to shard."
+            f"{type(plain_model(model)).__name__} has no list of decoder blocks, so Ludic cannot shard it."
         )
     if settings.gradient_checkpointing:
         plain_model(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -188,20 +189,21 @@ def _sharded(model: Any, settings: FSDPSettings, mesh: DeviceMesh) -> Any:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _reduce_unused(model)
-    _prefetch(blocks, settings.prefetch)
-    _let_compute(model)
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[number + 1 : number + 1 + settings.prefetch]))
+    _register_compute(model)
     model.ludic_fsdp = settings
     return model
 
 
 def _reduce_unused(model: Any) -> None:
-    """An expert that no token of this rank was sent to has no gradient here, but may have one on another rank."""
+    """An expert without tokens on this rank has no gradient here, but may have one on another rank."""
     if _TORCH >= (2, 13):
         model.set_reduce_scatter_unused_params(True)
     elif any(count for name, count in plain_model(model).config.to_dict().items() if name in _NUM_EXPERTS):
         raise ConfigError(
             f"{type(plain_model(model)).__name__} has experts, which torch {torch.__version__} cannot shard safely: ranks would "
-            "wait for each other's gradients for ever. Use torch 2.13 or newer."
+            "deadlock waiting for each other's gradients. Use torch 2.13 or newer."
         )
 
 
@@ -217,28 +219,20 @@ def _groups(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _prefetch(blocks: Sequence[Any], ahead: int) -> None:
-    for number, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[number + 1 : number + 1 + ahead]))
-
-
-def _let_compute(model: Any) -> None:
-    """The trainer never calls the model itself, but its decoder and a head in chunks: FSDP must know when that begins."""
+def _register_compute(model: Any) -> None:
+    """The trainer calls the decoder and a chunked head, never the model itself, so FSDP needs its own forward method."""
     model.ludic_compute = lambda work: work()
     register_fsdp_forward_method(model, "ludic_compute")
     gathering, groups = model.ludic_compute, _groups(model)
 
     def compute(work: Callable[[], Any]) -> Any:
         result = gathering(work)
-        if not torch.is_grad_enabled():  # no backward pass will come that frees what forward has left gathered
+        if not torch.is_grad_enabled():  # no backward pass will free the gathered weights
             for group in groups:
                 group.reshard()
         return result
 
     model.ludic_compute = compute
-
-
-# --- what a trainer asks of it ---
 
 
 def is_sharded(model: Any) -> bool:
@@ -251,7 +245,7 @@ def settings_of(model: Any) -> FSDPSettings:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where the model computes; with offloading, its parameters are elsewhere."""
+    """The device of the computation; with offloading, parameters are on another."""
     first = next(model.parameters())
     if not isinstance(first, DTensor):
         return first.device
@@ -260,7 +254,7 @@ def compute_device(model: nn.Module) -> torch.device:
 
 
 def sync_gradients(model: Any, *, is_last: bool) -> None:
-    """Whether the next backward pass is the one that sums gradients over ranks."""
+    """Set whether the next backward pass sums gradients over ranks."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last or settings_of(model).sync_gradients == "every")
         model.set_is_last_backward(is_last)
@@ -268,7 +262,7 @@ def sync_gradients(model: Any, *, is_last: bool) -> None:
 
 @torch.no_grad()
 def clip_gradients(grads: Sequence[Tensor], limit: float, ranks: Ranks) -> float:
-    """Scale gradients down to this norm over all ranks; what it was comes back."""
+    """Clip gradients to this norm over all ranks; returns the norm before clipping."""
     norm = math.sqrt(square_norm(grads, ranks))
     factor = limit / (norm + 1e-6)
     if factor < 1:
@@ -277,7 +271,7 @@ def clip_gradients(grads: Sequence[Tensor], limit: float, ranks: Ranks) -> float
 
 
 def square_norm(grads: Sequence[Tensor], ranks: Ranks) -> float:
-    """Sum of squares of whole gradients, each counted once: parts are added up over ranks, copies are not."""
+    """Sum of squares of the full gradients, each counted once: shards are summed over ranks, copies are not."""
     parts = [_square(grad.to_local()) / _num_copies(grad) for grad in grads if isinstance(grad, DTensor)]
     copies = [_square(grad) for grad in grads if not isinstance(grad, DTensor)]
     return ranks.sum(_total(parts)) + _total(copies)

@@ -1,4 +1,4 @@
-"""The seeds' path of the publishers; each lives in the file of its name."""
+"""The seeds' import path of the publishers, which live in `publish/`."""
 
 from ludic.distributed.publish.in_process import Rank0OnlyPublisher
 from ludic.distributed.publish.push import BroadcastPolicyPublisher

@@ -1,8 +1,8 @@
-"""Several trainer processes as one: what they tell each other beside tensors, and how they end together.
+"""Communication between the ranks of one training run besides tensors, and how ranks fail together.
 
-Control goes over gloo on the CPU, also where tensors go by nccl: a rank may wait here for minutes while the first one
-evaluates, and no GPU timeout runs meanwhile. A rank that fails leaves a note for the others before it goes; one that was
-killed leaves none, and is found by a roll call.
+Control messages use gloo on the CPU, also where tensors use nccl: a rank may wait here for minutes while rank 0 evaluates,
+and no GPU timeout runs meanwhile. A failing rank writes its error to the shared store for the others; a killed one
+cannot, and the others find it by a roll call.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from ludic.types import ConfigError, LudicError
 T = TypeVar("T")
 
 TIMEOUT_S = 7200.0
-"""How long a rank waits for another by default: longer than any evaluation should take."""
+"""Default wait for another rank: longer than any evaluation should take."""
 _ROLL_CALL_S = 5.0
 
 
 class RankFailed(LudicError, RuntimeError):
-    """Another rank has failed or gone; this one cannot go on without it."""
+    """Another rank has failed or is gone, and this one cannot continue without it."""
 
 
 class Ranks(Protocol):
-    """The processes of one training run. Every method but the properties is called by all of them, in the same order."""
+    """The processes of one training run. All of them call every method, in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -43,15 +43,15 @@ class Ranks(Protocol):
     def is_first(self) -> bool: ...
 
     def gather(self, value: T) -> list[T] | None:
-        """Everybody's value, by rank, on the first one; None elsewhere."""
+        """The values of all ranks, by rank, on rank 0; None elsewhere."""
         ...
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """The first rank gives one to each."""
+        """Rank 0 sends one value to each rank."""
         ...
 
     def broadcast(self, value: T | None) -> T:
-        """What the first rank has."""
+        """The value of rank 0, on all ranks."""
         ...
 
     def sum(self, value: float) -> float: ...
@@ -59,20 +59,20 @@ class Ranks(Protocol):
     def max(self, value: float) -> float: ...
 
     def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Each becomes the sum over ranks, in place."""
+        """Sum each tensor over ranks, in place."""
         ...
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait for all; whoever has not come by then is named."""
+        """Wait for all ranks; raises with the names of those that are missing after the timeout."""
         ...
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Around work with collectives in it: a failure says whose it was, here and on the other ranks."""
+        """Wrap work that uses collectives: a failure then names the failed rank, here and on the others."""
         ...
 
 
 class OneProcess:
-    """Nobody else is there."""
+    """A run with a single rank."""
 
     rank = 0
     world_size = 1
@@ -82,11 +82,11 @@ class OneProcess:
         return [value]
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        assert values is not None, "the first rank has something to give"
+        assert values is not None, "rank 0 must pass values"
         return values[0]
 
     def broadcast(self, value: T | None) -> T:
-        assert value is not None, "the first rank has something to say"
+        assert value is not None, "rank 0 must pass a value"
         return value
 
     def sum(self, value: float) -> float:
@@ -106,12 +106,12 @@ class OneProcess:
 
 
 class ProcessRanks:
-    """The processes of torch's default group."""
+    """All ranks of torch's default group."""
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s`: how long a rank waits for another before it gives up."""
+        """`timeout_s`: how long a rank waits for another before it fails."""
         if timeout_s <= 0:
-            raise ConfigError(f"timeout_s={timeout_s}; ranks must be allowed to wait for each other.")
+            raise ConfigError(f"timeout_s={timeout_s}; ranks need a positive time to wait for each other.")
         if not dist.is_initialized():
             raise ConfigError(
                 "ProcessRanks needs torch's process group. Start the program with torchrun and call join_ranks()."
@@ -121,7 +121,7 @@ class ProcessRanks:
         self.is_first = self.rank == 0
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._notes = dist.PrefixStore("ludic-ranks", dist.distributed_c10d._get_default_store())
+        self._shared = dist.PrefixStore("ludic-ranks", dist.distributed_c10d._get_default_store())
 
     def gather(self, value: T) -> list[T] | None:
         with self.watching():
@@ -138,9 +138,9 @@ class ProcessRanks:
 
     def broadcast(self, value: T | None) -> T:
         with self.watching():
-            told: list[Any] = [value]
-            dist.broadcast_object_list(told, 0, group=self._control)
-            common: T = told[0]
+            values: list[Any] = [value]
+            dist.broadcast_object_list(values, 0, group=self._control)
+            common: T = values[0]
             return common
 
     def sum(self, value: float) -> float:
@@ -150,7 +150,7 @@ class ProcessRanks:
         return float(self._all(value).max())
 
     def _all(self, value: float) -> Tensor:
-        """Everybody's value; added up by each rank in the same order, so that all get the same to the last bit."""
+        """The values of all ranks; each rank reduces them in the same order, so that all get the same result to the last bit."""
         with self.watching():
             found = torch.empty(self.world_size, dtype=torch.float64)
             own = torch.tensor([value], dtype=torch.float64)
@@ -171,7 +171,7 @@ class ProcessRanks:
                 if _is_broken_connection(error):
                     raise
                 raise RankFailed(
-                    f"Not all ranks came within {timeout.total_seconds():g} s: {_first_line(error)}."
+                    f"Not all ranks arrived within {timeout.total_seconds():g} s: {_first_line(error)}."
                 ) from error
 
     @contextlib.contextmanager
@@ -182,42 +182,39 @@ class ProcessRanks:
             raise
         except Exception as error:
             if not _is_broken_connection(error):
-                self._leave_note(error)
+                with contextlib.suppress(dist.DistError):  # the process that holds the store is gone
+                    self._shared.set(f"failed-{self.rank}", f"{type(error).__name__}: {error}")
                 raise
             raise RankFailed(f"{self._who_is_missing()} (Rank {self.rank} noticed: {_first_line(error)})") from error
 
-    def _leave_note(self, error: Exception) -> None:
-        with contextlib.suppress(dist.DistError):  # whoever kept the notes has gone already
-            self._notes.set(f"failed-{self.rank}", f"{type(error).__name__}: {error}")
-
     def _who_is_missing(self) -> str:
-        """A failure that was noted; else the ranks that do not answer."""
+        """The failure that a rank has shared; else the ranks that do not respond to a roll call."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         try:
-            self._notes.set(f"here-{self.rank}", "yes")
+            self._shared.set(f"here-{self.rank}", "yes")
             end = time.monotonic() + _ROLL_CALL_S
             silent = others
             while silent and time.monotonic() < end:
                 for rank in others:
-                    if self._notes.check([f"failed-{rank}"]):
-                        return f"Rank {rank} failed: {self._notes.get(f'failed-{rank}').decode()}"
-                silent = [rank for rank in others if not self._notes.check([f"here-{rank}"])]
+                    if self._shared.check([f"failed-{rank}"]):
+                        return f"Rank {rank} failed: {self._shared.get(f'failed-{rank}').decode()}"
+                silent = [rank for rank in others if not self._shared.check([f"here-{rank}"])]
                 time.sleep(0.05)
         except dist.DistError:
             return (
-                "The process that ranks meet at (rank 0, or torchrun) has gone: it was killed, or its machine is lost."
+                "The process that holds the ranks' store (rank 0, or torchrun) is gone: killed, or its machine is lost."
             )
         if not silent:
-            return "The connection between ranks broke, though all of them are still there."
+            return "The connection between ranks broke, though all of them still run."
         listed = ", ".join(map(str, silent))
         return (
-            f"Rank {listed} of {self.world_size} does not answer: it was killed (out of memory?), or its machine is lost. "
-            "Start the run again from its last checkpoint; `torchrun --max-restarts` does so by itself."
+            f"Rank {listed} of {self.world_size} does not respond: it was killed (out of memory?), or its machine is lost. "
+            "Restart the run from its last checkpoint; `torchrun --max-restarts` does so automatically."
         )
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """torch has no type of its own for what gloo says when the other side is gone."""
+    """torch has no exception type for gloo's errors about a lost peer."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
@@ -227,7 +224,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What torchrun says of this process."""
+    """The place of this process in torchrun's group."""
 
     rank: int
     local_rank: int
@@ -235,7 +232,7 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """None outside of torchrun (or whoever sets the same variables)."""
+    """None outside of torchrun (or a launcher that sets the same variables)."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = {name: os.environ[name] for name in names if name in os.environ}
     if "RANK" not in found and "WORLD_SIZE" not in found:
@@ -243,16 +240,16 @@ def launched() -> Launch | None:
     missing = [name for name in names if name not in found]
     if missing:
         raise ConfigError(
-            f"{', '.join(sorted(found))} are set, but {', '.join(missing)} are not: this process belongs to a group that it "
-            "cannot find. Start it with torchrun, or unset them."
+            f"{', '.join(sorted(found))} are set, but {', '.join(missing)} are not, so this process cannot find its "
+            "group. Start it with torchrun, or unset them."
         )
     return Launch(int(found["RANK"]), int(found["LOCAL_RANK"]), int(found["WORLD_SIZE"]))
 
 
 def join_ranks(*, timeout_s: float = TIMEOUT_S, device: str | None = None) -> Ranks:
-    """This process among those that torchrun has started: nccl for GPUs, gloo for CPUs. Alone without torchrun.
+    """Join the ranks that torchrun has started: nccl for GPUs, gloo for CPUs. Without torchrun: a single rank.
 
-    `device`: "cpu" or "cuda"; by default the GPU of this process's local rank, where there are GPUs.
+    `device`: "cpu" or "cuda"; default: the GPU of this process's local rank, if there are GPUs.
     """
     launch = launched()
     if launch is None:
@@ -267,7 +264,8 @@ def join_ranks(*, timeout_s: float = TIMEOUT_S, device: str | None = None) -> Ra
 
 
 def _store() -> dist.Store:
-    """Where ranks leave their addresses. torchrun may keep it over a restart: those of the dead must not be found in it."""
+    """The store where ranks exchange addresses. torchrun may keep it over a restart, so each attempt has its own prefix: ranks
+    must not find the addresses of dead processes."""
     store, _, _ = next(dist.rendezvous("env://"))
     return dist.PrefixStore(f"ludic-attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -282,13 +280,13 @@ def _take_gpu(launch: Launch) -> None:
 
 
 def leave_ranks() -> None:
-    """At the end of a program: the group's connections are closed in order."""
+    """Close the group's connections at the end of a program."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, str]) -> None:
-    """Ranks that were started with other settings would train something else, or wait for each other for ever."""
+    """Raise if ranks have different settings: they would train different things, or deadlock."""
     gathered = ranks.gather(dict(facts))
     problem = ranks.broadcast("" if gathered is None else difference(gathered))
     if problem:
@@ -296,7 +294,7 @@ def require_same(ranks: Ranks, facts: Mapping[str, str]) -> None:
 
 
 def difference(gathered: Sequence[Mapping[str, str]]) -> str:
-    """What of these facts, by rank, is not the same everywhere; an empty text if all is."""
+    """The first fact that differs between ranks, as a sentence; empty if all agree."""
     first = gathered[0]
     for rank, facts in enumerate(gathered):
         for name in [*first, *(name for name in facts if name not in first)]:
@@ -304,25 +302,25 @@ def difference(gathered: Sequence[Mapping[str, str]]) -> str:
             if ours != theirs:
                 return (
                     f"Ranks were started with different settings: {name} is {ours} on rank 0 and {theirs} on rank {rank}. "
-                    "Give every rank the same."
+                    "Start every rank with the same."
                 )
     return ""
 
 
 def check_together(ranks: Ranks, check: Callable[[], None]) -> None:
-    """`check` on every rank: what one of them cannot work with, none of them begins with."""
+    """Run `check` on every rank; if it raises ConfigError on one, all ranks raise."""
     own: ConfigError | None = None
     try:
         check()
     except ConfigError as error:
         own = error
     gathered = ranks.gather("" if own is None else str(own))
-    problem = ranks.broadcast(None if gathered is None else _first_said(gathered))
+    problem = ranks.broadcast(
+        None
+        if gathered is None
+        else next((f"Rank {rank} cannot start: {text}" for rank, text in enumerate(gathered) if text), "")
+    )
     if own is not None:
         raise own
     if problem:
         raise ConfigError(problem)
-
-
-def _first_said(gathered: Sequence[str]) -> str:
-    return next((f"Rank {rank} cannot begin: {said}" for rank, said in enumerate(gathered) if said), "")

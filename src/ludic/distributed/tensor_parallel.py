@@ -1,7 +1,7 @@
-"""Tensor parallel: every weight matrix cut over the ranks, by transformers' own plan for the model.
+"""Tensor parallelism: transformers' own plan splits every weight matrix over the ranks.
 
-All ranks compute the same samples, each a part of every layer, so that a model may be larger than one GPU without gathering
-it. Not to be combined with FSDP here, nor with adapters or a critic.
+All ranks compute the same samples, each a part of every layer, so a model may be larger than one GPU without being gathered.
+It does not combine with FSDP, adapters or a critic.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from ludic.types import ConfigError
 
 
 def load_tensor_parallel(folder: str | Path, ranks: Ranks, *, dtype: torch.dtype | None = None) -> Any:
-    """The causal language model of a folder or hub id, its layers cut over all ranks."""
+    """Load the causal language model of a folder or hub id, its layers split over all ranks."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -25,14 +25,14 @@ def load_tensor_parallel(folder: str | Path, ranks: Ranks, *, dtype: torch.dtype
     heads = config.get_text_config().num_key_value_heads
     if heads % ranks.world_size:
         raise ConfigError(
-            f"{ranks.world_size} ranks cannot share the {heads} key/value heads of {folder}: their number must divide it. Choose "
-            f"one of {[n for n in range(1, heads + 1) if heads % n == 0]}, or spread the model with FSDP (shard_model)."
+            f"{ranks.world_size} ranks cannot share the {heads} key/value heads of {folder}: the number of ranks must "
+            f"divide it. Choose one of {[n for n in range(1, heads + 1) if heads % n == 0]}, or use FSDP (shard_model)."
         )
     with torch.device("meta"):
         plan = AutoModelForCausalLM.from_config(config).tp_plan
     if not plan:
         raise ConfigError(
-            f"transformers has no plan for cutting the layers of {config.model_type}; spread it with FSDP (shard_model)."
+            f"transformers has no tensor-parallel plan for {config.model_type}; shard it with FSDP (shard_model)."
         )
     loaded = AutoModelForCausalLM.from_pretrained(
         folder,

@@ -51,7 +51,7 @@ _ABOVE = {"TinkerChatClient": "ludic.tinker.client", "TinkerConfig": "ludic.tink
 
 
 def __getattr__(name: str) -> Any:
-    """Tinker's names, which live above this package, are loaded when they are asked for."""
+    """Load Tinker's names lazily: they live above this package."""
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_ABOVE[name]), name)

@@ -1,4 +1,4 @@
-"""The seeds' path of the client protocols, which are in `ludic.types`."""
+"""The seeds' import path of the client protocols, which are in `ludic.types`."""
 
 from ludic.types import ChatClient, ChatResponse, TokenCompletionRequest, VersionedClient
 

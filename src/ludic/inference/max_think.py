@@ -1,8 +1,8 @@
-"""A limit on thinking: after so many tokens of a reply, the closing tag is forced, token by token.
+"""A limit on thinking: after a number of reply tokens, the closing tag is forced, token by token.
 
-Nothing here is remembered between tokens: what to force follows from the tokens of the reply alone, so a request that is
-preempted and resumed, or moved within the batch, needs no care. Once twice: for the token lists of one request, and
-for a batch of requests on a device. `ludic.inference.vllm.worker.max_think` puts both into vLLM.
+The forced token follows from the reply's tokens alone, with no state between tokens, so a request that is preempted, resumed
+or moved within the batch needs no special case. There are two versions: for the token list of one request, and for a batch on
+a device. `ludic.inference.vllm.worker.max_think` installs both in vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,16 +24,16 @@ def read_limit(extra_arguments: Mapping[str, Any] | None) -> int | None:
     if limit is None:
         return None
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise ValueError(f"{FIELD} is {limit!r}; it is the number of tokens to think for, a whole number from 1.")
+        raise ValueError(f"{FIELD} is {limit!r}; give the number of thinking tokens, an integer of at least 1.")
     return limit
 
 
 def forced_token(reply: Sequence[int], limit: int, closing: Sequence[int]) -> int | None:
-    """The token that must come next, or None where the model may choose.
+    """The token that must come next, or None if the model may choose.
 
-    A tag that the model has begun by itself is finished, not begun again.
+    A tag that the model has already begun is completed, not started again.
     """
-    # After len(closing) forced tokens the tag is there for certain, so the reply need not be searched for ever.
+    # After len(closing) forced tokens the tag is complete, so longer replies need no search.
     if not limit <= len(reply) < limit + len(closing) or _contains(reply, closing):
         return None
     begun = max(k for k in range(len(closing)) if list(reply[len(reply) - k :]) == list(closing[:k]))
@@ -48,9 +48,9 @@ def _contains(reply: Sequence[int], closing: Sequence[int]) -> bool:
 
 
 def forced_tokens(replies_RW: "torch.Tensor", lengths_R: "torch.Tensor", closing_K: "torch.Tensor") -> "torch.Tensor":
-    """`forced_token` for many replies that have reached their limits; -1 where the model may choose.
+    """`forced_token` for a batch of replies that have reached their limits; -1 where the model may choose.
 
-    Only the first `lengths_R` tokens of each row count. It waits for nothing: all of it stays on the device.
+    Only the first `lengths_R` tokens of each row count. Everything stays on the device, without synchronisation.
     """
     import torch
 

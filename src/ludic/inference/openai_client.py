@@ -1,11 +1,11 @@
-"""`OpenAIChatClient`: any OpenAI-compatible chat endpoint, for evaluation and for making data.
+"""`OpenAIChatClient`: any OpenAI-compatible chat endpoint, for evaluation and data generation.
 
-Such an endpoint takes messages and gives text; what its tokens are, most do not say. Agents speak tokens, so here the two
-meet in a template that loses nothing: `ByteTemplate` writes messages as bytes with a mark per role, and the client reads the
-messages back out of them. The "tokens" on such a rollout are bytes, good for exact records and of no use for training; how
-many real ones were sampled is in each step's info ("completion_tokens"), as far as the endpoint says.
+Such an endpoint takes messages and returns text, usually without its tokens, while agents work on tokens. `ByteTemplate`
+bridges the two without loss: it writes messages as bytes with a mark per role, and the client reads the messages back. The
+"tokens" of such a rollout are bytes: an exact record, but useless for training. The number of real completion tokens is in
+each step's info ("completion_tokens") if the endpoint reports it.
 
-vLLM's and Ludic's own servers do say (`return_token_ids`): there, `complete_messages` gives the tokens themselves.
+vLLM's and Ludic's servers return tokens (`return_token_ids`): `complete_messages` gives them.
 """
 
 import json
@@ -43,14 +43,14 @@ class OpenAIChatClient:
     """Posts to `<base_url>/chat/completions`. Use it with `chat_template=ByteTemplate()`, and close it at the end."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None, max_retries: int = 5, wait_s: float = 0.5) -> None:
-        """A busy or broken endpoint is asked again `max_retries` times, after `wait_s` and then twice as long each time."""
+        """A busy or failing endpoint is retried `max_retries` times, after `wait_s` and then twice as long each time."""
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"base_url={shown_url(base_url)!r}; it begins with http:// or https:// and usually ends in /v1."
+                f"base_url={shown_url(base_url)!r}; it must begin with http:// or https://, and usually ends in /v1."
             )
         if "?" in base_url:
             raise ConfigError(
-                f"base_url={shown_url(base_url)!r} came with a query; a path is put behind it. Give a key as api_key "
+                f"base_url={shown_url(base_url)!r} has a query, but the client appends a path. Pass a key as api_key "
                 "(`ludic eval`: --api-key-env NAME)."
             )
         self.base_url = without_login(base_url).rstrip("/")
@@ -58,7 +58,7 @@ class OpenAIChatClient:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = HttpSessions(headers, needed_for="An OpenAI-compatible endpoint", given=[base_url])
 
-    # --- what agents call ---
+    # --- for agents ---
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
         messages = messages_of(request.prompt_token_ids)
@@ -80,7 +80,7 @@ class OpenAIChatClient:
     ) -> str:
         raise ConfigError(f"{self.base_url} is an endpoint for evaluation; its weights cannot be replaced from here.")
 
-    # --- what people call ---
+    # --- for scripts ---
 
     async def complete_messages(
         self,
@@ -90,7 +90,7 @@ class OpenAIChatClient:
         sampling: SamplingParams | None = None,
         seed: int | None = None,
     ) -> tuple[ChatResponse, Info]:
-        """A reply with the endpoint's own tokens, the prompt's included, and their log-probs; where it gives none, an error."""
+        """A reply with the endpoint's own token ids (prompt and completion) and log-probs; ConfigError if it returns no ids."""
         extra = {"return_token_ids": True, "logprobs": True}
         answer = await self._chat(model, messages, sampling or SamplingParams(), seed, extra)
         text, finish_reason = _read_choice(answer)
@@ -98,7 +98,7 @@ class OpenAIChatClient:
         prompt, completion = answer.get("prompt_token_ids"), choice.get("token_ids")
         if prompt is None or completion is None:
             raise ConfigError(
-                f"{self.base_url} does not give token ids (it does not know return_token_ids; vLLM and `ludic serve` do). "
+                f"{self.base_url} returned no token ids (it does not know return_token_ids; vLLM and `ludic serve` do). "
                 "For text alone, use complete_tokens with a ByteTemplate."
             )
         content = (choice.get("logprobs") or {}).get("content")
@@ -114,14 +114,14 @@ class OpenAIChatClient:
         return response, _info(answer)
 
     async def list_models(self) -> list[str]:
-        """The names that it serves; the quickest way to see whether it is there and takes the key."""
+        """The served model names; also a quick check that the endpoint is up and accepts the key."""
         answer = await self._ask("GET", "/models", None)
         return [str(card["id"]) for card in answer.get("data", [])]
 
     async def close(self) -> None:
         await self._http.close()
 
-    # --- asking ---
+    # --- requests ---
 
     async def _chat(
         self,
@@ -131,7 +131,7 @@ class OpenAIChatClient:
         seed: int | None,
         extra: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Ask, and ask again while the endpoint is busy."""
+        """Send the request, with retries while the endpoint is busy."""
         body = {"model": model, "messages": list(messages), **_sampling_fields(sampling), **(extra or {})}
         if seed is not None:
             body["seed"] = seed
@@ -139,7 +139,7 @@ class OpenAIChatClient:
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         url = self.base_url + path
-        # A model call may take as long as its own timeout allows.
+        # No timeout: the caller sets one on the model call.
         answer = await self._http.ask(method, url, body=None if body is None else json.dumps(body).encode())
         if answer.status != 200:
             raise _refusal(url, answer)
@@ -147,13 +147,13 @@ class OpenAIChatClient:
 
 
 def messages_of(ids: TokenArray) -> list[Message]:
-    """The messages that ByteTemplate wrote; the reply that it opened at the end is left out."""
+    """The messages that ByteTemplate encoded, without the reply it opens at the end."""
     marks = [int(i) for i in np.flatnonzero(ids >= 256)]
     pairs = list(zip(marks[::2], marks[1::2], strict=False))
     if not pairs or any(int(ids[a]) not in _ROLES or ids[b] != ByteTemplate.END for a, b in pairs):
         raise ConfigError(
-            "The prompt is not ByteTemplate's. An agent on an OpenAIChatClient needs chat_template=ByteTemplate(): the "
-            "endpoint has a template of its own, and takes messages."
+            "The prompt was not written by ByteTemplate. An agent on an OpenAIChatClient needs chat_template=ByteTemplate(), "
+            "because the endpoint takes messages and applies its own template."
         )
     return [
         _as_sent(_ROLES[int(ids[start])], ids[start + 1 : end].astype(np.uint8).tobytes().decode("utf-8", "replace"))
@@ -162,14 +162,14 @@ def messages_of(ids: TokenArray) -> list[Message]:
 
 
 def _as_sent(role: str, content: str) -> Message:
-    """Results of tools that were called in plain text have no call that an endpoint knows of; they are told as text."""
+    """A result of a tool call made in plain text has no call id that an endpoint accepts, so it is sent as user text."""
     return (
         {"role": "user", "content": f"Tool result: {content}"} if role == "tool" else {"role": role, "content": content}
     )
 
 
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """OpenAI's fields always; those that only some servers know, where they ask for something."""
+    """OpenAI's fields always; fields that only some servers know, only if they differ from the default."""
     fields = sampling.to_openai_kwargs()
     usual = SamplingParams()
     for name in ("frequency_penalty", "presence_penalty", "top_p"):
@@ -188,7 +188,7 @@ def _read_choice(answer: Mapping[str, Any]) -> tuple[str, str | None]:
     choices = answer.get("choices") or []
     message = choices[0].get("message") if choices else None
     if not isinstance(message, dict):
-        raise EndpointError(f"The endpoint answered without a message: {json.dumps(answer):.300}")
+        raise EndpointError(f"The endpoint's response has no message: {json.dumps(answer):.300}")
     return message.get("content") or "", choices[0].get("finish_reason")
 
 
@@ -199,7 +199,7 @@ def _read_json(url: str, text: str) -> dict[str, Any]:
         answer = None
     if not isinstance(answer, dict):
         raise ConfigError(
-            f"{url} does not speak OpenAI's API; it answered {text!r:.200}. Does the base URL end in /v1?"
+            f"{url} does not follow OpenAI's API; it returned {text!r:.200}. Check that the base URL ends in /v1."
         )
     return answer
 
@@ -214,12 +214,12 @@ def _refusal(url: str, answer: Answer) -> LudicError:
     status, message, after = answer.status, error["message"], answer.retry_after
     if error.get("code") == "context_length_exceeded" or "maximum context length" in message:
         return OutOfRoom(message)
-    said = f"{url} answered {status}: {message}"
+    failed = f"{url} returned {status}: {message}"
     if status in _BUSY:
         wait_s = float(after) if after and after.replace(".", "", 1).isdigit() else None
-        return RetryableError(said, status=status, wait_s=wait_s)
+        return RetryableError(failed, status=status, wait_s=wait_s)
     if status in (401, 403):
-        return ConfigError(f"{said} Is the API key right?")
+        return ConfigError(f"{failed} Check the API key.")
     if status in (404, 405):
-        return ConfigError(f"{said} Are the base URL and the model's name right?")
-    return EndpointError(said, status=status)
+        return ConfigError(f"{failed} Check the base URL and the model's name.")
+    return EndpointError(failed, status=status)

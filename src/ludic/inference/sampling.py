@@ -1,4 +1,4 @@
-"""The seeds' path of how a model is sampled; the types are in `ludic.types`, the sampler in `ludic.inference.local`."""
+"""The seeds' import path of the sampling types, which are in `ludic.types`; the sampler is in `ludic.inference.local`."""
 
 from ludic.types import InferenceSpec, ReturnSpec, SamplingConfig, SamplingParams
 

@@ -1,7 +1,7 @@
-"""`ScriptedClient`: a policy server that says what it is told to, at once and without a model.
+"""`ScriptedClient`: a policy client that returns given texts, immediately and without a model.
 
-It keeps the whole contract of a real one (token ids in and out, log-probs, limits), so everything above it can be
-tried, demonstrated and measured without weights.
+It keeps the whole contract of a real client (token ids in and out, log-probs, limits), so everything above it can be tried,
+demonstrated and measured without weights.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ Reply = Callable[[TokenCompletionRequest], str]
 
 
 class ScriptedClient:
-    """Answers with the given texts in order, or with what a function makes of the request.
+    """Returns the given texts in order, or what a function makes of the request.
 
-    Its tokens are those of ByteTemplate; beside an HFChatTemplate it needs that template's `tokenizer`.
+    Its tokens are ByteTemplate's; with an HFChatTemplate it needs that template's `tokenizer`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ScriptedClient:
         self.version = version
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
-        await asyncio.sleep(0)  # as with a real server, other episodes go on meanwhile
+        await asyncio.sleep(0)  # let other episodes run, as with a real server
         num_tokens = len(request.prompt_token_ids)
         if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
             raise PromptTooLong(num_tokens, self.max_prompt_tokens)
@@ -61,7 +61,7 @@ class ScriptedClient:
             text=text,
             prompt_token_ids=request.prompt_token_ids,
             completion_token_ids=ids,
-            # A script is certain of what it says.
+            # A scripted reply has probability 1.
             completion_logprobs=np.zeros(len(ids), np.float32) if request.return_.return_chosen_logprobs else None,
             finish_reason=finish_reason,
             version_runs=(VersionRun(self.version, len(ids)),),
@@ -94,6 +94,6 @@ def _in_order(replies: Iterable[str]) -> Reply:
         try:
             return next(script)
         except StopIteration:
-            raise ConfigError("The script has no replies left; give ScriptedClient more of them.") from None
+            raise ConfigError("ScriptedClient has no replies left; give it more of them.") from None
 
     return next_reply

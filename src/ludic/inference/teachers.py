@@ -1,7 +1,7 @@
 """Teachers: models that score tokens which a student has sampled.
 
-Both take the ids as they are and give one log-prob per completion token (`ludic.types.TeacherScorer`). `LocalTeacher` asks
-an embedded engine, `VLLMTeacher` a vLLM server, which has log-probs of prompts.
+Both take token ids unchanged and return one log-prob per completion token (`ludic.types.TeacherScorer`). `LocalTeacher` uses
+an embedded engine, `VLLMTeacher` a vLLM server's prompt log-probs.
 """
 
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from ludic.types import (
 
 
 class ScoringEngine(Protocol):
-    """What a local teacher needs; `LocalEngine` has it."""
+    """The engine interface of a local teacher; `LocalEngine` implements it."""
 
     tokenizer: Any
 
@@ -39,11 +39,7 @@ class LocalTeacher:
 
     def __init__(self, engine: ScoringEngine) -> None:
         self._engine = engine
-        self._fingerprint = tokenizer_fingerprint(engine.tokenizer)
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return self._fingerprint
+        self.tokenizer_fingerprint = tokenizer_fingerprint(engine.tokenizer)
 
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
@@ -52,16 +48,12 @@ class LocalTeacher:
 
 
 class VLLMTeacher:
-    """A model behind a vLLM server. The context must have room for one token more than is scored."""
+    """A model behind a vLLM server. Its context needs room for one token more than is scored."""
 
     def __init__(self, client: VLLMChatClient, model: str, tokenizer: HasVocabulary) -> None:
-        """`tokenizer` is the one that belongs to `model`: the server does not say what its ids mean."""
+        """`tokenizer` is that of `model`: the server does not say what its ids mean."""
         self._client, self._model = client, model
-        self._fingerprint = tokenizer_fingerprint(tokenizer)
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return self._fingerprint
+        self.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
 
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
@@ -69,7 +61,7 @@ class VLLMTeacher:
         if temperature != 1:
             raise ConfigError(
                 f"A vLLM server scores prompts at temperature 1, but these tokens were sampled at {temperature:g}. Sample at 1, "
-                "or use a LocalTeacher, which scores at any."
+                "or use a LocalTeacher, which scores at any temperature."
             )
         prompt, completion = token_array(prompt_token_ids), token_array(completion_token_ids)
         if not len(prompt):
@@ -79,20 +71,18 @@ class VLLMTeacher:
         return read_prompt_logprobs(info["raw_response"], tokens)[len(prompt) :]
 
     def _request(self, tokens: TokenArray) -> TokenCompletionRequest:
-        """All of it is prompt; the one token that has to be sampled is thrown away."""
+        """All tokens are prompt; the one token that must be sampled is discarded."""
         return TokenCompletionRequest(
             model=self._model,
             prompt_token_ids=tokens,
             sampling=SamplingParams(temperature=1.0, max_tokens=1),
-            # One beside the token itself: whoever takes 0 for "not asked" still answers.
+            # 1 rather than 0: some servers take 0 for "not requested".
             extensions=VLLMExtensions(extra_body_overrides={"prompt_logprobs": 1}),
         )
 
 
-# --- vLLM's answer ---
-
 _NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that is NaN or −∞."""
+"""vLLM's value for a log-prob that is NaN or −∞."""
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -117,25 +107,25 @@ _decoder = msgspec.json.Decoder(_Scored)
 
 
 def read_prompt_logprobs(data: bytes, tokens: TokenArray) -> LogprobArray:
-    """Log-prob of every token of the prompt; the first has none, and says 0."""
+    """Log-prob of every prompt token; 0 for the first, which has none."""
     try:
         answer = _decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise EndpointError(f"The server does not give log-probs of a prompt as vLLM does: {error}.") from error
+        raise EndpointError(f"The server's prompt log-probs are not in vLLM's format: {error}.") from error
     given = answer.prompt_logprobs if answer.prompt_logprobs is not None else answer.choices[0].prompt_logprobs
     if given is None or len(given) != len(tokens):
         found = "none" if given is None else f"{len(given)}"
-        raise EndpointError(f"Log-probs of a prompt of {len(tokens)} tokens were asked for, and {found} came.")
+        raise EndpointError(f"Log-probs of {len(tokens)} prompt tokens were requested, but {found} came.")
     values = [_logprob_of(entries, token) for entries, token in zip(given[1:], tokens[1:].tolist(), strict=True)]
     return np.array([0.0, *values], dtype=np.float32)
 
 
 def _logprob_of(entries: dict[int, _Entry] | None, token: int) -> float:
     if entries is None or token not in entries:
-        raise EndpointError(f"The server gave no log-prob for token {token} of the prompt.")
+        raise EndpointError(f"The server returned no log-prob for prompt token {token}.")
     logprob = entries[token].logprob
     if not logprob > _NO_LOGPROB:
         raise EndpointError(
-            f"The teacher gives token {token} no finite log-prob. Are its weights finite, and its ids ours?"
+            f"The teacher's log-prob of token {token} is not finite. Check that its weights are finite and its token ids match."
         )
     return logprob

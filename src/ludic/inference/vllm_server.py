@@ -1,7 +1,7 @@
-"""vLLM as the policy server: `python -m ludic.inference.vllm_server MODEL [any flag of vLLM]`.
+"""Starts vLLM as the policy server: `python -m ludic.inference.vllm_server MODEL [any flag of vLLM]`.
 
-Stock vLLM, in whatever environment it lives, with a worker extension for live weights, a guard before its control
-endpoints, and defaults that suit training. Loads without vllm and torch. See docs/serving.md.
+It runs stock vLLM, from the environment where it is installed, with a worker extension for live weights, a guard on the control
+endpoints, and defaults for training. Loads without vllm and torch. See docs/serving.md.
 """
 
 import argparse
@@ -55,10 +55,10 @@ def start_vllm_server(
     run_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> VLLMServerProcess:
-    """Start a server as a child of this process; it is stopped with it. Port 0 takes a free one.
+    """Start a server as a child of this process, which ends with it. Port 0 takes a free one.
 
-    `run_folder` gets its control token and its output (server-PORT.log); without one, a temporary folder does. `environment`
-    is added to this process's own, for instance {"CUDA_VISIBLE_DEVICES": "1"}.
+    The control token and the output (server-PORT.log) go to `run_folder`, by default a temporary folder. `environment`
+    is added to this process's environment, for instance {"CUDA_VISIBLE_DEVICES": "1"}.
     """
     folder = run_folder if run_folder is not None else Path(tempfile.mkdtemp(prefix="ludic-vllm-"))
     install = find_vllm()
@@ -76,7 +76,7 @@ def start_vllm_server(
 
 
 def read_command(arguments: Sequence[str], *, insecure: bool = True) -> tuple[ServerCommand, Path]:
-    """The command that our own command line asks for, and its run folder."""
+    """Parse this module's command line; returns the server's command and its run folder."""
     ours, flags = _parser().parse_known_args(_with_model_flag(arguments))
     if ours.model is None:
         raise ConfigError("No model was given. Try: python -m ludic.inference.vllm_server Qwen/Qwen2.5-0.5B-Instruct")
@@ -92,7 +92,7 @@ def read_command(arguments: Sequence[str], *, insecure: bool = True) -> tuple[Se
 
 
 def _with_model_flag(arguments: Sequence[str]) -> list[str]:
-    """MODEL in the first place means --model MODEL; anywhere else it could be the value of a flag of vLLM's."""
+    """A leading MODEL means --model MODEL; anywhere else it could be the value of a vLLM flag."""
     named = bool(arguments) and not arguments[0].startswith("-")
     return ["--model", *arguments] if named else list(arguments)
 
@@ -102,35 +102,33 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m ludic.inference.vllm_server",
         usage="%(prog)s MODEL [--host H] [--port P] [--run-folder F] [--batch-invariant] [any flag of vLLM]",
         description=f"A vLLM server (vllm{supported_range()}) that Ludic can train against.",
-        allow_abbrev=False,  # an abbreviation of ours could be the beginning of one of vLLM's
+        allow_abbrev=False,  # an abbreviated flag could also be a prefix of a vLLM flag
     )
-    parser.add_argument("--model", help="a folder or a hub id; MODEL in the first place is the same")
+    parser.add_argument("--model", help="a folder or a hub id; a leading MODEL is the same")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--run-folder", type=Path, help=f"gets the file {TOKEN_FILE} (default: runs/vllm-PORT)")
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="results that do not depend on the batch (slower)"
-    )
+    parser.add_argument("--batch-invariant", action="store_true", help="results independent of the batch (slower)")
     return parser
 
 
 def announcement(command: ServerCommand, folder: Path) -> str:
-    """What the user should know before vLLM's own lines begin."""
+    """The lines printed before vLLM's own output."""
     from_variable = CONTROL_VARIABLE in os.environ
     token = f"from ${CONTROL_VARIABLE}" if from_variable else f"in {(folder / TOKEN_FILE).absolute()}"
     lines = [f"Starting vLLM on {command.host}:{command.port}. The control token is {token}."]
     if not (is_loopback(command.host) or command.has_key):
         lines.append(
-            f"Everyone who can reach {command.host}:{command.port} can use the model; set VLLM_API_KEY to ask for a "
-            "key. Control endpoints need the control token in any case."
+            f"Everyone who can reach {command.host}:{command.port} can use the model; set VLLM_API_KEY to require a "
+            "key. Control endpoints always need the control token."
         )
     return "\n".join(lines) + "\n"
 
 
 def serve(arguments: Sequence[str], *, insecure: bool = True) -> NoReturn:
-    """Become the server: this process is replaced by it, so that signals reach it and nothing stays behind.
+    """Replace this process by the server, so that signals reach it and no parent stays behind.
 
-    Without `insecure`, a server that other machines can reach must ask for a key.
+    Without `insecure`, a server that other machines can reach must require a key.
     """
     command, folder = read_command(arguments, insecure=insecure)
     check_port(command.host, command.port)
@@ -140,7 +138,7 @@ def serve(arguments: Sequence[str], *, insecure: bool = True) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point; a mistake of the user's is one line on stderr, not a traceback."""
+    """Entry point; a user error is one line on stderr, not a traceback."""
     try:
         serve(sys.argv[1:])
     except LudicError as error:

@@ -1,9 +1,9 @@
-"""The attention function that Ludic registers with transformers: one name, one place, several modes.
+"""The attention function that Ludic registers with transformers.
 
 A model whose attention goes through transformers' AttentionInterface runs unmodified. Without a `ludic_state` the
-function is plain SDPA, so that `generate`, evaluation and other people's code keep working on the same model object.
-With one, the state decides: the embedded engine passes a paged KV cache, the trainer (later) a packed batch. The
-state travels through the model as a keyword argument, so one module can serve several users at the same time.
+function is plain SDPA, so `generate` and other callers keep working on the same model object. With one, the state
+computes attention: the embedded engine passes a paged KV cache, the trainer a packed batch. The state is a keyword
+argument of the forward pass, so one module can serve several callers at the same time.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -19,13 +19,13 @@ from ludic.types import ConfigError
 
 NAME = "ludic"
 SKIP_MASK = torch.empty(0, 0, 0, 0)
-"""Passed as attention_mask: transformers hands a 4D mask through as it is, so none is built."""
+"""Passed as attention_mask: transformers forwards a 4D mask unchanged, so it builds none."""
 _NOT_SUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
-"""What some models hand to their attention function beside the usual: sinks, biases, a choice of keys."""
+"""Arguments of some models' attention that Ludic does not implement: sinks, biases, key selection."""
 
 
 class AttentionRules(NamedTuple):
-    """What a layer asks of its attention beside causality."""
+    """A layer's attention settings besides the causal mask."""
 
     scaling: float
     sliding_window: int | None = None
@@ -34,7 +34,7 @@ class AttentionRules(NamedTuple):
 
 # Letters: T flat tokens of all sequences, H query heads, K key/value heads, D head size.
 class AttentionState(Protocol):
-    """What the attention of one forward pass looks at."""
+    """Computes the attention of one forward pass."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
@@ -56,11 +56,13 @@ def ludic_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered function; tensors arrive as [1, heads, T, D] and leave as [1, T, heads, D]."""
+    """The registered function: takes tensors as [1, heads, T, D], returns [1, T, heads, D]."""
     if ludic_state is None:
         if softcap is not None:
             mask = attention_mask
-            mask = mask if mask is not None else _causal(query.shape[-2], key.shape[-2], query.device)
+            if mask is None:
+                num_new, length = query.shape[-2], key.shape[-2]
+                mask = torch.ones(num_new, length, dtype=torch.bool, device=query.device).tril(length - num_new)
             scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
             attended = softcapped_attention(query, key, value, mask, scaling, softcap, dropout)
             return attended.transpose(1, 2).contiguous(), None
@@ -83,9 +85,9 @@ def ludic_attention(
 def softcapped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float = 0.0
 ) -> Tensor:
-    """Attention [..., H, T, D] whose scores are squashed before they are masked, which SDPA cannot do.
+    """Attention [..., H, T, D] that soft-caps the scores before masking, which SDPA cannot do.
 
-    Key heads are repeated as often as there are query heads. The mask says what is seen, or is added.
+    Key heads are repeated to match the query heads. A bool mask marks visible keys; any other mask is added.
     """
     num_groups = query.shape[-3] // key.shape[-3]
     if num_groups > 1:
@@ -97,16 +99,12 @@ def softcapped_attention(
     return F.dropout(weights, dropout) @ value
 
 
-def _causal(num_new: int, length: int, device: torch.device) -> Tensor:
-    return torch.ones(num_new, length, dtype=torch.bool, device=device).tril(length - num_new)
-
-
 AttentionInterface.register(NAME, ludic_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class _Probe:
-    """Writes down what each layer hands to the registered function."""
+    """Records what each layer passes to the registered function."""
 
     def __init__(self) -> None:
         self.heads: dict[int, tuple[int, int]] = {}
@@ -123,9 +121,9 @@ class _Probe:
 
 
 def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
-    """Send the model's attention through `ludic_attention`, and make sure that every layer really goes there.
+    """Route the model's attention through `ludic_attention` and check with a probe that every layer uses it.
 
-    What comes back is the number of key/value heads and their size, layer by layer.
+    Returns (number of key/value heads, head size) of each layer.
     """
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is not a transformers model: it has no config.")
@@ -155,7 +153,7 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _check_probe(probe: _Probe, config: Any) -> None:
-    """Whether what the layers handed over is all that decides their attention."""
+    """Raise unless the arguments that the layers passed fully determine their attention."""
     num_layers = config.num_hidden_layers
     if set(probe.heads) != set(range(num_layers)):
         raise ValueError(
@@ -165,7 +163,7 @@ def _check_probe(probe: _Probe, config: Any) -> None:
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"it has layers of the kind {', '.join(sorted(unknown))}")
-    # Some models only say in their mask, which we do not build, that a layer looks back no further than a window.
+    # Some models encode a sliding window only in their mask, which Ludic does not build.
     window = getattr(config, "sliding_window", None) or 0
     is_declared = "sliding_attention" in kinds or (
         not getattr(config, "layer_types", None) and getattr(config, "use_sliding_window", True)

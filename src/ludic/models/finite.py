@@ -1,7 +1,7 @@
-"""Whether weights are finite: one fused reduction, whose verdict can be read together with other numbers.
+"""Checks that weights are finite, by one fused reduction that can be read together with other numbers.
 
-The trainer asks after each optimizer step, the engine whenever a version begins; both ask of all weights when they are
-loaded. The loss cannot tell: on x86_64 torch's CPU attention returns zeros for queries of NaN, and training would go on.
+The trainer checks after each optimizer step, the engine at each new version, and both check all weights at load.
+The loss cannot show it: on x86_64 torch's CPU attention returns zeros for NaN queries, so training would continue.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,14 @@ _NUM_NAMED = 3
 
 
 class FiniteCheck:
-    """Of tensors as they are now. Of a sharded tensor each rank looks at its own part.
+    """Checks the current values of tensors; of a sharded tensor each rank checks its own shard.
 
-    Making it waits for no GPU; reading `names` does.
+    Construction does not synchronise with the GPU; calling `names` does.
     """
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        own = [(name, _own_part(tensor)) for name, tensor in tensors]
+        own = [(name, _local(tensor)) for name, tensor in tensors]
         self._tensors = {name: tensor for name, tensor in own if tensor.dtype in _CHECKED and tensor.numel()}
         norms = torch._foreach_norm(list(self._tensors.values())) if self._tensors else []
         place = norms[0].device if norms else torch.device("cpu")
@@ -33,7 +33,7 @@ class FiniteCheck:
 
     @property
     def num_suspects(self) -> Tensor:
-        """Tensors whose norm is not finite, as a tensor that has not been read. Of very large numbers only the norm is not."""
+        """Number of tensors with a non-finite norm, as an unread tensor. Very large finite values can also overflow the norm."""
         return (~self._norms_N.isfinite()).sum().float()
 
     @torch.no_grad()
@@ -48,11 +48,11 @@ class FiniteCheck:
 
 
 def not_finite(what: str, names: Sequence[str], advice: str) -> NotFinite:
-    """The error that names the tensors."""
+    """An error that names the tensors."""
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return NotFinite(f"{what}: there is NaN or infinity in {', '.join(names[:_NUM_NAMED])}{more}. {advice}")
+    return NotFinite(f"{what}: NaN or infinity in {', '.join(names[:_NUM_NAMED])}{more}. {advice}")
 
 
-def _own_part(tensor: Any) -> Tensor:
+def _local(tensor: Any) -> Tensor:
     own: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.detach()

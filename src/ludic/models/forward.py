@@ -1,10 +1,10 @@
-"""One forward pass over flat tokens, for the engine on a CPU: from token ids to the logits that matter.
+"""One forward pass over flat tokens for the engine on a CPU: from token ids to the requested logits.
 
-There are three ways, from the general to the fast; all give the same numbers up to rounding:
+Three implementations, from general to fast, with equal results up to rounding:
 
-- the model's own modules as they are,
+- the model's own modules,
 - the model's own modules with packed linear layers,
-- for decoders of the Llama family: the same arithmetic with fewer and larger operations (`lean`).
+- for the Llama family: the same arithmetic in fewer, larger operations (`fused_llama`).
 """
 
 import logging
@@ -19,13 +19,13 @@ from ludic.models.fused_llama import MIN_ROWS_PACKED, MIN_ROWS_PLAIN, FusedLlama
 logger = logging.getLogger(__name__)
 
 
-# Letters: T flat tokens, N positions that are looked at, V vocabulary.
+# Letters: T flat tokens, N requested positions, V vocabulary.
 class Forward(Protocol):
-    """What the runner calls."""
+    """The interface that the runner calls."""
 
     @property
     def min_rows(self) -> int:
-        """Rows from which a row's result does not depend on the others."""
+        """Minimum rows of a batch for a row's result to be independent of the other rows."""
         ...
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
@@ -33,19 +33,19 @@ class Forward(Protocol):
         ...
 
     def refresh(self) -> None:
-        """The weights have changed."""
+        """Call after the weights have changed."""
         ...
 
 
 def make_forward(view: Any, *, pack: bool) -> Forward:
-    """The fastest way for this model. `view` must be the caller's own tree: its modules may be replaced."""
+    """The fastest implementation for this model. It may replace modules of `view`, which must be the caller's own tree."""
     if not pack:
         return ModuleForward(view, [])
     if can_fuse(view):
-        lean = FusedLlama(view)
-        if _agree(lean, ModuleForward(view, []), view.config.vocab_size):
-            return lean
-        logger.warning("%s is not computed as expected of its family; its own modules are used", type(view).__name__)
+        fused = FusedLlama(view)
+        if _agree(fused, ModuleForward(view, []), view.config.vocab_size):
+            return fused
+        logger.warning("%s differs from its family's arithmetic; its own modules are used", type(view).__name__)
     return ModuleForward(view, pack_linears(view))
 
 
@@ -86,13 +86,13 @@ def pack_linears(model: nn.Module) -> list[PackedLinear]:
 
 
 def _is_complete(model: nn.Module) -> bool:
-    """Whether no matrix product is left outside packed layers (mixtures of experts have some)."""
+    """Whether packed layers do every matrix product (mixtures of experts have others)."""
     known = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, PackedLinear))}
     return all(id(p) in known for p in model.parameters() if p.dim() >= 2)
 
 
-class _WithinItself:
-    """Each token sees only itself: enough to tell two ways of computing apart, and needs no cache."""
+class _SelfAttention:
+    """Attention of each token to itself alone: enough to compare two implementations, without a cache."""
 
     def __init__(self) -> None:
         self.rules: dict[int, AttentionRules] = {}
@@ -108,9 +108,9 @@ class _WithinItself:
 
 @torch.inference_mode()
 def _agree(one: Forward, other: Forward, vocab_size: int) -> bool:
-    """Whether two ways ask the same of attention and come to the same logits."""
+    """Whether two implementations pass the same attention rules and return the same logits."""
     ids_T, positions_T = torch.arange(16) % vocab_size, torch.arange(0, 48, 3)
-    states = _WithinItself(), _WithinItself()
+    states = _SelfAttention(), _SelfAttention()
     a, b = (w.logits(ids_T, positions_T, s, torch.arange(16)) for w, s in zip((one, other), states, strict=True))
     return states[0].rules == states[1].rules and torch.allclose(
         a, b, rtol=1e-3, atol=1e-3 * float(b.nan_to_num().std()) + 1e-6, equal_nan=True

@@ -1,8 +1,8 @@
-"""Decoders of the Llama family, computed with as few operations as PyTorch allows.
+"""Decoders of the Llama family in as few operations as PyTorch allows, and the packed linear layers they use.
 
-Llama, Qwen2, Qwen3 and Mistral differ in little: biases, and a norm on queries and keys. A step of a small model is
-mostly the overhead of its many operations, so here the three projections of attention are one product, as are the two
-of the MLP, and rotary embedding takes three operations. Before it is used it is compared with the model's own modules.
+Llama, Qwen2, Qwen3 and Mistral differ in biases and in a norm on queries and keys. A step of a small model is
+mostly per-operation overhead, so the three attention projections are one product, the two of the MLP another, and
+rotary embedding takes three operations. `make_forward` compares the result with the model's own modules before using it.
 """
 
 from typing import Any
@@ -14,33 +14,28 @@ from torch import Tensor, nn
 from ludic.models.attention import AttentionRules, AttentionState
 from ludic.models.shared_view import forward_hooks
 
-# ----------------------------------------------------------------------------------------------------
-# Linear layers for a CPU that decodes: their weights once more, in the order in which the machine reads them.
-# ----------------------------------------------------------------------------------------------------
-# A product of few rows with a large matrix spends most of its time rearranging that matrix. PyTorch does this on every
-# call, because training changes the weights; between two versions of a policy it has to be done only once. Large
-# matrices are kept in oneDNN's own blocked form, small ones transposed (there oneDNN's fixed cost per call is what
-# counts). Which way is taken depends on the shape alone, never on a measurement: the same model rounds the same way in
-# every process.
-#
-# Both ways give a row the same result whatever other rows are in the batch (two rows at least: a single one takes another
-# path through the library). Plain `nn.Linear` does not, below nine rows.
+# Packed linear layers: a product of few rows with a large matrix spends most of its time rearranging that matrix. PyTorch
+# rearranges on every call, because training changes the weights; between two policy versions once is enough. Large
+# matrices are kept in oneDNN's blocked layout, small ones transposed (there oneDNN's fixed cost per call dominates). The
+# choice depends on the shape alone, never on a measurement, so that the same model rounds the same way in every process.
+# Both layouts give a row the same result whatever other rows are in the batch (with at least two rows: a single row takes
+# another path through the library). Plain `nn.Linear` does not, below nine rows.
 
 _LARGE = 1 << 18
-"""Elements from which oneDNN's form is faster; measured on Neoverse-N1 with 1 to 64 rows."""
+"""Elements from which oneDNN's layout is faster; measured on Neoverse-N1 with 1 to 64 rows."""
 MIN_ROWS_PACKED = 2
 MIN_ROWS_PLAIN = 16
 
 
 class PackedLinear(nn.Module):
-    """One or several `nn.Linear` of the same input, with a private, rearranged copy of their weights.
+    """One or several `nn.Linear` with the same input, over a rearranged private copy of their weights.
 
-    `refresh` after the weights have changed. Several linears give their outputs side by side.
+    Call `refresh` after the weights have changed. The outputs of several linears are concatenated.
     """
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self._linears = linears  # a tuple: not registered, so that their parameters are not counted twice
+        self._linears = linears  # a tuple: unregistered, so that parameters are not counted twice
         self.weight = linears[0].weight
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
@@ -52,7 +47,7 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the weights as they are now."""
+        """Copy the current weights."""
         weight = _joined([linear.weight.detach() for linear in self._linears])
         biases = [linear.bias.detach() for linear in self._linears if linear.bias is not None]
         self._bias = _joined(biases) if biases else None
@@ -79,7 +74,7 @@ def is_packable(module: nn.Module) -> bool:
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """What the second copy takes."""
+    """Memory of the packed copies."""
     linears = [m for m in model.modules() if isinstance(m, nn.Linear) and is_packable(m)]
     return sum(linear.weight.numel() * linear.weight.element_size() for linear in linears)
 
@@ -88,7 +83,7 @@ _FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralF
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether this is a plain member of the family, with nothing wrapped around its layers."""
+    """Whether the model belongs to the family and its layers are unwrapped."""
     return (
         type(model).__module__.startswith("transformers.models.")
         and type(model).__name__ in _FAMILY
@@ -109,7 +104,7 @@ def _linears(model: Any) -> list[nn.Module]:
 
 # Letters: T flat tokens, H query heads, K key/value heads, D head size.
 class FusedLlama:
-    """Token ids to logits."""
+    """Computes logits from token ids."""
 
     min_rows = MIN_ROWS_PACKED
 
@@ -129,7 +124,7 @@ class FusedLlama:
         hidden = F.embedding(ids_T, self._embedding)
         cos, sin = self._rotary(hidden[None], positions_T[None])
         cos_T1D, sin_T1D = cos[0, :, None], sin[0, :, None]
-        # Rotating swaps the halves of a head and negates one; the sign goes into the sines, the swap is a roll.
+        # Rotation swaps the halves of a head and negates one: the sign goes into the sines, the swap is a roll.
         half = sin_T1D.shape[-1] // 2
         sin_T1D = torch.cat((-sin_T1D[..., :half], sin_T1D[..., half:]), dim=-1)
         for layer in self._layers:
@@ -146,8 +141,9 @@ class _Layer:
         self._num_kv = attention.k_proj.out_features // self._head_dim
         self._num_q = attention.q_proj.out_features // self._head_dim
         self._rules = AttentionRules(attention.scaling, _window(layer))
+        has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
         self._norms = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if _has_head_norms(layer) else None
+        self._head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if has_norms else None
         self._qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self._out = PackedLinear(attention.o_proj)
         self._gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
@@ -173,7 +169,7 @@ class _Layer:
 
 
 class _Norm:
-    """RMS norm in few operations (PyTorch's own takes eight on a CPU)."""
+    """RMS norm in few operations (PyTorch's takes eight on a CPU)."""
 
     def __init__(self, norm: Any) -> None:
         self._weight = norm.weight
@@ -185,12 +181,8 @@ class _Norm:
         return (x * scale).mul_(self._weight)
 
 
-def _has_head_norms(layer: Any) -> bool:
-    return type(layer).__name__ == "Qwen3DecoderLayer"
-
-
 def _window(layer: Any) -> int | None:
-    """Where the family keeps a layer's sliding window: Qwen on the layer, Mistral in the config, Llama nowhere."""
+    """The layer's sliding window: Qwen stores it on the layer, Mistral in the config, Llama has none."""
     attention = layer.self_attn
     if type(layer).__name__.startswith("Qwen"):
         window: int | None = attention.sliding_window

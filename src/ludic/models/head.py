@@ -1,8 +1,7 @@
-"""Log-probabilities of chosen tokens without ever holding all logits.
+"""The output layer: log-probabilities of chosen tokens, computed in chunks of logits.
 
-The last layer of a language model turns a few thousand numbers per token into as many as there are words. For 16k
-tokens and 152k words that is ten gigabytes, and as much again for its gradient. Here it is done in chunks: forward
-keeps two numbers per token, backward computes the chunk's logits again.
+All logits of 16k tokens over a vocabulary of 152k take ten gigabytes, and their gradient as much again. So the forward pass
+keeps two numbers per token, and the backward pass recomputes the logits of each chunk.
 """
 
 import inspect
@@ -19,24 +18,21 @@ from torch.distributed.tensor import DTensor
 from ludic.models.attention import AttentionState
 from ludic.types import ConfigError
 
-# ----------------------------------------------------------------------------------------------------
-# Which tokens of the vocabulary count at each of several places, on a device: the rest has probability zero.
-# ----------------------------------------------------------------------------------------------------
 
-
-# Letters: A places, S candidates of all places, C places of one chunk, V vocabulary.
+# Letters: A positions, S candidates of all positions, C positions of one chunk, V vocabulary.
 @dataclass(frozen=True, slots=True)
 class CandidateMask:
-    """Candidates of each place, one list after the other. A place without any has the whole vocabulary."""
+    """Candidate tokens of each position, concatenated; all other tokens have probability zero there. A position without
+    candidates allows the whole vocabulary."""
 
     ids_S: Tensor
     row_S: Tensor
-    """Whose candidate each is."""
+    """Position of each candidate."""
     starts: tuple[int, ...]
-    """Where the candidates of each place begin, and their number at the end; on the host, so that chunks can be cut there."""
+    """Offset of each position's candidates, and the total at the end; on the host, where chunks are cut."""
 
     def mask(self, here: slice, vocab: int) -> Tensor | None:
-        """[C, V] whether each token counts; None where all do."""
+        """[C, V], True for candidates; None if every position allows the whole vocabulary."""
         own = slice(self.starts[here.start], self.starts[here.stop])
         if own.start == own.stop:
             return None
@@ -52,27 +48,27 @@ class CandidateMask:
 T = TypeVar("T")
 EntropyMode: TypeAlias = Literal["watch", "train"]
 _CHUNK_ELEMENTS = 1 << 27
-"""Logits held at a time: half a gigabyte in fp32."""
+"""Logits in memory at a time: half a gigabyte in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands between a decoder's last hidden state and the logits."""
+    """The output layer, from the last hidden state to logits."""
 
     source: nn.Linear | Tensor
-    """The layer, or its weight [V, D]. A sharded model exchanges its parameters around every computation, so that a layer is
-    asked for its weight only when it is used."""
+    """The layer, or its weight [V, D]. A sharded model gathers parameters around each computation, so a layer's weight is
+    read only at use."""
     softcap: float | None = None
     """Gemma 2 squashes its logits: softcap · tanh(logits / softcap)."""
 
     @property
     def weight_VD(self) -> Tensor:
-        """Whole, also where ranks share the layer (tensor parallel)."""
+        """The full weight, also if ranks share the layer (tensor parallel)."""
         return _whole(self.source if isinstance(self.source, Tensor) else self.source.weight)
 
     @property
     def bias_V(self) -> Tensor | None:
-        """Phi and GPT-J have one."""
+        """Set for Phi and GPT-J."""
         bias = None if isinstance(self.source, Tensor) else self.source.bias
         return None if bias is None else _whole(bias)
 
@@ -83,7 +79,7 @@ class Head:
         return weight.shape[0], weight.shape[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits of these hidden states, in fp32."""
+        """Logits of these hidden states, in fp32."""
         logits = raw_logits(hidden, self.weight_VD, self.bias_V).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
@@ -99,15 +95,15 @@ def raw_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tens
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """A model whose weights are only there while it computes, such as a sharded one."""
+    """A model whose weights are gathered only while it computes, such as a sharded one."""
 
     def ludic_compute(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, during which the weights are there."""
+        """Run `work` with gathered weights and return its result."""
         ...
 
 
 def compute(model: Any, work: Callable[[], T]) -> T:
-    """Whatever reads a model's weights is done in here, forward passes of its parts included."""
+    """Run `work`, which reads the model's weights (forward passes of its parts included), and return its result."""
     if isinstance(model, GathersWeights):
         result: T = model.ludic_compute(work)
         return result
@@ -120,7 +116,7 @@ def plain_model(model: Any) -> Any:
 
 
 def find_head(model: Any) -> Head:
-    """The model's head, proven: the decoder's output through it gives the model's own logits."""
+    """The model's head, checked: applied to the decoder's output it gives the model's own logits."""
     inner = plain_model(model)
     linear = inner.get_output_embeddings()
     if linear is None or type(linear) is not torch.nn.Linear:
@@ -148,7 +144,7 @@ def _check_head(model: Any, head: Head) -> None:
         ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.nan_to_num().abs().max()) + 1e-6, equal_nan=True
     ):
         raise ConfigError(
-            f"{type(model).__name__} does something to its logits that Ludic does not know (a scale, a shift); its "
+            f"{type(model).__name__} transforms its logits in a way that Ludic does not know (a scale, a shift), so its "
             "log-probabilities would be wrong. Train it with TrainerConfig(packed=False), on its own logits."
         )
 
@@ -169,21 +165,17 @@ def hidden_states(model: Any, ids_T: Tensor, positions_T: Tensor, state: Attenti
     return out
 
 
-# --- any module that gives logits ---
-
-
 def is_decoder(model: Any) -> bool:
-    """Whether it is a transformers model, which can be asked for its hidden states and its output layer."""
+    """Whether this is a transformers model with a decoder and an output layer."""
     inner = plain_model(model)
     return hasattr(getattr(inner, "config", None), "get_text_config") and hasattr(inner, "get_decoder")
 
 
 # Letters: B samples, L tokens of the longest, V vocabulary.
 def whole_logits(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """[B, L, V]. The module returns them alone, first in a tuple, or as `.logits`; it gets the mask if it takes one."""
-    takes = inspect.signature(
-        getattr(model, "_orig_mod", model).forward
-    ).parameters  # torch.compile hides what it wraps
+    """[B, L, V] from any module that returns logits: alone, first in a tuple, or as `.logits`. It gets a mask if it takes one."""
+    forward = getattr(model, "_orig_mod", model).forward  # torch.compile hides what it wraps
+    takes = inspect.signature(forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     options = {"attention_mask": mask_BL} if takes_any or "attention_mask" in takes else {}
     by_name = takes_any or "input_ids" in takes
@@ -206,9 +198,6 @@ def _logits_in(out: Any) -> Any:
     return out[0] if isinstance(out, (tuple, list)) and out else out
 
 
-# --- log-probs in chunks ---
-
-
 # Letters: A chosen tokens, D hidden size, V vocabulary, C tokens of one chunk.
 def chosen_logps(
     hidden_AD: Tensor,
@@ -219,15 +208,15 @@ def chosen_logps(
     entropy: EntropyMode | None = None,
     candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log-probability of each target (and the entropy of its distribution), in fp32, differentiable.
+    """Log-probability of each target, and optionally the entropy of its distribution; fp32, differentiable.
 
-    With `candidates`, of the distribution over these tokens alone; a target must be among its own. An entropy that is only
-    watched carries no gradient, which is cheaper.
+    With `candidates` the distribution covers only these tokens; a target must be among its position's candidates. The entropy
+    mode "watch" computes no gradient, which is cheaper.
     """
     scale = torch.ones_like(targets_A, dtype=torch.float32) if inverse_temperature_A is None else inverse_temperature_A
     if torch.is_autocast_enabled(hidden_AD.device.type):
         dtype = torch.get_autocast_dtype(hidden_AD.device.type)
-        hidden_AD = hidden_AD.to(dtype)  # the weight is converted inside, so that its gradient is not rounded
+        hidden_AD = hidden_AD.to(dtype)  # the weight is converted inside: its gradient stays unrounded
     logps, entropies = _ChosenLogps.apply(
         hidden_AD, head.weight_VD, head.bias_V, targets_A, scale, head.softcap, entropy, candidates
     )
@@ -242,7 +231,7 @@ def logps_of_logits(
     entropy: EntropyMode | None = None,
     candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chosen_logps` where a model gives logits and nothing else."""
+    """`chosen_logps` for a model that returns logits only."""
     mask = _mask(candidates, slice(0, logits_AV.shape[0]), logits_AV)
     _, logps, entropies = _read(logits_AV, mask, targets_A, inverse_temperature_A, None, entropy is not None)
     return logps, entropies.detach() if entropies is not None and entropy == "watch" else entropies
@@ -267,7 +256,7 @@ class _ChosenLogps(torch.autograd.Function):
         logps = torch.empty_like(normaliser)
         entropy = torch.empty_like(normaliser) if with_entropy else torch.empty(0, device=hidden.device)
         read = _fused(_read) if hidden.is_cuda else _read
-        for here in _chunks(num_tokens, weight.shape[0]):
+        for here in chunks(num_tokens, weight.shape[0], _CHUNK_ELEMENTS):
             logits = raw_logits(hidden[here], narrow_weight, bias)
             mask = _mask(candidates, here, logits)
             normaliser[here], logps[here], own = read(logits, mask, targets[here], scale[here], softcap, with_entropy)
@@ -288,7 +277,7 @@ class _ChosenLogps(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         slope = _fused(_slope) if hidden.is_cuda else _slope
-        for here in _chunks(hidden.shape[0], weight.shape[0]):
+        for here in chunks(hidden.shape[0], weight.shape[0], _CHUNK_ELEMENTS):
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
             logits = raw_logits(hidden[here], narrow_weight, bias)
             mask = _mask(ctx.candidates, here, logits)
@@ -305,12 +294,13 @@ class _ChosenLogps(torch.autograd.Function):
 
 
 def narrow(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient that was added up in fp32, in the precision of what it is of."""
+    """Cast a gradient accumulated in fp32 to the dtype of its tensor."""
     return None if grad is None or like is None else grad.to(like.dtype)
 
 
-def _chunks(num_tokens: int, vocab: int) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // vocab)
+def chunks(num_tokens: int, vocab: int, elements: int) -> list[slice]:
+    """Slices of tokens whose logits have at most `elements` values."""
+    size = max(1, elements // vocab)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
@@ -327,7 +317,7 @@ def _read(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log of the normaliser, log-prob of the target, entropy) of a chunk."""
-    x = _masked(_scaled(logits_CV, scale_C, softcap), mask_CV)
+    x = _masked(scaled(logits_CV, scale_C, softcap), mask_CV)
     normaliser_C = x.logsumexp(dim=-1)
     chosen_C = x.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
     if not with_entropy:
@@ -346,8 +336,8 @@ def _slope(
     of_entropy: tuple[Tensor, Tensor] | None,
     softcap: float | None,
 ) -> Tensor:
-    """Gradient with respect to the raw logits of a chunk, in their own precision."""
-    x = _scaled(logits_CV, scale_C, softcap)
+    """Gradient with respect to a chunk's raw logits, in their dtype."""
+    x = scaled(logits_CV, scale_C, softcap)
     log_probs = _masked(x, mask_CV) - normaliser_C[:, None]
     probs = log_probs.exp()
     is_target = torch.arange(x.shape[1], device=x.device)[None] == targets_C[:, None]
@@ -362,7 +352,8 @@ def _slope(
     return grad.to(logits_CV.dtype)
 
 
-def _scaled(logits_CV: Tensor, scale_C: Tensor, softcap: float | None) -> Tensor:
+def scaled(logits_CV: Tensor, scale_C: Tensor, softcap: float | None) -> Tensor:
+    """Logits in fp32, soft-capped, times the inverse temperature."""
     x = logits_CV.float()
     if softcap is not None:
         x = torch.tanh(x / softcap) * softcap
@@ -374,11 +365,11 @@ def _masked(x_CV: Tensor, mask_CV: Tensor | None) -> Tensor:
 
 
 def _times_log(probs: Tensor, log_probs: Tensor) -> Tensor:
-    """p · log p, which is 0 where p is."""
+    """p · log p, and 0 where p = 0."""
     return torch.where(probs > 0, probs * log_probs, 0.0)
 
 
 @cache
 def _fused(function: Any) -> Any:
-    """One kernel instead of a dozen passes over memory; compiled at the first use on a GPU."""
+    """Compiled into one kernel at the first use on a GPU, instead of a dozen passes over memory."""
     return torch.compile(function, dynamic=True)

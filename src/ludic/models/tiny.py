@@ -1,4 +1,4 @@
-"""Small models and tokenizers made on the spot: for a laptop, for tests, for ideas that need no pretrained weights."""
+"""Small random models and tokenizers, for laptops, tests and ideas that need no pretrained weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ludic.models.loading import LoadedModel
 
 TINY_LENGTH = 4096
 
-# Tools are listed in front, and their results stand in the place of a user's message: no role, and so no token, of their own.
+# Tools are listed first; tool results use the user role, so that they need no extra role token.
 _TEMPLATE = (
     "{% if tools %}<|system|> Tools: {{ tools | tojson }} <|end|> {% endif %}"
     "{% for message in messages %}<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|> {{ message['content'] }}"
@@ -22,14 +22,14 @@ _SPECIAL = ("<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 
 
 def word_tokenizer(words: Sequence[str]) -> Any:
-    """One token per word, and a chat template with one token per role; words that it does not know become one token."""
+    """One token per word, a chat template with one token per role, and one token for all unknown words."""
     from tokenizers import pre_tokenizers
 
     return _tokenizer(words, pre_tokenizers.WhitespaceSplit(), _TEMPLATE)
 
 
 def character_tokenizer() -> Any:
-    """One token per character of printable ASCII and one for the end of a line; all others become one token."""
+    """One token per printable ASCII character and one for newline; all other characters share one token."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     characters = ["\n", *map(chr, range(32, 127))]
@@ -63,7 +63,7 @@ def _tokenizer(vocabulary: Sequence[str], splitter: Any, template: str) -> Any:
 def tiny_llama(
     vocab_size: int, *, width: int = 128, layers: int = 4, heads: int = 4, max_length: int = 256, seed: int = 0
 ) -> Any:
-    """A Llama of about a million parameters, from random weights."""
+    """A Llama of about a million parameterswith random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -84,7 +84,7 @@ def tiny_llama(
 
 
 def make_tiny(seed: int) -> LoadedModel:
-    """What `load_model("tiny")` begins with: random weights and a token per character, to try out an env on a CPU in a minute."""
+    """The model and tokenizer of `load_model("tiny")`: random weights, a token per character, fast on a CPU."""
     tokenizer = character_tokenizer()
     return LoadedModel(
         tiny_llama(len(tokenizer), width=64, layers=2, max_length=TINY_LENGTH, seed=seed), tokenizer, TINY

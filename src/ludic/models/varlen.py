@@ -1,7 +1,7 @@
-"""Attention over sequences of different lengths laid end to end, on a GPU: block-diagonal and causal.
+"""Attention over concatenated sequences of different lengths on a GPU: block-diagonal and causal.
 
-Uses PyTorch's own variable-length flash attention where it can express the case, and SDPA sequence by sequence where it
-cannot (logit soft-capping).
+Uses PyTorch's variable-length flash attention, and SDPA sequence by sequence where flash attention cannot express the case
+(logit soft-capping).
 """
 
 import torch
@@ -22,7 +22,7 @@ def varlen_attention(
     max_k: int,
     rules: AttentionRules,
 ) -> Tensor:
-    """Each sequence's queries are its last tokens: query i of n sees all keys but the n − i − 1 last ones."""
+    """The queries of a sequence are its last tokens: query i of n sees all keys except the last n − i − 1."""
     if rules.softcap is None and query_THD.dtype in (torch.bfloat16, torch.float16):
         window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
         out = torch.ops.aten._flash_attention_forward(

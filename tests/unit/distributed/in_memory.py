@@ -39,7 +39,7 @@ class MemoryControl:
 
     def policy_version(self) -> int:
         if "policy_version" in self.server.failing:
-            raise WeightPushError("nobody answers")
+            raise WeightPushError("no server responds")
         return self.server.version
 
     def has_version(self, version) -> bool:

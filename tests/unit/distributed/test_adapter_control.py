@@ -135,7 +135,7 @@ def test_a_load_that_fails_on_one_server_leaves_the_version_on_none(model):
     publisher = make(servers, model)
     publisher.publish({}, version=1)
     servers.failures = [(SECOND, "replace_adapter")] * 2
-    with pytest.raises(WeightPushError, match=rf"twice.*{SECOND}.*it broke.*stay paused"):
+    with pytest.raises(WeightPushError, match=rf"two attempts.*{SECOND}.*it broke.*stay paused"):
         publisher.publish({}, version=2)
     assert servers.version == {FIRST: "1", SECOND: "1"} and all(servers.paused.values())
     publisher.publish({}, version=2)
@@ -145,12 +145,12 @@ def test_a_load_that_fails_on_one_server_leaves_the_version_on_none(model):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_rank": None}, r"was started without LoRA.* --enable-lora --max-lora-rank 8"),
-        ({"max_rank": 1}, r"rank 4, and .* takes at most 1\. Start it with --enable-lora --max-lora-rank 8"),
+        ({"max_rank": None}, r"runs without LoRA.* --enable-lora --max-lora-rank 8"),
+        ({"max_rank": 1}, r"rank 4, but .* takes at most 1\. Start it with --enable-lora --max-lora-rank 8"),
     ],
     ids=["no LoRA", "rank"],
 )
-def test_servers_that_were_started_otherwise_are_named_and_nobody_pauses(model, settings, message):
+def test_servers_with_unsuitable_settings_are_named_before_any_pause(model, settings, message):
     servers = FakeServers(model, **settings)
     with pytest.raises(ConfigError, match=message):
         make(servers, model).publish({}, version=1)
@@ -189,6 +189,6 @@ def test_a_failed_push_does_not_take_the_files_that_are_served(model, tmp_path):
     served = (tmp_path / "policy").resolve()
     for version in (2, 3):
         servers.failures = [(FIRST, "try_adapter")] * 2
-        with pytest.raises(WeightPushError, match="go on with the weights they had"):
+        with pytest.raises(WeightPushError, match="continue with their previous weights"):
             publisher.publish({}, version=version)
     assert (tmp_path / "policy").resolve() == served and (served / "adapter_model.safetensors").is_file()

@@ -54,7 +54,7 @@ def test_without_a_version_it_is_the_one_after_the_servers_own():
     assert server.version == 5
 
 
-def test_weights_that_do_not_fit_are_refused_before_anybody_stands_still():
+def test_weights_that_do_not_fit_are_refused_before_any_pause():
     server, _, publisher = make()
     with pytest.raises(ConfigError, match="other weights"):
         publisher.publish({"a": torch.zeros(8)}, version=1)
@@ -74,7 +74,7 @@ def test_a_step_that_fails_once_costs_a_whole_second_push(step):
 def test_a_push_that_fails_twice_is_an_error_that_says_what_to_do():
     server, _, publisher = make()
     server.failing = ["broadcast", "broadcast"]
-    with pytest.raises(WeightPushError, match=r"Version 3 .* twice\. broadcast failed Restart it\."):
+    with pytest.raises(WeightPushError, match=r"Version 3 .* two attempts\. broadcast failed Restart it\."):
         publisher.publish(some_weights(), version=3)
     assert server.log[-2:] == ["abandon", "release"]
     assert server.version == 0

@@ -81,7 +81,7 @@ def test_the_last_versions_stay_and_nothing_else_does(folder):
     assert sorted(os.listdir(folder)) == ["weights_10.safetensors", "weights_11.safetensors"]
     assert publisher.is_current(11) and not publisher.is_current(10) and not publisher.is_current(12)
     shutil.rmtree(folder)
-    assert not publisher.is_current(11), "whoever cleaned the folder took it away from the followers too"
+    assert not publisher.is_current(11), "a version deleted from the folder is gone for followers too"
 
 
 def test_without_a_number_a_version_follows_the_newest(folder):

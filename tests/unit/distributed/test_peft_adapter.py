@@ -58,7 +58,7 @@ def test_other_kinds_of_adapters_are_refused():
     scales = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
     with pytest.raises(ConfigError, match="of the kind IA3"):
         require_servable(peft.get_peft_model(tiny_llama(16, width=16, layers=1), scales))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has none"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no adapter"):
         require_servable(tiny_llama(16, width=16, layers=1))
 
 
@@ -84,7 +84,7 @@ def test_a_server_needs_the_next_rank_that_vllm_knows(rank, limit):
 
 
 def test_a_rank_that_no_server_takes_is_refused():
-    with pytest.raises(ConfigError, match="rank 513, and vLLM serves none above 512"):
+    with pytest.raises(ConfigError, match="rank 513, but vLLM serves at most 512"):
         fitting_rank(513)
 
 

@@ -92,7 +92,7 @@ def dealing(ranks: ProcessRanks) -> None:
     assert (facts.num_items, facts.num_tokens) == (share.facts.num_items, share.facts.num_tokens)
     assert facts.weight_std == pytest.approx(share.facts.weight_std)
 
-    few = random_items([5])  # fewer samples than ranks: somebody gets nothing
+    few = random_items([5])  # fewer samples than ranks: one rank gets nothing
     assert (
         ranks.sum(len(scatter_batch(ranks, PreparedBatch(few if ranks.is_first else []), lambda whole: {}).items)) == 1
     )

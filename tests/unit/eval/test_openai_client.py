@@ -190,7 +190,7 @@ async def test_a_busy_endpoint_is_asked_again(status):
 
 async def test_an_endpoint_that_stays_busy_fails_the_episode():
     async with server(lambda number, _: web.Response(status=503, text="down"), max_retries=2) as client:
-        with pytest.raises(EndpointError, match="503: down It was asked 3 times"):
+        with pytest.raises(EndpointError, match="503: down It was tried 3 times"):
             await client.complete_tokens(a_request())
 
 
@@ -210,7 +210,7 @@ async def test_one_prompt_that_is_refused_does_not_end_the_evaluation():
 
 async def test_a_page_that_is_no_api_is_named():
     async with server(lambda *_: web.Response(text="<html>hello</html>")) as client:
-        with pytest.raises(ConfigError, match="does not speak OpenAI's API"):
+        with pytest.raises(ConfigError, match="does not follow OpenAI's API"):
             await client.complete_tokens(a_request())
 
 

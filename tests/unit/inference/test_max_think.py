@@ -53,7 +53,7 @@ tokens = st.integers(5, 9)
 
 @given(st.lists(tokens, max_size=30), st.integers(1, 20), st.lists(tokens, min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
-def test_whatever_the_model_says_the_tag_is_there_soon_after_the_limit(says, limit, closing):
+def test_any_reply_has_the_tag_soon_after_the_limit(says, limit, closing):
     written = write(says, limit, closing)
     if len(written) >= limit + len(closing):
         text, tag = "".join(map(str, written[: limit + len(closing)])), "".join(map(str, closing))

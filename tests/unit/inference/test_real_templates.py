@@ -321,7 +321,7 @@ UNREAD = {
     "gemma4.axolotl", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "gptoss", "jamba", "lfm2", "lfm2_2_5",
     "lfm2_2_5_v2", "lfm2_2_5_vl", "lfm2_v2", "mistral_v2v3", "mistral_v3_tekken", "muse_glimmer",
 }  # fmt: skip
-"""Templates with a dialect of their own that no parser reads."""
+"""Templates with a dialect that no parser reads."""
 
 
 @pytest.mark.parametrize("name", NAMES)

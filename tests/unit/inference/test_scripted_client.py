@@ -26,7 +26,7 @@ async def test_a_reply_past_max_tokens_is_cut_and_says_so():
     assert response.text == "abc" and response.finish_reason == "length" and len(response.completion_token_ids) == 3
 
 
-async def test_logprobs_come_only_when_asked_for():
+async def test_scripted_logprobs_are_returned_only_if_requested():
     plain, _ = await ScriptedClient(["a"]).complete_tokens(request())
     assert plain.completion_logprobs is None and plain.completion_token_ids[-1] == ByteTemplate.END
     asked, _ = await ScriptedClient(["a"]).complete_tokens(request(return_=ReturnSpec.for_rl()))

@@ -26,7 +26,7 @@ class Vocabulary(ByteTokenizer):
 # --- fingerprints ---
 
 
-def test_a_fingerprint_is_of_what_ids_mean_and_not_of_their_order():
+def test_fingerprint_depends_on_the_meaning_of_ids_not_on_their_order():
     one, same = Vocabulary(), Vocabulary()
     same._vocabulary = dict(sorted(same._vocabulary.items()))
     assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same)
@@ -115,9 +115,9 @@ async def test_a_vllm_teacher_scores_only_at_temperature_one():
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda scores: scores[:-1], "6 tokens were asked for, and 5 came"),
-        (lambda scores: [*scores[:-1], {"7": {"logprob": -1.0}}], "no log-prob for token 6"),
-        (lambda scores: [*scores[:-1], {"6": {"logprob": -9999.0}}], "no finite log-prob"),
+        (lambda scores: scores[:-1], "6 prompt tokens were requested, but 5 came"),
+        (lambda scores: [*scores[:-1], {"7": {"logprob": -1.0}}], "no log-prob for prompt token 6"),
+        (lambda scores: [*scores[:-1], {"6": {"logprob": -9999.0}}], "is not finite"),
     ],
     ids=["too few", "other token", "not finite"],
 )
@@ -127,5 +127,5 @@ async def test_an_answer_that_cannot_be_right_is_refused(spoil, says):
 
 
 async def test_a_server_that_gives_no_prompt_log_probs_is_named():
-    with pytest.raises(EndpointError, match="and none came"):
+    with pytest.raises(EndpointError, match="but none came"):
         await scored(spoil=lambda scores: None)

@@ -94,7 +94,7 @@ async def test_the_same_seed_gives_the_same_completion_and_another_another(clien
     assert not np.array_equal(first.completion_token_ids, other.completion_token_ids)
 
 
-async def test_logprobs_are_left_out_where_nobody_asked(client: TinkerChatClient):
+async def test_logprobs_are_omitted_unless_requested(client: TinkerChatClient):
     asked = request()
     asked.return_ = ReturnSpec.for_eval()
     assert (await ask(client, asked)).completion_logprobs is None
@@ -182,7 +182,7 @@ async def test_a_completion_that_does_not_come_in_time_is_given_up_and_says_so(
     monkeypatch.setattr(client, "_request_timeout_s", 0.2)
     with pytest.raises(ResponseTimeout, match=r"asked to sample.*request_timeout_s=0\.2"):
         await ask(client, request())
-    fake.behave()  # or the SDK, which nobody told, goes on asking
+    fake.behave()  # otherwise the SDK keeps retrying
 
 
 async def test_a_request_that_is_refused_says_so_at_once(fake: FakeTinker, client: TinkerChatClient):

@@ -38,7 +38,7 @@ def encode(text: str) -> list[int]:
 
 def test_a_model_that_the_cookbook_knows_gets_what_it_recommends_and_others_their_own_template():
     assert isinstance(tinker_template("Qwen/Qwen3-4B-Instruct-2507", TOKENIZER), CookbookTemplate)
-    for unknown in ("tiny", "nobody/nothing"):
+    for unknown in ("tiny", "unknown/model"):
         assert isinstance(tinker_template(unknown, TOKENIZER), HFChatTemplate)
 
 
@@ -53,7 +53,7 @@ def test_a_prompt_is_what_the_renderer_writes():
 
 @pytest.mark.parametrize("is_closed", [True, False])
 @pytest.mark.parametrize("is_usual", [True, False])
-def test_a_conversation_goes_on_by_what_was_sampled(is_closed: bool, is_usual: bool):
+def test_a_conversation_continues_with_the_sampled_tokens(is_closed: bool, is_usual: bool):
     """Also where the reply's text would be tokenised otherwise, and where the model was cut off before its end."""
     text = "The capital is Paris."
     tokens = encode(text) if is_usual else [t for letter in text for t in encode(letter)]

@@ -113,7 +113,7 @@ canonical = st.sampled_from(["ok", "The capital is Paris.", "A1", "naïve 🎲 �
 @given(answers=st.lists(canonical, min_size=1, max_size=4), observations=st.lists(canonical, min_size=4, max_size=4))
 @SLOW_IS_FINE
 def test_the_continuation_equals_a_fresh_rendering_when_the_text_survives(style: str, answers: Any, observations: Any):
-    """Two ways to the same prompt: stored tokens plus delta, and rendering everything anew."""
+    """Two ways to the same prompt: stored tokens plus delta, and rendering everything again."""
     tokenizer = make_tokenizer(style)
     template = HFChatTemplate(tokenizer)
     conversation = Conversation(template)
@@ -390,5 +390,5 @@ def test_arguments_that_are_no_json_are_refused_in_a_sentence():
     call = make_tool_call("calculator", {}, 0)
     call["function"]["arguments"] = "{x"
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    with pytest.raises(TemplateError, match="calculator: its arguments must be a JSON text"):
+    with pytest.raises(TemplateError, match="calculator: arguments must be JSON text"):
         HFChatTemplate(make_tokenizer("qwen")).apply([{"role": "user", "content": "a"}, reply])

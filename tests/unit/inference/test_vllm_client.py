@@ -58,7 +58,7 @@ async def test_weights_that_change_in_the_middle_show_in_the_version_runs():
     assert response.to_trace().policy_version == 6
 
 
-async def test_log_probs_come_only_where_they_were_asked_for():
+async def test_log_probs_are_returned_only_if_requested():
     async with fake() as server, client_of(server) as client:
         response, _ = await client.complete_tokens(a_request(return_=ReturnSpec.for_eval()))
     assert response.completion_logprobs is None
@@ -118,7 +118,7 @@ async def test_a_server_that_knows_no_versions_leaves_them_out():
     assert response.version_runs == ()
 
 
-async def test_many_requests_at_once_find_out_once_what_the_server_offers():
+async def test_concurrent_requests_probe_a_server_once():
     async with fake() as server, client_of(server) as client:
         answers = await asyncio.gather(*(client.complete_tokens(a_request((1, i))) for i in range(100)))
     assert [response.completion_token_ids[0] for response, _ in answers] == [i + 1 for i in range(100)]
@@ -137,7 +137,7 @@ async def test_settings_for_another_server_are_refused():
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "abort"])
-async def test_what_is_no_fault_of_the_request_is_asked_again(fault):
+async def test_server_failures_are_retried(fault):
     async with fake(faults=[fault, fault]) as server, client_of(server) as client:
         response, _ = await client.complete_tokens(a_request())
     assert response.completion_token_ids.tolist() == [4, 5, 6, 7]
@@ -146,7 +146,7 @@ async def test_what_is_no_fault_of_the_request_is_asked_again(fault):
 
 async def test_a_server_that_keeps_failing_fails_the_call_in_the_end():
     async with fake(faults=["500"] * 9) as server, client_of(server, max_retries=2) as client:
-        with pytest.raises(EndpointError, match="500: fault 500 It was asked 3 times"):
+        with pytest.raises(EndpointError, match="500: fault 500 It was tried 3 times"):
             await client.complete_tokens(a_request())
     assert len(server.requests) == 3
 
@@ -170,7 +170,7 @@ async def test_a_wrong_key_and_a_wrong_model_are_mistakes_of_the_set_up():
             await client.complete_tokens(a_request(model="gpt-9"))
 
 
-async def test_nobody_there_is_named_and_a_server_that_comes_back_is_used_again():
+async def test_unreachable_server_is_named_and_used_again_after_its_return():
     port = free_port()
     client = VLLMChatClient(port=port, connection_timeout_s=0, max_retries=1, wait_s=0.001)
     with pytest.raises(EndpointError, match=f"127.0.0.1:{port}.*cannot be reached"):
@@ -183,7 +183,7 @@ async def test_nobody_there_is_named_and_a_server_that_comes_back_is_used_again(
     await client.close()
 
 
-async def test_a_server_that_returns_as_another_is_asked_anew_what_it_offers():
+async def test_capabilities_of_a_restarted_server_are_probed_again():
     async with fake() as server, client_of(server) as client:
         await client.complete_tokens(a_request())
         server.has_generate = False
@@ -252,7 +252,7 @@ async def test_raw_log_probs_are_refused_where_they_would_be_wrong():
     ],
 )
 def test_tokens_that_max_think_forced_had_one_candidate(logprobs, sampling, forced):
-    """So a trainer gives them probability 1 as well, and no gradient: nobody chose them."""
+    """So a trainer gives them probability 1 as well, and no gradient: the policy did not choose them."""
     choice = {"token_ids": [1, 2, 3, 4, 5, 6], "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
     asked = a_request(sampling={"temperature": 1.0, **sampling}, extensions=VLLMExtensions(max_think=2))
     response = read_completion("http://x", msgspec.json.encode({"choices": [choice]}), asked)
@@ -276,7 +276,7 @@ async def test_a_server_that_saw_another_prompt_is_caught(has_generate):
 @pytest.mark.parametrize(("fault", "error"), [("two", EndpointError), ("page", ConfigError)])
 async def test_an_answer_of_another_shape_is_named(fault, error):
     async with fake(faults=[fault]) as server, client_of(server) as client:
-        with pytest.raises(error, match=r"came|does not answer as vLLM"):
+        with pytest.raises(error, match=r"came|does not respond like vLLM"):
             await client.complete_tokens(a_request())
 
 
@@ -361,7 +361,7 @@ async def test_a_control_call_that_gets_no_answer_is_not_repeated():
         with pytest.raises(ConnectionError, match="cannot be reached"):
             await client.control_post(f"http://127.0.0.1:{free_port()}", "/pause")
         server.pause_s = 10.0
-        with pytest.raises(TimeoutError, match="no answer within 0.1 s"):
+        with pytest.raises(TimeoutError, match="no response within 0.1 s"):
             await client.control_post(server.url, "/pause", timeout_s=0.1)
     assert server.num_pauses == 1
 
@@ -433,12 +433,12 @@ async def test_several_event_loops_share_a_client_and_leave_nothing_open():
 
         async def elsewhere():
             await client.complete_tokens(a_request())
-            return (await client._http.lane()).session
+            return (await client._http.for_loop()).session
 
         sessions = [await asyncio.to_thread(asyncio.run, elsewhere()) for _ in range(2)]
         assert all(session.closed for session in sessions)
         await client.complete_tokens(a_request())
-        assert not (await client._http.lane()).session.closed
+        assert not (await client._http.for_loop()).session.closed
     assert len(server.requests) == 4
 
 
@@ -448,7 +448,7 @@ def test_importing_it_needs_neither_vllm_nor_torch_nor_aiohttp():
     assert done.stdout.strip() == "set()"
 
 
-async def test_who_started_a_server_can_say_that_waiting_for_it_is_in_vain():
+async def test_require_alive_stops_the_wait_for_a_dead_server():
     def gone() -> None:
         raise PolicyGone("it was shot")
 

@@ -75,7 +75,7 @@ def test_a_warm_cache_is_not_worth_a_long_queue():
     assert urls == [home] * 5 + [next(s.url for s in pool.servers if s.url != home)]
 
 
-def test_a_server_that_failed_is_left_alone_until_its_rest_is_over():
+def test_a_failed_server_is_skipped_for_a_while():
     pool, prompt = pool_of(2), tokens(64)
     home = finish(pool, prompt)
     broken = next(server for server in pool.servers if server.url == home)

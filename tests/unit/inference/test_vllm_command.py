@@ -77,7 +77,7 @@ def test_a_token_in_the_environment_is_used_and_not_written_down(tmp_path, monke
         (["--speculative-config", "{}"], "--logits-processors"),
     ],
 )
-def test_what_the_user_says_is_not_said_again(flags, left_out):
+def test_flags_of_the_user_are_not_repeated(flags, left_out):
     assert left_out in default_flags(CPU, [])
     assert left_out not in default_flags(CPU, flags)
 
@@ -186,7 +186,7 @@ def test_no_vllm_at_all_says_how_to_get_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("python", "problem"), [("/no/such/python", "not a Python interpreter"), (sys.executable, "has no vLLM")]
+    ("python", "problem"), [("/no/such/python", "not a working Python interpreter"), (sys.executable, "has no vLLM")]
 )
 def test_an_interpreter_that_cannot_serve_is_named(python, problem, monkeypatch):
     monkeypatch.setenv("LUDIC_VLLM_PYTHON", python)

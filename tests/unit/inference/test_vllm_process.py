@@ -119,7 +119,7 @@ def test_a_killed_server_starts_again_on_its_port(make):
 
 def test_a_running_server_is_not_started_twice(make):
     server = make(HEALTHY)
-    with pytest.raises(ServerDied, match="running already"):
+    with pytest.raises(ServerDied, match="already running"):
         server.start()
 
 
@@ -140,7 +140,7 @@ def test_a_server_that_dies_is_quoted(make):
     assert collect_proc_output(server).startswith("INFO 11-15 loading")
 
 
-def test_what_an_earlier_start_said_is_not_quoted(make):
+def test_output_of_an_earlier_start_is_not_quoted(make):
     server = make(DYING)
     server.wait(10)
     server.start()
@@ -152,7 +152,7 @@ def test_what_an_earlier_start_said_is_not_quoted(make):
 def test_a_server_that_is_not_ready_in_time_is_quoted_too(make):
     server = make(SILENT)
     wait_until(lambda: "loading" in server.output())
-    with pytest.raises(ServerNotReady, match="did not answer within 0.1 s(.|\n)*still loading"):
+    with pytest.raises(ServerNotReady, match="did not respond within 0.1 s(.|\n)*still loading"):
         wait(server, timeout_s=0.1)
 
 

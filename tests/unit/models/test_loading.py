@@ -18,7 +18,7 @@ def test_a_config_gives_random_weights_that_depend_on_the_seed_alone():
     assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))
 
 
-def test_making_a_model_leaves_the_random_numbers_of_everybody_else_alone():
+def test_making_a_model_keeps_the_global_random_state():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

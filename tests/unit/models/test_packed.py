@@ -101,7 +101,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
 
     model.forward = scaled
     route_attention(model)
-    with pytest.raises(ConfigError, match="does something to its logits"):
+    with pytest.raises(ConfigError, match="transforms its logits"):
         find_head(model)
 
 

@@ -364,7 +364,7 @@ async def test_a_second_run_on_one_engine_begins_at_its_own_version():
 
 def test_an_engine_that_serves_another_model_is_refused():
     engine = LocalEngine(tiny_llama(), ByteTokenizer(), max_model_len=64, kv_tokens=1024)
-    with contextlib.closing(engine), pytest.raises(ConfigError, match="does not hold the model that is trained"):
+    with contextlib.closing(engine), pytest.raises(ConfigError, match="does not hold the trained model"):
         hand_trainer(model=tiny_llama(), publisher=SharedWeightsPublisher(engine))
 
 

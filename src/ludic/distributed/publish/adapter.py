@@ -1,8 +1,7 @@
-"""Directing vLLM servers through a change of adapter, over HTTP: the steps of a push of weights, with less to load.
+"""Publish a LoRA adapter to vLLM servers without its base: megabytes instead of gigabytes.
 
-The order: limits, base and name are checked, the adapter is tried while generation goes on, everybody pauses at a token
-boundary, the adapter is replaced, what arrived is compared, the new version begins, prefix caches are emptied,
-everybody goes on.
+The control plane's order: check limits, base and name; try the adapter while generation continues; pause all servers at a
+token boundary; replace the adapter; compare the received values; set the new version; empty prefix caches; resume.
 """
 
 import re
@@ -30,11 +29,11 @@ from ludic.inference.vllm.buckets import Bucket, WeightMetadata
 from ludic.types import ConfigError
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for --max-lora-rank."""
+"""Allowed values of vLLM's --max-lora-rank."""
 
 
 class AdapterControlPlane(VllmControlPlane):
-    """One change of one adapter on all servers of a client."""
+    """Directs all servers of a client through one change of one adapter, over HTTP."""
 
     def __init__(
         self,
@@ -46,11 +45,11 @@ class AdapterControlPlane(VllmControlPlane):
         timeout_s: float = 600.0,
         wait_s: float = 120.0,
     ) -> None:
-        """`base`: the frozen weights, which the servers have to serve too."""
+        """`base`: the frozen weights, which the servers must serve too."""
         super().__init__(client, pause=pause, timeout_s=timeout_s, wait_s=wait_s)
         self._name, self._base = name, base
         self._link = self._path = ""
-        """Under which the adapter was registered, and what was last loaded."""
+        """Path under which the adapter was registered, and path last loaded."""
 
     # --- ControlPlane ---
 
@@ -77,9 +76,9 @@ class AdapterControlPlane(VllmControlPlane):
     # --- for the folder ---
 
     def try_adapter(self, path: Path) -> None:
-        """Before anybody stands still: every server can load it, and none would leave a part of it out."""
+        """Before the pause: check that every server can load the adapter completely."""
         for server, workers in self._ask_workers("ludic_try_adapter", [str(path)]).items():
-            left_out = set(workers[0]).intersection(*workers)  # with a pipeline, each worker has some of the layers
+            left_out = set(workers[0]).intersection(*workers)  # with pipeline parallelism each worker has some layers
             if left_out:
                 raise ConfigError(
                     f"{server} has no place for a part of the adapter, such as {min(left_out)}. Start it without "
@@ -87,7 +86,7 @@ class AdapterControlPlane(VllmControlPlane):
                 )
 
     def load_adapter(self, link: Path, path: Path) -> None:
-        """`link`: what a server would read again if it had to throw the adapter out; `path`: what it reads now."""
+        """`link`: the path from which a server reloads an evicted adapter; `path`: what it reads now."""
         self._loading, self._link, self._path = True, str(link), str(path)
         without, paths = self._without_adapter(), self._registered_paths()
         new = [server for server in self.servers if server in without or paths[server] != self._link]
@@ -107,13 +106,13 @@ class AdapterControlPlane(VllmControlPlane):
             self._ask_workers("ludic_adopt_adapter", [self._name, before[server][0]], servers=[server])
 
     def _forget(self, servers: Sequence[str]) -> None:
-        """Another trainer registered it, with a folder that may be gone: a request from then would send the server there."""
+        """Unregister an adapter of another trainer: its folder may be gone, and an old request would make the server read it."""
         if servers:
             self._post("/abort_requests", {}, servers=servers)
             self._post("/v1/unload_lora_adapter", {"lora_name": self._name}, servers=servers)
 
     def _registered_paths(self) -> dict[str, str | None]:
-        """Where each server would read the adapter again; None where nobody can ask for it."""
+        """The path from which each server would reload the adapter; None if it is not registered."""
         listed = {server: answer["data"] for server, answer in self._get("/v1/models").items()}
         return {
             server: next((card["root"] for card in cards if card["id"] == self._name), None)
@@ -121,7 +120,7 @@ class AdapterControlPlane(VllmControlPlane):
         }
 
     def _without_adapter(self) -> list[str]:
-        """Servers that have never had it, or have been started again since."""
+        """Servers that have never had the adapter, or were restarted since."""
         answers = self._ask_workers("ludic_adopted")
         return [server for server, workers in answers.items() if not all(self._name in names for names in workers)]
 
@@ -129,16 +128,14 @@ class AdapterControlPlane(VllmControlPlane):
         flags = f"--enable-lora --max-lora-rank {fitting_rank(rank)}"
         for server, (limits, *_) in self._ask_workers("ludic_lora_limits").items():
             if limits is None:
-                raise ConfigError(
-                    f"{server} was started without LoRA, and an adapter is to be sent. Start it with {flags}."
-                )
+                raise ConfigError(f"{server} runs without LoRA and cannot take an adapter. Start it with {flags}.")
             if rank > limits["max_rank"]:
                 raise ConfigError(
-                    f"The adapter has rank {rank}, and {server} takes at most {limits['max_rank']}. Start it with {flags}."
+                    f"The adapter has rank {rank}, but {server} takes at most {limits['max_rank']}. Start it with {flags}."
                 )
 
     def _require_base(self, servers: Sequence[str]) -> None:
-        """An adapter means something on its own base only."""
+        """An adapter is valid only for the base it was trained on."""
         shapes = {name: list(weight.shape) for name, weight in self._base.items()}
         for server, workers in self._ask_workers("ludic_parameters", servers=servers).items():
             problem = misfit(shapes, workers[0])
@@ -149,15 +146,15 @@ class AdapterControlPlane(VllmControlPlane):
             if wrong:
                 raise ConfigError(
                     f"The adapter's base is not the model that {server} serves: {wrong[0]} has other values there. Start the "
-                    "server with the base that is trained on, without the adapter merged into it."
+                    "server with the base model of the training, without a merged adapter."
                 )
 
     def _require_free_name(self, servers: Sequence[str]) -> None:
         for server, path in self._registered_paths().items():
             if server in servers and path not in (None, self._link):
                 raise ConfigError(
-                    f"The adapter is to be called {self._name!r}, and {server} has a model of that name already, {path}, which no "
-                    "publisher put there. Give the publisher another name=."
+                    f"{server} already has a model named {self._name!r}, {path}, which no publisher registered. Give the publisher "
+                    "another name=."
                 )
 
 
@@ -165,29 +162,26 @@ def fitting_rank(rank: int) -> int:
     """The --max-lora-rank that a server needs for an adapter of this rank."""
     fitting = next((limit for limit in _RANKS if limit >= rank), None)
     if fitting is None:
-        raise ConfigError(f"The adapter has rank {rank}, and vLLM serves none above {_RANKS[-1]}.")
+        raise ConfigError(f"The adapter has rank {rank}, but vLLM serves at most {_RANKS[-1]}.")
     return fitting
 
 
-# ----------------------------------------------------------------------------------------------------
-# Adapters in a folder that the servers see: one subfolder per version, the newest also under the adapter's own name.
-# ----------------------------------------------------------------------------------------------------
-# A server that has to throw an adapter out (it holds few, and all its weights may have been replaced) reads it again when it is
-# next asked for, from the path under which it was registered. That path is a link, always to the newest.
-
+# Adapter folder: one subfolder per version, and a link under the adapter's name to the newest. A server that evicts an adapter
+# (it holds few, and all its weights may have been replaced) reloads it at the next request from the path under which it was
+# registered, so that path is the link.
 NUM_KEPT = 2
-"""The one that is served, and the one before it, which is served until every server has the new one."""
+"""The served version, and the one before it, which is served until every server has the new one."""
 
 
 class AdapterFolder:
-    """The communicator of an adapter push: what is staged is a folder, and what is sent is its path."""
+    """The communicator of an adapter push: it stages a folder and sends its path."""
 
     rank = 0
 
     def __init__(
         self, control: AdapterControlPlane, name: str, write: Callable[[Path], None], folder: str | Path | None = None
     ) -> None:
-        """`folder`: by default a temporary one, which goes with the trainer."""
+        """`folder`: by default a temporary one, removed with the trainer."""
         self._control, self._name, self._write = control, name, write
         if folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ludic-adapters-"))
@@ -195,7 +189,7 @@ class AdapterFolder:
         else:
             self._folder = Path(folder).absolute()
         if not self._folder.is_dir():
-            raise ConfigError(f"folder={str(folder)!r} is not a folder. Make it, on a disk that every server sees.")
+            raise ConfigError(f"folder={str(folder)!r} is not a folder. Create it on a disk that every server sees.")
         self._versions: list[Path] = []
 
     def stage(self, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]) -> None:
@@ -204,23 +198,23 @@ class AdapterFolder:
         self._write(path)
         self._control.require_readable(
             [str(path / file) for file in (WEIGHTS, CONFIG)],
-            f"Give a folder= that it sees under the same path as this machine does (now {self._folder}).",
+            f"Give a folder= that it sees under the same path as this machine (now {self._folder}).",
         )
         self._control.try_adapter(path)
 
     def broadcast(self, bucket: Bucket, weights: Mapping[str, Tensor], src_rank: int) -> None:
-        """All buckets are in the one folder, which is loaded at once."""
+        """All buckets are in one folder, loaded at once by `barrier`."""
 
     def barrier(self) -> None:
         link = self._folder / self._name
         new = self._folder / f".{self._name}.new"
         new.unlink(missing_ok=True)
         new.symlink_to(self._versions[-1].name, target_is_directory=True)
-        new.replace(link)  # at every moment the link leads somewhere
+        new.replace(link)  # atomic: the link always has a target
         self._control.load_adapter(link, self._versions[-1])
 
     def release(self) -> None:
-        """After a failure too; what is served is what the link leads to."""
+        """Remove old versions, also after a failure; never the version that the link points to."""
         served = (self._folder / self._name).resolve()
         for path in self._versions[:-NUM_KEPT]:
             if path != served:
@@ -228,15 +222,12 @@ class AdapterFolder:
         self._versions = [path for path in self._versions if path.exists()]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Publishing a LoRA adapter to vLLM servers without its base: megabytes instead of gigabytes.
-# ----------------------------------------------------------------------------------------------------
-# The order of a push, the second try and the comparison are those of `BroadcastPolicyPublisher`; the servers are directed by
-# `AdapterControlPlane`, and the files lie in an `AdapterFolder`.
-
-
 class VllmAdapterPublisher:
-    """Sends the active adapter of `model`, a peft model; requests name it (`model="policy"`) instead of the base."""
+    """Sends the active adapter of `model`, a peft model; requests name it (`model="policy"`) instead of the base.
+
+    `BroadcastPolicyPublisher` orders the push, retries and compares; `AdapterControlPlane` directs the servers; the files are in
+    an `AdapterFolder`.
+    """
 
     def __init__(
         self,
@@ -251,11 +242,11 @@ class VllmAdapterPublisher:
     ) -> None:
         """The servers run with --enable-lora and serve the base of `model`.
 
-        `folder`: on a disk that every server sees under the same path; the default, a temporary one, suits servers on this
+        `folder`: on a disk that every server sees under the same path; the default, a temporary one, fits servers on this
         machine that do not outlive the trainer. `pause`, `timeout_s` and `wait_s` as for `create_vllm_publisher`.
         """
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ConfigError(f"name={name!r}; an adapter is named with letters, digits and . _ -")
+            raise ConfigError(f"name={name!r}; use letters, digits and . _ -")
         require_servable(model)
         self.name = name
         self._model = model
@@ -265,23 +256,23 @@ class VllmAdapterPublisher:
         self._push = BroadcastPolicyPublisher(control, AdapterFolder(control, name, self._write, folder))
 
     def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
-        """The adapter as it is now; `state_dict` has to be empty."""
+        """Send the current adapter; `state_dict` must be empty."""
         if state_dict:
             raise ConfigError(
-                f"{len(state_dict)} weights were given, but this publisher sends the adapter of the model that it was made for "
-                "and nothing else: publish({}, version). For all weights use create_vllm_publisher(client)."
+                f"{len(state_dict)} weights were given, but this publisher sends only its own model's adapter: call "
+                "publish({}, version). For all weights use create_vllm_publisher(client)."
             )
         self._push.publish(read_adapter(self._model).tensors, version)
 
     def is_current(self, version: int) -> bool:
-        """Whether every server has this version, from us. A server that was restarted, or is down, has not."""
+        """Whether every server has this version from this publisher. A restarted or stopped server has not."""
         return self._push.is_current(version)
 
     def require_trained(self, model: Any) -> None:
-        """Another model's adapter would change, and this one's would be sent again and again."""
+        """Raise if another model is trained: this publisher would send an unchanged adapter again and again."""
         if model is not self._model:
             raise ConfigError(
-                "This VllmAdapterPublisher was made for another model than the one that is trained: its samples would never "
+                "This VllmAdapterPublisher was made for another model than the trained one, so the served adapter would never "
                 "change. Give both the same peft model."
             )
 

@@ -1,4 +1,4 @@
-"""Weights through a folder: a learner leaves every version in it, and an actor's own engine follows while it generates.
+"""Weights through a folder: a learner writes every version, and an actor's own engine follows while it generates.
 
 A file appears under its name only when it is complete. Actors take the newest version. A learner that was resumed at an earlier
 step removes the versions that are newer than its own, and actors that had taken one of them go back with it.
@@ -27,16 +27,16 @@ _COMPLETE = re.compile(r"weights_(\d+)\.safetensors")
 
 @dataclass(frozen=True, order=True, slots=True)
 class PublishedFile:
-    """One version in the folder, as it was when it was seen."""
+    """One version in the folder, as of when it was listed."""
 
     version: int
     path: Path
     stamp: tuple[int, int, int]
-    """Which file it was: a version that was published once more is another."""
+    """Identifies the file: a version that is published again has another stamp."""
 
 
 def published_files(folder: Path) -> list[PublishedFile]:
-    """The complete versions in a folder, newest first; none where there is no folder yet."""
+    """The complete versions in a folder, newest first; empty if there is no folder yet."""
     return sorted(_complete_files(folder), reverse=True)
 
 
@@ -47,25 +47,25 @@ def _complete_files(folder: Path) -> Iterator[PublishedFile]:
             continue
         try:
             facts = path.stat()
-        except FileNotFoundError:  # cleaned up since the folder was read
+        except FileNotFoundError:  # deleted since the folder was listed
             continue
         yield PublishedFile(int(match[1]), path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
 
 
 class FolderPublisher:
-    """For a learner: `publish` writes one version, complete or not at all. One learner per folder."""
+    """For a learner: `publish` writes one version atomically. One learner per folder."""
 
     def __init__(self, folder: str | Path, *, keep: int = 2, dtype: torch.dtype | None = None) -> None:
-        """`keep`: how many of the newest versions stay. `dtype`: floating-point weights are cast to it on the way."""
+        """`keep`: number of newest versions to keep. `dtype`: floating-point weights are cast to it."""
         if keep < 1:
-            raise ConfigError(f"FolderPublisher(keep={keep}); the newest version has to stay, so keep at least 1.")
+            raise ConfigError(f"FolderPublisher(keep={keep}); keep at least 1, the newest version.")
         self.folder = Path(folder)
         self._keep, self._dtype = keep, dtype
 
     def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
-        """All weights of the model by transformers' names. Without a version, the one after the newest in the folder."""
+        """Write all weights of the model by transformers' names. `version` defaults to the newest in the folder plus one."""
         if not state_dict:
-            raise ConfigError("There are no weights to publish; give FolderPublisher all weights of the model.")
+            raise ConfigError("publish() got no weights; give FolderPublisher all weights of the model.")
         self.folder.mkdir(parents=True, exist_ok=True)
         if version is None:
             version = max((file.version for file in published_files(self.folder)), default=-1) + 1
@@ -73,7 +73,7 @@ class FolderPublisher:
         self._clean_up(version)
 
     def is_current(self, version: int) -> bool:
-        """Whether this version is the one that followers find."""
+        """Whether this version is the newest in the folder."""
         newest = next(iter(published_files(self.folder)), None)
         return newest is not None and newest.version == version
 
@@ -81,12 +81,12 @@ class FolderPublisher:
         from safetensors.torch import save_file
 
         path = self.folder / f"weights_{version}.safetensors"
-        weights = {name: as_sent(weight, self._sent_dtype(weight)) for name, weight in _distinct(state_dict)}
+        weights = {
+            name: as_sent(weight, self._dtype if self._dtype and weight.is_floating_point() else weight.dtype)
+            for name, weight in _distinct(state_dict)
+        }
         with replacing(path) as unfinished:
             save_file(weights, unfinished)
-
-    def _sent_dtype(self, weight: Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and weight.is_floating_point() else weight.dtype
 
     def _clean_up(self, version: int) -> None:
         """Remove old versions, newer ones (the learner was resumed at an earlier step), and what a killed writer left."""
@@ -98,7 +98,7 @@ class FolderPublisher:
 
 
 def _distinct(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tied weights once, under their first name: a file holds no two names for one tensor."""
+    """Tied weights once, under their first name: safetensors stores no two names for one tensor."""
     seen: set[tuple[object, ...]] = set()
     for name, weight in state_dict.items():
         place = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
@@ -109,10 +109,10 @@ def _distinct(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 class FolderFollower:
-    """For an actor: its own engine takes the newest version in the folder, between two tokens."""
+    """For an actor: its engine loads the newest version in the folder between two tokens of running requests."""
 
     def __init__(self, folder: str | Path, engine: InPlaceServer, model: Any = None) -> None:
-        """`model`: whose parameters are written to; by default the one that the engine serves."""
+        """`model`: the model whose parameters are overwritten; default: the one that the engine serves."""
         self.folder = Path(folder)
         self._engine = engine
         self._model = engine.model if model is None else model
@@ -121,13 +121,13 @@ class FolderFollower:
 
     @property
     def version(self) -> int | None:
-        """The version that was taken last; None before the first."""
+        """The version loaded last; None before the first."""
         return None if self._taken is None else self._taken.version
 
     def update(self) -> int | None:
-        """Take the newest version unless the engine has it already; the version that was taken comes back."""
+        """Load the newest version unless the engine has it; returns the loaded version."""
         for number, file in enumerate(published_files(self.folder)):
-            # Only the newest may lie behind what is served; where that one cannot be read, the others must bring something new.
+            # Only the newest file may be older than what is served; if it cannot be read, the next ones must be newer than that.
             if file == self._taken or (number and self._taken is not None and file.version <= self._taken.version):
                 return None
             weights = self._read(file)
@@ -137,7 +137,7 @@ class FolderFollower:
         return None
 
     async def first_version(self, *, timeout_s: float | None = None, poll_s: float = 0.2) -> int:
-        """Wait for the learner's first version, and take it."""
+        """Wait for the learner's first version and load it."""
         if self.version is None and not published_files(self.folder):
             logger.info("waiting for a learner to publish weights to %s", self.folder)
         try:
@@ -146,44 +146,44 @@ class FolderFollower:
                     await asyncio.sleep(poll_s)
         except TimeoutError as error:
             raise ConfigError(
-                f"No weights appeared in {self.folder} within {timeout_s:g} s. Is the learner running, and does it publish to this "
-                "folder (FolderPublisher)?"
+                f"No weights appeared in {self.folder} within {timeout_s:g} s. Check that the learner runs and "
+                "publishes to this folder (FolderPublisher)."
             ) from error
-        assert self.version is not None, "that is what was waited for"
+        assert self.version is not None, "the loop above ends only with a version"
         return self.version
 
     async def run(self, poll_s: float = 0.2) -> None:
-        """Follow until cancelled. Reading and copying are done in a thread: episodes go on."""
+        """Follow until cancelled. Reading and copying run in a thread, so episodes continue."""
         while True:
             await asyncio.to_thread(self.update)
             await asyncio.sleep(poll_s)
 
     def _read(self, file: PublishedFile) -> dict[str, Tensor] | None:
-        """The weights of a version; None when it has gone, or is not complete."""
+        """The weights of a version; None if the file is gone or incomplete."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(file.path, framework="pt") as stored:
                 names = list(stored.keys())
                 self._require_fit(file, {name: list(stored.get_slice(name).get_shape()) for name in names})
-                # Copied out of the file now: the engine must not stand still for a slow disk.
+                # Copy out of the file now: the engine must not pause for a slow disk.
                 return {name: stored.get_tensor(name).clone() for name in names}
-        except FileNotFoundError:  # cleaned up; a newer one is there by now
+        except FileNotFoundError:  # deleted; a newer version exists by now
             return None
-        except SafetensorError as error:  # not by our publisher: something that copies folders writes in place
+        except SafetensorError as error:  # FolderPublisher renames; a tool that copies folders writes in place
             if file != self._unreadable:
-                logger.warning("%s cannot be read yet (%s); staying at version %s", file.path, error, self.version)
+                logger.warning("%s cannot be read yet (%s); keeping version %s", file.path, error, self.version)
             self._unreadable = file
             return None
 
     def _require_fit(self, file: PublishedFile, shapes: Mapping[str, list[int]]) -> None:
-        """All is compared before anything is changed. A weight that is tied may come under any of its names."""
+        """Compare everything before changing anything. A tied weight may come under any of its names."""
         own = _named(self._model)
         problem = _unfit(shapes, own)
         if problem is not None:
             raise ConfigError(
                 f"The weights in {file.path} are not those of the model that this actor serves: {problem} Nothing was "
-                "changed. Load the model that is trained, and publish all of its weights, adapters merged "
+                "changed. Load the trained model, and publish all of its weights, adapters merged "
                 "(ludic.models.lora.dense_parameters)."
             )
 
@@ -194,16 +194,16 @@ class FolderFollower:
             for name, weight in weights.items():
                 own[name].copy_(weight)
         self._taken = file
-        logger.info("version %d is served, from %s", file.version, file.path)
+        logger.info("serving version %d from %s", file.version, file.path)
 
 
 def _named(model: Any) -> dict[str, Tensor]:
-    """Every name of every parameter: one that is tied has several."""
+    """Every name of every parameter; a tied one has several."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _unfit(shapes: Mapping[str, list[int]], own: Mapping[str, Tensor]) -> str | None:
-    """Why weights of these names and shapes cannot be copied in, as a sentence; None when they can."""
+    """Why weights of these names and shapes cannot be copied in, as a sentence; None if they can."""
     unknown = sorted(shapes.keys() - own.keys())
     if unknown:
         return f"it has no {unknown[0]} ({len(unknown)} unknown names)."

@@ -1,7 +1,7 @@
-"""The weights of a sharded model as a mapping that is put together as it is read, so that no device ever holds all of it.
+"""The weights of a sharded model as a lazy mapping, so that no device ever holds all of them.
 
-Only the first rank publishes. Whatever weight its publisher reads, in whatever order and however often, the other ranks
-help to gather; they follow until it has finished.
+Only rank 0 publishes. For each weight that its publisher reads, in any order and any number of times, the other ranks join
+the gathering; they follow until rank 0 has finished.
 """
 
 import threading
@@ -16,25 +16,25 @@ from ludic.models.lora import DenseWeight
 
 @dataclass(frozen=True, slots=True)
 class _GatherRequest:
-    """What the first rank tells the others: a weight to gather, or that it has finished."""
+    """Rank 0's message to the others: a weight to gather, or the end."""
 
     name: str | None = None
     failure: str | None = None
 
 
 class GatheredWeights(Mapping[str, Tensor]):
-    """On the first rank. A weight is gathered anew whenever it is read, and belongs to whoever has read it."""
+    """The mapping on rank 0. Each read gathers the weight again; the caller owns the tensor."""
 
     def __init__(self, weights: Mapping[str, DenseWeight], ranks: Ranks) -> None:
         self._weights, self._ranks = weights, ranks
         self._is_open = True
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
-        with self._one_at_a_time:
+        with self._lock:
             if not self._is_open:
-                raise RuntimeError(f"{name!r} was read after publishing had ended: nobody helps to gather it any more.")
+                raise RuntimeError(f"{name!r} was read after publishing had ended; the other ranks no longer gather.")
             self._ranks.broadcast(_GatherRequest(name=name))
             return weight.read()
 
@@ -45,7 +45,7 @@ class GatheredWeights(Mapping[str, Tensor]):
         return len(self._weights)
 
     def close(self, failure: str | None = None) -> None:
-        with self._one_at_a_time:
+        with self._lock:
             self._is_open = False
             self._ranks.broadcast(_GatherRequest(failure=failure))
 
@@ -53,7 +53,7 @@ class GatheredWeights(Mapping[str, Tensor]):
 def publish_gathered(
     weights: Sequence[DenseWeight], ranks: Ranks, publish: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
-    """`publish` on the first rank with all of these weights; the others help, and fail if it fails."""
+    """Call `publish` on rank 0 with all of these weights; the other ranks join, and fail if it fails."""
     by_name = {weight.name: weight for weight in weights}
     if ranks.is_first:
         _publish(GatheredWeights(by_name, ranks), publish)
@@ -74,9 +74,9 @@ def _publish(gathered: GatheredWeights, publish: Callable[[Mapping[str, Tensor]]
 
 def _follow(weights: Mapping[str, DenseWeight], ranks: Ranks) -> None:
     while True:
-        wish: _GatherRequest = ranks.broadcast(None)
-        if wish.failure is not None:
-            raise RankFailed(f"Rank 0 could not publish: {wish.failure}")
-        if wish.name is None:
+        request: _GatherRequest = ranks.broadcast(None)
+        if request.failure is not None:
+            raise RankFailed(f"Rank 0 could not publish: {request.failure}")
+        if request.name is None:
             return
-        weights[wish.name].read()
+        weights[request.name].read()

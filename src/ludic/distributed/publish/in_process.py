@@ -1,4 +1,4 @@
-"""Publishing to an engine that holds the trainer's own parameters: nothing moves, a version begins."""
+"""Publishers without a server: to an engine in this process (shared or copied weights), and from rank 0 only."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,50 +9,46 @@ from ludic.types import ChatClient, ChecksServers, ConfigError, PolicyPublisher
 
 
 class InPlaceServer(Protocol):
-    """A server whose weights are changed under it, such as `LocalEngine`."""
+    """A server whose weights are changed in place, such as `LocalEngine`."""
 
     @property
     def model(self) -> Any:
-        """The model object that it serves."""
+        """The served model object."""
         ...
 
     def updating(self, version: int | None = None) -> AbstractContextManager[None]:
-        """It stands still while the weights change; a new version begins at the end."""
+        """Pauses generation while the weights change; a new version begins at the end."""
         ...
 
 
 class SharedWeightsPublisher:
-    """For `LocalEngine(model)` and `Trainer(model=model)` on one model object."""
+    """For `LocalEngine(model)` and `Trainer(model=model)` on one model object: no weights move, only the version changes."""
 
     def __init__(self, engine: InPlaceServer) -> None:
         self._engine = engine
 
     def require_shared(self, model: Any) -> None:
-        """Two models that merely look alike would train and sample side by side, further apart at every step."""
+        """Raise unless engine and trainer share weights; two equal copies would drift apart at every step."""
         held = {id(parameter) for parameter in self._engine.model.parameters()}
         if not any(id(parameter) in held for parameter in model.parameters() if parameter.requires_grad):
             raise ConfigError(
-                "The engine of this SharedWeightsPublisher does not hold the model that is trained: its samples would never "
-                "change. Give LocalEngine and Trainer the same model object."
+                "The engine of this SharedWeightsPublisher does not hold the trained model, so its samples would never change. "
+                "Give LocalEngine and Trainer the same model object."
             )
 
     def publish(self, state_dict: Mapping[str, Any], version: int | None = None) -> None:
-        """The weights are there already."""
+        """Begin a version; the weights are already in place."""
         with self._engine.updating(version):
             pass
 
     def updating(self, version: int | None = None) -> AbstractContextManager[None]:
-        """Around the optimizer step: the engine never computes with half of it."""
+        """Wrap the optimizer step, so that the engine never computes with half-updated weights."""
         return self._engine.updating(version)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Publishing to a client that holds a copy of the weights: an engine with a model of its own, beside a sharded one.
-# ----------------------------------------------------------------------------------------------------
-
-
 class ClientPublisher:
-    """Hands every new version to the client's `sync_weights`, such as that of `LocalEngine(copy_of_the_model)`."""
+    """Passes every new version to the client's `sync_weights`, for a client with its own copy of the weights, such as
+    `LocalEngine(copy_of_the_model)` beside a sharded model."""
 
     def __init__(self, client: ChatClient, *, timeout_s: float = 600.0) -> None:
         self._client, self._timeout_s = client, timeout_s
@@ -61,16 +57,11 @@ class ClientPublisher:
         self._client.sync_weights(state_dict, timeout_s=self._timeout_s, version=version)
 
 
-# ----------------------------------------------------------------------------------------------------
-# One of several trainer processes publishes.
-# ----------------------------------------------------------------------------------------------------
-
-
 class Rank0OnlyPublisher:
-    """Makes the real publisher on rank 0, when it is first needed; on other ranks there is none, and no connection."""
+    """Creates the real publisher on rank 0 at first use; other ranks have none, and no connection."""
 
     def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True) -> None:
-        """`enabled=False`: nobody publishes (a dry run)."""
+        """`enabled=False`: no rank publishes (a dry run)."""
         self._make_inner, self._enabled = make_inner, enabled
         self._inner: PolicyPublisher | None = None
 
@@ -81,14 +72,14 @@ class Rank0OnlyPublisher:
             self._inner.publish(state_dict, version)
 
     def is_current(self, version: int) -> bool:
-        """Where nothing has been published from here, nothing can have been lost."""
+        """True if nothing has been published from here: then nothing can be lost."""
         return not isinstance(self._inner, ChecksServers) or self._inner.is_current(version)
 
 
 def process_rank() -> int:
-    """Of this process among the trainer's; 0 when there is only one."""
+    """The rank of this process; 0 if there is only one."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))  # torchrun sets it before any group is there
+    return int(os.environ.get("RANK", "0"))  # torchrun sets it before a group exists

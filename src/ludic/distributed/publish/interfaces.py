@@ -1,4 +1,4 @@
-"""What a push of weights needs from others: somebody who directs the servers, and something that carries the bytes."""
+"""The two interfaces of a weight push: a control plane that directs the servers, and a communicator that sends the bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -11,55 +11,55 @@ from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it 
 
 
 class WeightPushError(LudicError, RuntimeError):
-    """New weights did not reach every server. It is never silent: the trainer must not go on as if they had."""
+    """New weights did not reach every server. Always raised: the trainer must not continue as if they had."""
 
 
 class ControlPlane(Protocol):
-    """Directs whatever serves the policy through an update; everything that fails is a WeightPushError."""
+    """Directs the servers of the policy through an update; every failure is a WeightPushError."""
 
     def policy_version(self) -> int:
-        """The version that every server has at least."""
+        """The lowest version of all servers."""
         ...
 
     def has_version(self, version: int) -> bool:
-        """Whether every server was given exactly this version, and none has forgotten it."""
+        """Whether every server has exactly this version, and none has restarted since."""
         ...
 
     def require_fits(self, metadata: Sequence[WeightMetadata]) -> None:
-        """ConfigError if these are not the served model's weights. Nothing changes and nobody stands still for it."""
+        """Raise ConfigError if these are not the served model's weights. Changes nothing and does not pause generation."""
         ...
 
     def announce_update_batch(self, metadata: Sequence[WeightMetadata], version: int) -> None:
-        """Everybody stands still at a token boundary and expects these weights."""
+        """Pause all servers at a token boundary and prepare them for these weights."""
         ...
 
     def finalize_update(self, version: int, checksums: Mapping[str, int]) -> None:
-        """Everybody has loaded; what arrived is compared; the version begins; generation goes on."""
+        """After all servers have loaded: compare the checksums, begin the version, resume generation."""
         ...
 
     def abandon_update(self) -> str:
-        """The update has failed for good: in which state the servers are, and what to do, as a sentence."""
+        """Give up the update; returns the servers' state and what to do, as a sentence."""
         ...
 
 
 class TensorCommunicator(Protocol):
-    """Carries the bytes of one update."""
+    """Sends the bytes of one update."""
 
     @property
     def rank(self) -> int: ...
 
     def stage(self, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]) -> None:
-        """Whatever can be done while the servers still generate: write a file, fill a buffer, meet."""
+        """Work that needs no pause: write files, fill buffers, connect."""
         ...
 
     def broadcast(self, bucket: Bucket, weights: Mapping[str, Tensor], src_rank: int) -> None:
-        """One bucket to every server, in the order of the buckets."""
+        """Send one bucket to every server, in the order of the buckets."""
         ...
 
     def barrier(self) -> None:
-        """Returns when everything that was sent has been taken."""
+        """Returns when the servers have loaded everything that was sent."""
         ...
 
     def release(self) -> None:
-        """After the update, also a failed one: files, buffers and connections go."""
+        """After the update, also a failed one: free files, buffers and connections."""
         ...

@@ -1,6 +1,6 @@
-"""The adapter of a peft model, if vLLM can serve it; a sentence that helps, if not.
+"""Reads the adapter of a peft model and checks that vLLM can serve it.
 
-vLLM refuses some adapters itself, but only when they arrive, and says nothing at all of what was trained beside an adapter.
+vLLM rejects some adapters, but only on arrival, and it silently ignores weights that were trained besides the adapter.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from ludic.types import ConfigError, MissingExtra
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-_WAY_OUT = "Publish merged weights instead: create_vllm_publisher(client)."
+_ADVICE = "Publish merged weights instead: create_vllm_publisher(client)."
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""The others (PiSSA, OLoRA, CorDA, LoftQ) change the base too, and the server's would not be the trainer's."""
+"""The others (PiSSA, OLoRA, CorDA, LoftQ) change the base too, so the server's base would differ from the trainer's."""
 _UNSERVED = {
     "modules_to_save": "whole modules that are trained beside it",
     "trainable_token_indices": "trained embeddings of single tokens",
@@ -30,12 +30,12 @@ _UNSERVED = {
     "use_qalora": "QALoRA",
     "arrow_config": "Arrow routing",
 }
-"""Settings of peft's that change what an adapter computes, and that vLLM does not know."""
+"""peft settings that change what an adapter computes and that vLLM does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """What a server needs beside the base."""
+    """The tensors and settings that a server needs besides the base."""
 
     config: Any
     """peft's LoraConfig."""
@@ -44,11 +44,11 @@ class PeftAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its modules' ranks."""
+        """The largest rank of its modules."""
         return max(tensor.shape[0] for name, tensor in self.tensors.items() if is_first_matrix(name))
 
     def write(self, folder: Path) -> None:
-        """As `save_pretrained` writes it, less the model card."""
+        """Write the files of `save_pretrained`, without the model card."""
         from safetensors.torch import save_file
 
         save_file({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}, folder / WEIGHTS)
@@ -56,12 +56,12 @@ class PeftAdapter:
 
 
 def is_first_matrix(name: str) -> bool:
-    """Whether a tensor of an adapter is the A of B·A, whose rows are the rank."""
+    """Whether a tensor is the A of an adapter's B·A, whose number of rows is the rank."""
     return name.endswith((".lora_A.weight", ".lora_embedding_A"))
 
 
 def read_adapter(model: Any) -> PeftAdapter:
-    """The active adapter as it is now; ConfigError if vLLM could not serve it."""
+    """The current values of the active adapter; ConfigError if vLLM cannot serve it."""
     from peft import get_peft_model_state_dict
 
     require_servable(model)
@@ -73,57 +73,57 @@ def read_adapter(model: Any) -> PeftAdapter:
 def require_servable(model: Any) -> None:
     problem = problem_with(model)
     if problem is not None:
-        raise ConfigError(f"The adapter alone cannot be published: {problem}. {_WAY_OUT}")
+        raise ConfigError(f"The adapter alone cannot be published: {problem}. {_ADVICE}")
 
 
 def problem_with(model: Any) -> str | None:
-    """Why vLLM cannot serve what is trained here by its adapter alone; None when it can."""
+    """Why the adapter alone does not hold everything that is trained, or vLLM cannot serve it; None if all is well."""
     try:
         from peft import PeftModel
     except ImportError as error:
         raise MissingExtra("lora", "publishing an adapter") from error
     if not isinstance(model, PeftModel):
-        return f"{type(model).__name__} has none; wrap the model with peft.get_peft_model first"
+        return f"{type(model).__name__} has no adapter; wrap the model with peft.get_peft_model first"
     configs = model.peft_config
     learned_prompts = [name for name, config in configs.items() if config.is_prompt_learning]
     if learned_prompts:
-        return f"{learned_prompts} are learned prompts, and vLLM serves LoRA only"
+        return f"{learned_prompts} are learned prompts, but vLLM serves LoRA only"
     if len(model.active_adapters) != 1:
-        return f"{len(model.active_adapters)} adapters are active ({model.active_adapters}), and a request names one"
+        return f"{len(model.active_adapters)} adapters are active ({model.active_adapters}), but a request names one"
     return problem_in(configs[model.active_adapters[0]].to_dict()) or _trained_beside(model)
 
 
 def problem_in(config: Mapping[str, Any]) -> str | None:
-    """The same, from the settings alone."""
+    """The same check, from the settings alone."""
     kind = str(config["peft_type"]).rpartition(".")[2]
     if kind != "LORA":
-        return f"it is of the kind {kind}, and vLLM serves LoRA only"
+        return f"it is of the kind {kind}, but vLLM serves LoRA only"
     for setting, meaning in _UNSERVED.items():
         if config.get(setting):
             return f"it has {setting}={config[setting]!r} ({meaning}), which vLLM does not serve"
     if config["bias"] != "none":
-        return f"it has bias={config['bias']!r}, so biases of the base are trained too, and vLLM does not serve that"
+        return f"it has bias={config['bias']!r}, so biases of the base are trained too, which vLLM does not serve"
     init = config["init_lora_weights"]
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
-        return f"it has init_lora_weights={init!r}, which changes the base model, and the server has the base as it was"
+        return f"it has init_lora_weights={init!r}, which changes the base model, but the server has the original base"
     return None
 
 
 def _trained_beside(model: Any) -> str | None:
-    beside = [name for name, weight in model.named_parameters() if weight.requires_grad and ".lora_" not in name]
-    if not beside:
+    others = [name for name, weight in model.named_parameters() if weight.requires_grad and ".lora_" not in name]
+    if not others:
         return None
-    return f"{len(beside)} weights that do not belong to it are trained too, such as {beside[0].removeprefix(_PREFIX)}"
+    return f"{len(others)} weights outside it are trained too, such as {others[0].removeprefix(_PREFIX)}"
 
 
 def base_parameters(model: Any) -> dict[str, Tensor]:
-    """The frozen weights by the names that they have without an adapter."""
+    """The frozen weights, by their names in the model without an adapter."""
     named = ((name, weight) for name, weight in model.named_parameters() if ".lora_" not in name)
     return {name.removeprefix(_PREFIX).replace(".base_layer.", "."): weight.detach() for name, weight in named}
 
 
 def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, list[float]]) -> list[str]:
-    """Names of weights whose first values are others, beyond what half precision explains."""
+    """Names of weights whose first values differ by more than half precision explains."""
 
     def is_other(name: str, values: list[float]) -> bool:
         own = ours[name].reshape(-1)[: len(values)].float().cpu()

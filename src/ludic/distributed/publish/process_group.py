@@ -1,8 +1,8 @@
-"""Transports that send while the servers wait: gloo over TCP between machines, nccl between GPUs.
+"""Transports that send while the servers are paused: gloo over TCP between machines, nccl between GPUs.
 
-One process group per server, made anew for every push: a server that was restarted, or a group that broke, needs no
-special care, and a slow server does not hold up the sending to another. gloo costs milliseconds to set up. The nccl half
-has not been run: no machine with two GPUs was at hand.
+Every push creates one new process group per server: a restarted server or a broken group needs no special case, and
+a slow server does not delay sending to another. gloo takes milliseconds to set up. The nccl half has not been run: no
+machine with two GPUs was available.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class GroupCommunicator:
         timeout_s: float = 60.0,
         device: torch.device | str | None = None,
     ) -> None:
-        """`address`: of this machine, as the servers reach it; by default the one that leads towards them.
+        """`address`: this machine's address as the servers reach it; default: that of the interface towards them.
 
         `device`: where buckets are filled; nccl needs the trainer's GPU.
         """
@@ -47,7 +47,7 @@ class GroupCommunicator:
 
     def stage(self, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]) -> None:
         for server in self._control.servers:
-            self._groups[server] = self._meet(server)
+            self._groups[server] = self._connect(server)
 
     def broadcast(self, bucket: Bucket, weights: Mapping[str, Tensor], src_rank: int) -> None:
         if self._buffer.numel() < bucket.num_bytes:
@@ -59,13 +59,13 @@ class GroupCommunicator:
         finish(taking, sending)
 
     def barrier(self) -> None:
-        """Each bucket has been loaded when `broadcast` returns."""
+        """Nothing to wait for: each bucket is loaded when `broadcast` returns."""
 
     def release(self) -> None:
-        """A send that hangs because nobody takes it ends by its own timeout; until then it has the buffer."""
+        """A send that hangs because its server does not receive ends by its own timeout; until then it holds the buffer."""
         self._groups, self._stores, self._buffer = {}, [], torch.empty(0, dtype=torch.uint8)
 
-    def _meet(self, server: str) -> Any:
+    def _connect(self, server: str) -> Any:
         host = self._address or address_towards(str(urlsplit(server).hostname))
         world_size = 1 + self._control.num_workers(server)
         store = open_store(host, world_size, self._timeout_s)
@@ -78,7 +78,7 @@ class GroupCommunicator:
 
 
 def finish(theirs: "Future[Any]", ours: Mapping[str, "Future[Any]"]) -> None:
-    """Both sides of a transfer; the first failure is raised at once, without waiting for the side that now hangs."""
+    """Wait for both sides of a transfer; raises the first failure at once, without waiting for the side that now hangs."""
     wait([theirs, *ours.values()], return_when=FIRST_EXCEPTION)
     if theirs.done():
         theirs.result()

@@ -1,4 +1,4 @@
-"""Publishing weights to servers that hold a copy of their own: the order of an update, whoever carries it out."""
+"""Pushes weights to servers that hold their own copy: the order of an update, its retry and its check."""
 
 import logging
 import threading
@@ -19,18 +19,18 @@ BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One version on its way."""
+    """One version to be pushed."""
 
     version: int
     weights: Mapping[str, Tensor]
     metadata: Sequence[WeightMetadata]
     buckets: Sequence[Bucket]
     checksums: Mapping[str, int]
-    """Of a few weights, as they must arrive."""
+    """Expected checksums of a sample of weights."""
 
 
 class BroadcastPolicyPublisher:
-    """`publish` returns when every server generates with the new weights, and raises when one does not."""
+    """`publish` returns when every server generates with the new weights, and raises if one does not."""
 
     def __init__(
         self,
@@ -41,11 +41,9 @@ class BroadcastPolicyPublisher:
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype`: floating-point weights are cast to it on the way (fp32 training, bf16 server: half the bytes)."""
+        """`dtype`: floating-point weights are cast to it before sending (fp32 training, bf16 server: half the bytes)."""
         if bucket_bytes < 1:
-            raise ConfigError(
-                f"bucket_bytes={bucket_bytes}, but a bucket must hold something; {BUCKET_BYTES} is usual."
-            )
+            raise ConfigError(f"bucket_bytes={bucket_bytes}; it must be at least 1, and {BUCKET_BYTES} is usual.")
         if comm.rank != src_rank:
             raise ConfigError(
                 f"The weights come from rank {src_rank}, but this is rank {comm.rank}. Wrap the publisher in Rank0OnlyPublisher, "
@@ -53,11 +51,11 @@ class BroadcastPolicyPublisher:
             )
         self._control, self._comm, self._src_rank = control, comm, src_rank
         self._bucket_bytes, self._dtype = bucket_bytes, dtype
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
 
     def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
-        """All weights of the model, by transformers' names. Without a version, the one after the servers' own."""
-        with self._one_at_a_time:
+        """Push all weights of the model, by transformers' names. `version` defaults to the servers' version plus one."""
+        with self._lock:
             metadata = describe(state_dict, self._dtype)
             self._control.require_fits(metadata)
             buckets = split_into_buckets(metadata, self._bucket_bytes)
@@ -75,7 +73,7 @@ class BroadcastPolicyPublisher:
                 self._comm.release()
 
     def is_current(self, version: int) -> bool:
-        """Whether every server has this version, from us. A server that was restarted, or is down, has not."""
+        """Whether every server has this version from this publisher. A restarted or stopped server has not."""
         try:
             return self._control.has_version(version)
         except WeightPushError:
@@ -88,18 +86,18 @@ class BroadcastPolicyPublisher:
             self._control.abandon_update()
             raise
         except WeightPushError as first:
-            logger.warning("pushing version %d failed, trying once more: %s", update.version, first)
+            logger.warning("pushing version %d failed, retrying once: %s", update.version, first)
             self._comm.release()
-            self._push_finally(update)
+            self._push_again(update)
 
-    def _push_finally(self, update: WeightUpdate) -> None:
+    def _push_again(self, update: WeightUpdate) -> None:
         try:
-            self._control.require_fits(update.metadata)  # also waits for a server that is being restarted
+            self._control.require_fits(update.metadata)  # also waits for a restarting server
             self._push(update)
         except LudicError as error:
             advice = self._control.abandon_update()
             raise WeightPushError(
-                f"Version {update.version} could not be published, twice. {error} {advice}"
+                f"Version {update.version} could not be published in two attempts. {error} {advice}"
             ) from error
 
     def _push(self, update: WeightUpdate) -> None:

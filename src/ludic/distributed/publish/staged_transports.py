@@ -1,7 +1,7 @@
-"""Transports that leave the weights somewhere, before the pause, for the servers to pick up.
+"""Transports that stage the weights before the pause, for the servers to load.
 
-Shared memory for servers on the same machine, a folder of safetensors files for everything that can see the folder.
-Writing overlaps with generation; the pause lasts as long as the loading.
+Shared memory for servers on the same machine, a folder of safetensors files for servers that see the folder. Writing overlaps
+with generation; the pause lasts only as long as the loading.
 """
 
 import os
@@ -21,10 +21,10 @@ from ludic.types import ConfigError
 
 
 class SharedMemoryCommunicator:
-    """One block of memory of this process with the whole model in it, which the servers map.
+    """One memory block of this process that holds the whole model; the servers map it.
 
-    It has no name in /dev/shm: nothing is left behind however this process ends, and the small /dev/shm of a container is no
-    limit. It is kept between pushes, since memory that has been touched before is filled several times as fast.
+    It has no name in /dev/shm: nothing is left behind however this process ends, and a container's small /dev/shm is no
+    limit. It is kept between pushes, since filling memory that was touched before is several times as fast.
     """
 
     rank = 0
@@ -32,7 +32,7 @@ class SharedMemoryCommunicator:
     def __init__(self, control: VllmControlPlane) -> None:
         if sys.platform != "linux":
             raise ConfigError(
-                f"transport='shared_memory' needs Linux, and this is {sys.platform}. Use 'file' or 'gloo'."
+                f"transport='shared_memory' needs Linux, but this is {sys.platform}. Use 'file' or 'gloo'."
             )
         self._control = control
         self._path = ""
@@ -57,20 +57,20 @@ class SharedMemoryCommunicator:
         self._control.load(bucket, {"kind": "shared_memory", **where}).result()
 
     def barrier(self) -> None:
-        """Each bucket has been loaded when `broadcast` returns."""
+        """Nothing to wait for: each bucket is loaded when `broadcast` returns."""
 
     def release(self) -> None:
         self._begins = {}
 
     def _reserve(self, size: int) -> None:
-        """Memory that is not reserved would be missed in the middle of a write, by a signal."""
+        """Allocate the block up front: a lack of memory during a write would end the process by a signal."""
         handle = os.memfd_create("ludic-weights")
         weakref.finalize(self, os.close, handle)
         try:
             os.posix_fallocate(handle, 0, size)
         except OSError as error:
             raise ConfigError(
-                f"There is no memory for {size / 1e9:.2f} GB of weights beside the trainer's ({error.strerror}). Use "
+                f"There is no memory for {size / 1e9:.2f} GB of weights in addition to the trainer's ({error.strerror}). Use "
                 "transport='file' or 'gloo', or dtype=torch.bfloat16 to send half."
             ) from error
         self._path = f"/proc/{os.getpid()}/fd/{handle}"
@@ -83,11 +83,11 @@ class FileCommunicator:
     rank = 0
 
     def __init__(self, control: VllmControlPlane, folder: str | Path | None = None) -> None:
-        """`folder`: where a subfolder is made for each push; by default the system's temporary one."""
+        """`folder`: where each push creates a subfolder; default: the system's temporary folder."""
         self._control = control
         self._folder = Path(folder).absolute() if folder is not None else Path(tempfile.gettempdir())
         if not self._folder.is_dir():
-            raise ConfigError(f"folder={str(folder)!r} is not a folder. Make it, on a disk that every server sees.")
+            raise ConfigError(f"folder={str(folder)!r} is not a folder. Create it on a disk that every server sees.")
         self._files: dict[Bucket, Path] = {}
         self._staging: Path | None = None
 
@@ -100,14 +100,14 @@ class FileCommunicator:
             save_file({p.name: as_sent(weights[p.name], p.torch_dtype) for p in bucket.weights}, self._files[bucket])
         self._control.require_readable(
             [str(path) for path in self._files.values()],
-            f"Give a folder= that it sees under the same path as this machine does (now {self._folder}), or use transport='gloo'.",
+            f"Give a folder= that it sees under the same path as this machine (now {self._folder}), or use transport='gloo'.",
         )
 
     def broadcast(self, bucket: Bucket, weights: Mapping[str, Tensor], src_rank: int) -> None:
         self._control.load(bucket, {"kind": "file", "path": str(self._files[bucket])}).result()
 
     def barrier(self) -> None:
-        """Each bucket has been loaded when `broadcast` returns."""
+        """Nothing to wait for: each bucket is loaded when `broadcast` returns."""
 
     def release(self) -> None:
         if self._staging is not None:

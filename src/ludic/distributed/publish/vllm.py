@@ -1,4 +1,4 @@
-"""Publishing to vLLM servers: the parts, put together."""
+"""`create_vllm_publisher`: a publisher for vLLM servers, assembled from control plane and transport."""
 
 import ipaddress
 from collections.abc import Callable
@@ -34,9 +34,9 @@ def create_vllm_publisher(
 ) -> PolicyPublisher:
     """A publisher for every server of `client` (a `VLLMChatClient` with a control token).
 
-    `transport`: "auto" is shared memory where all servers are on this machine, and gloo otherwise. `pause`: what happens to
-    requests in flight. `dtype`: cast on the way. `folder`: for "file". `address`: of this machine, for "gloo" and "nccl".
-    `wait_s`: how long a server that is down may take to come back before publishing fails.
+    `transport`: "auto" is shared memory if all servers are on this machine, and gloo otherwise. `pause`: what happens to
+    requests in flight. `dtype`: cast before sending. `folder`: for "file". `address`: of this machine, for "gloo" and "nccl".
+    `wait_s`: how long a stopped server may take to come back before publishing fails.
     """
 
     def make() -> PolicyPublisher:
@@ -59,12 +59,12 @@ def make_communicator(
         "nccl": lambda: GroupCommunicator(control, "nccl", address=address),
     }
     if transport not in makers:
-        raise ConfigError(f"transport={transport!r} is not known. Choose from: auto, {', '.join(makers)}.")
+        raise ConfigError(f"transport={transport!r} is unknown. Choose from: auto, {', '.join(makers)}.")
     return makers[transport]()
 
 
 def is_here(server: str) -> bool:
-    """Whether a server's address can only be this machine's."""
+    """Whether a server's address is certainly this machine's."""
     host = urlsplit(server).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

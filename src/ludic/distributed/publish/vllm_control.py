@@ -1,8 +1,8 @@
-"""Directing vLLM servers through a weight update, over HTTP: all of them step by step, none ahead of the others.
+"""Directs vLLM servers through a weight update over HTTP: all servers complete a step before any begins the next.
 
-The order: names and shapes are checked, everybody pauses at a token boundary, the loader starts, buckets come in, the
-loader finishes with the new version, prefix caches are emptied, checksums are compared, everybody goes on. A step that
-fails on one server stops all of them there; a server whose weights are half loaded must not generate.
+The order: check names and shapes, pause all servers at a token boundary, start the loader, send buckets, finish the loader
+with the new version, empty prefix caches, compare checksums, resume. If a step fails on one server, all stop there: a server
+with half-loaded weights must not generate.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from ludic.inference.vllm.buckets import Bucket, WeightMetadata
 from ludic.types import ConfigError, PolicyGone
 
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
-"""Requests in flight: frozen and continued with the new weights, finished first, or ended where they are."""
+"""Requests in flight are frozen and continue with the new weights ("keep"), finish first ("wait"), or are aborted."""
 FRESH = "default"
-"""vLLM's label of a server that nobody has pushed to since it started."""
+"""vLLM's version label of a server that has had no push since its start."""
 RETRY_S = 0.5
 
 
 class ControlClient(Protocol):
-    """What is needed of a client: its servers, and calls with the control token. `VLLMChatClient` is one.
+    """A client with servers and calls that use the control token. `VLLMChatClient` is one.
 
-    ConfigError for a call that is refused (token, endpoint), OSError when the server is not there, TimeoutError,
-    RuntimeError with the server's own words for a call that fails.
+    Raises ConfigError for a call that is refused (token, endpoint), OSError if the server is unreachable, TimeoutError, and
+    RuntimeError with the server's message for a call that fails.
     """
 
     @property
@@ -47,27 +47,25 @@ class ControlClient(Protocol):
 
 
 class VllmControlPlane:
-    """One update on all servers of a client."""
+    """Directs all servers of a client through one update."""
 
     def __init__(
         self, client: ControlClient, *, pause: PauseMode = "keep", timeout_s: float = 600.0, wait_s: float = 120.0
     ) -> None:
-        """`timeout_s`: for one call. `wait_s`: how long a server that is down may take to come back."""
+        """`timeout_s`: for one call. `wait_s`: how long a stopped server may take to come back."""
         if pause not in ("keep", "wait", "abort"):
-            raise ConfigError(
-                f"pause={pause!r}, but requests in flight can be kept ('keep'), waited for ('wait') or 'abort'-ed."
-            )
+            raise ConfigError(f"pause={pause!r}; choose 'keep', 'wait' or 'abort' for requests in flight.")
         self._client, self._pause, self._timeout_s, self._wait_s = client, pause, timeout_s, wait_s
         self._loading = False
-        """A loader may have begun: from here on a server does not generate before it has everything."""
+        """A loader may have started: from here on no server may generate before it has all weights."""
         self._paused: list[str] = []
         self._threads = ThreadPoolExecutor(thread_name_prefix="ludic-weight-control")
-        """Each step runs in an event loop of its own: whoever publishes may be in one already."""
+        """Each step runs in its own event loop, since the publishing thread may already be in one."""
 
     # --- ControlPlane ---
 
     def policy_version(self) -> int:
-        """The smallest of all servers'; a server that nobody has pushed to has version 0."""
+        """The lowest version of all servers; 0 for a server that has had no push."""
         return min(0 if label == FRESH else int(label) for label in self._labels())
 
     def has_version(self, version: int) -> bool:
@@ -79,7 +77,7 @@ class VllmControlPlane:
         for server, expected in self._ask_workers("ludic_parameters").items():
             problem = misfit(sent, expected[0])
             if problem:
-                raise ConfigError(f"These weights are not those of the model that {server} serves: {problem}")
+                raise ConfigError(f"The weights are not those of the model that {server} serves: {problem}")
 
     def announce_update_batch(self, metadata: Sequence[WeightMetadata], version: int) -> None:
         self._paused = self.servers
@@ -99,11 +97,11 @@ class VllmControlPlane:
     def abandon_update(self) -> str:
         if self._loading:
             return (
-                f"{', '.join(self.servers)} stay paused: half of the new weights would be worse than none. Publish again "
-                "(a new push repairs them) or restart the server; a restarted one begins with the weights of its folder."
+                f"{', '.join(self.servers)} stay paused, because their weights may be half loaded. Publish again "
+                "(a new push repairs them) or restart the server; it then starts with the weights of its folder."
             )
         self._resume_untouched()
-        return "The servers go on with the weights they had."
+        return "The servers continue with their previous weights."
 
     # --- for communicators ---
 
@@ -115,19 +113,19 @@ class VllmControlPlane:
         return int(self._get("/get_world_size", servers=[server])[server]["world_size"])
 
     def require_readable(self, paths: Sequence[str], advice: str) -> None:
-        """Before anybody stands still: every worker sees what it is going to load."""
+        """Before the pause: check that every worker can read what it will load."""
         for server, answers in self._ask_workers("ludic_unreadable", [list(paths)]).items():
             unseen = sorted({path for answer in answers for path in answer})
             if unseen:
                 raise ConfigError(f"{server} cannot read {unseen[0]}. {advice}")
 
     def connect(self, server: str, init_info: Mapping[str, Any]) -> "Future[Any]":
-        """The workers of one server join a process group; the trainer has to join at the same time."""
+        """The workers of one server join a process group; the trainer must join at the same time."""
         body = {"init_info": dict(init_info)}
         return self._begin(self._each({server: self._post_to(server, "/init_weight_transfer_engine", body)}))
 
     def load(self, bucket: Bucket, source: Mapping[str, Any]) -> "Future[Any]":
-        """All servers take one bucket, from where `source` says."""
+        """All servers load one bucket from `source`."""
         body = {"update_info": {"bucket": bucket.to_json(), "source": dict(source)}}
         return self._begin(self._each({s: self._post_to(s, "/update_weights", body) for s in self.servers}))
 
@@ -142,7 +140,7 @@ class VllmControlPlane:
             except WeightPushError as error:
                 if time.monotonic() > deadline:
                     raise WeightPushError(
-                        f"{error} It was waited for {self._wait_s:.0f} s. Start it again and publish, or take it out of the client."
+                        f"{error} Waited {self._wait_s:.0f} s. Restart it and publish again, or remove it from the client."
                     ) from error
             time.sleep(RETRY_S)
 
@@ -156,7 +154,7 @@ class VllmControlPlane:
             for worker in workers:
                 wrong = [name for name, value in checksums.items() if worker["checksums"].get(name) != value]
                 if wrong:
-                    raise WeightPushError(f"{server} received other values than were sent, for example of {wrong[0]}.")
+                    raise WeightPushError(f"{server} received other values than were sent, for example for {wrong[0]}.")
                 if worker["differing"]:
                     raise WeightPushError(
                         f"{server} did not load what it received, for example {worker['differing'][0]}."
@@ -167,7 +165,7 @@ class VllmControlPlane:
             try:
                 self._run({server: self._post_to(server, "/resume")})
             except WeightPushError:
-                continue  # the one that is down; its error is the one that is raised
+                continue  # this server is down; its error is already being raised
         self._paused = []
 
     # --- calls ---
@@ -205,7 +203,7 @@ class VllmControlPlane:
         return self._threads.submit(asyncio.run, call)
 
     async def _each(self, calls: Mapping[str, Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-        """All at once; all are awaited before the first failure is raised, so none is left in the middle of a step."""
+        """Run all calls at once; await all before raising the first failure, so that no server is left in the middle of a step."""
         answers = await asyncio.gather(*calls.values(), return_exceptions=True)
         for server, answer in zip(calls, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -214,7 +212,7 @@ class VllmControlPlane:
 
 
 def as_push_error(server: str, error: BaseException) -> BaseException:
-    """What a server or the way to it did wrong; what waiting cannot mend stays what it is."""
+    """A WeightPushError for failures of a server or its connection; errors that a retry cannot fix pass unchanged."""
     if isinstance(error, ConfigError | PolicyGone) or not isinstance(error, OSError | TimeoutError | RuntimeError):
         return error
     made = WeightPushError(f"{server}: {type(error).__name__}: {error}")
@@ -223,7 +221,7 @@ def as_push_error(server: str, error: BaseException) -> BaseException:
 
 
 def misfit(sent: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str | None:
-    """Why these weights cannot be loaded; None when they can."""
+    """Why these weights cannot be loaded; None if they can."""
     unknown = sorted(sent.keys() - expected.keys())
     if unknown:
         return (
@@ -234,13 +232,11 @@ def misfit(sent: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[in
     if missing:
         return (
             f"{missing[0]} is missing ({len(missing)} of {len(expected)}). Publish all weights, without a param_filter: the server "
-            "fuses neighbours, and a part of a fused layer would leave the rest undefined."
+            "fuses layers, and a part of a fused layer would leave the rest undefined."
         )
     wrong = [name for name in sorted(sent) if list(sent[name]) != list(expected[name])]
     if wrong:
         name = wrong[0]
-        return (
-            f"{name} has shape {list(sent[name])}, the server's has {list(expected[name])}. Start the server with the model that "
-            "is trained."
-        )
+        shapes = f"{list(sent[name])}, the server's has {list(expected[name])}"
+        return f"{name} has shape {shapes}. Start the server with the trained model."
     return None

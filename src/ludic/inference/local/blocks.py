@@ -1,9 +1,8 @@
-"""Which KV block holds what: allocation, sharing by prefix, eviction. Numbers only; the tensors are elsewhere.
+"""The allocator of KV blocks: sharing by prefix, eviction. It holds numbers only; `kv.py` holds the tensors.
 
-A sequence's keys and values live in blocks of `block_size` tokens. A block that is full never changes again, so it can
-be shared: it is published under (policy version, all tokens up to its end), and the next sequence that begins the same
-way takes it over instead of computing it. Blocks that nobody uses stay published until their space is needed, least
-recently used first.
+A sequence's keys and values are in blocks of `block_size` tokens. A full block never changes again, so it can be shared: it is
+published under (policy version, all tokens up to its end), and the next sequence with the same beginning uses it
+instead of computing it. Unused blocks stay published until their space is needed, least recently used first.
 """
 
 from collections import OrderedDict
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from ludic.types import ConfigError
 
 Chain = int
-"""Stands for a whole prefix: the number of a (parent chain, tokens of a block) pair, so that no two prefixes meet."""
+"""Id of a whole prefix: the number of a (parent chain, tokens of a block) pair, so that prefixes never collide."""
 
 
 class BlockPool:
@@ -36,7 +35,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be had now: free ones and idle published ones."""
+        """Blocks that can be allocated now: free ones and idle published ones."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -46,10 +45,10 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # --- taking and giving back ---
+    # --- allocation ---
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks for one user, or None (and nothing taken) when there are not as many."""
+        """`count` blocks for one user, or None (and nothing is allocated) if there are fewer."""
         if count > self.num_available:
             return None
         taken = []
@@ -60,14 +59,14 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more user for blocks found by `match`."""
+        """Add a user to blocks found by `match`."""
         for block in blocks:
             if self._users[block] == 0:
                 del self._idle[block]
             self._users[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One user fewer. Later blocks of a prefix are evicted before earlier ones, which more sequences share."""
+        """Remove a user. Later blocks of a prefix are evicted before earlier ones, which more sequences share."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -101,7 +100,7 @@ class BlockPool:
         return found, chain
 
     def publish(self, block: int, parent: Chain, tokens: bytes) -> Chain:
-        """A block that has been filled. If the same prefix is published already, the older block keeps the name."""
+        """Publish a full block. If the same prefix is already published, the older block keeps the id."""
         chain = self._chain(parent, tokens)
         if chain not in self._block_of and block not in self._published_as:
             self._block_of[chain] = block
@@ -109,7 +108,7 @@ class BlockPool:
         return chain
 
     def forget_all(self) -> None:
-        """No published prefix is valid any more (new weights). Blocks in use stay with their users."""
+        """Invalidate all published prefixes (new weights). Blocks in use stay with their users."""
         for block in list(self._published_as):
             self._unpublish(block)
         self._free.extend(self._idle)
@@ -128,6 +127,6 @@ class BlockPool:
     def _unpublish(self, block: int) -> None:
         chain, key = self._published_as.pop(block)
         del self._block_of[chain]
-        # Longer prefixes keep their numbers: if this block is published again it gets a new one, and they are
-        # never found again, because a number is never given twice.
+        # Longer prefixes keep their ids but are never found again: if this block is published again it gets a new id,
+        # because an id is never reused.
         self._chains.pop(key, None)

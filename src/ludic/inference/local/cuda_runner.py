@@ -1,11 +1,11 @@
 """Runs the model on a GPU: packed prefill, and decoding as CUDA graphs.
 
-A decoding round is one graph: forward pass with paged attention, sampling, and the bookkeeping for the next round, all
-on the device. So several rounds can follow each other without the host; it reads their tokens together. Graphs are
-captured per batch size (rounded up to a bucket), the first time that size is needed.
+A decoding round is one graph: forward pass with paged attention, sampling, and the preparation of the next round, all on the
+device. So several rounds run without the host, which reads their tokens together. Graphs are captured per batch size
+(rounded up to a bucket) at its first use.
 
 The decoder layers are compiled for the capture, which fuses their many small kernels and halves the time of a round. The
-compiled code lives on in the graphs only: the module itself is left as it was, for the trainer and everybody else.
+compiled code exists only in the graphs: the module itself is unchanged, for the trainer and other callers.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import paged_decode, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.execution import allow_cases, decoder_layers
+from ludic.models.execution import decoder_layers, raise_recompile_limits
 from ludic.models.varlen import varlen_attention
 
 
 class PackedState:
-    """Several prompts (or pieces of them) in one flat batch: block-diagonal, causal."""
+    """Attention of several prompts (or parts of them) in one flat batch: block-diagonal, causal."""
 
     def __init__(
         self, pool: KVPool | None, new_slots_T: Tensor | None, all_slots_L: Tensor | None, spans: Seq[tuple[int, int]]
     ) -> None:
-        """`spans` are (new tokens, tokens with everything before them) of each sequence."""
+        """`spans`: (new tokens, all tokens up to their end) of each sequence."""
         device = torch.device("cuda")
         self._pool, self._new_slots_T, self._all_slots_L = pool, new_slots_T, all_slots_L
         lengths_q, lengths_k = [q for q, _ in spans], [k for _, k in spans]
@@ -54,7 +54,7 @@ class PackedState:
 
 
 class PagedState:
-    """One new token for every row, read through block tables."""
+    """Attention of one new token per row, through block tables."""
 
     def __init__(self, pool: KVPool, slots_R: Tensor, tables: Tensor, lengths_R: Tensor) -> None:
         self._pool, self._slots_R, self._tables, self._lengths_R = pool, slots_R, tables, lengths_R
@@ -70,7 +70,7 @@ class PagedState:
 
 
 class CUDARunner:
-    """Prefill packed, decode by graph."""
+    """Packed prefill, decoding by graph."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class CUDARunner:
         self._buckets = sorted({*(b for b in _BUCKETS if b < max_sequences), max_sequences})
         self._rows: list[Sequence | None] = []
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # Rounds may run past the end of a sequence; what they write there goes to the scratch block.
+        # Rounds may run past the end of a sequence; there they write to the scratch block.
         self._num_extra = -(-max_rounds // block_size) + 1
         self._make_buffers(max_sequences, -(-max_length // block_size) + self._num_extra, max_rounds)
 
     def _make_buffers(self, max_rows: int, max_blocks: int, max_rounds: int) -> None:
-        """What graphs read and write; the host side mirrors what it uploads."""
+        """Device buffers that graphs read and write, and host copies of what is uploaded."""
         new = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
         self._tokens = new(max_rows, dtype=torch.long)
         self._positions = new(max_rows, dtype=torch.long)
@@ -111,13 +111,13 @@ class CUDARunner:
         self._table_lengths = [0] * max_rows
 
     def weights_changed(self) -> None:
-        """Graphs read the parameters where they are."""
+        """Nothing to do: graphs read the parameters in place."""
 
     # --- prompts ---
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]:
-        """Compute pieces of prompts; a first token for those that reach the end of their sequence."""
+        """Compute parts of prompts; sample a first token for those that reach the end of their sequence."""
         size = self.pool.block_size
         tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
@@ -134,7 +134,7 @@ class CUDARunner:
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
-        """Log-probabilities of what is to be scored of texts of one temperature; nothing is stored."""
+        """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
         lengths = [len(text.tokens) for text in texts]
         flat = np.concatenate([text.tokens for text in texts])
         positions = np.concatenate([np.arange(length) for length in lengths])
@@ -178,7 +178,7 @@ class CUDARunner:
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence], num_rounds: int) -> list[Sampled]:
         """`num_rounds` tokens for every sequence."""
-        self._seat(sequences)
+        self._assign_rows(sequences)
         owners = [owner for owner in self._rows if owner is not None]
         bucket = next(b for b in self._buckets if b >= len(owners))
         self._upload(owners, bucket)
@@ -192,15 +192,15 @@ class CUDARunner:
         return _with_filters(logits[:count], sampled) if num_rounds == 1 else sampled
 
     def keep(self, sequence: Sequence) -> None:
-        """Rounds write to the pool itself."""
+        """Nothing to do: rounds write to the pool itself."""
 
     def leave(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
             self._rows[sequence.row] = None
             sequence.row = -1
 
-    def _seat(self, sequences: Seq[Sequence]) -> None:
-        """Every sequence has a row, and the rows are the first ones."""
+    def _assign_rows(self, sequences: Seq[Sequence]) -> None:
+        """Give every sequence a row, without gaps from row 0."""
         free = [i for i, owner in enumerate(self._rows) if owner is None]
         for sequence in sequences:
             if sequence.row < 0:
@@ -259,20 +259,18 @@ class CUDARunner:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled and buffers allocated before the capture
+            for _ in range(2):  # compile kernels and allocate buffers before the capture
                 self._one_round(bucket)
                 self._round.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the trainer allocates in another thread meanwhile, which would end a capture of the usual mode.
-        with torch.cuda.graph(graph, pool=self._pool_handle(), capture_error_mode="thread_local"):
+        memory_pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+        # thread_local: the trainer allocates in another thread meanwhile, which would invalidate a capture in the default mode.
+        with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
             logits = self._one_round(bucket)
         for buffer, value in zip(changed, saved, strict=True):
             buffer.copy_(value)
         return graph, logits
-
-    def _pool_handle(self) -> Any:
-        return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
 
     def _one_round(self, bucket: int) -> Tensor:
         tokens, positions = self._tokens[:bucket], self._positions[:bucket]
@@ -297,12 +295,12 @@ class CUDARunner:
 
 
 _CAPTURING = threading.Lock()
-"""A live engine and its snapshot may need a graph at once; whoever synchronizes the device would end the other's capture."""
+"""A live engine and its snapshot may capture at once; a device synchronisation by one would invalidate the other's capture."""
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 class _CompiledLayers:
-    """While entered, the model's decoder layers run compiled."""
+    """Context manager: the model's decoder layers run compiled inside it."""
 
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(model)
@@ -310,7 +308,7 @@ class _CompiledLayers:
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        allow_cases(len(self._layers))
+        raise_recompile_limits(len(self._layers))
         self._before = [layer._compiled_call_impl for layer in self._layers]
         for layer, call in zip(self._layers, self._calls, strict=True):
             layer._compiled_call_impl = call
@@ -321,7 +319,7 @@ class _CompiledLayers:
 
 
 def _with_filters(logits_NV: Tensor, sampled: list[Sampled]) -> list[Sampled]:
-    """Rows that ask for filters or penalties are drawn again on the host; the others keep their own numbers."""
+    """Sample rows with filters or penalties again on the host; the others keep their tokens."""
     rows = [row for row, (sequence, _, _) in enumerate(sampled) if not sequence.is_plain]
     if rows:
         sequences = [sampled[row][0] for row in rows]

@@ -1,9 +1,9 @@
-"""`LocalEngine`: the policy server that lives in your process.
+"""`LocalEngine`: a policy server inside your process.
 
-Requests come from asyncio; one worker thread steps the model. It serves a transformers model with that model's own
-parameters: when a trainer has changed them, `new_version` is all there is to publishing. Between two steps the worker
-can be paused, its weights replaced, its cache given back; sequences that were running go on under the new weights, and
-their traces say which version sampled which token.
+Requests come from asyncio; one worker thread steps the model. It serves a transformers model on that model's own parameters:
+after a trainer has changed them, `new_version` publishes them. Between two steps the worker can be paused, its weights
+replaced and its cache freed; running sequences continue under the new weights, and their traces record which version sampled
+which token.
 """
 
 import asyncio
@@ -52,23 +52,23 @@ from ludic.types import (
 logger = logging.getLogger(__name__)
 
 _SCORED_LOGITS = 1 << 26
-"""Logits held at a time while several texts are scored: a quarter of a gigabyte in fp32."""
+"""Logits in memory at a time while texts are scored: a quarter of a gigabyte in fp32."""
 
 
 class EngineClosed(PolicyGone):
-    """The engine was shut down, or has died; the message says which."""
+    """The engine was shut down or has died; the message says which."""
 
 
 class QueueFull(LudicError, RuntimeError):
-    """More requests than the engine keeps waiting."""
+    """More requests than `max_queue`."""
 
 
 class RequestAborted(LudicError, RuntimeError):
-    """The request was taken out of the batch by `abort`."""
+    """`abort` removed the request from the batch."""
 
 
 class LogitsNotFinite(NotFinite):
-    """The model's logits for one request leave no token to draw: they hold NaN or +inf, or are all -inf."""
+    """The model's logits for one request allow no sampling: they hold NaN or +inf, or are all -inf."""
 
     def __init__(self, version: int, num_tokens: int) -> None:
         super().__init__(
@@ -80,7 +80,7 @@ class LogitsNotFinite(NotFinite):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChunk:
-    """What a stream has sampled since its last chunk."""
+    """Tokens that a stream has sampled since its last chunk."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -123,7 +123,7 @@ class LocalEngine:
         self._eos_ids = frozenset(i for i in eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
         self._shape = kv_shape(self.model, heads)
         on_gpu = self._shape.device.type == "cuda"
-        # What follows the last full block is computed by every member of a group. On a GPU a block is what a kernel reads.
+        # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
         block_size = block_size if block_size is not None else (16 if on_gpu else 4)
         max_sequences = max_sequences or (512 if on_gpu else 64)
         max_prefill_tokens = max_prefill_tokens or (16_384 if on_gpu else 2048)
@@ -141,8 +141,8 @@ class LocalEngine:
         self._scheduler.version = version
         self._runner: Runner | None = None
         self._unread: FiniteCheck | None = None
-        """Of the weights that this version began with; the worker reads it before it computes with them."""
-        self._spoilt: list[str] = []
+        """Check of this version's initial weights; the worker reads it before it computes with them."""
+        self._not_finite: list[str] = []
         """Weights of this version that are not finite."""
         self._stop_rule = StopRule(self._decode, self.max_model_len)
         self._max_queue = max_queue
@@ -150,26 +150,26 @@ class LocalEngine:
         self._pack_weights = pack_weights
         self._seed = seed
         self._numbers = itertools.count()
-        # Everything below is shared with the worker and guarded by the condition.
+        # Everything below is shared with the worker; the condition guards it.
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
         self._scoring: list[Scoring] = []
         self._open: set[Sequence] = set()
-        """Every request that has not been answered, wherever it is: what must be told when the engine ends."""
+        """All unanswered requests, wherever they are; they fail when the engine ends."""
         self._num_pauses = 0
         self._is_stepping = False
         self._is_closed = False
         self._death: BaseException | None = None
         self._worker = threading.Thread(target=self._work, name="ludic-engine", daemon=True)
         self._worker.start()
-        # A thread that is still computing when the interpreter goes away takes the process down with it.
+        # A thread that still computes while the interpreter shuts down crashes the process.
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
     # --- requests (any thread, any event loop) ---
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
-        """One completion. Cancelling the awaiting task takes the request out of the batch."""
+        """One completion. Cancelling the awaiting task removes the request from the batch."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[None] = loop.create_future()
 
@@ -178,7 +178,7 @@ class LocalEngine:
                 if not answer.done():
                     answer.set_exception(error) if error is not None else answer.set_result(None)
 
-            with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever waited
+            with contextlib.suppress(RuntimeError):  # the loop and its waiting task are gone
                 loop.call_soon_threadsafe(settle)
 
         sequence = self._submit(request, deliver)
@@ -193,9 +193,9 @@ class LocalEngine:
         return response, {}
 
     async def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The same completion, in pieces as they are sampled; the last one has the whole.
+        """The same completion in chunks as they are sampled; the last chunk also holds the whole.
 
-        Closing the generator early takes the request out of the batch: iterate within `contextlib.aclosing`.
+        Closing the generator early removes the request from the batch: iterate within `contextlib.aclosing`.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[list[int], list[float], bool, BaseException | None]] = asyncio.Queue()
@@ -206,11 +206,11 @@ class LocalEngine:
             logprobs = sequence.logprobs[num_sent:]
             ids = sequence.tokens[sequence.num_prompt + num_sent :]
             num_sent += len(logprobs)
-            with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever waited
+            with contextlib.suppress(RuntimeError):  # the loop and its waiting task are gone
                 loop.call_soon_threadsafe(arrived.put_nowait, (ids, logprobs, is_last, error))
 
         def on_token(sequence: Sequence) -> None:
-            if sequence.finish_reason is None:  # the last token comes with the whole
+            if sequence.finish_reason is None:  # the last token comes with the response
                 post(sequence, False, None)
 
         sequence = self._submit(request, lambda sequence, error: post(sequence, True, error), on_token)
@@ -229,7 +229,7 @@ class LocalEngine:
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
     ) -> np.ndarray[Any, Any]:
-        """Log-probability of each completion token after the prompt, under this model: teachers and references."""
+        """Log-probability of each completion token after the prompt under this model, for teachers and references."""
         prompt, completion = token_array(prompt_token_ids), token_array(completion_token_ids)
         tokens = np.concatenate([prompt, completion])
         if not len(prompt):
@@ -257,7 +257,7 @@ class LocalEngine:
 
     @property
     def stats(self) -> dict[str, int]:
-        """What the engine is doing, for logs and /metrics."""
+        """Counters for logs and /metrics."""
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running),
@@ -271,7 +271,7 @@ class LocalEngine:
 
     @property
     def failure(self) -> str | None:
-        """Why it answers no more; None while it does."""
+        """Why the engine no longer answers; None while it does."""
         try:
             self._require_alive()
         except EngineClosed as error:
@@ -280,7 +280,7 @@ class LocalEngine:
 
     @property
     def max_total_tokens(self) -> int:
-        """What one request may hold, prompt and completion: the model's limit, or the cache's where that is less."""
+        """Maximum tokens of one request, prompt and completion: the model's limit or the cache's, whichever is less."""
         pool = self._scheduler.pool
         return min(self.max_model_len, pool.num_blocks * pool.block_size)
 
@@ -293,7 +293,7 @@ class LocalEngine:
             number=number,
             request=request,
             deliver=deliver,
-            # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger one would kill the worker.
+            # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger seed would crash the worker.
             seed=(request.seed if request.seed is not None else derive_seed(self._seed, number)) & ((1 << 63) - 1),
             stop_ids=self._stop_ids(request.sampling),
             on_token=on_token,
@@ -302,7 +302,7 @@ class LocalEngine:
             self._require_alive()
             if len(self._open) >= self._max_queue:
                 raise QueueFull(
-                    f"{len(self._open)} requests are open already (max_queue={self._max_queue}). Send fewer at once."
+                    f"{len(self._open)} requests are already open (max_queue={self._max_queue}). Send fewer at once."
                 )
             self._open.add(sequence)
             self._incoming.append(sequence)
@@ -314,7 +314,7 @@ class LocalEngine:
         return own if params.ignore_eos else own | self._eos_ids
 
     def abort(self) -> int:
-        """Take every open request out; each fails with `RequestAborted`. How many there were comes back."""
+        """Remove every open request; each fails with `RequestAborted`. Returns their number."""
         with self._changed:
             open_ones = list(self._open)
             for sequence in open_ones:
@@ -341,8 +341,8 @@ class LocalEngine:
             )
         if params.min_tokens and len(self._stop_ids(params)) == self.vocab_size:
             raise ConfigError(
-                f"min_tokens={params.min_tokens} forbids stop tokens at first, and all {self.vocab_size} tokens of the "
-                "vocabulary are stop tokens; leave out min_tokens, or some of stop_token_ids."
+                f"min_tokens={params.min_tokens} forbids stop tokens at first, but all {self.vocab_size} tokens of the "
+                "vocabulary are stop tokens; drop min_tokens, or some of stop_token_ids."
             )
         if params.stop and self.tokenizer is None:
             raise ConfigError(f"stop={params.stop!r} needs a tokenizer; give LocalEngine one, or use stop_token_ids.")
@@ -359,7 +359,7 @@ class LocalEngine:
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise ConfigError(
                 f"The prompt has token ids from {ids.min()} to {ids.max()}, but the model knows 0 to {self.vocab_size - 1}. "
-                "Does the tokenizer belong to this model?"
+                "Check that the tokenizer belongs to this model."
             )
 
     def _require_alive(self) -> None:
@@ -367,14 +367,14 @@ class LocalEngine:
             raise self._reason_to_refuse()
 
     def _reason_to_refuse(self) -> EngineClosed:
-        """A new one for everybody: tracebacks of different tasks do not go together."""
+        """A new exception for each request: tracebacks of different tasks must not mix."""
         return _died(self._death) if self._death is not None else EngineClosed("The engine has been shut down.")
 
     # --- weights ---
 
     @contextlib.contextmanager
     def updating(self, version: int | None = None) -> Iterator[None]:
-        """Stand still between two tokens while the weights are changed; a new version begins at the end.
+        """Pause between two tokens while the weights change; a new version begins at the end.
 
         For a trainer that shares the parameters: `with engine.updating(): optimizer.step()`.
         """
@@ -383,13 +383,13 @@ class LocalEngine:
             yield
         finally:
             try:
-                # Also when it failed half way: these are no longer the weights that the cache was computed with.
+                # Also after a failure half way: the cache was computed with other weights than these.
                 self._begin_version(version)
             finally:
                 self.resume()
 
     def new_version(self, version: int | None = None) -> int:
-        """The shared parameters have changed: nothing computed so far is used again."""
+        """Call after the shared parameters have changed: the engine drops everything computed so far."""
         with self.updating(version):
             pass
         return self.version
@@ -397,20 +397,20 @@ class LocalEngine:
     def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
-        """Copy new values into the model, all or nothing, and begin a new version."""
+        """Copy new values into the model, all or none, and begin a new version."""
         own = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
         unknown = sorted(set(params) - set(own))
         try:
             values = {name: torch.as_tensor(params[name]) for name in params}
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"These weights are not all tensors ({sorted(params)[:3]} …): {error}") from error
+            raise ConfigError(f"Some weights are not tensors ({sorted(params)[:3]} …): {error}") from error
         wrong = sorted(n for n, t in values.items() if n in own and t.shape != own[n].shape)
         if unknown or wrong:
             raise ConfigError(
-                f"These weights do not fit {self.name}: unknown names {unknown[:3]}, wrong shapes {wrong[:3]}. Nothing was changed."
+                f"The weights do not fit {self.name}: unknown names {unknown[:3]}, wrong shapes {wrong[:3]}. Nothing was changed."
             )
         if names := FiniteCheck(values.items()).names():
-            raise not_finite(f"These weights for {self.name} are not finite", names, "Nothing was changed.")
+            raise not_finite(f"The weights for {self.name} are not finite", names, "Nothing was changed.")
         with self.updating(None if version is None else int(version)), torch.no_grad():
             for name, tensor in values.items():
                 own[name].copy_(tensor)
@@ -429,10 +429,10 @@ class LocalEngine:
             self._runner.weights_changed()
         self._watch = WeightsWatch(self.model)
 
-    # --- standing still ---
+    # --- pausing ---
 
     def pause(self) -> None:
-        """Return when the worker stands still between two steps; requests wait."""
+        """Returns when the worker has stopped between two steps; requests wait."""
         with self._changed:
             self._require_alive()
             self._num_pauses += 1
@@ -444,7 +444,7 @@ class LocalEngine:
             self._changed.notify_all()
 
     def release_cache(self) -> None:
-        """Give the KV memory back until the next request; running sequences are computed again."""
+        """Free the KV memory until the next request; running sequences are recomputed."""
         self.pause()
         try:
             self._begin_version(self.version)
@@ -453,7 +453,7 @@ class LocalEngine:
             self.resume()
 
     def close(self) -> None:
-        """Stop the worker; requests that are still open fail."""
+        """Stop the worker; open requests fail."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -485,7 +485,7 @@ class LocalEngine:
         self._fail_everything()
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do; False when it is time to go."""
+        """Sleep until there is work; False if the engine is closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -504,7 +504,7 @@ class LocalEngine:
     def _step(self) -> None:
         if self._watch.has_changed():
             logger.warning(
-                "the weights have changed, but nobody said so; version %d begins. Use `with engine.updating():` "
+                "the weights changed without notice; version %d begins. Use `with engine.updating():` "
                 "around the optimizer step, or call new_version() after it.",
                 self.version + 1,
             )
@@ -524,18 +524,18 @@ class LocalEngine:
             self._absorb(runner.decode(plan.decode, plan.num_rounds))
 
     def _is_finite(self) -> bool:
-        """Asked here and not where a version begins: on a GPU this waits for the update, as the next token does anyway."""
+        """Read here, not where a version begins: on a GPU this waits for the update, as the next token does anyway."""
         if self._unread is not None:
-            self._spoilt, self._unread = self._unread.names(), None
-        return not self._spoilt
+            self._not_finite, self._unread = self._unread.names(), None
+        return not self._not_finite
 
     def _refuse_everything(self) -> None:
-        """Nothing is sampled from weights that are not finite. The next version may be; the engine lives."""
+        """Fail all requests instead of sampling from non-finite weights. The engine keeps running for the next version."""
 
         def error() -> NotFinite:
             what = f"The weights of version {self.version} are not finite"
             return not_finite(
-                what, self._spoilt, "Publish other weights: those of an earlier checkpoint, at a lower lr."
+                what, self._not_finite, "Publish other weights: those of an earlier checkpoint, at a lower lr."
             )
 
         with self._changed:
@@ -553,16 +553,16 @@ class LocalEngine:
         self._absorb(sampled)
 
     def _absorb(self, sampled: list[Sampled]) -> None:
-        """Append new tokens; deliver the sequences that are done."""
+        """Append new tokens; deliver finished sequences."""
         version = self._scheduler.version
         for sequence, tokens, logprobs in sampled:
             num_good = _num_finite(logprobs)
             try:
                 self._stop_rule.absorb(sequence, tokens[:num_good], logprobs[:num_good], version)
-            except Exception as error:  # noqa: BLE001 - the tokenizer's: it may not know a token that the model writes
+            except Exception as error:  # noqa: BLE001 - from the tokenizer, which may not know a sampled token
                 self._finish(sequence, error)
                 continue
-            if num_good < len(tokens) and sequence.finish_reason is None:  # rounds behind its end do not count
+            if num_good < len(tokens) and sequence.finish_reason is None:  # rounds after its end do not count
                 self._finish(sequence, LogitsNotFinite(version, len(sequence.tokens)))
                 continue
             self._scheduler.decoded(sequence)
@@ -572,7 +572,7 @@ class LocalEngine:
                 self._finish(sequence, None)
 
     def _score(self) -> None:
-        """As many texts as fit one pass; who is left has the next step, so that generation goes on meanwhile."""
+        """Score as many texts as fit one pass; the rest wait for later steps, so that generation continues in between."""
         with self._changed:
             taken = take_batch(
                 self._scoring,
@@ -618,7 +618,7 @@ class LocalEngine:
         for waiting in scoring:
             if waiting.answer.set_running_or_notify_cancel():
                 waiting.answer.set_exception(self._reason_to_refuse())
-        if self._death is None:  # else the books may be what broke
+        if self._death is None:  # after a crash the scheduler's state may be invalid
             for sequence in open_ones:
                 self._scheduler.remove(sequence)
 
@@ -629,12 +629,12 @@ class LocalEngine:
 
     def _make_runner(self) -> Runner:
         pool, limits = self._scheduler.pool, self._scheduler.limits
-        view = shared_view(self.model)  # the engine's own modules over the model's parameters
+        view = shared_view(self.model)  # separate modules over the same parameters
         view.set_attn_implementation(ATTENTION_NAME)
         if self._shape.device.type == "cpu":
             forward = make_forward(view, pack=self._is_packed(view))
             return CPURunner(forward, self._shape, pool.num_blocks, pool.block_size)
-        from ludic.inference.local.cuda_runner import CUDARunner  # triton, which only a GPU machine has
+        from ludic.inference.local.cuda_runner import CUDARunner  # imports triton, which needs a GPU machine
 
         return CUDARunner(
             view,
@@ -648,7 +648,7 @@ class LocalEngine:
         )
 
     def _is_packed(self, view: Any) -> bool:
-        """Whether to keep a second copy of the matrices; by default, where memory is plentiful."""
+        """Whether to keep a packed copy of the matrices; by default if memory is plentiful."""
         if self._pack_weights is None:
             return packed_bytes(view) < free_memory(self._shape.device) // 4
         return self._pack_weights
@@ -667,7 +667,7 @@ def _close(engine: "weakref.ref[LocalEngine]") -> None:
 
 
 def _num_finite(logprobs: list[float]) -> int:
-    """How many come before the first that is NaN, by which samplers report logits that are not finite."""
+    """Number of log-probs before the first NaN, by which samplers report non-finite logits."""
     if math.isfinite(sum(logprobs)):
         return len(logprobs)
     return next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))

@@ -1,8 +1,8 @@
-"""The tensors behind the block pool, and what attention does with them on a CPU.
+"""The tensors behind the block pool, attention over them on a CPU, and the size of the cache.
 
-Keys and values of every token live in a pool of slots (slot = block × block size + offset). For decoding, the running
-sequences also have dense rows, so that a step reads them without gathering: a row is filled from the pool once, when
-its sequences join, and grows by one token per step. What was decoded goes back to the pool when a sequence is done.
+Keys and values of every token are in a pool of slots (slot = block × block size + offset). Decoding sequences also
+have dense rows, so that a step reads them without gathering: a row is filled from the pool once, when its sequence joins,
+and grows by one token per step. Decoded tokens are copied back to the pool when a sequence finishes.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from ludic.types import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVShape:
-    """What one token takes in every layer."""
+    """Shape and dtype of one token's keys and values in every layer."""
 
     heads: tuple[tuple[int, int], ...]
     """(K, D) of each layer."""
@@ -35,21 +35,21 @@ class KVShape:
 
 
 class KVPool:
-    """One [S, K, D] tensor of keys and one of values per layer; the last block is for padding to write to."""
+    """One [S, K, D] tensor of keys and one of values per layer. Padding writes to the scratch block after the last block."""
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int) -> None:
         self.shape = shape
         self.block_size = block_size
         self.scratch_slot = num_blocks * block_size
         self.zero_slot = self.scratch_slot + block_size
-        """Never written."""
+        """Never written; always zero."""
         num_slots = self.zero_slot + 1
         make = lambda k, d: torch.zeros(num_slots, k, d, dtype=shape.dtype, device=shape.device)  # noqa: E731
         self.keys = [make(k, d) for k, d in shape.heads]
         self.values = [make(k, d) for k, d in shape.heads]
 
     def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
-        """Slots of the tokens start … end of a sequence that has these blocks."""
+        """Slots of tokens start … end of a sequence with these blocks."""
         first = start // self.block_size
         table = torch.tensor(blocks[first : -(-end // self.block_size)], dtype=torch.long)
         offsets = torch.arange(self.block_size)
@@ -59,30 +59,30 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's share of a flat prefill: tokens `start` … `end` of it, at `flat` in the batch."""
+    """One sequence's part of a flat prefill: its tokens `start` … `end`, at `flat` in the batch."""
 
     flat: int
     start: int
     end: int
     slots_L: Tensor
-    """Where the tokens before `start` are stored; empty at the beginning of a sequence."""
+    """Slots of the tokens before `start`; empty at the beginning of a sequence."""
 
 
 _KEY_MULTIPLE, _QUERY_BLOCK = 32, 32
 
 
 def padded_length(num_keys: int) -> int:
-    """Keys that attention computes with, masked ones at the end included.
+    """Number of keys that attention computes with, including masked ones at the end.
 
-    Loops over keys end in a remainder that is summed in another order. With whole multiples the remainder is never among
-    the keys that count, so a token's result does not depend on how many keys its neighbours have. For the same reason no
-    block of queries (SDPA takes them by 32, 64 or 256) is left with one alone, which would be a product of another kind.
+    Loops over keys end in a remainder that is summed in another order. With whole multiples the remainder holds only masked
+    keys, so a token's result does not depend on how many keys its neighbours have. For the same reason a block of queries
+    (SDPA takes 32, 64 or 256) never holds a single query, which would take another kernel.
     """
     return -(-num_keys // _KEY_MULTIPLE) * _KEY_MULTIPLE
 
 
 class PrefillState:
-    """Several prompts (or pieces of them) in one flat batch."""
+    """Attention of several prompts (or parts of them) in one flat batch."""
 
     def __init__(self, pool: KVPool | None, spans: list[Span], new_slots_T: Tensor | None) -> None:
         self._pool = pool
@@ -113,7 +113,7 @@ class PrefillState:
 
 
 def _causal_mask(span: Span, num_queries: int, num_keys: int, window: int | None) -> Tensor:
-    """Query i of the span sees itself and what is before it, within the window; padding comes after everything."""
+    """Query i of the span sees itself and what precedes it, within the window; padding comes last."""
     positions_T = torch.arange(span.start, span.start + num_queries)[:, None]
     positions_L = torch.arange(num_keys)[None]
     mask = positions_L <= positions_T
@@ -141,7 +141,7 @@ class DenseRows:
         self.values: list[Tensor] = []
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Make room; contents stay."""
+        """Grow to this size; contents stay."""
         if num_rows <= self._num_rows and length <= self._length:
             return
         rows = max(num_rows, self._num_rows)
@@ -160,15 +160,15 @@ class DenseRows:
         return new
 
     def load(self, rows_N: Tensor, slots_NL: Tensor) -> None:
-        """Fill rows from the pool; `slots_NL` are padded with a slot of zeros."""
+        """Fill rows from the pool; `slots_NL` is padded with the zero slot."""
         length = slots_NL.shape[1]
         for dense, pool in self._stores():
-            # A masked NaN is still a NaN: what broken weights once left here must not be looked at again.
+            # A masked NaN is still a NaN: values left here by non-finite weights must not be read again.
             dense[rows_N, :, length:] = 0
             dense[rows_N, :, :length] = pool[slots_NL].transpose(1, 2)
 
     def store(self, row: int, start: int, slots_L: Tensor) -> None:
-        """Copy what a row has from `start` on back to the pool."""
+        """Copy a row's contents from `start` on back to the pool."""
         for dense, pool in self._stores():
             pool[slots_L] = dense[row, :, start : start + len(slots_L)].transpose(0, 1)
 
@@ -183,7 +183,7 @@ class DenseRows:
 
 
 class DecodeState:
-    """One new token for every row."""
+    """Attention of one new token per row."""
 
     def __init__(self, rows: DenseRows, positions_R: Tensor, length: int) -> None:
         self._rows = rows
@@ -202,7 +202,7 @@ class DecodeState:
         values.view(-1, size).index_copy_(0, place, value_TKD.reshape(-1, size))
         num_rows, num_heads, size = query_THD.shape
         kv_heads = key_TKD.shape[1]
-        # Query heads that share a key head stand where query positions would: no key is repeated.
+        # Query heads that share a key head take the place of query positions, so no key is repeated.
         query_RKGD = query_THD.view(num_rows, kv_heads, num_heads // kv_heads, size)
         key_RKLD, value_RKLD = keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
         mask = self._mask(rules.sliding_window)
@@ -213,7 +213,7 @@ class DecodeState:
         return out.reshape(num_rows, num_heads, size)
 
     def _place(self, dense: Tensor) -> Tensor:
-        """Where the new keys go in the flattened rows, for every row and head."""
+        """Index of the new keys in the flattened rows, for every row and head."""
         _, heads, capacity, _ = dense.shape
         if heads not in self._places:
             rows_R1 = torch.arange(len(self._positions_R))[:, None]
@@ -227,18 +227,13 @@ class DecodeState:
             mask = positions_L <= self._positions_R[:, None]
             if window is not None:
                 mask &= positions_L > self._positions_R[:, None] - window
-            # As numbers to add: SDPA would turn a boolean mask into one, in every layer.
+            # An additive mask: SDPA would convert a boolean one in every layer.
             self._masks[window] = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))[:, None, None, :]
         return self._masks[window]
 
 
-# ----------------------------------------------------------------------------------------------------
-# How much memory is free.
-# ----------------------------------------------------------------------------------------------------
-
-
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on this device now."""
+    """Bytes that can be allocated on this device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
@@ -248,15 +243,11 @@ def free_memory(device: torch.device) -> int:
     return 4 << 30
 
 
-# ----------------------------------------------------------------------------------------------------
-# Facts about a model that decide what an engine for it looks like.
-# ----------------------------------------------------------------------------------------------------
-
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that the model or its tokenizer ends a sequence with."""
+    """All end-of-sequence tokens of the model and its tokenizer."""
     found: set[int] = set()
     configured = getattr(model, "generation_config", None) or model.config
     eos = configured.eos_token_id
@@ -274,9 +265,9 @@ def kv_shape(model: Any, heads: tuple[tuple[int, int], ...]) -> KVShape:
 def num_blocks(
     shape: KVShape, block_size: int, fraction: float, kv_tokens: int | None, max_sequences: int, max_length: int
 ) -> int:
-    """As many as the given number of tokens, or the given fraction of free memory, or all that could ever be used."""
+    """Blocks for `kv_tokens`, else for a fraction of free memory, at most all that could ever be used."""
     if block_size < 1:
-        raise ConfigError(f"block_size={block_size}; a block holds at least one token.")
+        raise ConfigError(f"block_size={block_size}; it must be at least 1.")
     if kv_tokens is None:
         affordable = int(free_memory(shape.device) * fraction) // shape.bytes_per_token
         kv_tokens = min(affordable, max_sequences * max_length)
@@ -286,12 +277,12 @@ def num_blocks(
 
 
 def check_rope(config: Any) -> None:
-    """Refuse positions whose meaning depends on the longest sequence in the batch: nothing could be cached or shared."""
+    """Raise for rotary embeddings that depend on the longest sequence in the batch: nothing could be cached or shared."""
     rope = config.rope_parameters if hasattr(config, "rope_parameters") else None
     kinds = [] if rope is None else [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
     found = [kind["rope_type"] for kind in kinds if kind.get("rope_type") in _ROPE_BY_LENGTH]
     if found:
         raise ConfigError(
-            f"Its rotary embedding is of the type {found[0]!r}, which changes with the longest sequence in the batch; the "
-            "embedded engine cannot keep its promises with that. Serve it with vLLM, or set another rope_type."
+            f"The model's rotary embedding has rope_type {found[0]!r}, which changes with the longest sequence in the batch, so "
+            "the embedded engine cannot cache keys. Serve it with vLLM, or set another rope_type."
         )

@@ -1,7 +1,7 @@
-"""`League`: past versions of a policy, each served by an engine of its own.
+"""`League`: past versions of a policy, each served by its own engine.
 
-A member is an `EngineSnapshot`: a copy of what is trained (of a LoRA policy its adapter alone; the base is shared), fixed at
-one version. It can be played against, trained beside, and rated; training never changes it.
+A member is an `EngineSnapshot`: a copy of the trained weights (of a LoRA policy the adapter alone; the base is shared), fixed
+at one version. It can be an opponent, a training partner or rated; training never changes it.
 """
 
 from typing import Any
@@ -14,24 +14,24 @@ from ludic.types import ConfigError
 
 
 class League:
-    """A new member at every `every`-th version of `live`; the oldest goes when there are more than `max_size`.
+    """Adds a member at every `every`-th version of `live`; the oldest leaves when there are more than `max_size`.
 
-    Tell it of versions by giving it to the policy's batch source (`followers`). Its members are part of the checkpoint.
+    Pass it to the policy's batch source (`followers`), which reports new versions. Its members are part of the checkpoint.
     """
 
     def __init__(self, live: LocalEngine, *, every: int, max_size: int = 8, **settings: Any) -> None:
-        """`settings` are each member's, LocalEngine's; on a GPU give `kv_tokens`, since every member has a cache."""
+        """`settings`: LocalEngine settings of each member; on a GPU give `kv_tokens`, since every member has a cache."""
         if every < 1 or max_size < 1:
             raise ConfigError(f"League(every={every}, max_size={max_size}); both must be at least 1.")
         self._live, self._settings = live, settings
         self._every, self._max_size = every, max_size
         self._members: dict[int, EngineSnapshot] = {}
         self._retired: dict[int, EngineSnapshot] = {}
-        """Who went last: an episode that was being played goes on to its end."""
+        """The last member to leave: running episodes with it finish."""
 
     @property
     def versions(self) -> list[int]:
-        """The oldest first."""
+        """Versions of the members, oldest first."""
         return list(self._members)
 
     def client(self, version: int) -> EngineSnapshot:
@@ -41,14 +41,14 @@ class League:
         return found
 
     def notify_version(self, version: int) -> None:
-        """The live policy is at this version now, and nobody is changing it meanwhile."""
+        """The live policy is at this version; its weights must not change during the call."""
         if version % self._every == 0 and version not in self._members:
             self.add(version)
 
     def add(self, version: int) -> None:
-        """The live weights as they are become a member."""
+        """Copy the current live weights into a new member."""
         if version in self._members:
-            raise ConfigError(f"The league has a member of version {version} already; a member never changes.")
+            raise ConfigError(f"The league already has a member of version {version}, and a member never changes.")
         member = self._new_member()
         member.take_snapshot(version)
         self._admit(version, member)
@@ -72,7 +72,7 @@ class League:
     # --- resume ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The members' own weights; nobody changes them, so they are not copied."""
+        """The members' own weights, not copied, since they never change."""
         return {
             "members": [
                 {"version": version, "weights": _own_weights(member)} for version, member in self._members.items()
@@ -88,5 +88,5 @@ class League:
 
 
 def _own_weights(member: EngineSnapshot) -> dict[str, torch.Tensor]:
-    """What a member does not share with the live policy."""
+    """The weights that a member does not share with the live policy."""
     return {name: weight.detach() for name, weight in member.engine.model.named_parameters() if weight.requires_grad}

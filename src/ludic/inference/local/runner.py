@@ -1,9 +1,9 @@
-"""Runs the model for the scheduler, on a CPU: flat batches in, logits of the tokens that matter out.
+"""Runs the model for the scheduler on a CPU: flat batches in, logits of the requested tokens out.
 
 Batches are padded to a minimum number of tokens, and keys to a multiple (`kv.padded_length`), because products with very few
-rows and sums with a remainder take another path through the math library and round differently. With the padding a request
-gets the same logits, bit for bit, alone and in any batch, where the library's other choices depend on neither (measured on
-aarch64). Where they do, logits differ by rounding, and `sampling` keeps the tokens but for near ties.
+rows and sums with a remainder take another path through the math library and round differently. With this padding a request
+gets the same logits, bit for bit, alone and in any batch, if the library's other choices depend on neither (measured on
+aarch64). Otherwise logits differ by rounding, and `sampling` still draws the same tokens except for near ties.
 """
 
 from collections.abc import Sequence as Seq
@@ -21,18 +21,14 @@ from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import AttentionState
 from ludic.models.forward import Forward
 
-# ----------------------------------------------------------------------------------------------------
-# Texts that wait to be scored, and how many of them go through the model together.
-# ----------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """A text whose end is to be scored, and who waits for it."""
+    """A text to score from `num_prompt` on, and the future of its result."""
 
     tokens: np.ndarray[Any, Any]
     num_prompt: int
-    """Tokens at the start whose own log-probs nobody asked for."""
+    """Tokens at the start that are not scored."""
     temperature: float
     answer: Future[np.ndarray[Any, Any]] = field(default_factory=Future)
 
@@ -41,12 +37,12 @@ class Scoring:
         return len(self.tokens) - self.num_prompt
 
     def predictors(self, start: int) -> range:
-        """Where the logits are that predict the scored tokens, if the text begins at flat position `start`."""
+        """Positions of the logits that predict the scored tokens, for a text at flat position `start`."""
         return range(start + self.num_prompt - 1, start + len(self.tokens) - 1)
 
 
 def take_batch(waiting: list[Scoring], *, max_tokens: int, max_logits: int) -> list[Scoring]:
-    """Take out the first, and whoever has its temperature and still fits; one alone always fits."""
+    """Remove and return the first text and those of the same temperature that still fit; one alone always fits."""
     batch: list[Scoring] = []
     num_tokens = num_logits = 0
     for scoring in list(waiting):
@@ -61,7 +57,7 @@ def take_batch(waiting: list[Scoring], *, max_tokens: int, max_logits: int) -> l
 
 
 class Runner(Protocol):
-    """What the engine asks of a device."""
+    """The engine's interface to a device."""
 
     def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]: ...
 
@@ -77,7 +73,7 @@ class Runner(Protocol):
 
 
 class CPURunner:
-    """Prefill by spans, decode by rows."""
+    """Prefill by spans, decoding by rows."""
 
     def __init__(self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int) -> None:
         self._model = forward
@@ -93,7 +89,7 @@ class CPURunner:
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]:
-        """Compute pieces of prompts; a first token for those that reach the end of their sequence."""
+        """Compute parts of prompts; sample a first token for those that reach the end of their sequence."""
         tokens: list[int] = []
         positions: list[int] = []
         spans, slots, last = [], [], []
@@ -114,7 +110,7 @@ class CPURunner:
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
-        """Log-probabilities of what is to be scored of texts of one temperature; nothing is stored."""
+        """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
         lengths = [len(text.tokens) for text in texts]
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
         flat = [int(t) for text in texts for t in text.tokens]
@@ -133,11 +129,11 @@ class CPURunner:
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> list[Sampled]:
         """One token for every sequence."""
-        assert num_rounds == 1, "on a CPU the host is not what costs time"
+        assert num_rounds == 1, "several rounds only pay off on a GPU"
         self._join([sequence for sequence in sequences if sequence.row < 0])
         self._close_gaps()
         owners = [owner for owner in self._row_owner if owner is not None]
-        assert len(owners) == len(sequences), "the rows are those of the decoding sequences"
+        assert len(owners) == len(sequences), "every row belongs to a decoding sequence"
         positions = [owner.num_computed for owner in owners]
         length = padded_length(max(positions) + 1)
         num_rows = max(len(owners), self._min_rows)
@@ -149,19 +145,19 @@ class CPURunner:
         return _sampled(logits_NV, owners)
 
     def keep(self, sequence: Sequence) -> None:
-        """Whatever of it is not in the pool yet goes there, for whoever continues from it."""
+        """Copy its decoded tokens to the pool, for requests that continue from it."""
         if sequence.row >= 0 and sequence.num_computed > sequence.num_pooled:
             slots = self.pool.slots(sequence.blocks, sequence.num_pooled, sequence.num_computed)
             self._rows.store(sequence.row, sequence.num_pooled, slots)
 
     def leave(self, sequence: Sequence) -> None:
-        """Its row is free for another."""
+        """Free its row."""
         if sequence.row >= 0:
             self._row_owner[sequence.row] = None
             sequence.row = -1
 
     def _join(self, sequences: list[Sequence]) -> None:
-        """Rows for sequences whose prompts are done, filled from the pool."""
+        """Give rows to sequences with a finished prompt, filled from the pool."""
         if not sequences:
             return
         free = [i for i, owner in enumerate(self._row_owner) if owner is None]
@@ -178,7 +174,7 @@ class CPURunner:
         self._rows.load(torch.tensor([sequence.row for sequence in sequences]), slots_NL)
 
     def _close_gaps(self) -> None:
-        """Move the last rows into free ones, so that the batch is the first rows and no others."""
+        """Move the last rows into free ones, so that the batch is a prefix of the rows."""
         owners = self._row_owner
         gap = 0
         while True:

@@ -1,11 +1,11 @@
-"""From logits to tokens, with the log-probability of what was drawn under the distribution it was drawn from.
+"""Draws tokens from logits, with their log-probability under the distribution they were drawn from.
 
-A token is drawn by a race: candidate i of weight w_i arrives after E_i / w_i, E_i an exponential variable, and the first to
-arrive is drawn, which is candidate i with probability w_i / Σw (Gumbel-max says the same in logarithms). First chunks of the
-vocabulary race, weighed by their sums, then the tokens of the chunk that won: noise for some hundred candidates, not for all.
+A token is drawn by a race: candidate i of weight w_i arrives at time E_i / w_i, E_i an exponential variable, and the first to
+arrive is drawn. That is candidate i with probability w_i / Σw (Gumbel-max in the log domain). First chunks of the
+vocabulary race, weighted by their sums, then the tokens of the winning chunk: noise for some hundred candidates, not for all.
 
 The noise is a function of the request's seed, the token's position and the candidate, on every device. Equal logits give
-equal tokens. Where rounding moves the logits (over temperature) by at most ε, another token is drawn with probability at
+equal tokens. If rounding moves the logits (over temperature) by at most ε, another token is drawn with probability at
 most ε, because only candidates that arrive within a factor 1 + 2ε of each other can change places (docs/engine.md).
 """
 
@@ -19,18 +19,18 @@ from ludic.types import TokenArray
 from ludic.types.requests import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
 
 CHUNK = 128
-"""Tokens that race as one, in the first stage. Part of what a seed means: another value draws other tokens."""
+"""Tokens per candidate of the first stage. Part of what a seed means: another value draws other tokens."""
 _MINUS_INFINITY = float("-inf")
 
 
-# Letters: N sequences, V vocabulary, C candidates of a race (chunks, or the tokens of one).
+# Letters: N sequences, V vocabulary, C candidates of a race (chunks, or tokens of one chunk).
 @torch.inference_mode()
 def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
-    """One token per sequence, and its log-probability: NaN where the logits of a row are not finite.
+    """One token per sequence and its log-probability, NaN if the logits of a row are not finite.
 
-    The NaN is the report, and the engine reads it with the tokens: asking a device in between would make each step wait once
-    more. So everything up to there must bear such a row: the race takes the least of its candidates, whose place is within the
-    vocabulary even where all are NaN, and no index is computed from a logit.
+    The engine reads the NaN together with the tokens: a separate check would synchronise with the device once more per step. So
+    everything before must tolerate such a row: the race takes the argmin, which is a valid index even if all candidates are NaN,
+    and no index is computed from a logit.
     """
     logits_NV = logits_NV.float()
     _forbid_early_stops(logits_NV, sequences)
@@ -39,7 +39,7 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
     if bool(greedy_N.all()):
         tokens_N = logits_NV.argmax(dim=-1)
         return _with_logprobs(logits_NV, tokens_N)
-    # A greedy request keeps temperature 1: its log-prob is that of the model's own distribution.
+    # A greedy request keeps temperature 1: its log-prob is under the model's own distribution.
     temperatures_N = torch.tensor([s.sampling.temperature or 1.0 for s in sequences])
     if bool((temperatures_N != 1).any()):
         logits_NV /= temperatures_N[:, None]
@@ -48,7 +48,7 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
 
 
 def _draw(logits_NV: Tensor, greedy_N: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
-    """The race, then the log-probability of what was drawn."""
+    """Run the race, then compute the log-probability of the drawn token."""
     highest_N1, best_N1 = logits_NV.max(dim=-1, keepdim=True)
     weights_NV = (logits_NV - highest_N1).exp_()
     places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences])
@@ -89,24 +89,24 @@ def exponentials(bits: Tensor) -> Tensor:
     """Exponential variables from random int64, between 2^-49 and 34, in double precision.
 
     The uniform number below is (k + 1/2) / 2^48, which a double holds exactly: its logarithm is neither 0 nor infinite, and
-    is as fine near 0 as anywhere, so tokens keep their probability down to about 2^-48.
+    has full resolution near 0, so tokens keep their probability down to about 2^-48.
     """
     k = bits >> (64 - SEED_BITS) & ((1 << SEED_BITS) - 1)
     return (k.double().add_(0.5) * 2.0**-SEED_BITS).log_().neg_()
 
 
 def derive_bits(states: Tensor, indices: Tensor) -> Tensor:
-    """All 64 bits of what `derive_seed` cuts to a seed, of int64 tensors: one step down from `states`."""
+    """One step of `derive_seed` from `states` on int64 tensors, with all 64 bits, before it is cut to a seed."""
     (increment, *factors), bits = MIX_CONSTANTS, states * _signed(STEP_FACTOR) + indices
     bits += _signed(increment)
     for shift, factor in zip(MIX_SHIFTS, [*factors, 1], strict=True):
-        bits ^= (bits >> shift) & ((1 << (64 - shift)) - 1)  # int64 shifts in its sign
+        bits ^= (bits >> shift) & ((1 << (64 - shift)) - 1)  # an int64 shift copies the sign bit
         bits *= _signed(factor)
     return bits
 
 
 def _signed(constant: int) -> int:
-    """The same 64 bits as a signed integer, which is all that torch multiplies."""
+    """The same 64 bits as a signed integer: torch multiplies no others."""
     return constant - (1 << 64) if constant >> 63 else constant
 
 
@@ -116,7 +116,7 @@ def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list
 
 
 def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
-    """Top-k, then top-p, then min-p, in place, for the rows that ask for any of them; what is left is noted where it is wanted."""
+    """Apply top-k, then top-p, then min-p in place to the rows that use them; record the remaining candidates if requested."""
     for row, sequence in enumerate(sequences):
         params = sequence.sampling
         if not params.is_truncated:
@@ -131,17 +131,17 @@ def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
             # The token that passes the threshold is kept, as is everything before it.
             before = torch.softmax(ordered, dim=-1).cumsum(dim=-1) - torch.softmax(ordered, dim=-1)
             is_left_out = before >= params.top_p
-            is_left_out[0] = False  # a float32 has no 1e-50: nothing would be below the threshold
+            is_left_out[0] = False  # float32 rounds a top_p of 1e-50 to 0, which would exclude every token
             logits_V[order[is_left_out]] = _MINUS_INFINITY
         if params.min_p > 0:
             threshold = logits_V.max() + torch.log(torch.tensor(params.min_p))
             logits_V[logits_V < threshold] = _MINUS_INFINITY
         if sequence.keeps_candidates:
-            sequence.candidates.append(_support(logits_V))
+            sequence.candidates.append(_candidates(logits_V))
 
 
-def _support(logits_V: Tensor) -> TokenArray:
-    """The tokens that can still be drawn; none if that is all of them."""
+def _candidates(logits_V: Tensor) -> TokenArray:
+    """The tokens that can still be drawn; empty if all can."""
     left = (logits_V > _MINUS_INFINITY).nonzero()[:, 0]
     return left[: 0 if len(left) == len(logits_V) else None].to(torch.int32).numpy()
 
@@ -150,7 +150,7 @@ def _apply_penalties(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
     for row, sequence in enumerate(sequences):
         params = sequence.sampling
         if params.repetition_penalty != 1.0:
-            # Some models read more ids than they write.
+            # Some models have more input ids than output logits.
             seen = torch.tensor(sorted(token for token in set(sequence.tokens) if token < logits_NV.shape[1]))
             scores = logits_NV[row, seen]
             penalty = params.repetition_penalty

@@ -1,8 +1,8 @@
-"""Who computes what next: continuous batching over a block pool.
+"""Plans each engine step: continuous batching over a block pool.
 
-A step has two parts: pieces of prompts, first come first served within a token budget, and one or more decoding rounds
-for every sequence whose prompt is done. When blocks run out, the youngest sequence gives its own back and waits for its
-turn again; nothing fails for want of memory unless a single sequence is larger than the pool.
+A step has two parts: parts of prompts, first come first served within a token budget, and one or more decoding rounds for
+every sequence with a finished prompt. When blocks run out, the youngest sequence returns its blocks and waits again; a lack
+of memory fails a request only if that single sequence is larger than the pool.
 """
 
 from collections import deque
@@ -14,30 +14,30 @@ from ludic.inference.local.sequence import TOKEN_BYTES, Chunk, Sequence, tokens_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How much one step may hold."""
+    """Limits of one step."""
 
     max_sequences: int
     """Sequences running at the same time."""
     max_prefill_tokens: int
-    """Prompt tokens computed in one step; longer prompts are computed in pieces."""
+    """Prompt tokens computed in one step; longer prompts are computed in several steps."""
     max_rounds: int = 1
-    """Decoding rounds between two looks at the queues. More than one saves host time on a GPU; a sequence that
-    stops in between wastes the rest of its rounds."""
+    """Decoding rounds per step. More than one saves host time on a GPU; a sequence that stops in between wastes the rest of
+    its rounds."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """One step."""
+    """The work of one step."""
 
     prefill: list[Chunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
     num_rounds: int = 1
     preempted: list[Sequence] = field(default_factory=list)
-    """Sequences that lost their blocks in favour of older ones."""
+    """Sequences that gave up their blocks to older ones."""
 
 
 class Scheduler:
-    """Two queues and a pool."""
+    """Waiting and running sequences over one block pool."""
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
         self.pool = pool
@@ -48,7 +48,7 @@ class Scheduler:
         self.version = 0
         self.num_preemptions = 0
         self.num_prefix_tokens = 0
-        """Prompt tokens that did not have to be computed."""
+        """Prompt tokens taken from shared blocks instead of computed."""
 
     @property
     def has_work(self) -> bool:
@@ -58,7 +58,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan(self) -> Plan:
-        """Choose the parts of the next step and make sure that they have blocks."""
+        """Choose the work of the next step and allocate its blocks."""
         plan = Plan()
         budget = self._continue_prompts(plan, self.limits.max_prefill_tokens)
         self._admit_waiting(plan, budget)
@@ -74,33 +74,35 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
-        """First come, first served. Who goes on like a prompt that is just being computed waits for it, in its place:
+        """Admit in order of arrival. A sequence that continues with a block that another prompt is computing waits for it in place:
         the members of a group compute their common prompt once."""
-        in_work = {self._next_block(s, s.chain, s.num_published) for s in self.running.values() if not s.is_decoding}
+        in_progress = {
+            self._next_block(s, s.chain, s.num_published) for s in self.running.values() if not s.is_decoding
+        }
         held_back: list[Sequence] = []
         while budget > 0 and self.waiting and len(self.running) + len(held_back) < self.limits.max_sequences:
             sequence = self.waiting.popleft()
-            # The last token must be computed in any case: its output says what comes next.
+            # The last token must always be computed: its output predicts the next one.
             shared, chain = self.pool.match(self.version, tokens_as_bytes(sequence.tokens[:-1]), TOKEN_BYTES)
             following = self._next_block(sequence, chain, len(shared))
-            if following is not None and following in in_work:
+            if following is not None and following in in_progress:
                 held_back.append(sequence)
                 continue
             if not self._admit(sequence, shared, chain):
                 held_back.append(sequence)
                 break
             self.running[sequence.number] = sequence
-            in_work.add(following)
+            in_progress.add(following)
             budget -= self._plan_chunk(sequence, budget, plan)
         self.waiting.extendleft(reversed(held_back))
 
     def _next_block(self, sequence: Sequence, chain: int, num_blocks: int) -> tuple[int, bytes] | None:
-        """What the first block behind a known prefix will be published as."""
+        """The key under which the first block after a known prefix will be published."""
         start, end = num_blocks * self.pool.block_size, (num_blocks + 1) * self.pool.block_size
         return (chain, tokens_as_bytes(sequence.tokens[start:end])) if end < len(sequence.tokens) else None
 
     def _admit(self, sequence: Sequence, shared: list[int], chain: int) -> bool:
-        """Give a waiting sequence the blocks of its known prefix, if the rest can be had as well."""
+        """Give a waiting sequence the blocks of its known prefix, if the rest can be allocated too."""
         self.pool.share(shared)
         rest = self.pool.take(self.pool.blocks_for(len(sequence.tokens)) - len(shared))
         if rest is None:
@@ -119,7 +121,7 @@ class Scheduler:
         return max(length, 0)
 
     def computed(self, chunk: Chunk) -> None:
-        """A piece of a prompt has been computed."""
+        """Record that a part of a prompt has been computed."""
         chunk.sequence.num_computed = chunk.end
         self._publish(chunk.sequence)
 
@@ -138,13 +140,13 @@ class Scheduler:
         plan.decode = [sequence for sequence in decoding if sequence.number in self.running]
 
     def _num_rounds(self, decoding: list[Sequence], plan: Plan) -> int:
-        """Many rounds only where no prompt waits for its next piece and the device can sample by itself."""
+        """Several rounds only if no prompt waits for its next part and the device can sample without the host."""
         if self.limits.max_rounds == 1 or plan.prefill or not all(sequence.is_plain for sequence in decoding):
             return 1
         return min(self.limits.max_rounds, max(sequence.num_left for sequence in decoding))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> None:
-        """Blocks for the first `num_tokens` tokens; the youngest give way, at last the sequence itself."""
+        """Allocate blocks for the first `num_tokens` tokens; preempts the youngest sequences, in the end this one."""
         missing = -(-num_tokens // self.pool.block_size) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.take(missing)
@@ -167,13 +169,13 @@ class Scheduler:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.sequence is not victim]
 
     def decoded(self, sequence: Sequence) -> None:
-        """New tokens were sampled; all but the newest have been through the model."""
+        """Record sampled tokens; all but the newest have been through the model."""
         sequence.num_computed = len(sequence.tokens) - 1
 
     # --- common ---
 
     def _publish(self, sequence: Sequence) -> None:
-        """Full blocks can be shared from now on."""
+        """Publish full blocks for sharing."""
         size = self.pool.block_size
         first, end = sequence.num_published, sequence.num_computed // size
         if first >= end:
@@ -187,18 +189,18 @@ class Scheduler:
         sequence.num_published = end
 
     def remove(self, sequence: Sequence) -> None:
-        """Finished, failed or cancelled: its blocks go back, and stay findable by prefix."""
+        """Finished, failed or cancelled: return its blocks, which stay findable by prefix."""
         if self.running.pop(sequence.number, None) is not None:
-            self._publish(sequence)  # what was sampled is the beginning of the next turn's prompt
+            self._publish(sequence)  # the completion is part of the next turn's prompt
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def new_version(self, version: int) -> list[Sequence]:
-        """The weights have changed: no key or value computed so far may be used again.
+        """Drop all computed keys and values after a change of weights.
 
-        Running sequences begin again as if they had just arrived, each in its place by number; they are returned.
+        Running sequences start again as if they had just arrived, each in its place by number; they are returned.
         """
         self.version = version
         restarted = list(self.running.values())

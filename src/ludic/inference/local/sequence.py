@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, how far they are computed, and why it will stop."""
+"""One request inside the engine: its tokens, how many are computed, and its stop rule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from ludic.types import CandidateSets, ChatResponse, SamplingParams, TokenArray,
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt that is being continued."""
+    """A prompt and its completion so far."""
 
     number: int
-    """Order of arrival; the scheduler is fair by it."""
+    """Order of arrival, by which the scheduler is fair."""
     request: TokenCompletionRequest
     deliver: Callable[["Sequence", BaseException | None], None]
-    """Called once, from the worker thread, when the sequence is done or has failed."""
+    """Called once, from the worker thread, when the sequence finishes or fails."""
     seed: int
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it."""
@@ -25,29 +25,29 @@ class Sequence:
     """Prompt and completion."""
     logprobs: list[float] = field(default_factory=list)
     candidates: list[TokenArray] = field(default_factory=list)
-    """What each token of the completion was drawn from, where `keeps_candidates`; empty for the whole vocabulary."""
+    """Candidates of each completion token if `keeps_candidates`; empty for the whole vocabulary."""
     runs: list[list[int]] = field(default_factory=list)
     """[version, number of tokens] of the completion."""
     blocks: list[int] = field(default_factory=list)
     chain: int = 0
-    """The block pool's name for the published part of this sequence."""
+    """The block pool's id for the published part of this sequence."""
     num_published: int = 0
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
     num_pooled: int = 0
-    """Of these, how many are in the pool's blocks; the runner may hold the rest elsewhere."""
+    """Of these, how many are in the pool's blocks; the runner may hold the rest in rows."""
     finish_reason: str | None = None
     row: int = -1
-    """Place in the runner's decode batch; -1 while it has none."""
+    """Row in the runner's decode batch; -1 without one."""
     is_cancelled: bool = False
     abort_reason: BaseException | None = None
-    """What to tell whoever still waits for a cancelled sequence."""
+    """The error for a caller that still waits for a cancelled sequence."""
     text: str | None = None
     """Set when a stop string ended the completion: the text before it."""
     on_token: Callable[["Sequence"], None] | None = None
 
     is_plain: bool = True
-    """Sampled by temperature alone: the device can do it without the host."""
+    """Sampled by temperature alone, which the device does without the host."""
 
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt_token_ids.tolist()
@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def keeps_candidates(self) -> bool:
-        """Whether the client will compute the log-probs again, over the same tokens."""
+        """Whether to record candidates, so that the client can recompute log-probs over the same tokens."""
         wanted = self.request.return_
         return self.sampling.is_truncated and wanted.return_chosen_logprobs and wanted.return_candidates
 
@@ -76,12 +76,12 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that the model has not seen yet: the prompt (or what is left of it), or the token just sampled."""
+        """Tokens without computed keys and values: the (rest of the) prompt, or the token just sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """The prompt is done, and a sampled token waits to be seen by the model."""
+        """The prompt is computed, and a sampled token is the next input."""
         return self.num_computed == len(self.tokens) - 1 and bool(self.logprobs)
 
     @property
@@ -90,12 +90,7 @@ class Sequence:
         return self.sampling.max_tokens - len(self.logprobs)
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if self.runs and self.runs[-1][0] == version:
-            self.runs[-1][1] += 1
-        else:
-            self.runs.append([version, 1])
+        self.extend([token], [logprob], version)
 
     def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         self.tokens.extend(tokens)
@@ -106,7 +101,7 @@ class Sequence:
             self.runs.append([version, len(tokens)])
 
     def forget_computed(self) -> None:
-        """Everything has to be computed again (preempted, or the weights have changed)."""
+        """Reset, so that everything is recomputed (preempted, or the weights have changed)."""
         self.blocks, self.chain, self.num_published, self.num_computed = [], 0, 0, 0
 
     def response(self, decode: Callable[[list[int]], str]) -> ChatResponse:
@@ -136,7 +131,7 @@ class Chunk:
 
     @property
     def reaches_the_end(self) -> bool:
-        """Whether the model's output after this chunk says what comes next."""
+        """Whether the model's output after this chunk predicts the next token."""
         return self.end == len(self.sequence.tokens)
 
 
@@ -147,23 +142,18 @@ def tokens_as_bytes(tokens: list[int]) -> bytes:
 TOKEN_BYTES = 4
 
 Sampled = tuple[Sequence, list[int], list[float]]
-"""A sequence, the tokens that were sampled for it, and their log-probabilities."""
-
-
-# ----------------------------------------------------------------------------------------------------
-# When a completion is over.
-# ----------------------------------------------------------------------------------------------------
+"""A sequence, its newly sampled tokens, and their log-probabilities."""
 
 
 class StopRule:
-    """Stop tokens, stop strings, the token limit; in that order."""
+    """Ends a completion: by stop tokens, stop strings, then the token limit."""
 
     def __init__(self, decode: Callable[[list[int]], str], max_length: int) -> None:
         self._decode = decode
         self._max_length = max_length
 
     def absorb(self, sequence: Sequence, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Append what was sampled, up to where the sequence ends; what lies behind its end is dropped."""
+        """Append sampled tokens up to the end of the sequence; drop those after it."""
         params = sequence.sampling
         room = min(params.max_tokens - len(sequence.logprobs), self._max_length - len(sequence.tokens))
         if len(tokens) < room and not params.stop and sequence.stop_ids.isdisjoint(tokens):
@@ -176,7 +166,7 @@ class StopRule:
                 return
 
     def apply(self, sequence: Sequence) -> None:
-        """Set the finish reason if the newest token ended the sequence; none of the first `min_tokens` can."""
+        """Set the finish reason if the newest token ends the sequence; the first `min_tokens` tokens cannot."""
         params = sequence.sampling
         if len(sequence.logprobs) > params.min_tokens and (
             sequence.tokens[-1] in sequence.stop_ids or (params.stop and self._ends_in_stop_string(sequence))
@@ -188,7 +178,7 @@ class StopRule:
     def _ends_in_stop_string(self, sequence: Sequence) -> bool:
         stop = sequence.sampling.stop
         stops = [stop] if isinstance(stop, str) else list(stop or ())
-        # A stop string can only end in the newest token; a token has at least one byte, so this tail is long enough.
+        # A stop string can only end in the newest token, and a token has at least one byte, so this tail is long enough.
         tail = self._decode(sequence.completion[-(max(len(s.encode()) for s in stops) + 4) :])
         if not any(s in tail for s in stops):
             return False

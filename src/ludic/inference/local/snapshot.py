@@ -1,8 +1,8 @@
-"""`EngineSnapshot`: a second engine on copied weights, for evaluating one version of a policy while the next is trained.
+"""`EngineSnapshot`: a second engine on copied weights, to evaluate one version of a policy while the next is trained.
 
-`LocalEngine` serves the trainer's own parameters, which change under an evaluation that runs beside training. A snapshot
-holds a copy of those that are trained (frozen ones, such as the base model under an adapter, are shared) and takes their
-values when it is told to: what it serves in between is exactly one version.
+`LocalEngine` serves the trainer's own parameters, which change during an evaluation that runs beside training. A snapshot
+copies the trained parameters (frozen ones, such as the base model under an adapter, are shared) at each `take_snapshot`, so
+in between it serves exactly one version.
 """
 
 import copy
@@ -22,13 +22,13 @@ class EngineSnapshot:
     """A ChatClient that serves the weights of the last `take_snapshot`; give it to the agents of an evaluation."""
 
     def __init__(self, live: LocalEngine, **settings: Any) -> None:
-        """`settings` are LocalEngine's; without them, the tokenizer and lengths of `live` and a smaller cache."""
+        """`settings` of LocalEngine; defaults: the tokenizer and lengths of `live`, and a smaller cache."""
         self._source = live.model
         self._copy = _copied(live.model)
         on_gpu = next(live.model.parameters()).is_cuda
         usual: dict[str, Any] = {"max_model_len": live.max_model_len, "version": live.version}
         if on_gpu and "kv_tokens" not in settings:
-            usual["kv_memory_fraction"] = _KV_FRACTION_ON_GPU  # the live engine and the trainer want most of it
+            usual["kv_memory_fraction"] = _KV_FRACTION_ON_GPU  # the live engine and the trainer need most of the memory
         self.engine = LocalEngine(self._copy, live.tokenizer, **{**usual, **settings})
 
     @property
@@ -37,12 +37,12 @@ class EngineSnapshot:
 
     @torch.no_grad()
     def take_snapshot(self, version: int) -> None:
-        """The live weights as they are now. Call it between two updates, not while one is being made."""
+        """Copy the current live weights. Call it between two updates, not during one."""
         now = _own_tensors(self._source)
         held = _own_tensors(self._copy)
         if now.keys() != held.keys():
             raise ConfigError(
-                "The model has other parameters than when its EngineSnapshot was made (an adapter added meanwhile?). Make the "
+                "The model has other parameters than when its EngineSnapshot was made (an adapter was added?). Make the "
                 "snapshot after the model is complete."
             )
         with self.engine.updating(version):
@@ -66,9 +66,9 @@ class EngineSnapshot:
 
 
 def _copied(model: Any) -> Any:
-    """Modules and trained parameters copied; frozen parameters shared, since nobody changes them."""
+    """Copy modules and trained parameters; share frozen parameters, which never change."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
-    for module in model.modules():  # somebody's hooks are called, not copied
+    for module in model.modules():  # hooks are shared, not copied
         memo |= {id(hook): hook for hook in forward_hooks(module)}
     return copy.deepcopy(model, memo).eval()
 

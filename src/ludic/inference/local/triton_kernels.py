@@ -1,8 +1,8 @@
-"""The two kernels of the CUDA path: paged decode attention, and sampling with its log-probability in one pass.
+"""The two Triton kernels of the CUDA path: paged decode attention, and sampling with log-probability in one pass.
 
-Attention: one program per (sequence, key/value head, split). The query heads of a group share every key that is loaded;
-contexts are cut into splits when there are too few sequences to fill the GPU, and merged afterwards. Everything that
-varies between steps is read from memory, so that a captured CUDA graph stays valid.
+Attention runs one program per (sequence, key/value head, split). The query heads of a group share every loaded key. Contexts
+are cut into splits if there are too few sequences to fill the GPU, and merged afterwards. Everything that varies between
+steps is read from memory, so that a captured CUDA graph stays valid.
 """
 
 import torch
@@ -138,7 +138,7 @@ def paged_decode(
 
 
 def _num_splits(num_programs: int, device: torch.device) -> int:
-    """Enough programs to fill the GPU about twice; a power of two, because the merge holds all splits at once."""
+    """Enough splits to fill the GPU about twice; a power of two, because the merge holds all splits at once."""
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     splits = 1
     while num_programs * splits < wanted and splits < 16:
@@ -148,7 +148,7 @@ def _num_splits(num_programs: int, device: torch.device) -> int:
 
 @triton.jit
 def _derive(state, index):
-    """`sampling.derive_bits`, of unsigned integers."""
+    """`sampling.derive_bits` on unsigned integers."""
     x = state * _STEP_FACTOR + index + _INCREMENT
     x = (x ^ (x >> _SHIFT_1)) * _FACTOR_1
     x = (x ^ (x >> _SHIFT_2)) * _FACTOR_2
@@ -178,11 +178,11 @@ def _sample_kernel(
     for start in range(0, V, CHUNKS * CHUNK):
         index = start + c[:, None] * CHUNK + w[None, :]
         x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
-        is_usable = x < float("inf")  # neither +inf nor NaN, which comparisons and maxima would pass over
+        is_usable = x < float("inf")  # excludes +inf and NaN, which comparisons and maxima would skip
         num_broken += tl.sum(tl.sum(tl.where(is_usable, 0, 1), 1), 0)
         x = tl.where(is_usable, x, float("-inf"))
         highs, places = tl.max(x, 1, return_indices=True)
-        # Where all is -inf there is nothing to subtract: -inf less -inf would be NaN.
+        # If all logits are -inf, subtract 0: -inf minus -inf would be NaN.
         base = tl.where(highs == float("-inf"), 0.0, highs)
         sums = tl.sum(tl.exp2((x - base[:, None]) * _LOG2E), 1)
         highest, which = tl.max(highs, 0, return_indices=True)
@@ -201,8 +201,8 @@ def _sample_kernel(
     x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
     x = tl.where(x < float("inf"), x, float("-inf"))
     _, place = tl.max(x.to(tl.float64) - _log_exponentials(key, index), 0, return_indices=True)
-    # A row with nothing to draw from draws some token all the same. It must be one of the vocabulary: the next round looks it up
-    # in the embedding, sixteen rounds may follow before the host reads the NaN, and an index beyond the end kills the context.
+    # A row without finite logits still draws a token, which must be in the vocabulary: the next round looks it up in the
+    # embedding, sixteen rounds may run before the host reads the NaN, and an index out of range kills the CUDA context.
     token = tl.minimum(tl.where(is_greedy, likeliest, winner * CHUNK + place), V - 1)
     logit = tl.load(logits + row * stride + token).to(tl.float32) * inverse
     tl.store(tokens + row, token.to(tl.int64))
@@ -213,7 +213,7 @@ def _sample_kernel(
 def sample_rows(logits_NV: Tensor, seeds_N: Tensor, lengths_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens, their log-probabilities at the given temperatures) by the race of `sampling`; temperature 0 is greedy.
 
-    `lengths_N` are the tokens before the one that is drawn. A log-probability is NaN where the logits are not finite.
+    `lengths_N`: tokens before the drawn one. A log-probability is NaN if the logits are not finite.
     """
     num_rows, vocab = logits_NV.shape
     tokens_N = torch.empty(num_rows, dtype=torch.long, device=logits_NV.device)

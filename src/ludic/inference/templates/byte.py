@@ -1,7 +1,6 @@
 """A chat template without a tokenizer: UTF-8 bytes, and one id per role.
 
-For demonstrations, tests and benchmarks that should not depend on a model's files. It is exact in both directions
-and costs next to nothing.
+For demonstrations, tests and benchmarks without model files. It is exact in both directions and nearly free.
 """
 
 import json
@@ -56,7 +55,7 @@ class ByteTemplate(ChatTemplate):
     def supports_tools(self) -> bool:
         return self.tool_parser is not None
 
-    # --- the tokenizer side ---
+    # --- tokenizer ---
 
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.int32)

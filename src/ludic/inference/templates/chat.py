@@ -1,8 +1,8 @@
-"""From messages to token ids, once and locally.
+"""The chat-template interface: from messages to token ids, once and locally.
 
-`apply` renders a whole conversation: it is used for the first call of a segment. `delta` renders only what comes
-after a sampled reply: the closing of that reply, the new messages, and the opening of the next one. Its tokens are
-appended to the stored ones, so what was sent and sampled is never tokenised again.
+`apply` renders a whole conversation, for the first call of a segment. `delta` renders only what follows a sampled reply: the
+reply's closing, the new messages, and the opening of the next reply. Its tokens are appended to the stored ones, so sent
+and sampled tokens are never tokenised again.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class TemplateResult:
 
 
 class ChatTemplate(Protocol):
-    """What an agent needs of a template. Inherit from it to get the defaults below."""
+    """The template interface of agents. Inherit from it to get the defaults below."""
 
     reply_prefix: str = ""
-    """Text that the prompt already writes of every reply (an opened think block); parsers and contexts see it."""
+    """Start of every reply that the prompt already writes (an opened think block); parsers and contexts see it."""
 
     def apply(
         self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
@@ -48,7 +48,7 @@ class ChatTemplate(Protocol):
         """The tokens that follow a sampled reply.
 
         `messages[:num_sent]` is the prompt that was sent, `messages[num_sent]` the reply to it, the rest is new.
-        None means that this template cannot say; the caller then renders afresh and starts a new segment.
+        None means that the template has no delta; the caller then renders everything and starts a new segment.
         """
         return None
 
@@ -61,7 +61,7 @@ class ChatTemplate(Protocol):
 
 
 def shows_tools(template: ChatTemplate, tools: ToolSchemas) -> bool:
-    """Whether the template writes the tools into the prompt; where it does not, the model never hears of them."""
+    """Whether the template writes the tools into the prompt; otherwise the model never sees them."""
     hello: list[Message] = [{"role": "user", "content": "Hello"}]
     shown = template.apply(hello, tools=tools).prompt_token_ids
     return not np.array_equal(shown, template.apply(hello).prompt_token_ids)

@@ -1,7 +1,7 @@
-"""The token side of one dialogue: stored ids plus the template's delta, never a second rendering.
+"""The token side of one dialogue: stored ids plus the template's delta, without rendering twice.
 
-A conversation consists of segments. Within one, every prompt is the tokens already sent and sampled, with new
-ones behind them. When the context shows another history than before, a new segment starts with a fresh rendering.
+A conversation consists of segments. Within a segment, every prompt is the tokens already sent and sampled plus new ones. When
+the context shows a different history, a new segment starts with a full rendering.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,20 +28,20 @@ from ludic.types import (
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Prompt:
-    """What goes to the server for one model call."""
+    """The prompt of one model call."""
 
     token_ids: TokenArray
     messages: MessageView = field(default_factory=lambda: MessageView([]))
     text: str | None = None
-    """At hand only at the start of a segment."""
+    """Set only at the start of a segment."""
     rewrote_history: bool = False
-    """The messages did not extend those of the call before, so a new segment was started."""
+    """The messages do not extend those of the previous call, so a new segment starts."""
     is_new_segment: bool = False
-    """A fresh rendering in the middle of a conversation, for whatever reason."""
+    """A full rendering in the middle of a conversation, for any reason."""
 
 
 class Conversation:
-    """Remembers the exact tokens of a dialogue between calls."""
+    """Keeps the exact tokens of a dialogue between calls."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -55,7 +55,7 @@ class Conversation:
         self._completion: TokenIds = ()
 
     def next_prompt(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> Prompt:
-        """The prompt for these messages. Follow it with `record`, or the next one starts a new segment."""
+        """The prompt for these messages. Call `record` after it; otherwise the next prompt starts a new segment."""
         if self._reply is None:
             return self._start(messages, tools, rewrote=False)
         if not self._continues(messages, tools):
@@ -72,7 +72,7 @@ class Conversation:
         return Prompt(token_ids=self._tokens.view(), messages=MessageView(self._messages), text=None)
 
     def num_tokens(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> int:
-        """How many tokens the prompt for these messages would have. Asking changes nothing."""
+        """Number of tokens of the prompt for these messages; changes no state."""
         if self._reply is not None and self._continues(messages, tools):
             delta = self._template.delta(
                 messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
@@ -83,7 +83,7 @@ class Conversation:
         return len(self._template.apply(messages, tools=tools).prompt_token_ids)
 
     def record(self, completion_token_ids: TokenIds, content: str) -> None:
-        """What was sampled, and the text that the context stores as the reply's message."""
+        """Store the sampled tokens, and the text that the context keeps as the reply's message."""
         assert self._tokens is not None, "a reply follows a prompt"
         self._tokens.append(completion_token_ids)
         self._completion = completion_token_ids
@@ -103,7 +103,7 @@ class Conversation:
         is_first = self._tokens is None
         rendered = self._template.apply(messages, tools=tools)
         self._tokens = TokenLog(rendered.prompt_token_ids)
-        # Copies: a context that edits a message in place must not change what is on record as having been shown.
+        # Copies: a context that edits a message in place must not change the record of what was sent.
         self._messages = list(map(dict, messages))
         self._tools = tools
         self._reply = None
@@ -116,35 +116,32 @@ class Conversation:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# For loops of one's own, such as `ludic.minimal`: one conversation between messages and tokens, and a policy to ask.
-# ----------------------------------------------------------------------------------------------------
-# An agent of `ludic.agents` does both, among other things; here they are alone.
+# For custom loops such as `ludic.minimal`: messages to tokens, and a policy client, without an agent of `ludic.agents`.
 
 
 class ChatDialogue:
-    """Continues by the stored tokens and what the template writes behind a reply; what was sampled is never retokenised."""
+    """A conversation between messages and tokens; sampled tokens are never tokenised again."""
 
     def __init__(self, template: ChatTemplate, decode: Callable[[TokenIds], str]) -> None:
-        """`decode` gives the text of sampled tokens, without special ones."""
+        """`decode` gives the text of sampled tokens, without special tokens."""
         self._template, self._decode = template, decode
         self._conversation = Conversation(template)
         self._tools: ToolSchemas = ()
         self._num_calls = 0
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> Prompt:
-        """`messages` is the whole conversation so far. One that does not continue the last prompt and its reply is
-        rendered afresh."""
+        """The prompt for the whole conversation so far. Messages that do not extend the last prompt and its reply start a new
+        segment."""
         if tools and tools is not self._tools:
             _require_tools(self._template, tools)
         self._tools = tools
         return self._conversation.next_prompt(list(messages), tools=tools or None)
 
     def reply(self, completion: TokenTrace) -> Message:
-        """What was sampled, as the assistant's message; the next prompt has it, as it is, behind the last one's messages."""
+        """The sampled reply as the assistant's message; append it unchanged to the messages of the next prompt."""
         text = self._template.reply_prefix + self._decode(completion.completion_token_ids)
         message: Message = {"role": "assistant", "content": text}
-        if self._tools and completion.finish_reason != "length":  # a call that was cut off is none
+        if self._tools and completion.finish_reason != "length":  # a truncated call is no call
             found = self._template.parse_tool_calls(text)
             if found.tool_calls and not found.parse_error:
                 calls = [{**call, "id": f"call{self._num_calls + n:05d}"} for n, call in enumerate(found.tool_calls)]
@@ -155,16 +152,16 @@ class ChatDialogue:
 
 
 def find_stop(text: str, sampling: SamplingParams, num_exempt: int = 0) -> int | None:
-    """Where the first stop text begins that ends behind the first `num_exempt` characters; None if there is none."""
+    """Start of the first stop text that ends after the first `num_exempt` characters; None if there is none."""
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or ()
     found = (text.find(stop, max(num_exempt - len(stop) + 1, 0)) for stop in stops)
     return min((at for at in found if at >= 0), default=None)
 
 
 def up_to_stop(ids: TokenIds, tokenizer: Any, sampling: SamplingParams) -> str:
-    """The text before the first stop text: that belongs to the tokens, and not to the message.
+    """The text before the first stop text, which stays in the tokens but not in the message.
 
-    A stop text that the first `min_tokens` tokens hold has ended nothing, and stays.
+    A stop text within the first `min_tokens` tokens did not end the reply, so it stays in the text.
     """
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
     exempt = tokenizer.decode(list(ids)[: sampling.min_tokens], skip_special_tokens=True)
@@ -172,13 +169,13 @@ def up_to_stop(ids: TokenIds, tokenizer: Any, sampling: SamplingParams) -> str:
 
 
 class ClientPolicy:
-    """Asks whatever completes tokens: the embedded engine, a server, a remote service."""
+    """Samples from any `ChatClient`: the embedded engine, a server, a remote service."""
 
     def __init__(self, client: ChatClient, sampling: SamplingParams, model: str = "policy") -> None:
         self.client, self.sampling, self.model = client, sampling, model
 
     async def sample(self, prompt: Prompt, *, seed: int | None = None) -> TokenTrace:
-        """One reply, with the log-probs of its tokens."""
+        """Sample one reply, with the log-probs of its tokens."""
         request = TokenCompletionRequest(
             model=self.model,
             prompt_token_ids=prompt.token_ids,
@@ -201,5 +198,5 @@ def _require_tools(template: ChatTemplate, tools: ToolSchemas) -> None:
     if not shows_tools(template, tools):
         raise ConfigError(
             f"Tools are offered ({names}), but the chat template does not write them into the prompt, so the model would never "
-            "hear of them. Use a model whose template has tool support."
+            "hear of them. Use a model whose template supports tools."
         )

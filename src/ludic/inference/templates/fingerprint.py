@@ -1,4 +1,4 @@
-"""What the token ids of a model mean, as one short text that two models can be compared by."""
+"""A hash of a tokenizer's vocabulary, to check that the token ids of two models mean the same."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from ludic.types import ConfigError
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """Knows the text of every id, as tokenizers of transformers do."""
+    """A tokenizer with a vocabulary, such as those of transformers."""
 
     def get_vocab(self) -> Mapping[str, int]: ...
 
@@ -18,11 +18,11 @@ class HasVocabulary(Protocol):
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A hash over id and text of all tokens.
 
-    How text is cut into tokens does not count: scoring is given ids, and never cuts anything.
+    Tokenisation rules are not part of it: scoring takes ids and never tokenises text.
     """
     if not isinstance(tokenizer, HasVocabulary):
         raise ConfigError(
-            f"A {type(tokenizer).__name__} does not say what its token ids mean; that takes a tokenizer with get_vocab(), "
+            f"A {type(tokenizer).__name__} has no vocabulary to compare; pass a tokenizer with get_vocab(), "
             "such as those of transformers."
         )
     by_id = sorted((number, text) for text, number in tokenizer.get_vocab().items())

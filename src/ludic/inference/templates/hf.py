@@ -13,8 +13,8 @@ from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSch
 from ludic.inference.templates.tool_calls import TOOL_PARSERS, ToolParser, ToolParseResult, make_tool_call
 from ludic.types import Message, MissingExtra, TemplateError, TokenArray, TokenIds, token_array
 
-# Stands in for a reply while its surroundings are rendered. Letters and digits only, so that no template's
-# trimming, escaping or thinking rules touch it.
+# Placeholder for a reply while its surroundings are rendered. Letters and digits only, so that no template's
+# trimming, escaping or thinking rules change it.
 _REPLY = "LudicReplyGoesHere7f3a9c"
 _HELLO: Message = {"role": "user", "content": "Hello"}
 _STAND_IN: Message = {"role": "assistant", "content": _REPLY}
@@ -24,19 +24,19 @@ _CALL: Message = {"role": "assistant", "content": "", "tool_calls": [make_tool_c
 _CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}, "required": ["city"]}
 _CALL_TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Look it up.", "parameters": _CITY}}]
 _GARBLED = (f"'city': '{_REPLY}'", f'\\"city\\": \\"{_REPLY}')
-"""Arguments as Python prints a dict, or as a JSON text within a JSON text: the template was given the wrong form."""
+"""Arguments printed as a Python dict, or as JSON text within JSON text: the template got the wrong form."""
 END_OF_TURN = (
     "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>",
     "</s>", "<|end|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "[|endofturn|]",
     "<|end_of_msg|>",
 )  # fmt: skip
-"""Tokens that are known to end a turn."""
+"""Known end-of-turn tokens."""
 
 
 class HFChatTemplate(ChatTemplate):
     """Renders with the tokenizer's own template. Share one tokenizer per process: it is the expensive part.
 
-    `end_of_turn` names tokens by which this model ends a turn, beside its eos token and the well-known ones.
+    `end_of_turn` names this model's end-of-turn tokens besides its eos token and the well-known ones.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class HFChatTemplate(ChatTemplate):
             )
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
-        # The members of a group begin with the same prompt; tokenising it is the dearest part of a call.
-        self._encode = lru_cache(maxsize=512)(self._encode_afresh)
+        # The members of a group begin with the same prompt, and tokenising it is the most expensive part of a call.
+        self._encode = lru_cache(maxsize=512)(self._encode_uncached)
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
         self._texts: dict[int, str] = {i: token.content for i, token in added.items()}
         self._special_ids = {i for i, token in added.items() if token.special}
@@ -62,7 +62,7 @@ class HFChatTemplate(ChatTemplate):
         if tokenizer.eos_token_id is not None:
             self._end_ids.add(tokenizer.eos_token_id)
         self._call_forms: dict[bool, _CallForm] = {}
-        # Some templates for tool use go through the tools without asking whether there are any.
+        # Some tool templates iterate over the tools without checking that there are any.
         self._no_tools: dict[str, Any] = {}
         if self._try_render([_HELLO], None, True) is None:
             self._no_tools = {"tools": []}
@@ -80,7 +80,7 @@ class HFChatTemplate(ChatTemplate):
         except TemplateError:
             if not any(message.get("tool_calls") for message in messages):
                 raise
-            # A model may call two tools at once where its template allows one; what it wrote is still its history.
+            # A model may call two tools at once where its template allows one; the history must still show what it wrote.
             text = self._render([_as_prose(message) for message in messages], tools, add_generation_prompt)
         return TemplateResult(prompt_token_ids=self._encode(text), prompt_text=text)
 
@@ -91,15 +91,17 @@ class HFChatTemplate(ChatTemplate):
         return self.tool_parser is not None
 
     def find_tool_parser(self) -> ToolParser | None:
-        """The parser that reads back a call which this template has written; None if there is none."""
+        """The parser that reads back a call written by this template; None if there is none."""
         prompt = self._try_render([_HELLO], _CALL_TOOLS, True)
         whole = self._try_render([_HELLO, _CALL], _CALL_TOOLS, False)
         if prompt is None or whole is None:
             return None
-        is_told = prompt != self._try_render([_HELLO], None, True)
-        if self._call_form(False) is _as_prose and is_told and "<tool_call>" not in prompt:
-            return None  # it teaches another form than the one in which we write calls that a template does not write
-        reply = self._special.sub("", whole[len(self._common_start(prompt, whole)) :])  # as a reply is decoded
+        shows_tools = prompt != self._try_render([_HELLO], None, True)
+        if self._call_form(False) is _as_prose and shows_tools and "<tool_call>" not in prompt:
+            return None  # the prompt teaches another format than `_as_prose` writes
+        reply = self._special.sub(
+            "", whole[len(self._common_start(prompt, whole)) :]
+        )  # replies are decoded without special tokens
         return next((parser for parser in TOOL_PARSERS if parser.parse(reply).tool_calls == _CALL["tool_calls"]), None)
 
     # --- what follows a reply ---
@@ -123,18 +125,18 @@ class HFChatTemplate(ChatTemplate):
     def _text_after_reply(
         self, messages: Sequence[Message], num_sent: int, completion: TokenArray, tools: ToolSchemas | None
     ) -> tuple[str, str] | None:
-        """The template's text from the end of the reply to where the next one begins, and how it closes the reply."""
+        """The rendered text from the end of the reply to the start of the next one, and the reply's closing."""
         sent, new = messages[:num_sent], messages[num_sent + 1 :]
         if messages[num_sent].get("tool_calls"):
-            # Some templates look the call up when they write its result, so the real history comes first.
+            # Some templates look up the call when they write its result, so the real history is tried first.
             found = self._text_after_tool_calls(messages, num_sent, completion, tools)
             if found is not None:
                 return found
         histories = [[*sent, _STAND_IN]]
         if self._tail_is_local:
-            histories.insert(0, [_HELLO, _STAND_IN])  # as good, and its cost does not grow with the conversation
+            histories.insert(0, [_HELLO, _STAND_IN])  # equivalent, at a cost independent of the conversation's length
         for history in histories:
-            # The tools are in the header already; templates that write them beside the last message would repeat them.
+            # The header already has the tools; templates that write them near the last message would repeat them.
             text = self._try_render([*history, *new], None, True)
             if text is not None and text.count(_REPLY) == 1:
                 return text.partition(_REPLY)[2], self._closing
@@ -143,7 +145,7 @@ class HFChatTemplate(ChatTemplate):
     def _text_after_tool_calls(
         self, messages: Sequence[Message], num_sent: int, completion: TokenArray, tools: ToolSchemas | None
     ) -> tuple[str, str] | None:
-        """For templates that only accept tool results behind an assistant message with structured calls."""
+        """For templates that accept tool results only after an assistant message with structured calls."""
         sent = self._try_render(messages[:num_sent], tools, False)
         before = self._try_render(messages[: num_sent + 1], tools, False)
         after = self._try_render(messages, tools, True)
@@ -156,8 +158,8 @@ class HFChatTemplate(ChatTemplate):
         return closing + after[len(before) :], closing
 
     def _closing_of_call(self, reply: str, completion: TokenArray) -> str:
-        """The end of a rendered reply with calls, from the last special token that the model wrote, or has to write."""
-        # Gemma 4 leaves a turn with calls open: the marker behind the calls is written by the model or by the template.
+        """The end of a rendered reply with calls, from the last special token that the model wrote or must write."""
+        # Gemma 4 leaves a turn with calls open: either the model or the template writes the marker after the calls.
         written = self._special_ids.intersection(completion[-1:].tolist())
         start, _ = self._last_of(written, reply)
         if start < 0:
@@ -167,37 +169,37 @@ class HFChatTemplate(ChatTemplate):
         return reply[start:]
 
     def _num_already_sampled(self, completion: TokenArray, following: TokenArray, closing: TokenArray) -> int:
-        """How much of the reply's closing the model has written itself (usually its end-of-turn token)."""
+        """Number of tokens of the reply's closing that the model has already sampled (usually its end-of-turn token)."""
         if not len(completion) or not len(following):
             return 0
         closing = following[: _common_length(following, closing)]
-        # The longest first: of Cohere's two closing tokens a model may have written both, or the first. Where a template closes
-        # nothing, it may have written the next message's first marker.
+        # Longest first: of Cohere's two closing tokens a model may have written both or the first. If a template has no
+        # closing, the model may have written the next message's first marker.
         for n in range(min(max(len(closing), 1), len(completion)), 0, -1):
             if np.array_equal(completion[-n:], following[:n]):
                 return n
         if int(completion[-1]) in self._end_ids:
-            # Any end-of-turn token stands in for the closing: Llama 3 ends a tool call with <|eom_id|> where the closing
-            # has <|eot_id|>. What the template writes before its own (a space, say) is then out of place.
+            # Any end-of-turn token replaces the closing: Llama 3 ends a tool call with <|eom_id|> where the closing has <|eot_id|>.
+            # Text that the template writes before its own token (a space, say) is then dropped.
             ends = np.flatnonzero(closing == completion[-1])
             if not len(ends):
                 ends = np.flatnonzero(np.isin(closing, list(self._special_ids)))[::-1]
             return int(ends[0]) + 1 if len(ends) else 0
         return 0
 
-    # --- facts about the template, found out once ---
+    # --- template properties, determined once ---
 
     def _find_closing(self) -> tuple[str, str]:
-        """What the template writes behind a reply, whatever comes next, and what it writes only at the conversation's end.
+        """What the template writes after a reply in any case, and what it writes only at the conversation's end.
 
-        The closing goes as far as the token that ends a turn, where there is one; that token becomes one of `_end_ids`.
+        The closing extends to the end-of-turn token if there is one; that token is added to `_end_ids`.
         """
         last = self._render([_HELLO, _STAND_IN], None, False).partition(_REPLY)[2]
         nexts = [self._try_render([_HELLO, _STAND_IN, new], None, False) for new in (_HELLO, _REPLIED)]
         following = [text.partition(_REPLY)[2] for text in nexts if text is not None]
         closing = self._common_start(last, following[0]) if following else last
         if not closing and len(following) == 2:
-            closing = self._common_start(*following)  # gpt-oss ends a conversation with another token than a turn
+            closing = self._common_start(*following)  # gpt-oss ends a turn and a conversation with different tokens
         start, token = self._last_of(self._end_ids, closing)
         if start < 0 and closing == last:
             start, token = self._last_of(self._special_ids, closing)
@@ -207,18 +209,18 @@ class HFChatTemplate(ChatTemplate):
         return closing, last.removeprefix(closing)
 
     def _common_start(self, a: str, b: str) -> str:
-        """As far as both are the same, in whole special tokens."""
+        """The common prefix of both, in whole special tokens."""
         length = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         cut = [token.start() for token in self._special.finditer(a) if token.start() < length < token.end()]
         return a[: cut[0] if cut else length]
 
     def _last_of(self, ids: Collection[int], text: str) -> tuple[int, int]:
-        """Where the last of these special tokens begins in a text, and which it is; -1 if none is there."""
+        """(start, id) of the last of these special tokens in a text; (-1, -1) if there is none."""
         return max(((text.rfind(self._texts[i]), i) for i in ids if i in self._texts), default=(-1, -1))
 
     @cached_property
     def _tail_is_local(self) -> bool:
-        """Whether what follows a reply is the same early and late in a conversation (no numbered rounds)."""
+        """Whether the text after a reply is the same early and late in a conversation (no numbered rounds)."""
         next_user: Message = {"role": "user", "content": "Go on"}
         early = self._try_render([_HELLO, _STAND_IN, next_user], None, True)
         late = self._try_render([_HELLO, _REPLIED, next_user, _REPLIED, next_user, _STAND_IN, next_user], None, True)
@@ -226,27 +228,27 @@ class HFChatTemplate(ChatTemplate):
 
     @cached_property
     def _anchor(self) -> tuple[str, int] | None:
-        """A special token to put before a fragment, so that the tokenizer does not take it for the start of a text."""
+        """A special token to prepend to a fragment, so that the tokenizer does not treat it as the start of a text."""
         for token in self.tokenizer.added_tokens_decoder.values():
-            # One that swallows the white space beside it would change what follows.
+            # A token that strips adjacent white space would change what follows.
             if token.special and not (token.lstrip or token.rstrip or token.single_word):
                 return token.content, len(self._encode(token.content))
         return None
 
     def _find_reply_prefix(self) -> str:
-        """What the generation prompt writes of the reply itself: some models are made to think by an opened block."""
+        """The part of the reply that the generation prompt writes: some templates open a think block."""
         prompt = self._render([_HELLO], None, True)
         match = re.search(r"<think>\s*\Z", prompt)
         return match.group(0) if match else ""
 
     def _check_generation_prompt(self) -> None:
-        """The prompt must end where a reply begins, or the model would have to write the template's own markup."""
+        """The prompt must end where a reply begins; otherwise the model would have to write the template's markup."""
         prompt = self._render([_HELLO], None, True)
         answered = self._render([_HELLO, _STAND_IN], None, False)
         if _REPLY not in answered:
             raise TemplateError("The chat template does not show assistant messages; it cannot be used for dialogue.")
         missing = answered.partition(_REPLY)[0].removeprefix(prompt)
-        # Cohere's templates for tool use always open the next reply, even behind the last one.
+        # Cohere's tool templates always open the next reply, even after the last one.
         is_open = bool(self._at_the_end.strip()) and prompt.endswith(self._at_the_end)
         if prompt == self._render([_HELLO], None, False) and missing.strip() and not is_open:
             raise TemplateError(
@@ -271,14 +273,14 @@ class HFChatTemplate(ChatTemplate):
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
-        except Exception as error:  # a template is a program, and fails in every way a program can
+        except Exception as error:  # a template is a program and can raise anything
             roles = [message.get("role") for message in messages]
             why = f"{type(error).__name__}: {error}"
-            raise TemplateError(f"The chat template refused messages with roles {roles}: {why}") from error
+            raise TemplateError(f"The chat template failed on messages with roles {roles}: {why}") from error
         return text
 
     def _call_form(self, has_prose: bool) -> "_CallForm":
-        """How the template takes a message with tool calls so that it shows them, beside prose or alone."""
+        """The form in which the template shows a message with tool calls, with or without prose."""
         if has_prose not in self._call_forms:
             call = {**_CALL, "content": _PROSE if has_prose else ""}
             self._call_forms[has_prose] = next((form for form in _CALL_FORMS if self._shows(form(call))), _as_prose)
@@ -299,9 +301,9 @@ class HFChatTemplate(ChatTemplate):
         except TemplateError:
             return None
 
-    def _encode_afresh(self, text: str) -> TokenArray:
+    def _encode_uncached(self, text: str) -> TokenArray:
         if not text.isascii():
-            text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+            text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
         return token_array(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode_fragment(self, text: str) -> TokenArray:
@@ -312,20 +314,20 @@ class HFChatTemplate(ChatTemplate):
 
 
 def tool_parser_for(tokenizer: Any) -> ToolParser | None:
-    """The parser that reads calls as this tokenizer's chat template writes them; None if there is none.
+    """The parser for tool calls as this tokenizer's chat template writes them; None if there is none.
 
-    The one place where that is decided, for training, evaluation and serving.
+    Training, evaluation and serving all choose their parser here.
     """
     return HFChatTemplate(tokenizer).find_tool_parser()
 
 
-# --- messages with tool calls, in the forms that templates want ---
+# --- forms of messages with tool calls, for different templates ---
 
 _CallForm = Callable[[Message], Message]
 
 
 def _with_objects(message: Message) -> Message:
-    """For templates that write arguments with `tojson`, which would encode our JSON text a second time."""
+    """For templates that write arguments with `tojson`, which would encode JSON text a second time."""
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
@@ -333,19 +335,19 @@ def _with_objects(message: Message) -> Message:
             arguments = json.loads(function["arguments"])
         except ValueError as error:
             raise TemplateError(
-                f"{function['name']}: its arguments must be a JSON text, not {function['arguments']!r:.80}."
+                f"{function['name']}: arguments must be JSON text, not {function['arguments']!r:.80}."
             ) from error
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}
 
 
 def _with_texts(message: Message) -> Message:
-    """For templates that put arguments beside other text (DeepSeek V3, functionary)."""
+    """For templates that insert arguments as text (DeepSeek V3, functionary)."""
     return message
 
 
 def _without_content(message: Message) -> Message:
-    """For templates that write calls only where the content is none (DeepSeek R1)."""
+    """For templates that write calls only if the content is None (DeepSeek R1)."""
     return {**message, "content": message.get("content") or None}
 
 
@@ -358,7 +360,7 @@ _CALL_FORMS: tuple[_CallForm, ...] = (
 
 
 def _as_prose(message: Message) -> Message:
-    """For templates that do not write calls: they stand in the content, so that they are not lost."""
+    """For templates that do not write calls: put them into the content, so that they are not lost."""
     if not message.get("tool_calls"):
         return message
     functions = [call["function"] for call in _with_objects(message)["tool_calls"]]

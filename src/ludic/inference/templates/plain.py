@@ -1,6 +1,6 @@
-"""Talking with a base model: its tokenizer has no chat template, so it is given one of plain words.
+"""A plain-text chat template for base models, whose tokenizers have none.
 
-Such a model goes on by writing the other side's next line too; a reply ends where that begins.
+Such a model continues by writing the user's next line too, so a reply ends where that line begins.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ PLAIN_STOP = "\n\nUser:"
 
 
 def give_plain_chat(tokenizer: Any) -> bool:
-    """True if the tokenizer has this template, given now or when its model was saved; `PLAIN_STOP` should end a reply."""
+    """True if the tokenizer has this template, set now or when its model was saved; then `PLAIN_STOP` should end a reply."""
     if tokenizer.chat_template not in (None, "", PLAIN_CHAT):
         return False
     tokenizer.chat_template = PLAIN_CHAT
@@ -24,6 +24,6 @@ def give_plain_chat(tokenizer: Any) -> bool:
 
 
 def with_plain_stop(sampling: SamplingParams) -> SamplingParams:
-    """`PLAIN_STOP` ends a reply, too."""
+    """Add `PLAIN_STOP` to the stop texts."""
     given = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
     return replace(sampling, stop=[*given, PLAIN_STOP])

@@ -1,8 +1,7 @@
-"""Tool calls out of the model's raw text, in the OpenAI shape.
+"""Parsers of tool calls in the model's raw text, to the OpenAI format.
 
-One parser per dialect. All of them keep what the text says outside the calls (`content`), so that a message can
-hold the prose and the structured calls without saying anything twice. Call ids count within the message; the
-agent renumbers them over the episode.
+One parser per dialect. All keep the text outside the calls (`content`), so that a message holds prose and structured calls
+without repetition. Call ids count within the message; the agent renumbers them over the episode.
 """
 
 import json
@@ -16,12 +15,12 @@ from ludic.types import ToolCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolParseResult:
-    """What was found in one reply."""
+    """The calls found in one reply."""
 
     tool_calls: list[ToolCall] | None = None
-    """None when the text holds no call."""
+    """None if the text holds no call."""
     parse_error: bool = False
-    """Something looked like a call and could not be read; calls that could are still listed."""
+    """Something looked like a call but could not be read; readable calls are still listed."""
     content: str = ""
     """The text outside the calls."""
 
@@ -31,8 +30,8 @@ class ToolParser(Protocol):
 
 
 def make_tool_call(name: str, arguments: dict[str, Any], index: int) -> ToolCall:
-    """One call in the OpenAI shape. Nine letters and digits, because Mistral's template accepts nothing else."""
-    # Lone surrogates, which JSON can spell, would break every file and tokenizer further on.
+    """One call in the OpenAI format. The id has nine letters and digits, because Mistral's template accepts nothing else."""
+    # JSON can encode lone surrogates, which would break files and tokenizers later.
     encoded = json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")
     name = name.encode("utf-8", "replace").decode("utf-8")
     return {"id": f"call{index:05d}", "type": "function", "function": {"name": name, "arguments": encoded}}
@@ -40,7 +39,7 @@ def make_tool_call(name: str, arguments: dict[str, Any], index: int) -> ToolCall
 
 @dataclass(slots=True)
 class _Found:
-    """Calls gathered so far, and whether any of them was unreadable."""
+    """Calls found so far, and whether any of them was unreadable."""
 
     calls: list[ToolCall] = field(default_factory=list)
     broken: bool = False
@@ -124,7 +123,7 @@ class XMLToolParser:
     Values stay text: only the tool's own types can tell a number from a string that looks like one.
     """
 
-    # Bodies may not hold another opening, so that an unclosed tag costs no more than a look to the next one.
+    # Bodies may not contain another opening, so that an unclosed tag is searched only up to the next one.
     _CALL = re.compile(
         r'<(function|invoke)(?:=|\s+name=")([^">\s]+)"?\s*>((?:(?!<(?:function|invoke)[=\s]).)*?)</\1>', re.DOTALL
     )
@@ -132,7 +131,7 @@ class XMLToolParser:
         r'<parameter(?:=|\s+name=")([^">\s]+)"?\s*>((?:(?!<parameter[=\s]).)*?)</parameter>', re.DOTALL
     )
     _OPENING = re.compile(r"<(?:function|invoke)(?:=|\s+name=)|<parameter(?:=|\s+name=)")
-    _WRAPPER = re.compile(r"</?(?:\w+:)?(?:tool_call|function_calls)>")  # MiniMax and Seed put their names before it
+    _WRAPPER = re.compile(r"</?(?:\w+:)?(?:tool_call|function_calls)>")  # MiniMax and Seed prefix their names
 
     def parse(self, text: str) -> ToolParseResult:
         if not self._OPENING.search(text):
@@ -152,4 +151,4 @@ class XMLToolParser:
 
 TOOL_PARSERS: tuple[ToolParser, ...] = (HermesToolParser(), XMLToolParser(), Llama3ToolParser())
 READABLE_CALLS = "Calls are read as Hermes and Qwen, Qwen3-Coder (XML) and Llama 3 write them"
-"""For messages about a chat template that writes them otherwise."""
+"""For errors about a chat template that writes calls in another format."""

@@ -1,7 +1,7 @@
-"""How weights travel to a server: flat buffers of bytes, and a list of what lies where in them.
+"""Flat byte buffers that carry weights to a server, and the list of offsets in them.
 
 The trainer's side (ludic.distributed) fills them, the worker's side (ludic.inference.vllm.worker.weights) reads them. Both
-import this file, so they cannot disagree. It runs inside the server too: torch and the standard library only.
+import this file, so their layouts agree. It also runs inside the server: torch and the standard library only.
 """
 
 import math
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Every weight begins at a multiple of this, so that a view of its own type can be taken."""
+"""Every weight begins at a multiple of this, so that it can be viewed in its own dtype."""
 CHECKSUM_BYTES = 1 << 20
-"""A larger weight is judged by this many bytes, half from its head and half from its tail."""
+"""The checksum of a larger weight covers this many bytes, half from its start and half from its end."""
 NUM_SAMPLED = 8
 """Weights per bucket whose checksums are compared."""
 
@@ -26,9 +26,9 @@ class WeightMetadata:
     """One weight, without its values."""
 
     name: str
-    """As transformers names it; fusing and sharding are the server's business."""
+    """transformers' name; fusing and sharding are up to the server."""
     dtype: str
-    """Type of the values on the way, by torch's name for it ("bfloat16"). The server casts to its own."""
+    """dtype of the sent values, by torch's name ("bfloat16"). The server casts to its own."""
     shape: tuple[int, ...]
 
     @property
@@ -43,7 +43,7 @@ class WeightMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Where each of several weights lies in one flat buffer."""
+    """The offsets of several weights in one flat buffer."""
 
     weights: tuple[WeightMetadata, ...]
     offsets: tuple[int, ...]
@@ -68,23 +68,23 @@ class Bucket:
 
 
 def describe(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[WeightMetadata]:
-    """Sorted by name: the parts of a layer stay together, and the server fuses a layer when it is complete."""
+    """Metadata sorted by name: the parts of a layer stay together, and the server fuses a layer when it is complete."""
     return [_describe(name, weights[name], dtype) for name in sorted(weights)]
 
 
 def _describe(name: str, weight: Tensor, dtype: torch.dtype | None) -> WeightMetadata:
-    on_the_way = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
-    return WeightMetadata(name, str(on_the_way).removeprefix("torch."), tuple(weight.shape))
+    sent_as = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+    return WeightMetadata(name, str(sent_as).removeprefix("torch."), tuple(weight.shape))
 
 
 def split_into_buckets(metadata: Sequence[WeightMetadata], max_bytes: int) -> list[Bucket]:
-    """In order; a weight larger than `max_bytes` has a bucket of its own."""
+    """Split in order; a weight larger than `max_bytes` gets a bucket alone."""
     buckets: list[Bucket] = []
     inside: list[WeightMetadata] = []
     offsets: list[int] = []
     end = 0
     for weight in metadata:
-        offset = _aligned(end)
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
         if inside and offset + weight.num_bytes > max_bytes:
             buckets.append(Bucket(tuple(inside), tuple(offsets), end))
             inside, offsets, offset = [], [], 0
@@ -96,10 +96,6 @@ def split_into_buckets(metadata: Sequence[WeightMetadata], max_bytes: int) -> li
     return buckets
 
 
-def _aligned(position: int) -> int:
-    return -(-position // ALIGNMENT) * ALIGNMENT
-
-
 @torch.no_grad()
 def pack(bucket: Bucket, weights: Mapping[str, Tensor], flat: Tensor) -> None:
     """Copy (and cast) each weight to its place in `flat`, a one-dimensional uint8 tensor on any device."""
@@ -108,7 +104,7 @@ def pack(bucket: Bucket, weights: Mapping[str, Tensor], flat: Tensor) -> None:
 
 
 def unpack(bucket: Bucket, flat: Tensor) -> list[tuple[str, Tensor]]:
-    """(name, view into `flat`): as long as one of them is used, `flat` lives."""
+    """(name, view into `flat`); the views keep `flat` alive."""
     return [(part.name, view) for part, view in _views(bucket, flat)]
 
 
@@ -118,14 +114,14 @@ def _views(bucket: Bucket, flat: Tensor) -> Iterator[tuple[WeightMetadata, Tenso
 
 
 def sampled(bucket: Bucket) -> list[WeightMetadata]:
-    """A few weights, spread over all of them; both sides choose the same. The first and the last are always among them."""
+    """A few evenly spread weights, the first and the last included; both sides choose the same."""
     last = len(bucket.weights) - 1
     chosen = {round(i * last / (NUM_SAMPLED - 1)) for i in range(NUM_SAMPLED)}
     return [bucket.weights[i] for i in sorted(chosen)]
 
 
 def checksum(weight: Tensor) -> int:
-    """CRC-32 of the bytes; equal on both sides exactly when the same values arrived in the same type."""
+    """CRC-32 of the bytes; equal on both sides exactly if the same values arrived in the same dtype."""
     flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() > CHECKSUM_BYTES:
         half = CHECKSUM_BYTES // 2

@@ -1,7 +1,7 @@
 """`VLLMChatClient`: vLLM servers as a policy. Token ids in; token ids, log-probs and weight versions out.
 
-One client stands before one server or several, for thousands of requests at a time. What a server has failed to answer is
-asked again, there or elsewhere, unless the question itself was wrong. Loads without vLLM and torch.
+One client serves one server or several, with thousands of concurrent requests. It retries a failed request on the same server
+or another, unless the request itself is wrong. Loads without vLLM and torch.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from ludic.types import (
 from ludic.types.urls import without_login
 
 _QUICK_S = 10.0
-"""For questions that a living server answers at once."""
+"""Timeout of calls that a healthy server answers at once."""
 _LONGEST_WAIT_S = 10.0
 
 
@@ -71,12 +71,12 @@ class VLLMChatClient:
         publisher: PolicyPublisher | None = None,
         require_alive: Callable[[], None] | None = None,
     ) -> None:
-        """Waits up to `connection_timeout_s` for every server to be healthy (0: does not look, for use inside an event loop).
+        """Waits up to `connection_timeout_s` for every server to be healthy (0: no check, for use inside an event loop).
 
-        `request_timeout_s` bounds one completion with all its retries. The waits between retries begin at `wait_s`, double, and
-        stay below 10 s, so that eight of them outlast the restart of a server. `control_token` is read from
-        $LUDIC_CONTROL_TOKEN where it is not given; only weights and other control calls need it. `require_alive` is called when a
-        server cannot be reached, and raises if waiting for it is in vain: whoever started the server knows.
+        `request_timeout_s` limits one completion with all its retries. The waits between retries start at `wait_s`, double, and
+        stay below 10 s, so that eight of them outlast the restart of a server. `control_token` defaults to $LUDIC_CONTROL_TOKEN;
+        only weight updates and other control calls need it. `require_alive` is called when a server is unreachable; the owner of
+        the server process raises in it if waiting is pointless.
         """
         given = list(servers) or [f"http://{host}:{port}"]
         self.servers = [_checked_url(url) for url in given]
@@ -95,7 +95,7 @@ class VLLMChatClient:
     # --- completions ---
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
-        """One completion. Cancelling the awaiting task hangs up, and the server takes the request out of its batch."""
+        """One completion. Cancelling the awaiting task disconnects, and the server removes the request from its batch."""
         if not len(request.prompt_token_ids):
             raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
         try:
@@ -106,7 +106,7 @@ class VLLMChatClient:
                 raise
             raise TimeoutError(
                 f"No completion within request_timeout_s={self._request_timeout_s:g} from {', '.join(self.servers)}. A server "
-                "that is paused answers nobody (GET /is_paused)."
+                "that is paused does not respond (GET /is_paused)."
             ) from error
 
     async def _complete_once(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
@@ -132,7 +132,7 @@ class VLLMChatClient:
         else:
             path, body = COMPLETIONS, completions_body(request)
             if facts.has_versions:
-                # Asked before, so that it can only be too old: a sample may look staler than it is, never fresher.
+                # Read before the request, so that it can only be too old: a sample may look staler than it is, never fresher.
                 version = await self._version_at(server.url)
         data = await self._ask_for_tokens(server, path, body, request)
         response = read_completion(server.url + path, data, request, version)
@@ -157,15 +157,15 @@ class VLLMChatClient:
                 self._require_alive()
             raise
 
-    # --- what a server offers ---
+    # --- capabilities of a server ---
 
     async def _facts_of(self, server: Server, request: TokenCompletionRequest) -> ServerFacts:
-        """Found out by the first request to a server, while the others wait for it."""
+        """Determined by the first request to a server, while others wait for it."""
         if server.facts is None:
             num_failures = server.num_failures
-            async with (await self._http.lane()).locks[server.url]:
-                if server.num_failures > num_failures:  # or each of those who wait would wait for it in turn
-                    raise RetryableError(f"{server.url} has just failed to answer.")
+            async with (await self._http.for_loop()).locks[server.url]:
+                if server.num_failures > num_failures:  # otherwise every waiting request would probe it in turn
+                    raise RetryableError(f"{server.url} has just failed to respond.")
                 if server.facts is None:
                     server.facts = await self._find_facts(server, request)
         return server.facts
@@ -182,10 +182,10 @@ class VLLMChatClient:
             raise _refusal_of(server, GENERATE, answer, probe, max_tokens=1)
         response = read_completion(server.url, data, probe)
         logprobs = response.completion_logprobs
-        assert logprobs is not None, "the probe asks for them"
+        assert logprobs is not None, "the probe requests them"
         return ServerFacts(
             has_generate=has_generate,
-            # The only candidate that top_k=1 leaves has probability 1, if truncation counts.
+            # top_k=1 leaves one candidate, which has probability 1 if log-probs account for truncation.
             gives_processed_logprobs=bool(logprobs[0] == 0),
             max_model_len=await self._context_at(server.url),
             has_versions=(await self._ask("GET", f"{server.url}/weight_info", timeout_s=_QUICK_S)).status == 200,
@@ -201,7 +201,7 @@ class VLLMChatClient:
     # --- versions and weights ---
 
     async def get_policy_version(self) -> int:
-        """The version that is served; where servers differ, the smallest. Raises where a server cannot be asked."""
+        """The served version; the smallest if servers differ. Raises if a server is unreachable."""
         return min(await asyncio.gather(*(self._version_at(url) for url in self.servers)))
 
     async def _version_at(self, server: str) -> int:
@@ -210,10 +210,10 @@ class VLLMChatClient:
     def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
-        """Hand the weights to `publisher`, whose own limits apply. Without a version, the one after the served one."""
+        """Pass the weights to `publisher`, whose own timeouts apply. `version` defaults to the served one plus one."""
         if self.publisher is None:
             raise ConfigError(
-                "This VLLMChatClient only reads. To push weights, make a publisher with "
+                "This VLLMChatClient has no publisher. To push weights, make one with "
                 "ludic.distributed.create_vllm_publisher(client), and give it to the Trainer or set client.publisher."
             )
         number = self._version_after_served() if version is None else version_of(str(version))
@@ -244,10 +244,10 @@ class VLLMChatClient:
         params: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
     ) -> dict[str, Any]:
-        """One control call to one of `servers`, with the control token; never repeated.
+        """One control call to one of `servers`, with the control token; never retried.
 
-        Set-up mistakes (401, 403, 404) raise ConfigError, a server that is not there ConnectionError, one that does not answer
-        in time TimeoutError, every other refusal EndpointError with the server's own words.
+        Set-up errors (401, 403, 404) raise ConfigError, an unreachable server ConnectionError, a slow one TimeoutError, any other
+        refusal EndpointError with the server's message.
         """
         return await self._control("POST", server, path, body, params, timeout_s)
 
@@ -269,33 +269,33 @@ class VLLMChatClient:
         try:
             decoded = msgspec.json.decode(answer.data) if answer.data else {}
         except msgspec.DecodeError:
-            decoded = answer.text  # some of vLLM's answers are a sentence
+            decoded = answer.text  # some of vLLM's answers are plain text
         return decoded if isinstance(decoded, dict) else {"message": decoded}
 
-    # --- health and end ---
+    # --- health and closing ---
 
     async def is_healthy(self, server: str) -> bool:
-        """Whether it answers GET /health; that it makes progress does not follow (it may be paused)."""
+        """Whether it answers GET /health; a healthy server may still be paused."""
         try:
             return (await self._http.ask("GET", f"{server}/health", timeout_s=_QUICK_S)).status == 200
         except RetryableError:
             return False
 
     async def close(self) -> None:
-        """Close the connections of the running event loop; the client can still be used, and would open new ones."""
+        """Close the running event loop's connections; further use of the client opens new ones."""
         await self._http.close()
 
 
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"servers: {shown_url(url)!r} is no address; it begins with http:// or https://.")
+        raise ConfigError(f"servers: {shown_url(url)!r} is not a URL; it must begin with http:// or https://.")
     if "?" in url or url.rstrip("/").endswith("/v1"):
         raise ConfigError(f"servers: {shown_url(url)!r}; give the address alone, without /v1 and without a query.")
     return without_login(url).rstrip("/")
 
 
 def _probe_for(request: TokenCompletionRequest) -> TokenCompletionRequest:
-    """One token, one candidate."""
+    """A request for one token with one candidate."""
     return TokenCompletionRequest(
         model=request.model,
         prompt_token_ids=request.prompt_token_ids[:1],
@@ -308,7 +308,7 @@ def _refusal_of(
     server: Server, path: str, answer: Answer, request: TokenCompletionRequest, max_tokens: int
 ) -> LudicError:
     if answer.status == 404 and request.model in server.models:
-        # It was restarted and has lost an adapter; other servers have it, and whoever pushed it will push it again.
+        # The server was restarted and lost an adapter; other servers have it, and the publisher will push it again.
         return RetryableError(
             f"{server.url} has lost {request.model!r}: {error_of(answer.text)['message']}", status=404
         )
@@ -322,8 +322,8 @@ def _check_fits(facts: ServerFacts, request: TokenCompletionRequest) -> None:
     wants_logprobs = request.return_.return_chosen_logprobs
     if wants_logprobs and not facts.gives_processed_logprobs and not is_plain_sampling(request):
         raise ConfigError(
-            "The server gives raw log-probs, which are not those of the tokens that it samples unless temperature is 1 and "
-            "nothing is cut off; ratios would be wrong. Start it with --logprobs-mode processed_logprobs (`ludic serve` does)."
+            "The server returns raw log-probs, which match its samples only at temperature 1 without truncation or penalties; "
+            "ratios would be wrong. Start it with --logprobs-mode processed_logprobs (`ludic serve` does)."
         )
 
 
@@ -333,7 +333,7 @@ def _json_object(url: str, answer: Answer) -> dict[str, Any]:
     except msgspec.DecodeError:
         decoded = None
     if not isinstance(decoded, dict):
-        raise ConfigError(f"{url} does not answer as vLLM does: {answer.text!r:.200}.")
+        raise ConfigError(f"{url} does not respond like vLLM: {answer.text!r:.200}.")
     return decoded
 
 
@@ -342,17 +342,17 @@ def _version_in(answer: Mapping[str, Any]) -> int:
 
 
 def _control_refusal(url: str, answer: Answer, *, has_token: bool) -> LudicError:
-    said = f"{url} answered {answer.status}: {error_of(answer.text)['message']}"
+    failed = f"{url} returned {answer.status}: {error_of(answer.text)['message']}"
     if answer.status == 401:
-        held = "The control token given is not the server's" if has_token else "This client has no control token"
+        reason = "The control token is not the server's" if has_token else "This client has no control token"
         return ConfigError(
-            f"{said} {held}: pass control_token=, or set ${CONTROL_VARIABLE}; the server wrote it to its run folder."
+            f"{failed} {reason}: pass control_token=, or set ${CONTROL_VARIABLE}; the server wrote it to its run folder."
         )
     if answer.status in (403, 404):
         return ConfigError(
-            f"{said} A server has its control endpoints only with VLLM_SERVER_DEV_MODE=1 (`ludic serve` sets it)."
+            f"{failed} A server has control endpoints only with VLLM_SERVER_DEV_MODE=1 (`ludic serve` sets it)."
         )
-    return EndpointError(said, status=answer.status)
+    return EndpointError(failed, status=answer.status)
 
 
 # --- without an event loop ---
@@ -366,8 +366,8 @@ def _wait_for_health(
         while (problem := _problem_at(server, login_headers(server))) is not None:
             if time.monotonic() >= deadline:
                 raise ConnectionError(
-                    f"{server}/health: {problem}, after connection_timeout_s={timeout_s:g}. Is the server up, and is that its "
-                    "address?"
+                    f"{server}/health: {problem}, after connection_timeout_s={timeout_s:g}. Check that the server "
+                    "is up and its address is right."
                 )
             time.sleep(min(2.0, max(0.0, deadline - time.monotonic())))
 
@@ -383,10 +383,10 @@ def _problem_at(server: str, headers: Mapping[str, str]) -> str | None:
 def _get_now(url: str, timeout_s: float, headers: Mapping[str, str]) -> bytes:
     direct = urllib.request.build_opener(
         urllib.request.ProxyHandler({})
-    )  # as aiohttp does: no proxy of the environment
+    )  # like aiohttp: ignore the environment's proxies
     try:
         with direct.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout_s) as response:
             data: bytes = response.read()
             return data
     except urllib.error.HTTPError as error:
-        raise EndpointError(f"{url} answered {error.code}.", status=error.code) from error
+        raise EndpointError(f"{url} returned {error.code}.", status=error.code) from error

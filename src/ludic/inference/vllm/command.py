@@ -24,12 +24,12 @@ _PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCommand:
-    """What to run, and with which environment."""
+    """The command and the environment of the process."""
 
     arguments: tuple[str, ...]
-    """The interpreter and everything behind it."""
+    """The interpreter and its arguments."""
     environment: Mapping[str, str] = field(repr=False)
-    """All variables of the process, the control token among them."""
+    """All variables of the process, including the control token."""
     host: str
     port: int
     has_key: bool = False
@@ -43,21 +43,23 @@ class ServerCommand:
 def server_command(
     install: VLLMInstall, model: str, *, host: str, port: int, flags: Sequence[str], run_folder: Path
 ) -> ServerCommand:
-    """The command for `model`, with the user's `flags` of vLLM and ours where there are none.
+    """The command for `model` with the user's vLLM `flags`, and Ludic's defaults for the others.
 
-    It listens at `host` and `port` and nowhere else: flags that say otherwise are refused.
+    The server listens at `host` and `port` only: flags that change these are refused.
     """
     has_key = bool(api_keys(flags))
     token = os.environ.get(CONTROL_VARIABLE) or make_control_token(run_folder)
+    # Without the pipe of this process's own parent, which is not open in the server.
+    inherited = {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
     return ServerCommand(
         arguments=(
             str(install.python.absolute()), "-m", ENTRY_POINT, "--model", model, "--host", host, "--port", str(port),
             *flags, *default_flags(install, flags),
-            # The last middleware is the outermost: nothing reaches another one of the user's before the guard has seen it.
+            # The last middleware is the outermost: the guard sees every request before the user's middlewares do.
             "--middleware", "ludic.inference.vllm.worker.parent_watch.EndWithParent",
             "--middleware", "ludic.inference.vllm.worker.guard.ControlGuard",
         ),
-        environment={**_inherited(), **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
+        environment={**inherited, **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
         host=host,
         port=port,
         has_key=has_key,
@@ -65,9 +67,9 @@ def server_command(
 
 
 def api_keys(flags: Sequence[str]) -> list[str]:
-    """The keys that vLLM will ask for. Flags that would move the server, or open it unseen, are refused.
+    """The API keys that vLLM will require. Flags that would move the server or open it unnoticed are refused.
 
-    vLLM takes the last of several flags, reads `--hos` as --host, and asks for no key at all where --api-key is empty.
+    vLLM takes the last of several equal flags, reads `--hos` as --host, and requires no key at all if --api-key is empty.
     """
     flags = [*_config_flags(flags), *flags]
     keys = [key for key in [os.environ.get("VLLM_API_KEY")] if key]
@@ -76,7 +78,7 @@ def api_keys(flags: Sequence[str]) -> list[str]:
         name = name.split(".")[0].replace("_", "-")
         if name in ("--host", "--port"):
             raise ConfigError(
-                f"{flag!r:.80} would move the server behind Ludic's back; give {name} to Ludic itself, on the command line "
+                f"{flag!r:.80} would move the server without Ludic's knowledge; give {name} to Ludic itself, on the command line "
                 f"({name[2:]}= in Python)."
             )
         if name == "--uds":
@@ -92,7 +94,7 @@ def api_keys(flags: Sequence[str]) -> list[str]:
 
 
 def _config_flags(flags: Sequence[str]) -> list[str]:
-    """What vLLM makes of the file that --config names."""
+    """The flags in the file that --config names, as vLLM reads them."""
     if "--config" not in flags:
         return []
     place = " ".join(flags[flags.index("--config") + 1 :][:1])
@@ -105,7 +107,7 @@ def _config_flags(flags: Sequence[str]) -> list[str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {place}: {error}") from error
     if not isinstance(found, Mapping):
-        raise ConfigError(f"--config {place}: vLLM wants a YAML file that maps its flags to values.")
+        raise ConfigError(f"--config {place}: vLLM needs a YAML file that maps its flags to values.")
     made: list[str] = []
     for key, value in found.items():
         values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
@@ -114,26 +116,30 @@ def _config_flags(flags: Sequence[str]) -> list[str]:
 
 
 def default_flags(install: VLLMInstall, flags: Sequence[str]) -> list[str]:
-    """Ours, without those that the user gave."""
+    """Ludic's flags, except those that the user gave."""
     given = _names(flags)
     wanted = [
-        # The model's own generation_config.json would change sampling behind the request's back.
+        # The model's own generation_config.json would silently change the request's sampling.
         ("--generation-config", "vllm"),
-        # Log-probabilities after temperature and filters: those of the distribution that was sampled from.
+        # Log-probabilities after temperature and filters, under the distribution that was sampled from.
         ("--logprobs-mode", "processed_logprobs"),
         ("--enable-scale-out", None),  # /inference/v1/generate: tokens in, tokens and their weight versions out
         ("--worker-extension-cls", "ludic.inference.vllm.worker.weights.WeightSync"),
         ("--weight-transfer-config", '{"backend":"ludic"}'),
     ]
-    if not given & {"--speculative-config", "-sc", "--skip-tokenizer-init"}:  # vLLM refuses processors with the first
+    if not given & {
+        "--speculative-config",
+        "-sc",
+        "--skip-tokenizer-init",
+    }:  # vLLM rejects processors with speculative decoding
         wanted.append(("--logits-processors", "ludic.inference.vllm.worker.max_think:MaxThink"))
     if install.is_cpu:
         wanted += [("--enforce-eager", None), ("--kv-cache-memory-bytes", "1G")]
-        # vLLM 0.32 on a CPU dies of a prompt with a seed that is computed in pieces ("CPU Generator does not use offset").
+        # vLLM 0.32 on a CPU crashes on a seeded prompt that is computed in chunks ("CPU Generator does not use offset").
         if "--enable-chunked-prefill" not in given:
             wanted.append(("--no-enable-chunked-prefill", None))
         if not _PARALLEL & given:
-            wanted.append(("--distributed-executor-backend", "uni"))  # one process less, which would spin on a core
+            wanted.append(("--distributed-executor-backend", "uni"))  # saves a process that would spin on a core
     taken = given | {f"--{flag[5:]}" for flag in given if flag.startswith("--no-")}
     return [part for name, value in wanted if name not in taken for part in (name, value) if part is not None]
 
@@ -143,28 +149,23 @@ def _names(flags: Sequence[str]) -> set[str]:
     return {flag.split("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
 
 
-def _inherited() -> dict[str, str]:
-    """Our own environment, less the pipe of whoever started us: it is not open in the server."""
-    return {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
-
-
 def _environment(install: VLLMInstall, flags: Sequence[str], run_folder: Path) -> dict[str, str]:
     ours = {"VLLM_NO_USAGE_STATS": "1"}
     if install.is_cpu:
-        ours |= {"OMP_WAIT_POLICY": "passive"}  # waiting threads must not take the cores of a trainer beside it
+        ours |= {"OMP_WAIT_POLICY": "passive"}  # waiting threads must not occupy a trainer's cores
         if not _PARALLEL & _names(flags):
             ours |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise `uni` silently becomes `mp`
     if "--enable-lora" in _names(flags):
         ours |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     ours = {name: os.environ.get(name, value) for name, value in ours.items()}
-    # Pausing and weight updates are among what vLLM calls development endpoints; the guard stands before them.
+    # vLLM counts pausing and weight updates as development endpoints; the guard protects them.
     ours["VLLM_SERVER_DEV_MODE"] = "1"
-    paths = [str(_ludic_alone(run_folder)), os.environ.get("PYTHONPATH", "")]
+    paths = [str(_ludic_only_folder(run_folder)), os.environ.get("PYTHONPATH", "")]
     return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _ludic_alone(run_folder: Path) -> Path:
-    """A folder with ludic in it and nothing else: where it is installed, it lies beside another torch than vLLM's."""
+def _ludic_only_folder(run_folder: Path) -> Path:
+    """A folder with ludic and nothing else: its own site-packages hold another torch than vLLM's."""
     package = Path(ludic.__file__).parent.absolute()
     if package.parent.name not in ("site-packages", "dist-packages"):
         return package.parent
@@ -176,38 +177,35 @@ def _ludic_alone(run_folder: Path) -> Path:
     return alone
 
 
-# --- where a server listens, vLLM's or our own -------------------------------------------------------------------
-
-
 def check_host(host: str, api_key: str | None, insecure: bool) -> None:
     """Refuse to let other machines in without a key, unless `insecure` allows it."""
     if not (is_loopback(host) or api_key or insecure):
         raise ConfigError(
             f"Listening on {host!r} lets every client that reaches this machine use the model. Give an --api-key "
-            "(or LUDIC_API_KEY), keep to 127.0.0.1, or say --insecure if the network is your own."
+            "(or LUDIC_API_KEY), use 127.0.0.1, or pass --insecure if you trust the network."
         )
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`."""
     try:
-        if host == "localhost":  # /etc/hosts may say anything
+        if host == "localhost":  # /etc/hosts can point it anywhere
             places = [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
             return all(ipaddress.ip_address(place).is_loopback for place in places)
         return ipaddress.ip_address(host).is_loopback
-    except (ValueError, OSError):  # another name, which could be anywhere
+    except (ValueError, OSError):  # another host name may point anywhere
         return False
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """A port that is free at this moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that is in use: whoever waits for our server there would be answered by another."""
+    """Refuse a port in use: clients that wait for this server would reach another."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -215,5 +213,5 @@ def check_port(host: str, port: int) -> None:
             listener.bind((host, port))
         except OSError as error:
             raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error
-        except (OverflowError, ValueError) as error:  # a port above 65535; a host that is no name
+        except (OverflowError, ValueError) as error:  # a port above 65535; an invalid host name
             raise ConfigError(f"Cannot listen on {host!r:.80}:{port}: {error}") from error

@@ -1,7 +1,7 @@
-"""The secret that a policy server's control endpoints ask for: where it is kept, and how it is sent.
+"""The secret of a policy server's control endpoints: where it is stored, and how it is sent.
 
-Whoever can replace the weights of a server owns what is trained on it, so this is a secret of the user who started it:
-a file of mode 600 in the run folder. Servers that are started on the same folder share it.
+A client that can replace a server's weights controls what is trained on it, so the token belongs to the user who started the
+server: a file of mode 600 in the run folder. Servers started on the same folder share it.
 """
 
 import os
@@ -13,25 +13,25 @@ from pathlib import Path
 from ludic.types import ConfigError
 
 CONTROL_HEADER = "X-Ludic-Control-Token"
-"""The header of a control request that carries the token."""
+"""The request header that carries the token."""
 CONTROL_VARIABLE = "LUDIC_CONTROL_TOKEN"
-"""The environment variable that hands the token to a server process."""
+"""The environment variable that passes the token to a server process."""
 TOKEN_FILE = "control_token"
 """The file of a run folder that holds the token."""
 
 
 def make_control_token(folder: Path) -> str:
-    """The token of this run folder; a new one where there is none yet."""
+    """The token of this run folder; creates one if there is none."""
     path = folder / TOKEN_FILE
     folder.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(prefix=f".{TOKEN_FILE}-", dir=folder)  # mkstemp makes mode 600
+    number, temporary = tempfile.mkstemp(prefix=f".{TOKEN_FILE}-", dir=folder)  # mkstemp creates mode 600
     try:
         with os.fdopen(number, "w") as file:
             file.write(f"{secrets.token_hex(32)}\n")
-        # A link fails where the name is taken, so of two servers that start at once one writes and both read the same.
+        # A link fails if the name exists, so of two servers that start at once one writes and both read the same token.
         os.link(temporary, path)
     except FileExistsError:
-        pass  # a server on this folder came first
+        pass  # a server on this folder was first
     finally:
         os.unlink(temporary)
     return read_control_token(path)
@@ -41,7 +41,7 @@ def read_control_token(path: Path) -> str:
     """The token in `path`: the file itself, or the run folder it is in."""
     file = path / TOKEN_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"No control token at {file}; it is written there when a server starts with that run folder.")
+        raise ConfigError(f"No control token at {file}; a server writes it when it starts with that run folder.")
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o077:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""A vLLM server as a child process: started, waited for, stopped, started again.
+"""A vLLM server as a child process: start, wait, stop, restart.
 
-Its output goes to a file, not to a pipe: a pipe that nobody reads fills up and stops the server. The process is the
-leader of a session of its own, so that its workers can be stopped with it even when it died without stopping them. It
-ends when this process does, even by SIGKILL (see parent_watch).
+Its output goes to a file, not to a pipe: an unread pipe fills up and blocks the server. The process leads its own session, so
+that its workers can be stopped with it even if it died without stopping them. It ends when this process does, even
+by SIGKILL (see parent_watch).
 """
 
 import atexit
@@ -26,7 +26,7 @@ from ludic.types import LudicError
 _STOP_AFTER_S = 20.0
 _LAST_LINES = 40
 _LINE = 400
-"""Characters of a line that are quoted; vLLM lists all its models in one."""
+"""Maximum characters of a quoted line; vLLM lists all its models in one."""
 _CAUSE = re.compile(
     r"^(?:\(.*?\) )*(?:\w+ [\d-]+ [\d:]+ \[.*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .+|.*: error: .+)$"
 )
@@ -37,11 +37,11 @@ class ServerDied(LudicError, RuntimeError):
 
 
 class ServerNotReady(LudicError, TimeoutError):
-    """The server process runs, but does not answer in time."""
+    """The server process runs but does not respond in time."""
 
 
 class WatchedProcess(Protocol):
-    """What waiting needs of a server process."""
+    """A server process that can be waited for."""
 
     def poll(self) -> int | None: ...
 
@@ -49,7 +49,7 @@ class WatchedProcess(Protocol):
 
 
 class VLLMServerProcess:
-    """A server that we own. `start` after `stop` or `kill` starts the same server again, on the same port."""
+    """A server owned by this process. `start` after `stop` or `kill` starts it again on the same port."""
 
     def __init__(self, command: ServerCommand, *, log: Path, stream_output: bool = False) -> None:
         self.command = command
@@ -72,9 +72,9 @@ class VLLMServerProcess:
         return self._running().pid
 
     def start(self) -> None:
-        """Start it; `wait_for_vllm_health` says when it is ready."""
+        """Start it; `wait_for_vllm_health` waits until it is ready."""
         if self._process is not None and self.poll() is None:
-            raise ServerDied(f"The server at {self.url} is running already (process {self.pid}); stop it first.")
+            raise ServerDied(f"The server at {self.url} is already running (process {self.pid}); stop it first.")
         check_port(self.command.host, self.command.port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         theirs, self._our_end = os.pipe()
@@ -102,11 +102,11 @@ class VLLMServerProcess:
         return self._running().wait(timeout_s)
 
     def terminate(self) -> None:
-        """Ask it to stop (SIGTERM), and return at once."""
+        """Send SIGTERM and return at once."""
         self._running().terminate()
 
     def stop(self, timeout_s: float = _STOP_AFTER_S) -> None:
-        """Ask it to stop; after `timeout_s`, stop it."""
+        """Send SIGTERM; after `timeout_s`, SIGKILL."""
         if self._process is None:
             return
         self.terminate()
@@ -117,7 +117,7 @@ class VLLMServerProcess:
     def kill(self) -> None:
         """SIGKILL to the server and all its workers."""
         process = self._running()
-        with contextlib.suppress(ProcessLookupError):  # all of them have ended
+        with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if self._our_end is not None:
@@ -126,7 +126,7 @@ class VLLMServerProcess:
         atexit.unregister(self.stop)
 
     def output(self) -> str:
-        """Everything it has written since it was last started."""
+        """Everything written since the last start."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode("utf-8", "replace")
@@ -146,20 +146,20 @@ class VLLMServerProcess:
 
 
 def wait_for_vllm_health(host: str, port: int, proc: WatchedProcess | None = None, timeout_s: float = 180) -> None:
-    """Return when the server answers; raise with its own last words when `proc` dies or is not ready in time."""
+    """Return when the server is healthy; raise with its last output if `proc` dies or is not ready in time."""
     deadline = time.monotonic() + timeout_s
     while not is_healthy(host, port):
         if proc is not None and (code := proc.poll()) is not None:
             raise ServerDied(f"The vLLM server ended with exit code {code}. {last_words(proc.output())}")
         if time.monotonic() > deadline:
             said = last_words(proc.output()) if proc is not None else ""
-            raise ServerNotReady(f"{base_url(host, port)}/health did not answer within {timeout_s:g} s. {said}")
+            raise ServerNotReady(f"{base_url(host, port)}/health did not respond within {timeout_s:g} s. {said}")
         time.sleep(0.2)
 
 
 def is_healthy(host: str, port: int) -> bool:
-    """Whether the server is there and ready for requests."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ours is never behind a proxy
+    """Whether the server is up and ready for requests."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a child server is never behind a proxy
     try:
         with opener.open(f"{base_url(host, port)}/health", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -168,22 +168,22 @@ def is_healthy(host: str, port: int) -> bool:
 
 
 def base_url(host: str, port: int) -> str:
-    """Where to reach a server that listens on `host`."""
+    """The URL of a server that listens on `host`."""
     name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def last_words(output: str) -> str:
-    """The first error of a server's output, since later ones only follow from it, and the last lines."""
+    """The first error in a server's output, since later ones usually follow from it, and the last lines."""
     lines = [line if len(line) <= _LINE else f"{line[:_LINE]}…" for line in output.splitlines()]
     last = "Its last lines:\n" + "\n".join(lines[-_LAST_LINES:])
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         if found := _CAUSE.match(line.strip()):
-            detail = f" {after.strip()}" if after.startswith(" ") else ""  # pydantic's errors begin on the second line
+            detail = f" {after.strip()}" if after.startswith(" ") else ""  # pydantic's details begin on the second line
             return f"Its first error: {found[1]}{detail}\n{last}"
     return last
 
 
 def collect_proc_output(proc: WatchedProcess) -> str:
-    """Everything that the server has written."""
+    """Everything the server has written."""
     return proc.output()

@@ -1,8 +1,8 @@
-"""Several servers behind one client: which one gets the next request.
+"""Routes requests over several servers behind one client.
 
-The least loaded one; but a server that has seen the beginning of a prompt has it in its prefix cache, so the next turn of a
-conversation, and the other samples of a group, go where the tokens already are, unless that server has clearly more to do
-than the others. A server that failed is left alone for a while, longer each time.
+A request goes to the least loaded server. But a server that has seen the beginning of a prompt has it in its prefix cache, so
+the next turn of a conversation and the other samples of a group go to that server unless it is clearly busier than the
+others. A server that failed is skipped for a while, longer each time.
 """
 
 import threading
@@ -21,32 +21,32 @@ _MAX_BLOCKS = 200_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """What a server was found to offer, when it was first asked."""
+    """Capabilities of a server, determined by its first request."""
 
     has_generate: bool
-    """It was started with --enable-scale-out: completions say which weights sampled which token."""
+    """Started with --enable-scale-out: completions say which weights sampled which token."""
     gives_processed_logprobs: bool
-    """Its log-probs are those of the distribution that was sampled from (--logprobs-mode processed_logprobs)."""
+    """Log-probs are those of the distribution that was sampled from (--logprobs-mode processed_logprobs)."""
     max_model_len: int | None
-    """Prompt and completion together; None where it does not say."""
+    """Limit of prompt and completion together; None if the server does not report it."""
     has_versions: bool
     """It answers GET /weight_info."""
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One server, as seen from here."""
+    """The client's view of one server."""
 
     url: str
     facts: ServerFacts | None = None
-    """None until it was asked, and again after it failed: it may come back as another."""
+    """None before the first request, and again after a failure: a restarted server may differ."""
     models: set[str] = field(default_factory=set)
-    """Names that it has answered to."""
+    """Model names that it has served."""
     num_in_flight: int = 0
     num_failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     awake_at: float = field(default=0.0)
-    """Left alone until then (time.monotonic)."""
+    """Skipped until this time (time.monotonic)."""
 
 
 class ServerPool:
@@ -61,7 +61,7 @@ class ServerPool:
 
     @contextmanager
     def lease(self, prompt: TokenArray) -> Iterator[Server]:
-        """The server for this prompt, counted as busy with it meanwhile."""
+        """The server for this prompt; the request counts as in flight inside the context."""
         with self._lock:
             server = self._choose(prompt)
             server.num_in_flight += 1
@@ -72,7 +72,7 @@ class ServerPool:
                 server.num_in_flight -= 1
 
     def worked(self, server: Server, prompt: TokenArray, completion: TokenArray) -> None:
-        """It answered; its cache now holds both."""
+        """Record a response; the server's cache now holds prompt and completion."""
         with self._lock:
             server.num_failures, server.awake_at = 0, 0.0
             if len(self.servers) > 1:
@@ -82,14 +82,14 @@ class ServerPool:
         with self._lock:
             server.facts = None
             now = time.monotonic()
-            if now < server.awake_at:  # all that it had in flight fail at once; that is one failure
+            if now < server.awake_at:  # its requests in flight fail together, as one failure
                 return
             rest = min(self._rest_s * 2**server.num_failures, self._longest_rest_s)
             server.num_failures += 1
             server.awake_at = now + rest
 
     def has_another(self, server: Server) -> bool:
-        """Whether some other server is ready to be asked now."""
+        """Whether another server is available now."""
         now = time.monotonic()
         return any(other is not server and other.awake_at <= now for other in self.servers)
 
@@ -104,7 +104,7 @@ class ServerPool:
         holders = self._seen.find(prompt)
         warm = [server for server in awake if holders >> self.servers.index(server) & 1]
         chosen = min(warm, key=lambda server: server.num_in_flight, default=least)
-        # A warm cache is worth a short queue, not a long one.
+        # A cached prefix is worth a short queue, not a long one.
         if chosen.num_in_flight > 4 + 1.25 * least.num_in_flight:
             chosen = least
         self._seen.add(prompt, self.servers.index(chosen))
@@ -112,10 +112,10 @@ class ServerPool:
 
 
 class _SeenPrefixes:
-    """Which servers have seen which prefix: for every block of 32 tokens and all before it, a bit per server.
+    """Which servers have seen which prefix: a bitmask of servers per chained block of 32 tokens.
 
-    Blocks chain as in a server's own prefix cache, so a prompt is looked up from its beginning for as long as anyone knows it.
-    The oldest blocks are forgotten.
+    Blocks chain as in a server's own prefix cache, so the lookup of a prompt ends at its first unknown block. The oldest blocks
+    are dropped.
     """
 
     def __init__(self) -> None:
@@ -123,12 +123,12 @@ class _SeenPrefixes:
 
     def add(self, tokens: TokenArray, server: int) -> None:
         for key in _chain(tokens):
-            self._holders[key] = self._holders.pop(key, 0) | 1 << server  # popped, so that it is the newest again
+            self._holders[key] = self._holders.pop(key, 0) | 1 << server  # re-inserted as the newest
         while len(self._holders) > _MAX_BLOCKS:
             del self._holders[next(iter(self._holders))]
 
     def find(self, tokens: TokenArray) -> int:
-        """Those who know the longest known prefix; 0 where nobody knows any."""
+        """Bitmask of servers that hold the longest known prefix; 0 if no server holds one."""
         found = 0
         for key in _chain(tokens):
             holders = self._holders.get(key, 0)

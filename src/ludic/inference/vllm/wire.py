@@ -1,7 +1,7 @@
-"""What goes over the wire to vLLM and comes back: request bodies and the reading of answers, for both token endpoints.
+"""Request bodies and response parsing for both of vLLM's token endpoints.
 
-`/inference/v1/generate` takes and gives token ids and says which weights sampled which token; `/v1/completions` is the
-older way, for servers without it. Pure functions: asking is `vllm_client`'s business.
+`/inference/v1/generate` takes and returns token ids and says which weights sampled which token; `/v1/completions` is for
+servers without it. Pure functions: `client.py` sends the requests.
 """
 
 import re
@@ -30,17 +30,17 @@ GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
 _MAX_SEED = (1 << 63) - 1
 _NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that is NaN or missing."""
+"""vLLM's value for a log-prob that is NaN or missing."""
 _CONTEXT = re.compile(r"maximum (?:context length is|model length of) (\d+)")
-"""How the two endpoints say that a prompt is too long."""
+"""The two endpoints' messages about a prompt that is too long."""
 _BESIDE_SAMPLING = frozenset({"model", "request_id", "cache_salt", "priority", "reasoning_ended", "kv_transfer_params"})
-"""Fields of a generate request itself; every other override belongs to its sampling parameters."""
+"""Fields of a generate request itself; every other override is a sampling parameter."""
 
 Body = dict[str, Any]
 
 
 class WrongExtensions(ConfigError, TypeError):
-    """Settings for another kind of server."""
+    """Extensions for another kind of server."""
 
 
 # --- requests ---
@@ -74,12 +74,12 @@ def completions_body(request: TokenCompletionRequest) -> Body:
 
 
 def max_tokens_of(body: Body) -> int:
-    """What was asked for in the end, overrides included."""
+    """The effective max_tokens, overrides included."""
     return int(body.get("sampling_params", body)["max_tokens"])
 
 
 def is_plain_sampling(request: TokenCompletionRequest) -> bool:
-    """Whether tokens are drawn from the model's own distribution, so that raw log-probs are the right ones."""
+    """Whether tokens are drawn from the model's unmodified distribution, for which raw log-probs are correct."""
     sampling = request.sampling
     penalties = (sampling.frequency_penalty, sampling.presence_penalty, _repetition_penalty(request) - 1.0)
     is_whole = sampling.top_p == 1 and not sampling.top_k and not sampling.min_p and not sampling.min_tokens
@@ -103,7 +103,7 @@ def _repetition_penalty(request: TokenCompletionRequest) -> float:
 
 
 def _sampling_fields(request: TokenCompletionRequest, extensions: VLLMExtensions) -> Body:
-    """The fields that both endpoints spell alike."""
+    """The fields that both endpoints share."""
     sampling = request.sampling
     fields: Body = {
         **sampling.to_openai_kwargs(),
@@ -114,13 +114,13 @@ def _sampling_fields(request: TokenCompletionRequest, extensions: VLLMExtensions
         "ignore_eos": sampling.ignore_eos,
     }
     if not sampling.stop and "stop" not in extensions.extra_body_overrides:
-        fields["include_stop_str_in_output"] = True  # a stop token is part of the text, as with the local engine
+        fields["include_stop_str_in_output"] = True  # the text includes a stop token, as with the local engine
     if sampling.stop_token_ids:
         fields["stop_token_ids"] = list(sampling.stop_token_ids)
     if request.seed is not None:
         fields["seed"] = request.seed & _MAX_SEED  # the server holds seeds as signed 64-bit integers
     if request.return_.return_chosen_logprobs:
-        # 0 is the sampled token alone; anything more is that many of the likeliest beside it.
+        # 0 returns the sampled token alone; k adds the k likeliest.
         wanted = request.return_.top_logprobs_k
         fields["logprobs"] = 0 if wanted == 1 else wanted
     return fields
@@ -160,7 +160,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Completion(msgspec.Struct, gc=False):
-    """What we read of an answer. Typed, since the rest is most of it: thousands of small dicts that nobody looks at."""
+    """The parts of a response that are read. Typed, since the rest is most of it: thousands of small unused dicts."""
 
     choices: list[_Choice]
     usage: _Usage | None = None
@@ -170,16 +170,16 @@ _decoder = msgspec.json.Decoder(_Completion)
 
 
 class Aborted(RetryableError):
-    """Taken out of the batch by the server, which is well otherwise; what was sampled until then is no sample."""
+    """A healthy server aborted the request; its partial completion is discarded."""
 
 
 def read_completion(url: str, data: bytes, request: TokenCompletionRequest, version: int | None = None) -> ChatResponse:
-    """The answer of either endpoint. `version` is for the one that does not say: what was served when the request went out."""
+    """Parse either endpoint's response. `version` (served when the request was sent) is for the endpoint that reports none."""
     answer = _decoded(url, data)
     choice = _only_choice(answer)
     if choice.token_ids is None:
         raise EndpointError(
-            "The server answered without token ids, and text alone cannot be trained on. It needs vLLM 0.10.2 or newer."
+            "The server returned no token ids, and text alone cannot be trained on. It needs vLLM 0.10.2 or newer."
         )
     _check_prompt(answer, choice, request)
     ids = np.array(choice.token_ids, dtype=np.int32)
@@ -196,7 +196,7 @@ def read_completion(url: str, data: bytes, request: TokenCompletionRequest, vers
 
 
 def check_not_cut(response: ChatResponse, max_tokens: int) -> None:
-    """vLLM shortens silently where prompt and max_tokens do not fit the context; to us that is a prompt that is too long."""
+    """vLLM silently shortens a completion if prompt and max_tokens exceed the context; here that is an error."""
     prompt, sampled = len(response.prompt_token_ids), len(response.completion_token_ids)
     if response.finish_reason == "length" and sampled < max_tokens:
         raise too_long(prompt, max_tokens, prompt + sampled)
@@ -209,13 +209,13 @@ def too_long(num_prompt: int, max_tokens: int, limit: int) -> PromptTooLong:
 
 
 def version_of(label: str) -> int:
-    """The version behind a label of weights. A server that nobody has pushed to says "default": version 0."""
+    """The version of a weight label. A server without a push since its start says "default": version 0."""
     if label == "default":
         return 0
     if not label.isdecimal():
         raise EndpointError(
-            f"The server calls its weights {label!r}; Ludic's publishers call them by the number of their version. Who else "
-            "pushes weights to it?"
+            f"The server labels its weights {label!r}; Ludic's publishers label them by version number. Check whether another "
+            "program pushes weights to it."
         )
     return int(label)
 
@@ -225,12 +225,14 @@ def _decoded(url: str, data: bytes) -> _Completion:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
         shown = data[:200].decode("utf-8", "replace")
-        raise ConfigError(f"{url} does not answer as vLLM does: {shown!r} ({error}).") from error
+        raise ConfigError(f"{url} does not respond like vLLM: {shown!r} ({error}).") from error
 
 
 def _only_choice(answer: _Completion) -> _Choice:
     if len(answer.choices) != 1:
-        raise EndpointError(f"One completion was asked for, and {len(answer.choices)} came. Is n among the overrides?")
+        raise EndpointError(
+            f"One completion was requested, but {len(answer.choices)} came. Check that the overrides do not set n."
+        )
     choice = answer.choices[0]
     if choice.finish_reason == "abort":
         raise Aborted("The server aborted the request (it is being paused or shut down).")
@@ -243,8 +245,8 @@ def _check_prompt(answer: _Completion, choice: _Choice, request: TokenCompletion
     if (num_seen is None or num_seen == len(sent)) and (seen is None or np.array_equal(seen, sent)):
         return
     raise TokenMismatch(
-        f"The server saw a prompt of {num_seen} tokens that differs from the {len(sent)} tokens sent; it must take token ids as "
-        "they are."
+        f"The server saw a prompt of {num_seen} tokens that differs from the {len(sent)} tokens sent; it must take token ids "
+        "unchanged."
     )
 
 
@@ -253,20 +255,20 @@ def _read_logprobs(logprobs: _Logprobs, num_tokens: int) -> LogprobArray:
     chosen = given if given is not None else [entry.logprob for entry in logprobs.content or ()]
     values = np.array(chosen, dtype=np.float32)  # None becomes NaN
     if len(values) != num_tokens:
-        raise EndpointError(f"The server gave {len(values)} log-probs for {num_tokens} tokens.")
+        raise EndpointError(f"The server returned {len(values)} log-probs for {num_tokens} tokens.")
     if num_tokens and not values.min() > _NO_LOGPROB:
-        raise EndpointError("The server has no log-prob for a token that it sampled. Are its weights finite?")
+        raise EndpointError("The server returned no log-prob for a sampled token. Check that its weights are finite.")
     return values
 
 
 def _forced(request: TokenCompletionRequest, ids: TokenArray, logprobs: LogprobArray) -> CandidateSets | None:
     """`max_think` forces the closing tag once its limit is reached: each of these tokens was the only candidate.
 
-    Nobody says which they are, but they follow each other from the limit on, and are certain.
+    The server does not mark them, but they follow each other from the limit on and have log-prob 0.
     """
     limit = _extensions_of(request).max_think
     if limit is None or request.sampling.is_truncated or request.sampling.min_tokens:
-        return None  # what else was ruled out is not known; whoever trains must hear of that
+        return None  # other exclusions are unknown, and the trainer must notice that
     free = np.flatnonzero(logprobs[limit:] != 0)
     end = limit + int(free[0]) if len(free) else len(ids)
     return CandidateSets.of([ids[i : i + 1] if limit <= i < end else () for i in range(len(ids))])
@@ -282,23 +284,23 @@ def _version_runs(choice: _Choice, version: int | None) -> tuple[VersionRun, ...
 
 
 def refusal(url: str, answer: Answer, *, num_prompt: int = 0, max_tokens: int = 0) -> LudicError:
-    """What a status other than 200 means to whoever asked."""
+    """The error for a status other than 200."""
     error = error_of(answer.text)
     message = error["message"]
-    said = f"{url} answered {answer.status}: {message}"
+    failed = f"{url} returned {answer.status}: {message}"
     if answer.status >= 500 and answer.status != 501:
-        return RetryableError(said, status=answer.status)
+        return RetryableError(failed, status=answer.status)
     if answer.status == 400 and _is_about_length(error):
         return too_long(num_prompt, max_tokens, _limit_in(message) or num_prompt)
     if answer.status == 401:
-        return ConfigError(f"{said} Give VLLMChatClient the api_key that the server was started with.")
+        return ConfigError(f"{failed} Give VLLMChatClient the api_key that the server was started with.")
     if answer.status == 404:
-        return ConfigError(f"{said} Is the address right, and is the model the server's --served-model-name?")
-    return EndpointError(said, status=answer.status)
+        return ConfigError(f"{failed} Check the address, and that the model is the server's --served-model-name.")
+    return EndpointError(failed, status=answer.status)
 
 
 def lacks_generate(answer: Answer) -> bool:
-    """Whether the endpoint is off (403) or unknown (404); a model that is unknown also gives 404, but is named."""
+    """Whether the endpoint is off (403) or unknown (404). An unknown model also gives 404, but with a type."""
     return answer.status == 403 or (answer.status == 404 and error_of(answer.text).get("type") != "NotFoundError")
 
 

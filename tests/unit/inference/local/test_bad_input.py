@@ -75,7 +75,7 @@ async def test_a_request_larger_than_the_cache_is_refused_and_one_as_large_is_se
 
 
 @pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"stop": [""]}, {"stop": ["end", ""]}], ids=str)
-def test_what_no_engine_could_do_cannot_even_be_asked_for(settings):
+def test_impossible_sampling_settings_are_refused(settings):
     with pytest.raises(ConfigError, match=rf"SamplingParams.{next(iter(settings))}="):
         request([1], **settings)
 
@@ -109,7 +109,7 @@ async def test_a_full_queue_refuses_and_serves_again_when_there_is_room():
         first = [asyncio.create_task(ask(engine, [n + 1, 2])) for n in range(3)]
         await gate.reached()
         await eventually(lambda: engine.stats["waiting"] + engine.stats["running"] == 3)
-        with pytest.raises(QueueFull, match=r"3 requests are open already \(max_queue=3\)"):
+        with pytest.raises(QueueFull, match=r"3 requests are already open \(max_queue=3\)"):
             await ask(engine, [9, 2])
         gate.open()
         assert len(await in_time(asyncio.gather(*first))) == 3
@@ -133,7 +133,7 @@ _ATTENTION: dict[str, Any] = {
 }
 UNSERVABLE: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "no attention": ("Mamba", "MambaForCausalLM", _SMALL, ""),
-    "attention of its own": ("Bloom", "BloomForCausalLM", {**_SMALL, "n_layer": 2, "n_head": 4}, ""),
+    "custom attention": ("Bloom", "BloomForCausalLM", {**_SMALL, "n_layer": 2, "n_head": 4}, ""),
     "attention sinks": (
         "GptOss",
         "GptOssForCausalLM",
@@ -163,7 +163,7 @@ def test_a_model_whose_attention_cannot_be_routed_is_refused(name):
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match=f"{kind} cannot be served by the embedded engine.*{reason}.*vLLM"):
         make_engine(model)
-    assert model.config._attn_implementation == before, "whoever refuses leaves the model as it was"
+    assert model.config._attn_implementation == before, "a refusal leaves the model unchanged"
 
 
 def test_something_that_is_no_model_is_refused():
@@ -235,7 +235,7 @@ async def test_a_timeout_is_a_cancellation():
         await eventually(lambda: engine.stats["kv_blocks_used"] == engine.stats["running"] == 0)
 
 
-async def test_abort_ends_everything_that_is_open_and_nothing_that_comes():
+async def test_abort_ends_open_requests_but_not_later_ones():
     async with make_engine(new_model(), max_sequences=2) as engine:
         gate = Gate(engine.model, at_call=2)
         tasks = [asyncio.create_task(ask(engine, [n + 1, 2], max_tokens=50)) for n in range(5)]
@@ -280,7 +280,7 @@ class Bomb:
 @pytest.mark.parametrize(
     "error", [RuntimeError("the device is on fire"), torch.OutOfMemoryError("the device is on fire")], ids=repr
 )
-async def test_a_crash_in_the_worker_reaches_everybody_and_the_engine_says_it_is_dead(at_call, error, caplog):
+async def test_a_crash_in_the_worker_fails_all_requests_and_is_reported(at_call, error, caplog):
     engine = make_engine(new_model(), max_sequences=2)
     Bomb(engine.model, at_call=at_call, error=error)
     tasks = [asyncio.create_task(ask(engine, some_prompt(6 + n), max_tokens=100)) for n in range(5)]
@@ -298,7 +298,7 @@ async def test_a_crash_in_the_worker_reaches_everybody_and_the_engine_says_it_is
     await in_time(asyncio.to_thread(engine.close))
 
 
-async def test_a_crash_while_scoring_reaches_those_who_wait_for_scores():
+async def test_a_crash_while_scoring_fails_all_waiting_scores():
     engine = make_engine(new_model())
     Bomb(engine.model, at_call=1, error=RuntimeError("the device is on fire"))
     tasks = [asyncio.create_task(engine.score_tokens([1, 2], [3, 4])) for _ in range(3)]
@@ -307,7 +307,7 @@ async def test_a_crash_while_scoring_reaches_those_who_wait_for_scores():
     engine.close()
 
 
-async def test_a_crash_leaves_nobody_waiting_even_when_the_books_are_in_disorder():
+async def test_a_crash_fails_all_requests_even_if_the_scheduler_is_inconsistent():
     engine = make_engine(new_model())
     gate = Gate(engine.model, at_call=3)
     tasks = [asyncio.create_task(ask(engine, some_prompt(9 + n), max_tokens=50)) for n in range(4)]
@@ -353,7 +353,7 @@ async def test_a_request_that_forbids_every_token_is_refused():
     model.generation_config.eos_token_id = 0
     everything = {"stop_token_ids": tuple(range(1, VOCAB)), "min_tokens": 1}
     async with make_engine(model) as engine:
-        with pytest.raises(ConfigError, match="all 128 tokens of the vocabulary are stop tokens; leave out min_tokens"):
+        with pytest.raises(ConfigError, match="all 128 tokens of the vocabulary are stop tokens; drop min_tokens"):
             await ask(engine, [1, 2], **everything)
         answer = await ask(engine, [1, 2], **everything, ignore_eos=True, max_tokens=1)
         assert tokens(answer) == [0], "the only one that is left"
@@ -386,7 +386,7 @@ async def test_a_model_that_reads_more_ids_than_it_writes_takes_every_setting():
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_what_tokens_were_drawn_from_is_kept_only_for_those_who_want_it(wanted):
+async def test_candidates_are_kept_only_if_requested(wanted):
     asked = request([1, 2], temperature=1.0, top_p=0.999, seed=1)
     asked.return_ = ReturnSpec(return_chosen_logprobs=True, return_candidates=wanted)
     async with make_engine() as engine:
@@ -448,7 +448,7 @@ async def test_a_request_that_fails_leaves_its_neighbours_bit_for_bit_as_one_tha
         np.testing.assert_array_equal(one.completion_logprobs, other.completion_logprobs)
 
 
-async def test_a_broken_request_leaves_nothing_in_the_place_that_its_neighbour_takes():
+async def test_a_broken_request_leaves_no_nan_in_a_reused_row():
     """It fails while decoding, and the shorter one behind it moves up: what lies beyond its own end is masked, but NaN."""
     first, second = some_prompt(40), some_prompt(6)
     token = family_greedy("llama", first, 1)[0]
@@ -474,7 +474,7 @@ async def test_scores_that_are_not_finite_fail_their_text_alone():
 # --- shutting down ---
 
 
-async def test_closing_fails_what_is_open_and_refuses_what_comes():
+async def test_closing_fails_open_requests_and_refuses_new_ones():
     engine = make_engine(new_model(), max_sequences=2)
     gate = Gate(engine.model, at_call=3)
     tasks = [asyncio.create_task(ask(engine, some_prompt(4 + n), max_tokens=200)) for n in range(4)]
@@ -558,7 +558,7 @@ async def test_two_engines_share_one_model():
 
 
 @pytest.mark.slow
-def test_a_process_that_forgets_to_close_ends_in_peace():
+def test_a_process_that_does_not_close_the_engine_ends_cleanly():
     program = """
 import asyncio, threading
 from tests.unit.inference.local.tiny_models import ask, make_engine, new_model

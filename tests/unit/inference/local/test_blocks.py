@@ -110,7 +110,7 @@ def test_an_evicted_beginning_does_not_come_back_with_a_wrong_end():
     pool = BlockPool(3, SIZE)
     first, second = pool.take(2)
     publish_all(pool, [first, second], [1, 2, 3, 4])
-    pool.give_back([first])  # somebody still uses the second one
+    pool.give_back([first])  # the second one is still in use
     (third,) = pool.take(1)
     assert pool.take(1) == [first]
     publish_all(pool, [third], [1, 2])
@@ -248,7 +248,7 @@ def test_the_pool_behaves_like_the_naive_one(operations, num_blocks):
             naive.took(rest)
             users.append(User(argument, [*blocks, *rest], node, chain, len(blocks)))
         elif name == "new version":
-            # As the scheduler does it: everybody begins again.
+            # As the scheduler does it: all sequences begin again.
             for user in users:
                 pool.give_back(user.blocks)
                 naive.give_back(user.blocks)

@@ -171,7 +171,7 @@ async def test_scoring_and_sampling_agree_and_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2-softcap"])
-async def test_a_model_in_the_engine_still_works_for_everybody_else(family):
+async def test_a_model_in_the_engine_still_works_for_other_callers(family):
     model = new_model(family)
     ids = torch.tensor([PROMPTS[4], PROMPTS[4][::-1]])
     mask = torch.ones_like(ids)

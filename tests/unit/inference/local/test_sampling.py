@@ -323,7 +323,7 @@ def answers_alone():
     [{}, {"max_prefill_tokens": 5, "block_size": 16}, {"kv_tokens": 100, "max_sequences": 6}],
     ids=str,
 )
-async def test_a_seeded_request_gets_the_same_tokens_alone_and_in_any_company(setting, answers_alone):
+async def test_a_seeded_request_gets_the_same_tokens_alone_and_in_any_batch(setting, answers_alone):
     company = [request(some_prompt(1 + n, seed=1), temperature=1.0, max_tokens=3 + n) for n in range(12)]
     async with make_engine(**setting) as engine:
         first = await ask_all(engine, [*company[:6], *seeded_requests(), *company[6:]])

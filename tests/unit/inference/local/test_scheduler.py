@@ -19,7 +19,7 @@ def make_scheduler(
 
 
 def make_sequence(number: int, prompt: list[int] | int, max_tokens: int = 8) -> Sequence:
-    """A prompt given as a length has tokens of its own, which no other shares."""
+    """A prompt given as a length has tokens that no other prompt shares."""
     ids = prompt if isinstance(prompt, list) else [1000 * number + n for n in range(prompt)]
     request = TokenCompletionRequest(
         model="m", prompt_token_ids=ids, sampling=SamplingParams(max_tokens=max_tokens, temperature=1.0)
@@ -53,7 +53,7 @@ def step(scheduler: Scheduler) -> tuple[dict[int, int], list[int], list[int]]:
 def check(scheduler: Scheduler, plan: Plan) -> None:
     """What must hold of every plan."""
     planned = [chunk.sequence for chunk in plan.prefill] + plan.decode
-    assert len({s.number for s in planned}) == len(planned), "nobody is computed twice in a step"
+    assert len({s.number for s in planned}) == len(planned), "no sequence is computed twice in a step"
     assert all(scheduler.running[s.number] is s for s in planned)
     assert sum(chunk.length for chunk in plan.prefill) <= scheduler.limits.max_prefill_tokens
     assert len(scheduler.running) <= scheduler.limits.max_sequences
@@ -277,7 +277,9 @@ EVENTS = st.lists(
     max_rounds=st.sampled_from([1, 1, 4]),
 )
 @settings(max_examples=100, deadline=None)
-def test_whatever_happens_everybody_gets_all_tokens(events, num_blocks, max_sequences, max_prefill_tokens, max_rounds):
+def test_every_sequence_gets_all_tokens_whatever_happens(
+    events, num_blocks, max_sequences, max_prefill_tokens, max_rounds
+):
     scheduler = make_scheduler(
         num_blocks, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_rounds=max_rounds
     )

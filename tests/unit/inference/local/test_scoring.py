@@ -32,7 +32,7 @@ def test_a_batch_is_of_one_temperature_and_within_its_limits(limits, taken):
     assert waiting == [scoring for scoring in everybody if scoring not in batch]
 
 
-def test_nobody_is_taken_where_nobody_waits():
+def test_an_empty_queue_gives_an_empty_batch():
     assert take_batch([], max_tokens=1, max_logits=1) == []
 
 

@@ -395,7 +395,7 @@ BAD_COMPLETIONS = [
     ({"prompt": None}, "prompt: it must be a text"),
     ({"prompt": [1, "two"]}, "prompt[1]: Expected `int`, got `str`"),
     ({"prompt": [[1], [-1]]}, "prompt[0]: Expected `int` >= 0"),
-    ({"prompt": [10**6]}, "Does the tokenizer belong to this model"),
+    ({"prompt": [10**6]}, "Check that the tokenizer belongs to this model"),
     ({"prompt": [10**60]}, "prompt[0]: Expected `int` <= 2147483647"),
     ({"prompt": [1] * 5000}, "limit is 4096"),
     ({"max_tokens": 4096}, "limit is 4096"),
@@ -442,7 +442,7 @@ BAD_CHATS = [
     ({"top_logprobs": 1}, "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 5}, "chosen token only"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"messages": [{"role": "user", "content": "word " * 5000}]}, "No room is left"),
+    ({"messages": [{"role": "user", "content": "word " * 5000}]}, "There is no room"),
 ]  # fmt: skip
 
 
@@ -464,7 +464,7 @@ async def test_a_body_that_is_no_json_object_is_a_bad_request(engine, body):
             assert answer.status == 400 and "application/json" in (await answer.json())["error"]["message"]
 
 
-async def test_half_a_surrogate_pair_harms_nobody(engine):
+async def test_a_lone_surrogate_is_harmless(engine):
     async with serving(engine) as address, aiohttp.ClientSession() as session:
         for body, status in [({"prompt": "a \ud800 b"}, 200), ({"prompt": "a", "stop": "\ud800"}, 400)]:
             async with session.post(f"{address}/v1/completions", json=body) as answer:

@@ -139,7 +139,7 @@ AT_THE_LIMIT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("completions", {"metadata": nested(31)}, {"metadata": nested(900)}, "more than 32 levels"),
     ("chat/completions", {"messages": [message()] * 200}, {"messages": [message()] * 4097}, "may have 4096"),
     ("chat/completions", {"tools": [TOOL] * 4}, {"tools": [TOOL] * 257}, "may have 256"),
-    ("chat/completions", {}, {"messages": [message("x" * 10**6)]}, "the least that its 1000000 characters can be"),
+    ("chat/completions", {}, {"messages": [message("x" * 10**6)]}, "the minimum for its 1000000 characters"),
 ]  # fmt: skip
 
 
@@ -279,7 +279,7 @@ async def test_connections_beyond_the_limit_are_told_so_and_served_when_there_is
             for _ in range(5):
                 async with connected(address) as reader:
                     answer = await what_comes(reader)
-                assert answer.startswith(b"HTTP/1.1 503 ") and b"3 connections are open already" in answer
+                assert answer.startswith(b"HTTP/1.1 503 ") and b"3 connections are already open" in answer
         for _ in range(100):  # the server hears of the closed ones a moment later
             with contextlib.suppress(aiohttp.ClientError):
                 if (await post(address, HONEST))[0] == 200:

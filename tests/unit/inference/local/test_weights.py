@@ -181,7 +181,7 @@ async def test_a_failed_update_still_ends_the_old_version():
 
 
 @pytest.mark.parametrize("at_call", [3, 8])
-async def test_requests_survive_an_update_and_go_on_under_the_new_weights(at_call):
+async def test_requests_survive_an_update_and_continue_under_the_new_weights(at_call):
     model = new_model()
     old = copy_of(model)
     async with make_engine(model, max_prefill_tokens=20) as engine:
@@ -252,7 +252,7 @@ async def test_the_cache_can_be_released_between_and_during_requests():
         engine.release_cache()
         assert await answers(engine) == expected and engine.version == 0
         gate = Gate(model, at_call=4)
-        engine.release_cache()  # the engine's own modules are made anew, with the gate
+        engine.release_cache()  # the engine's modules are rebuilt, with the gate
         running = asyncio.create_task(ask_all(engine, requests()))
         await gate.reached()
         release = threading.Thread(target=engine.release_cache)
@@ -262,7 +262,7 @@ async def test_the_cache_can_be_released_between_and_during_requests():
         release.join(30)
 
 
-# --- changes that nobody announces ---
+# --- unannounced changes ---
 
 
 async def test_a_step_that_was_not_announced_is_noticed(caplog):
@@ -272,7 +272,7 @@ async def test_a_step_that_was_not_announced_is_noticed(caplog):
         with torch.no_grad():
             model.lm_head.weight.mul_(-1)
         assert await answers(engine) == by_transformers(model)
-        assert engine.version == 1 and "nobody said so" in caplog.text
+        assert engine.version == 1 and "changed without notice" in caplog.text
 
 
 async def test_a_model_in_training_mode_is_sampled_without_dropout():
@@ -302,7 +302,7 @@ async def test_an_adapter_put_around_the_model_later_is_served_from_the_next_ver
 
 @pytest.mark.parametrize("asked", [{"dtype": torch.float16}, {"device": "meta"}], ids=str)
 def test_a_model_object_is_not_converted(asked):
-    with pytest.raises(ConfigError, match="served as it is"):
+    with pytest.raises(ConfigError, match="served unchanged"):
         make_engine(new_model(), **asked)
 
 

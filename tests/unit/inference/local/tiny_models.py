@@ -50,7 +50,7 @@ _CONFIG_NAMES = {"Gemma3": "Gemma3TextConfig"}
 
 
 def new_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
-    """A model that nobody else uses."""
+    """A model for one test alone."""
     kind, own = FAMILIES[family]
     config = getattr(transformers, _CONFIG_NAMES.get(kind, f"{kind}Config"))(**{**_SIZES, **own, **overrides})
     config._attn_implementation = "eager"  # the only one of transformers' own that knows soft-capping
@@ -100,7 +100,7 @@ def plain_logprobs(
 
 
 def copy_of(model: Any) -> Any:
-    """The same weights in a model of its own, with transformers' attention."""
+    """The same weights in a separate model with transformers' attention."""
     copied = deepcopy(model)
     copied.set_attn_implementation("eager")
     return copied

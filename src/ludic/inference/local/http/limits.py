@@ -1,8 +1,8 @@
-"""What the HTTP server holds at the same time, and how long a client may take.
+"""Limits of the HTTP server: memory held by open requests, and time that a client may take.
 
-A request takes memory from its first byte, long before the engine counts it. Each stage therefore has its own bound, and
-checks it before the next stage builds anything: the connection, the head, the body, the completions that a body asks for.
-What one body may ask for is checked in request.py.
+A request takes memory from its first byte, long before the engine counts it. So each stage has its own limit and checks
+it before the next stage allocates anything: the connection, the head, the body, the requested completions. `request.py`
+checks the contents of one body.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ from ludic.types import ConfigError, TokenCompletionRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerLimits:
-    """Bounds of one server. The sizes add up to some hundred megabytes beside the engine."""
+    """Limits of one server. The sizes add up to some hundred megabytes in addition to the engine."""
 
     max_connections: int = 1024
-    """Open at the same time; one more is told so (503) and closed."""
+    """Open at the same time; one more is answered 503 and closed."""
     head_s: float = 75.0
-    """For the head of a request to arrive whole, from the opening of the connection or the last answer on it. Proxies keep
+    """For the whole head of a request to arrive, from the opening of the connection or the last answer on it. Proxies keep
     idle connections for a minute and expect the server to keep them longer."""
     body_s: float = 120.0
-    """For a body to arrive whole."""
+    """For a whole body to arrive."""
     answer_s: float = 300.0
-    """For the client to take what was written of its answer."""
+    """For the client to read what was written of its answer."""
     max_body_bytes: int = 16 * 2**20
     max_body_bytes_in_all: int = 256 * 2**20
-    """Bodies that are being received or read."""
+    """Size of all bodies being received or read."""
     max_completions: int = 8192
-    """Completions in progress, of all requests: prompts times `n`."""
+    """Completions in progress over all requests: prompts times `n`."""
     max_prompt_tokens: int = 1 << 24
-    """Their prompts together. A waiting prompt takes about 40 bytes a token."""
+    """Tokens of all their prompts. A waiting prompt takes about 40 bytes a token."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -47,7 +47,7 @@ class ServerLimits:
 
 
 class Load:
-    """What the requests in progress hold."""
+    """Resources held by the requests in progress."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
@@ -55,7 +55,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body, counted until the caller is done with it."""
+        """The body, counted until the caller has finished with it."""
         limits, chunks, size = self._limits, [], 0
         try:
             try:
@@ -68,21 +68,21 @@ class Load:
                         if size > limits.max_body_bytes:
                             raise _too_large(limits)
                         if self.num_body_bytes > limits.max_body_bytes_in_all:
-                            raise _busy(f"It holds {limits.max_body_bytes_in_all // 2**20} MB of bodies already.")
+                            raise _busy(f"It already holds {limits.max_body_bytes_in_all // 2**20} MB of bodies.")
                         chunks.append(chunk)
             except TimeoutError as error:
                 raise RequestRefused(
                     408, "body_timeout", f"The body did not arrive within {limits.body_s:g} s."
                 ) from error
             except web.RequestPayloadError as error:
-                raise ConfigError(f"The body cannot be received: {error}") from error
+                raise ConfigError(f"The body could not be received: {error}") from error
             yield b"".join(chunks)
         finally:
             self.num_body_bytes -= size
 
     @contextlib.contextmanager
     def completions(self, requests: Sequence[TokenCompletionRequest]) -> Iterator[None]:
-        """Count them while they are in progress, or refuse them before the engine has any."""
+        """Count completions in progress; refuses them before they reach the engine."""
         num, limits = len(requests), self._limits
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         if self.num_completions + num > limits.max_completions:
@@ -116,17 +116,14 @@ def _busy(why: str) -> RequestRefused:
     )
 
 
-# --- connections -------------------------------------------------------------------------------------------------
-
-
 class Connection(web.RequestHandler):
-    """aiohttp's, and closed if no request comes. aiohttp itself watches only the time between two requests (until 3.14.5)."""
+    """aiohttp's handler, closed if no request comes. aiohttp itself watches only the time between two requests (until 3.14.5)."""
 
     is_heard = False
-    """Whether the head of a request has arrived; the server's middleware says so."""
+    """Whether the head of a request has arrived; set by the server's middleware."""
 
     def __init__(self, server: web.Server, limits: ServerLimits, **options: Any) -> None:
-        # What a refused client still sends is read for a moment, so that it finds the answer and not a reset connection.
+        # Keep reading briefly after a refusal, so that the client finds the answer and not a reset connection.
         lingering_s = min(10.0, limits.body_s)
         super().__init__(server, keepalive_timeout=limits.head_s, lingering_time=lingering_s, **options)
         self._head_s = limits.head_s
@@ -142,7 +139,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """What is no HTTP is answered 400, and a client may go at any time: neither needs a traceback of ours."""
+        """Log no traceback for malformed HTTP (answered 400) or a client that disconnects."""
         if not isinstance(kw.get("exc_info"), (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             super().log_exception(*args, **kw)
 
@@ -152,10 +149,10 @@ class Connection(web.RequestHandler):
 
 
 class _TooMany(asyncio.Protocol):
-    """A connection beyond the limit: an answer, and the end."""
+    """A connection beyond the limit: answers 503 and closes."""
 
     def __init__(self, limits: ServerLimits) -> None:
-        message = f"{limits.max_connections} connections are open already; try again later."
+        message = f"{limits.max_connections} connections are already open; try again later."
         error = {"message": message, "type": "server_error", "param": None, "code": "too_many_connections"}
         body = json.dumps({"error": error}).encode()
         head = (
@@ -171,9 +168,9 @@ class _TooMany(asyncio.Protocol):
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, limits: ServerLimits) -> asyncio.Server:
-    """Accept connections for an application that has been set up; it closes them, the caller closes the server."""
+    """Accept connections for a set-up application, which closes them; the caller closes the server."""
     loop, app_server = asyncio.get_running_loop(), runner.server
-    assert app_server is not None, "runner.setup() comes first"
+    assert app_server is not None, "call runner.setup() first"
     options: dict[str, Any] = {"loop": loop, "access_log": None}
 
     def accept() -> asyncio.BaseProtocol:

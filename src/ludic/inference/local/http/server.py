@@ -1,7 +1,7 @@
-"""The engine behind an OpenAI-compatible HTTP server: what `ludic serve` runs.
+"""The embedded engine as an OpenAI-compatible HTTP server: `ludic serve`.
 
-A body is checked, turned into token requests, and the replies into OpenAI's JSON; sampling, batching and limits are the
-engine's. A field that would change the answer and is not supported is refused by name: nothing is dropped in silence.
+It checks a body, turns it into token requests, and the replies into OpenAI's JSON; sampling, batching and limits are the
+engine's. A field that would change the answer but is not supported is refused by name, never ignored.
 """
 
 import asyncio
@@ -62,12 +62,12 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SHUTDOWN_S = 0.5
-"""How long open requests may go on when the server is stopped; aiohttp waits so long twice."""
+"""How long open requests may continue after a stop; aiohttp waits this long twice."""
 _CLIENT_GONE = 499
 
 
 class Engine(Protocol):
-    """What the server needs of an engine; LocalEngine has it."""
+    """The engine interface of the server; LocalEngine implements it."""
 
     tokenizer: Any
     """A transformers tokenizer, or None: then only token ids go in and out."""
@@ -86,9 +86,6 @@ class Engine(Protocol):
     def failure(self) -> str | None: ...
 
 
-# --- starting ----------------------------------------------------------------------------------------------------
-
-
 def make_app(
     engine: Engine,
     *,
@@ -99,12 +96,12 @@ def make_app(
 ) -> web.Application:
     """The server as an aiohttp application. Without `chat_template`, the tokenizer's own is used.
 
-    Of `limits`, those of connections and heads are the listener's business: `serve` keeps them.
+    `serve` enforces the limits on connections and heads; the application enforces the others.
     """
     server = _Server(engine, model_name, api_key, chat_template, limits)
     app = web.Application(
         middlewares=[server.guard],
-        handler_args={"handler_cancellation": True},  # a client that hangs up cancels its handler, and so its tokens
+        handler_args={"handler_cancellation": True},  # a disconnecting client cancels its handler and its sampling
     )
     app.add_routes(
         [
@@ -131,7 +128,7 @@ async def serve(
     limits: ServerLimits | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer until cancelled. Port 0 takes a free one; `on_ready` is told the address."""
+    """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address."""
     check_host(host, api_key, insecure)
     limits = limits or ServerLimits()
     app = make_app(engine, model_name=model_name, api_key=api_key, chat_template=chat_template, limits=limits)
@@ -151,9 +148,6 @@ async def serve(
         if listener is not None:
             listener.close()
         await runner.cleanup()
-
-
-# --- the endpoints -----------------------------------------------------------------------------------------------
 
 
 class _Server:
@@ -177,20 +171,22 @@ class _Server:
         self._num_active = 0
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
-        self._no_chat = "This server has no tokenizer, and so no chat template; send token ids to /v1/completions."
+        self._no_chat = (
+            "This server has no tokenizer and therefore no chat template; send token ids to /v1/completions."
+        )
         self._template = chat_template
         if chat_template is None and engine.tokenizer is not None:
             try:
                 self._template = HFChatTemplate(engine.tokenizer, tool_parser=tool_parser_for(engine.tokenizer))
-            except TemplateError as error:  # a base model: /v1/completions works all the same
+            except TemplateError as error:  # a base model; /v1/completions still works
                 self._no_chat = str(error)
         vocabulary = {} if engine.tokenizer is None else engine.tokenizer.get_vocab()
         self._max_chars_per_token = max(map(len, vocabulary), default=1)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The one place where errors become answers, and where requests are counted."""
-        status = _CLIENT_GONE  # unless we get to the end
+        """Turns every error into a response and counts requests; the only place that does."""
+        status = _CLIENT_GONE  # unless the response is sent
         self._num_active += 1
         if isinstance(request.protocol, Connection):
             request.protocol.is_heard = True
@@ -198,7 +194,7 @@ class _Server:
             try:
                 self._check_key(request)
                 response = await handler(request)
-            except Exception as error:  # noqa: BLE001 - whatever happened, the client gets JSON and the others go on
+            except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
                 response = _error_response(error)
             async with self._answering(request):
                 await response.prepare(request)
@@ -212,12 +208,12 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def _answering(self, request: web.Request) -> AsyncIterator[None]:
-        """Something is written to the client. One that does not read it in time is hung up on."""
+        """Wraps writes to the client; disconnects a client that does not read in time."""
         try:
             async with asyncio.timeout(self._limits.answer_s):
                 yield
         except (TimeoutError, ConnectionError) as error:
-            # Also where the client has hung up and aiohttp is about to cancel us; there is no one to tell of an error.
+            # Also reached if the client has disconnected and aiohttp is about to cancel; then no error can be sent.
             if request.transport is not None:
                 request.transport.abort()
             raise asyncio.CancelledError from error
@@ -229,7 +225,7 @@ class _Server:
         given, wanted = key.strip().encode(errors="surrogateescape"), self._api_key.encode(errors="surrogateescape")
         if not (hmac.compare_digest(given, wanted) and scheme.lower() == "bearer"):
             raise RequestRefused(
-                401, "invalid_api_key", "This server wants its API key, as 'Authorization: Bearer <key>'."
+                401, "invalid_api_key", "This server needs its API key as 'Authorization: Bearer <key>'."
             )
 
     async def models(self, request: web.Request) -> web.Response:
@@ -279,7 +275,7 @@ class _Server:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._respond(request, await self._chat_answer(request))
 
-    # Each body is read in a function that ends before the engine is asked: nothing of it is kept while tokens are sampled.
+    # Each body is read in a function that returns before sampling starts, so that nothing of it stays in memory meanwhile.
 
     async def _completion_answer(self, request: web.Request) -> CompletionAnswer:
         async with self._body(request, CompletionBody) as body:
@@ -307,7 +303,7 @@ class _Server:
             prompt = await asyncio.to_thread(self._render, template, messages, tools)
             room = self._engine.max_total_tokens
             if max_tokens is None and len(prompt) >= room:
-                raise PromptTooLong(len(prompt), room, "No room is left for a reply; shorten the conversation.")
+                raise PromptTooLong(len(prompt), room, "There is no room for a reply; shorten the conversation.")
             sampling["max_tokens"] = room - len(prompt) if max_tokens is None else max_tokens
             requests = self._requests([prompt], SamplingParams(**sampling), options)
             parser = template if tools else None
@@ -319,7 +315,7 @@ class _Server:
     async def _body(self, request: web.Request, kind: type[AnyBody]) -> AsyncIterator[AnyBody]:
         # A web page can post to this machine without asking, but only as a form or as plain text.
         if request.content_type != "application/json":
-            raise ConfigError(f"The body must come as application/json, not {request.content_type!r:.80}.")
+            raise ConfigError(f"The body must be application/json, not {request.content_type!r:.80}.")
         async with self._load.body(request) as data:
             body = read_body(data, kind)
             self._check_model(self._model_name if body.model is None else body.model)
@@ -339,7 +335,7 @@ class _Server:
         if tokenizer is None:
             raise ConfigError("This server has no tokenizer; send the prompt as token ids.")
         self._check_length(len(text))
-        text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+        text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
@@ -348,15 +344,15 @@ class _Server:
         return template.apply(messages, tools=tools or None).prompt_token_ids
 
     def _check_length(self, num_chars: int) -> None:
-        """Refuse a text that cannot fit, whatever its tokens are: a tokenizer takes seconds for megabytes."""
+        """Refuse a text that cannot fit however it is tokenised: a tokenizer takes seconds for megabytes."""
         least, room = -(-num_chars // self._max_chars_per_token), self._engine.max_total_tokens
         if least > room:
-            raise PromptTooLong(least, room, f"That is the least that its {num_chars} characters can be.")
+            raise PromptTooLong(least, room, f"That is the minimum for its {num_chars} characters.")
 
     def _requests(
         self, prompts: Iterable[TokenArray], sampling: SamplingParams, options: "Options"
     ) -> list[TokenCompletionRequest]:
-        """Prompt by prompt, `n` of each: their order is that of the choices."""
+        """`n` requests for each prompt in turn, which is the order of the choices."""
         return [
             TokenCompletionRequest(
                 model=self._model_name,
@@ -378,7 +374,7 @@ class _Server:
             replies = await _all([self._engine.complete_tokens(r) for r in answer.requests])
             responses = [response for response, _ in replies]
             self._count(answer, sum(len(r.completion_token_ids) for r in responses))
-            # In a thread: the text of each token of many completions takes seconds, and other clients wait.
+            # In a thread: decoding each token of many completions takes seconds, during which other clients would wait.
             text = await asyncio.to_thread(lambda: json.dumps(answer.whole(responses)))
             return web.Response(text=text, content_type="application/json")
 
@@ -404,7 +400,7 @@ class _Server:
         except Exception as error:
             if not response.prepared:
                 raise
-            # The status has been sent; the error comes as an event, and [DONE] does not.
+            # The status is already sent, so the error is an event and [DONE] is omitted.
             await send(_sse(_describe(error)[1]))
         finally:
             if response.prepared:
@@ -417,7 +413,7 @@ class _Server:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Every result, or the first error; then, and when we are cancelled, nothing goes on in the background."""
+    """All results, or the first error; on an error or a cancellation the other calls are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -429,7 +425,7 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def _merged(
     streams: Sequence[AsyncGenerator[TokenChunk, None]],
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """The chunks of several streams as they come, with the number of their stream; the first error ends them all."""
+    """Chunks of several streams as they arrive, with the index of their stream; the first error ends all."""
     arrived: asyncio.Queue[tuple[int, TokenChunk] | BaseException | None] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[TokenChunk, None]) -> None:
@@ -462,11 +458,8 @@ def _sse(event: JSONObject) -> bytes:
     return f"data: {json.dumps(event)}\n\n".encode()
 
 
-# --- errors ------------------------------------------------------------------------------------------------------
-
-
 def _describe(error: BaseException) -> tuple[int, JSONObject]:
-    """Status, and the body that OpenAI's clients know how to read."""
+    """The status, and an error body in OpenAI's format."""
     message, status, kind, code = str(error), 400, "invalid_request_error", None
     if isinstance(error, RequestRefused):
         status, code = error.status, error.code

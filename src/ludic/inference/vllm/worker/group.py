@@ -1,7 +1,7 @@
-"""A process group of one trainer and the workers of one server, beside any group that either side has of its own.
+"""A process group of one trainer and the workers of one server, separate from each side's own groups.
 
-The trainer is rank 0 and keeps the store through which the others find it. gloo moves host memory over TCP; nccl moves
-GPU memory. Both sides import this file; torch and the standard library only.
+The trainer is rank 0 and holds the store through which the workers find it. gloo moves host memory over TCP; nccl moves
+GPU memory. Both sides import this file: torch and the standard library only.
 """
 
 import socket
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where and with whom the group meets."""
+    """Address and settings of a process group."""
 
     backend: str
     """"gloo" or "nccl"."""
@@ -26,11 +26,11 @@ class Meeting:
     world_size: int
     """The trainer and every worker of the server."""
     timeout_s: float
-    """Both for meeting and for one transfer."""
+    """For joining, and for each transfer."""
 
 
 def open_store(host: str, world_size: int, timeout_s: float) -> Any:
-    """The trainer's store, on a free port of this one address; `store.port` is what the workers need to know."""
+    """The trainer's store, on a free port of this address; the workers need `store.port`."""
     listener = socket.create_server((host, 0))
     store = dist.TCPStore(
         host,
@@ -52,23 +52,23 @@ def reach_store(meeting: Meeting) -> Any:
 
 
 def join(meeting: Meeting, store: Any, rank: int) -> Any:
-    """Returns when everybody is there."""
+    """Join the group; returns when all ranks have joined."""
     timeout = timedelta(seconds=meeting.timeout_s)
     inside = dist.PrefixStore("ludic", store)
     if meeting.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(inside, rank, meeting.world_size, options)
-    gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
     options = gloo._Options()
     options._timeout = timeout
-    # Without this gloo listens wherever the host's own name points to, which in a container may be nowhere.
+    # Without this gloo listens on the address of the host's own name, which may not resolve in a container.
     options._devices = [gloo.create_device(hostname=address_towards(meeting.host))]
     return gloo(inside, rank, meeting.world_size, options)
 
 
 def broadcast(group: Any, flat: Tensor) -> None:
-    """From the trainer to all workers; returns when it is done."""
+    """Send from the trainer to all workers; returns when complete."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([flat], options).wait()
@@ -77,7 +77,7 @@ def broadcast(group: Any, flat: Tensor) -> None:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that `host` would see. Nothing is sent."""
+    """The address of this machine that `host` would see. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]

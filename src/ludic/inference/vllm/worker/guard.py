@@ -1,8 +1,8 @@
 """An ASGI middleware for vLLM: inference is open, everything else needs the control token.
 
-vLLM's own --api-key covers /v1 and /inference but none of the endpoints that pause the server, replace its weights or
-call methods of its workers. This one knows what is harmless and asks for the token everywhere else, so an
-endpoint that a new vLLM adds is guarded until it is listed here.
+vLLM's --api-key covers /v1 and /inference but none of the endpoints that pause the server, replace its weights or call
+methods of its workers. This guard lists the harmless endpoints and requires the token for all others, so an endpoint that a
+new vLLM adds is guarded until it is listed here.
 
 It runs inside the server process (`--middleware ludic.inference.vllm.worker.guard.ControlGuard`) and imports nothing of vLLM.
 """
@@ -34,19 +34,19 @@ OPEN: frozenset[tuple[str, str]] = frozenset(
     {("GET", path) for path in _GET}
     | {("HEAD", path) for path in _GET}
     | {("POST", path) for path in _POST}
-    | {("OPTIONS", path) for path in _GET | _POST}  # a browser's question before it sends the request itself
+    | {("OPTIONS", path) for path in _GET | _POST}  # a browser's preflight request
 )
 """Method and path of everything that needs no control token (inference may still need vLLM's --api-key)."""
 
 
 class ControlGuard:
-    """Passes on what is open or carries the token; answers 401 to the rest, before vLLM hears of it."""
+    """Passes requests that are open or carry the token; answers 401 to all others before vLLM sees them."""
 
     def __init__(self, app: App) -> None:
         token = os.environ.get(CONTROL_VARIABLE, "")
         if not token:
             raise ConfigError(
-                f"The environment variable {CONTROL_VARIABLE} is not set, so nobody could be let through to the control "
+                f"The environment variable {CONTROL_VARIABLE} is not set, so no client could use the control "
                 "endpoints. Start the server with `python -m ludic.inference.vllm_server`, which sets it."
             )
         self.app = app
@@ -61,7 +61,7 @@ class ControlGuard:
             await send({"type": "websocket.close", "code": 1008, "reason": f"needs {CONTROL_HEADER}"})
 
     def _may_pass(self, scope: Scope) -> bool:
-        # --root-path puts a prefix before every path, and the router takes it off again.
+        # --root-path puts a prefix before every path, which the router removes.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and (scope["method"], path) in OPEN:
             return True
@@ -71,7 +71,7 @@ class ControlGuard:
 
 async def _refuse(scope: Scope, send: Send) -> None:
     message = (
-        f"{scope['method']} {scope['path']} changes or inspects the server, and the control token is missing or wrong. "
+        f"{scope['method']} {scope['path']} changes or inspects the server, but the control token is missing or wrong. "
         f"Send it in the header {CONTROL_HEADER}; it is the file {TOKEN_FILE} in the server's run folder."
     )
     body = json.dumps({"error": {"message": message, "type": "Unauthorized", "code": 401}}).encode()

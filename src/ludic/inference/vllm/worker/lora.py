@@ -1,9 +1,9 @@
-"""The worker's side of an adapter push: what runs inside a vLLM that was started with --enable-lora.
+"""The worker's side of an adapter push, inside a vLLM that was started with --enable-lora.
 
-vLLM's API server knows an adapter by name, number and path, and every request carries these three. Its own way of
-replacing one, `load_inplace`, is carried too, by every request that follows: the worker then reads the files again
-at each step, and a request that began before goes on with the old files, whatever version it is told to have. So an adapter
-is registered once, by vLLM's endpoint, and replaced here, under the number it has.
+vLLM's API server knows an adapter by name, number and path, and every request carries these three. Its own replacement,
+`load_inplace`, is carried by every later request too: the worker then reads the files again at each step, and a
+request that began earlier continues with the old files, whatever its reported version. So vLLM's endpoint registers an adapter
+once, and this code replaces it under its number.
 """
 
 from typing import Any, ClassVar
@@ -22,24 +22,24 @@ from ludic.inference.vllm.buckets import checksum
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NUM_COMPARED = 16
-"""Values of each weight of the base that are compared."""
+"""Compared values of each base weight."""
 
 
 class AdapterSync:
-    """Mixed into vLLM's worker; each method can be called by `/collective_rpc`, which turns all but lists and dicts into text."""
+    """Mixed into vLLM's worker; `/collective_rpc` can call each method, and converts all results but lists and dicts to text."""
 
     model_runner: Any
     vllm_config: Any
     ludic_adapters: ClassVar[dict[str, int]] = {}
-    """Number of each adapter that was adopted; a worker has a process of its own."""
+    """Number of each adopted adapter; every worker is a separate process."""
 
     def ludic_lora_limits(self) -> dict[str, Any] | None:
-        """None where LoRA is off."""
+        """None if LoRA is off."""
         config = self.vllm_config.lora_config
         return None if config is None else {"max_rank": config.max_lora_rank}
 
     def ludic_base_values(self, shapes: dict[str, list[int]]) -> dict[str, list[float]]:
-        """The first values of those weights that this worker holds as the trainer does: neither fused nor sharded nor packed."""
+        """The first values of weights that this worker stores like the trainer: neither fused nor sharded nor packed."""
         held = {
             name.replace(".base_layer.", "."): weight
             for name, weight in self.model_runner.get_model().named_parameters()
@@ -52,9 +52,9 @@ class AdapterSync:
         }
 
     def ludic_try_adapter(self, path: str) -> list[str]:
-        """Load it as for serving, and throw it away: an adapter that cannot be served is found out while generation goes on.
+        """Load it as for serving and discard it, so that an unservable adapter is found while generation continues.
 
-        The modules that this worker would leave out without a word come back.
+        Returns the modules that this worker would silently leave out.
         """
         manager = self.model_runner.lora_manager
         adapter = manager._load_adapter(LoRARequest("ludic", 1, path))
@@ -66,14 +66,14 @@ class AdapterSync:
         return sorted(self.model_runner.lora_manager.list_adapters())
 
     def ludic_adopt_adapter(self, name: str, before: list[int]) -> None:
-        """The adapter that was not there before is the one of this name."""
+        """Give this name to the adapter that was not loaded before."""
         (number,) = set(self.ludic_adapter_ids()) - set(before)
         if name in self.ludic_adapters:
             self.model_runner.lora_manager.remove_adapter(self.ludic_adapters[name])
         self.ludic_adapters[name] = number
 
     def ludic_adopted(self) -> list[str]:
-        """Names of the adapters that can be replaced."""
+        """Names of the replaceable adapters."""
         return sorted(self.ludic_adapters)
 
     def ludic_replace_adapter(self, name: str, path: str) -> None:
@@ -81,7 +81,7 @@ class AdapterSync:
         self.model_runner.lora_manager.add_adapter(request)
 
     def ludic_received_adapter(self, name: str, path: str, tensors: list[str]) -> dict[str, Any]:
-        """What this worker read of these tensors, and which of them it does not compute with."""
+        """Checksums of these tensors as read here, and those that the worker does not compute with."""
         manager, number = self.model_runner.lora_manager, self.ludic_adapters[name]
         served = _served(manager)
         is_active = number in served.lora_index_to_id
@@ -99,10 +99,10 @@ def _served(manager: WorkerLoRAManager) -> LoRAModelManager:
 
 
 class _Held:
-    """The tensors of a loaded adapter, by their names in the file: vLLM packs neighbours and multiplies B by the scale."""
+    """The tensors of a loaded adapter, by their names in the file: vLLM packs modules together and multiplies B by the scale."""
 
     def __init__(self, served: LoRAModelManager, adapter: LoRAModel, path: str) -> None:
-        mapper = getattr(served.model, "hf_to_vllm_mapper", None)  # as vLLM asks for it: only some models have one
+        mapper = getattr(served.model, "hf_to_vllm_mapper", None)  # only some models have one
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._config = PEFTHelper.from_local_dir(path, None)
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}

@@ -1,7 +1,7 @@
 """`max_think` inside vLLM: a custom logits processor for either of its model runners.
 
-vLLM has two interfaces for these, one per model runner, and picks the runner by itself (the CPU build has the older one,
-a GPU with Triton usually the newer). `MaxThink` is accepted by both and hands out the right one.
+vLLM has two interfaces for these, one per model runner, and picks the runner itself (the CPU build has the older one,
+a GPU with Triton usually the newer). Both accept `MaxThink`, which creates the right processor.
 It runs inside the server process (`--logits-processors ludic.inference.vllm.worker.max_think:MaxThink`).
 """
 
@@ -17,11 +17,13 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from ludic.inference.max_think import CLOSING_TAG, forced_token, forced_tokens, read_limit
 
-logger = logging.getLogger("vllm.ludic.max_think")  # under vllm's, so that it appears among the server's own lines
+logger = logging.getLogger(
+    "vllm.ludic.max_think"
+)  # a child of vllm's logger, so that it appears in the server's output
 
 
 class MaxThinkPerRequest(AdapterLogitsProcessor):
-    """For the older runner, which keeps the tokens of each request as a list."""
+    """For the older runner, which stores the tokens of each request as a list."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
@@ -36,7 +38,7 @@ class MaxThinkPerRequest(AdapterLogitsProcessor):
 
 
 class _ForceClosing:
-    """The logits of one request, with all but the forced token ruled out."""
+    """Masks the logits of one request to the forced token."""
 
     def __init__(self, limit: int, closing: list[int]) -> None:
         self.limit = limit
@@ -51,7 +53,7 @@ class _ForceClosing:
 
 
 class MaxThinkBatch(BatchProcessor):
-    """For the newer runner, which keeps the tokens of all requests on the device and may not be made to wait."""
+    """For the newer runner, which stores all tokens on the device and must not be synchronised."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._requests = req_states
@@ -89,7 +91,7 @@ class MaxThinkBatch(BatchProcessor):
 
 
 class MaxThink(AdapterLogitsProcessor, BatchProcessor):
-    """What the flag names. vLLM checks that it is a processor of its runner's kind, and then makes one of it."""
+    """The class that the flag names. vLLM checks that it is a processor of its runner's kind, then instantiates it."""
 
     def __new__(cls, vllm_config: Any, *rest: Any) -> Any:  # (device, is_pin_memory), or the newer runner's req_states
         return MaxThinkPerRequest(vllm_config, *rest) if len(rest) == 2 else MaxThinkBatch(vllm_config, *rest)
@@ -100,7 +102,7 @@ class MaxThink(AdapterLogitsProcessor, BatchProcessor):
 
 
 def closing_ids(vllm_config: Any) -> list[int]:
-    """The closing tag in the model's tokens; none where its tokenizer cannot write it."""
+    """Token ids of the closing tag; empty if the tokenizer cannot encode it."""
     tokenizer = cached_tokenizer_from_config(model_config=vllm_config.model_config)
     ids = list(tokenizer.encode(CLOSING_TAG, add_special_tokens=False))
     if tokenizer.decode(ids).strip() == CLOSING_TAG:

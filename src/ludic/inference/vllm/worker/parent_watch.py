@@ -1,8 +1,8 @@
-"""A server that a program started must not outlive it, however that program ended.
+"""Ends a server when the program that started it is gone, however that program ended.
 
-The program holds one end of a pipe and never writes; the server waits at the other. A program that is killed has no time to
-say so, but the system closes its end. Inside vLLM this runs as a middleware, which is a place of ours in the process
-that SIGTERM stops cleanly (`--middleware ludic.inference.vllm.worker.parent_watch.EndWithParent`).
+The program holds one end of a pipe and never writes; the server reads at the other. When the program is killed, the system
+closes its end. In vLLM this runs as a middleware, which puts Ludic's code into the process that SIGTERM stops cleanly
+(`--middleware ludic.inference.vllm.worker.parent_watch.EndWithParent`).
 """
 
 import os
@@ -11,11 +11,11 @@ import threading
 from typing import Any
 
 PIPE_VARIABLE = "LUDIC_PARENT_PIPE"
-"""Environment variable: the number of the file descriptor to wait at."""
+"""Environment variable: the file descriptor of the pipe."""
 
 
 class EndWithParent:
-    """Not a middleware at all: it starts the watch and leaves the application as it is."""
+    """Starts the watch and returns the application unchanged, without a middleware."""
 
     def __new__(cls, app: Any) -> Any:
         watch_parent()
@@ -23,7 +23,7 @@ class EndWithParent:
 
 
 def watch_parent() -> None:
-    """Stop this process by SIGTERM when the program that started it is gone; nothing where none asked for it."""
+    """Send SIGTERM to this process when its parent is gone; does nothing without the variable."""
     pipe = os.environ.get(PIPE_VARIABLE)
     if pipe is not None:
         threading.Thread(target=_wait, args=(int(pipe),), name="parent watch", daemon=True).start()

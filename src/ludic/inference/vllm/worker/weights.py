@@ -1,9 +1,9 @@
-"""The worker's side of a weight push: what runs inside vLLM.
+"""The worker's side of a weight push, inside vLLM.
 
 Loaded by `--worker-extension-cls ludic.inference.vllm.worker.weights.WeightSync`, together with `--weight-transfer-config
 '{"backend": "ludic"}'`. vLLM's own endpoints (/start_weight_update, /update_weights, /finish_weight_update) then drive
 `LudicTransfer`, which reads flat buffers from a file, from shared memory or from a process group; naming, fusing and
-sharding stay with vLLM's loader. `WeightSync` answers the questions of the trainer (`/collective_rpc`).
+sharding stay with vLLM's loader. `WeightSync` answers the trainer's calls (`/collective_rpc`).
 """
 
 import os
@@ -29,7 +29,7 @@ from ludic.inference.vllm.worker.lora import AdapterSync
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):
-    """Where a process group meets; the transports that leave their bytes somewhere need none."""
+    """Address of a process group; staged transports need none."""
 
     backend: str
     host: str
@@ -40,7 +40,7 @@ class TransferInit(WeightTransferInitInfo):
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):
-    """One bucket."""
+    """One bucket to load."""
 
     bucket: dict[str, Any]
     """`Bucket.to_json()`."""
@@ -49,7 +49,7 @@ class TransferUpdate(WeightTransferUpdateInfo):
 
 
 class LudicTransfer(WeightTransferEngine):
-    """Takes buckets and gives them to vLLM's layerwise loader."""
+    """Reads buckets and passes them to vLLM's layerwise loader."""
 
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
@@ -58,9 +58,9 @@ class LudicTransfer(WeightTransferEngine):
         super().__init__(*args)
         self.expected: dict[str, list[int]] | None = None
         self.checksums: dict[str, int] = {}
-        """Of sampled weights as they arrived: on a CPU the loader packs matrices away, there is nothing to look at later."""
+        """Of sampled weights at arrival: on a CPU the loader packs matrices, so they cannot be compared later."""
         self.differing: list[str] = []
-        """Weights that the model does not hold as they arrived."""
+        """Weights that the model does not hold as received."""
         self._arrived: set[str] = set()
         self._vectors: dict[str, Tensor] = {}
         self._group: Any = None
@@ -82,7 +82,7 @@ class LudicTransfer(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class then waits for an accelerator, which a CPU does not have.
+        # The base class would wait for an accelerator, which a CPU does not have.
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -98,7 +98,7 @@ class LudicTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         missing = sorted(self.parameters().keys() - self._arrived)
-        if missing:  # a layer of which a part came is left undefined by the loader, without a word
+        if missing:  # the loader silently leaves an incomplete layer undefined
             raise RuntimeError(f"{len(missing)} weights never arrived: {missing[:3]}")
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
@@ -113,7 +113,7 @@ class LudicTransfer(WeightTransferEngine):
     # --- parts ---
 
     def parameters(self) -> dict[str, list[int]]:
-        """Names and shapes of everything that a push must bring."""
+        """Names and shapes of all weights that a push must contain."""
         if self.expected is None:
             self.expected = checkpoint_parameters(self.model_config.hf_config)
         return self.expected
@@ -145,31 +145,31 @@ class LudicTransfer(WeightTransferEngine):
 
 
 class WeightSync(AdapterSync):
-    """Mixed into vLLM's worker; each method can be called by `/collective_rpc`."""
+    """Mixed into vLLM's worker; `/collective_rpc` can call each method."""
 
     weight_transfer_engine: LudicTransfer
     _weight_update_active: bool
 
     def ludic_parameters(self) -> dict[str, list[int]]:
-        """{name: shape} of everything that a push must bring."""
+        """{name: shape} of all weights that a push must contain."""
         return self.weight_transfer_engine.parameters()
 
     def ludic_unreadable(self, paths: list[str]) -> list[str]:
-        """Which of these files this worker cannot read."""
+        """The files that this worker cannot read."""
         return [path for path in paths if not os.access(path, os.R_OK)]
 
     def ludic_forget_update(self) -> None:
-        """An update that a trainer began and never finished would refuse every later one."""
+        """Clear an unfinished update, which would block every later one."""
         self._weight_update_active = False
 
     def ludic_received(self) -> dict[str, Any]:
-        """What arrived in the last update."""
+        """Checksums and differences of the last update."""
         engine = self.weight_transfer_engine
         return {"checksums": engine.checksums, "differing": engine.differing}
 
 
 def checkpoint_parameters(config: Any) -> dict[str, list[int]]:
-    """From the model that transformers would build: the names a trainer has; tied weights once. Takes no memory."""
+    """Names and shapes as transformers (and so the trainer) has them, tied weights once. Takes no memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -185,7 +185,7 @@ def read_file(path: str) -> list[tuple[str, Tensor]]:
 
 
 def forget_unfinished(model: nn.Module) -> None:
-    """Undo a broken update: what it left in the loader's queues, or half loaded, would be taken for a part of this one."""
+    """Undo a broken update: its queued or half-loaded weights would be taken for parts of this one."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:
@@ -194,7 +194,7 @@ def forget_unfinished(model: nn.Module) -> None:
 
 
 def repack_tied_heads(model: nn.Module) -> None:
-    """On a CPU a head that is tied to the embedding computes with a packed copy, which the loader does not renew."""
+    """On a CPU a head tied to the embedding computes with a packed copy, which the loader does not update."""
     heads = [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)]
     embeddings = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     tables = {layer.weight.data_ptr() for layer in embeddings if layer not in heads}

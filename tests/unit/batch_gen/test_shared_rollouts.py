@@ -277,7 +277,7 @@ def test_one_policy_has_one_trainer():
 def test_a_policy_that_nobody_seated_is_told_who_played(caplog):
     batch = asyncio.run(Stream().source("ane").next_batch())
     assert not batch.items
-    assert "'ane' played nothing in round 0; who did: ['ann', 'bob', 'old']" in caplog.text
+    assert "'ane' has no rollouts in round 0 of ['ann', 'bob', 'old']" in caplog.text
 
 
 class Follower:

@@ -43,7 +43,7 @@ def run(program: ModuleType, *arguments: object) -> None:
     program.main(program.tyro.cli(program.Settings, args=[*SMALL, *map(str, arguments)]))
 
 
-def test_a_run_that_goes_on_rates_everybody_who_ever_was(program, tmp_path, capsys):
+def test_a_resumed_run_rates_all_past_versions(program, tmp_path, capsys):
     """It begins in a folder with the half-written games of a run that was stopped in its warm-up."""
     out = tmp_path / "run"
     out.mkdir()
@@ -56,7 +56,7 @@ def test_a_run_that_goes_on_rates_everybody_who_ever_was(program, tmp_path, caps
     table = (out / "elo.txt").read_text()
     rated = set(re.findall(r"^(\S+) +\d+  \[", table, flags=re.MULTILINE))
     assert rated == {f"past_{name}@{v}" for name in ("ann", "bob") for v in (0, 2, 4)} | {"random", "perfect"}
-    assert re.search(r"^perfect", table.splitlines()[1]), "nobody beats perfect play"
+    assert re.search(r"^perfect", table.splitlines()[1]), "no player beats perfect play"
     assert (out / "metrics.jsonl").read_text().count("\n") == 4
 
 

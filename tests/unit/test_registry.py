@@ -116,7 +116,7 @@ def test_an_installed_package_adds_its_parts(tmp_path: Path):
     assert "'acme-robots/robot'" in done.stdout and done.stdout.strip().endswith("4")
 
 
-# --- parts of one's own ---
+# --- user's own parts ---
 
 ENV = """
 from ludic.envs import SingleAgentEnv

@@ -82,8 +82,8 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
     def episode_tools(self, agent_id: AgentID) -> Sequence[Callable[..., Any]]:
         """Tools of the episode that is running, for this agent: callables with type hints and a docstring.
 
-        For what belongs to the task and not to the player, such as a search over this question's documents. The
-        agent calls them between two actions, as it calls tools of its own; one that cannot call tools cannot play.
+        For tools that belong to the task, such as a search over this question's documents. The
+        agent calls them between two actions, like its own tools; the env needs an agent that can call tools.
         """
         return ()
 

@@ -127,14 +127,14 @@ def puzzle(task: str, config: str, seed: int) -> Puzzle:
 def _made(task: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
     from reasoning_gym.factory import DATASETS
 
-    with _dice_of_their_own(seed):
+    with _global_seed(seed):
         dataset = DATASETS[task][0](config=checked_settings(task, {**json.loads(config), "seed": seed, "size": 1}))
         return dataset, dataset[0]
 
 
 @contextmanager
-def _dice_of_their_own(seed: int) -> Iterator[None]:
-    """list_functions draws from Python's global dice and pool_matrix seeds numpy's: nobody else may notice."""
+def _global_seed(seed: int) -> Iterator[None]:
+    """list_functions uses Python's global generator and pool_matrix seeds numpy's; seed both here and restore them."""
     python, arrays = random.getstate(), np.random.get_state()
     random.seed(seed)
     try:

@@ -118,9 +118,9 @@ _TABLE = threading.RLock()
 class _Dice:
     """An episode's own dice.
 
-    TextArena draws from the process-wide generators of `random` and numpy. These are lent the episode's state while
-    the game computes and get their own back afterwards: episodes do not disturb each other, nor anybody else. Only a
-    foreign thread that draws from them at that very moment would.
+    TextArena draws from the process-wide generators of `random` and numpy. They get the episode's state while
+    the game computes and are restored afterwards, so episodes do not disturb each other or other code. Only a
+    foreign thread that draws from them at that moment is affected.
     """
 
     def __init__(self, seed: int) -> None:

@@ -134,7 +134,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         await self._until_asked()
 
     async def _until_asked(self) -> None:
-        """Let the program go on until it wants somebody's reply, or is through."""
+        """Run the program until it asks for a reply or ends."""
         assert self._running is not None, "only called while it runs"
         ring = asyncio.create_task(self._bell.wait())
         await asyncio.wait({self._running, ring}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,9 +150,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         if not self._over or trace is None:
             return StepOutcome(self._view(role), 0.0, terminated=self._over)
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        trainable = self._seats[
-            role
-        ].trainable  # verifiers marks simulated users; whoever makes samples may leave them out
+        trainable = self._seats[role].trainable  # verifiers marks simulated users; filters may drop their samples
         info: Info = {"rewards": plain(rewards), "metrics": plain(trace.metrics), "trainable": trainable}
         cut = bool(trace.is_truncated)
         return StepOutcome(self._view(role), float(trace.reward), truncated=cut, terminated=not cut, info=info)

@@ -179,7 +179,7 @@ class APPSTestAdapter(TestAdapter):
 class HumanEvalTestAdapter(TestAdapter):
     """Samples with `prompt`, `entry_point`, `test` (which defines `check(candidate)`) and `canonical_solution`.
 
-    Where `check` is a list of asserts that can be judged as expressions, each is a test of its own; else the whole of
+    Where `check` is a list of asserts that can be judged as expressions, each is a separate test; else the whole of
     `check` is one test.
     """
 
@@ -263,7 +263,9 @@ class MBPPTestAdapter(TestAdapter):
 
     def __init__(self, num_shown_tests: int = 1) -> None:
         if num_shown_tests < 1:
-            raise ConfigError(f"num_shown_tests={num_shown_tests}; without a test nobody knows the function's name.")
+            raise ConfigError(
+                f"num_shown_tests={num_shown_tests}; without a test the model cannot know the function's name."
+            )
         self.num_shown_tests = num_shown_tests
 
     def get_tests(self, sample: Sample) -> list[TestCase]:
@@ -283,7 +285,9 @@ class MBPPTestAdapter(TestAdapter):
         }
         functions = called & defined or {name for name in called if not hasattr(builtins, name)}
         if not functions:
-            raise ConfigError(f"The test {test!r} of MBPP {self.get_problem_id(sample)} calls no function of its own.")
+            raise ConfigError(
+                f"The test {test!r} of MBPP {self.get_problem_id(sample)} calls no function of the program."
+            )
         return functions
 
     def get_prompt(self, sample: Sample) -> str:

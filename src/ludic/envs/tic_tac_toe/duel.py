@@ -43,7 +43,7 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
     blocking = False
 
     def __init__(self, *, view: View = "text", random_plies: int = 0) -> None:
-        """`view="compact"` shows ten words to whoever is to move, as in TicTacToeEnv: its mark, then the nine cells.
+        """`view="compact"` shows ten words to the player to move, as in TicTacToeEnv: its mark, then the nine cells.
 
         `random_plies`: so many marks stand on the board when the game begins, placed at random in turn: players who learn from
         each other do not get stuck in one game.

@@ -127,7 +127,7 @@ async def test_every_group_arrives_whole_with_its_credit_and_the_counts_agree(le
     for items in groups:
         assert len({item.meta["group_id"] for item in items}) == 1
         assert len({item.meta["rollout_id"] for item in items}) == 4
-    assert set(credit.seen) == {4}, "siblings are compared with each other, and with nobody else"
+    assert set(credit.seen) == {4}, "siblings are compared with each other only"
     assert {item.weight for items in groups for item in items} == {0.1, 1.1}, (
         "what the reply's form and its answer earned"
     )

@@ -191,7 +191,7 @@ async def test_settling_leaves_nothing_behind(shared_redis, queue, key):
         assert not payload_keys(client, key)
 
 
-async def test_what_nobody_was_given_cannot_be_settled(shared_redis, queue, key):
+async def test_groups_that_were_not_taken_cannot_be_settled(shared_redis, queue, key):
     await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
     with raw_client(shared_redis) as client:
         ((id_, _),) = client.xrange(f"{{{key}}}")
@@ -303,12 +303,12 @@ async def test_a_restart_of_redis_loses_nothing_that_was_acknowledged(redis_serv
 async def test_a_call_that_is_cancelled_ends(queue):
     """Before Python 3.12 asyncio.wait_for can swallow a cancellation; a learner that is told to stop must stop."""
 
-    async def ask_for_ever() -> None:
+    async def ask_endlessly() -> None:
         while True:
             await queue.counts()
 
     for moment in range(100):
-        task = asyncio.create_task(ask_for_ever())
+        task = asyncio.create_task(ask_endlessly())
         for _ in range(moment % 23):
             await asyncio.sleep(0)
         task.cancel()
@@ -411,7 +411,7 @@ async def test_dead_letters_are_bounded(shared_redis, queue, key):
     assert counts.balance == 0
 
 
-async def test_an_entry_that_somebody_deleted_does_not_come_again(shared_redis, queue, key):
+async def test_a_deleted_entry_does_not_come_again(shared_redis, queue, key):
     await queue.push_many(ACTOR, [group(1, data=b"1"), group(2, data=b"2")])
     learner = Learner(queue)
     first, _ = (await learner.take(2)).groups
@@ -421,7 +421,7 @@ async def test_an_entry_that_somebody_deleted_does_not_come_again(shared_redis, 
     assert (await queue.counts()).balance == 1, "what was taken out of the account is missing in it"
 
 
-async def test_actors_do_not_wait_for_items_that_somebody_deleted(shared_redis, queue, key):
+async def test_actors_do_not_wait_for_deleted_items(shared_redis, queue, key):
     await queue.push_many(ACTOR, [group(1, num_items=8), group(2, num_items=3)])
     with raw_client(shared_redis) as client:
         client.xtrim(f"{{{key}}}", maxlen=1, approximate=False)
@@ -454,7 +454,7 @@ async def test_a_name_is_taken_over_only_after_its_lease_has_run_out(shared_redi
     assert (await queue.acquire(new))[0] == new.token
 
 
-async def test_a_lease_that_has_run_out_is_still_ours_while_nobody_wanted_it(shared_redis, queue, key):
+async def test_an_expired_lease_stays_with_its_holder_until_another_learner_takes_it(shared_redis, queue, key):
     learner = Learner(queue)
     await queue.acquire(learner.lease)
     let_lease_run_out(shared_redis, key)
@@ -462,7 +462,7 @@ async def test_a_lease_that_has_run_out_is_still_ours_while_nobody_wanted_it(sha
     assert (await queue.acquire(Lease("learner-0")))[0] == learner.lease.token, "and any call renews it"
 
 
-async def test_whoever_lost_its_name_can_neither_take_nor_settle_nor_bury(shared_redis, queue, key):
+async def test_a_learner_without_its_lease_cannot_take_settle_or_dead_letter(shared_redis, queue, key):
     await queue.push_many(ACTOR, [group(1), group(2)])
     old, new = Learner(queue), Learner(queue)
     await queue.acquire(old.lease)
@@ -518,7 +518,7 @@ async def test_groups_that_a_stranger_took_come_back(shared_redis, key):
     async with ExperienceQueue(shared_redis.url, key, lease_times=times) as queue:
         await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
         with raw_client(shared_redis) as client:
-            client.xreadgroup("learners", "somebody", {f"{{{key}}}": ">"})
+            client.xreadgroup("learners", "another", {f"{{{key}}}": ">"})
         await asyncio.sleep(0.05)
         learner = Learner(queue)
         assert await queue.reclaim(learner.lease, learner.status, num_learners=1) == 1

@@ -117,7 +117,7 @@ async def test_the_next_batch_is_fetched_while_this_one_is_trained_on(queue, pus
 
 
 @pytest.mark.parametrize("settings", [{"prefetch": False}, {"batch_size": 4, "world_size": 2}])
-async def test_without_prefetch_nothing_is_taken_that_nobody_asked_for(queue, pusher, make_source, settings):
+async def test_without_prefetch_groups_are_taken_only_on_request(queue, pusher, make_source, settings):
     """Nor with several ranks: what one fetches ahead, another waits for."""
     for _ in range(3):
         await pusher.push()
@@ -160,7 +160,7 @@ async def test_two_ranks_take_disjoint_groups_and_the_same_number_of_batches(pus
     assert set(seen) <= set(pushed)
 
 
-# --- what becomes of the items ---
+# --- acknowledging items ---
 
 
 async def test_a_group_stays_in_the_queue_until_a_checkpoint_has_it(queue, pusher, make_source):

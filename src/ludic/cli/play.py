@@ -19,7 +19,7 @@ from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample,
 from ludic.cli.args import Switch, parse
 from ludic.cli.play_tools import Toolbox
 from ludic.cli.scripted import reference_or_random, scripted_protocol
-from ludic.interaction.base import AnyEnv, outcome_for, told_outcomes
+from ludic.interaction.base import AnyEnv, outcome_for, check_outcomes
 from ludic.run.env import env_factory
 from ludic.run.settings import read_pair
 from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
@@ -130,7 +130,7 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
         if not env.active_agents:
             break
         actions = {agent_id: _ask(env, agent_id, shown.get(agent_id, ""), runner) for agent_id in env.active_agents}
-        outcomes = told_outcomes(env, runner.run(env.async_step(actions)), actions)
+        outcomes = check_outcomes(env, runner.run(env.async_step(actions)), actions)
         for agent_id in outcomes:
             outcome = outcome_for(env, agent_id, outcomes)
             shown[agent_id] = outcome.obs

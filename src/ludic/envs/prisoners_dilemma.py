@@ -1,6 +1,6 @@
 """The iterated prisoner's dilemma: two agents choose at the same time, round after round.
 
-The smallest env in which both agents are active at once and neither can win by itself. There is no chance in it;
+The smallest env in which both agents are active at once and neither can win alone. It is deterministic;
 the seed changes nothing.
 """
 

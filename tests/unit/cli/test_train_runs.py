@@ -324,7 +324,7 @@ def test_an_env_that_raises_shows_its_own_line_once_and_how_often(ludic, caplog)
     ("cls", "told"),
     [
         ("Exits", "RuntimeError: The env raised SystemExit(0)."),
-        ("Overflows", "Overflows.step told 'agent_0' reward=1e+300"),
+        ("Overflows", "Overflows.step gave 'agent_0' reward=1e+300"),
         ("Circular", "an info that is not JSON: Circular reference"),
     ],
 )

@@ -1,7 +1,7 @@
-"""reasoning-gym's puzzles and scorers, made repeatable and kept from doing harm.
+"""reasoning-gym's puzzles and scorers, made reproducible and safe.
 
-A scorer is given whatever a model wrote. Four call `eval` on it and five sympy's `parse_expr`, which is `eval` too: they
-would run the model's code, or compute for hours. They get nothing but literals and arithmetic, and the five run in a
+Scorers get untrusted model output. Four call `eval` on it and five sympy's `parse_expr`, which is `eval` too: they
+would run the model's code, or compute for hours. They get only literals and arithmetic, and the five run in a
 child with a time limit. The child, whose hash seed is fixed, also makes the puzzles of generators that iterate over sets.
 """
 
@@ -21,9 +21,7 @@ import numpy as np
 from ludic.envs import worker
 from ludic.envs.adapters.harmless import is_harmless, is_python
 
-# ----------------------------------------------------------------------------------------------------
-# Answers that scorers of reasoning-gym pay for and should not: each was found by trying, and a policy would find it, too.
-# ----------------------------------------------------------------------------------------------------
+# --- Wrong answers that scorers of reasoning-gym reward; each was found by trying, and a policy would find them too ---
 
 Entry = Mapping[str, Any]
 

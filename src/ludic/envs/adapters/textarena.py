@@ -1,8 +1,8 @@
 """TextArena's games, for one player or several, taking turns.
 
-The game speaks through messages; each player is told what is new to it at every step, so history is the business of
+The game sends messages; each player gets the new ones at every step, so history is kept by
 the agent's context (TextArena's own wrappers, which repeat it in every observation, are left out). Rewards come at the
-end, as TextArena gives them. What an invalid move costs is the game's rule: one is forgiven, as a rule, the next loses.
+end, as TextArena gives them. The game decides the cost of an invalid move: usually one is forgiven and the next loses.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""verifiers environments (its `v1` API), played by our agents and scored by their own rewards.
+"""verifiers environments (its `v1` API) with Ludic agents, scored by their own rewards.
 
 A verifiers env is a program: `run(task, agents)` asks agents and waits for what they say. It runs here as it is, with
 seats (verifiers_seat.py) in place of its agents: what a seat is asked becomes an observation, and the next action is
@@ -19,9 +19,7 @@ from ludic.envs.adapters.verifiers_seat import VerifiersRole, api, refuse_what_i
 from ludic.envs.env import LudicEnv
 from ludic.types import ConfigError, Info, Observation, StepOutcome
 
-# ----------------------------------------------------------------------------------------------------
-# Where the tasks of a verifiers environment come from: its own loaders, asked once per source.
-# ----------------------------------------------------------------------------------------------------
+# --- Loading the tasks of a verifiers environment: its own loaders, called once per source ---
 
 
 @lru_cache(maxsize=16)

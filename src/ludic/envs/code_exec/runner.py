@@ -1,4 +1,4 @@
-"""Running a program's tests in a sandbox and comparing outside of it: programs that read stdin and write stdout."""
+"""Runs the tests of a stdin/stdout program in a sandbox and compares its output outside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Tic-tac-toe for two agents, "X" and "O": turn-based and zero-sum. X moves first.
 
-Both agents hear of every move, so the loser gets its −1 in the very step in which the winner gets its +1.
-There is no chance in it, unless the first plies are drawn by the seed. Rules and perfect play are in board.py.
+Both agents get an outcome for every move, so the loser gets its −1 in the same step as the winner its +1.
+It is deterministic, unless the seed draws the first plies. Rules and perfect play are in board.py.
 """
 
 import random

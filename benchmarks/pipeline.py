@@ -179,7 +179,7 @@ class Countdown:
 async def push_all(url: str, next_payload: Callable[[], bytes], num_groups: int, barrier: Barrier) -> None:
     todo = Countdown(num_groups)
     async with ExperienceQueue(url, max_waiting=256) as queue:
-        await queue.census()  # wait until everything is imported and connected
+        await queue.counts()  # everything is imported and connected
         barrier.wait()
         # Two at a time: one encodes while the other sends.
         await asyncio.gather(*(push_share(queue, next_payload, todo) for _ in range(2)))
@@ -423,7 +423,7 @@ class TakesItsTime:
         """New weights arrive at once: the version is the learner's own."""
         async with ExperienceQueue(self._url) as queue:
             while True:
-                self._version = (await queue.census()).version or 0
+                self._version = (await queue.counts()).version or 0
                 await asyncio.sleep(0.05)
 
 

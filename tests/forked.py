@@ -1,7 +1,7 @@
 """Python processes without the five seconds that torch and transformers take to be imported in each of them.
 
 They are forked from a server that has imported, and done, nothing else; what they run, they run as `python -m …` and
-`python script.py` do, with a folder, variables and an output of their own. Where a test is about the start of a program
+`python script.py` do, with their own folder, variables and output. Where a test is about the start of a program
 itself, or about torchrun, it takes a fresh interpreter.
 """
 
@@ -78,7 +78,7 @@ class Forked:
 
 
 def call(function: Callable[..., Any], *arguments: Any, name: str = "") -> Any:
-    """A function in a process of its own: a multiprocessing.Process that has been started."""
+    """A function in a separate process: a multiprocessing.Process that has been started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, ALWAYS):

@@ -1,4 +1,4 @@
-"""A real redis-server for a test, on a socket of its own, that can be killed and started again."""
+"""A real redis-server for a test, on its own socket, that can be killed and started again."""
 
 import shutil
 import subprocess

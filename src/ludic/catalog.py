@@ -1,6 +1,6 @@
-"""Everything built in, on one page: kind -> name -> where it lives.
+"""The catalogue of built-in parts: kind -> name -> import path.
 
-Pure data. Targets are "module:attribute" strings, so that listing what there is imports nothing.
+Pure data. Targets are "module:attribute" strings, so that listing them imports nothing.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ Unreadable: TypeAlias = Literal["go_on", "stop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggested:
-    """How an env is best played; what a command takes where its user does not say."""
+    """Suggested settings of an env; commands use them as defaults."""
 
     agent: str = "agent"
-    """Registered agent; one that calls tools where the env offers some."""
+    """Registered agent; it must call tools if the env offers some."""
     agent_args: Mapping[str, Any] = field(default_factory=dict)
     parser: str = "raw"
     parser_args: Mapping[str, Any] = field(default_factory=dict)
@@ -25,9 +25,9 @@ class Suggested:
     max_tokens: int = 256
     """Tokens of one reply."""
     cut_off: CutOff = "reject"
-    """What becomes of a reply that ran out of tokens."""
+    """Whether a reply that hit max_tokens is rejected or parsed."""
     unreadable: Unreadable = "go_on"
-    """What becomes of an episode after a reply that cannot be read."""
+    """Whether the episode continues after a reply that cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Entry:
 
     target: str
     example: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for a small instance, where the entry cannot be made without any; people and tests use it."""
+    """Arguments for a small instance, if the entry needs arguments; docs and tests use them."""
     bind: bool = False
-    """The target is the thing itself (a parser, a tool), not a factory of it; arguments are bound to it."""
+    """The target is the part itself (a parser, a tool) and not its factory; arguments are bound to it."""
     suggested: Suggested = Suggested()
     """For envs."""
 
@@ -120,7 +120,7 @@ _MBPP_SAMPLE = {
     "test_imports": [],
     "test_list": ["assert digit_sum(305) == 8", "assert digit_sum(0) == 0", "assert digit_sum(-19) == 10"],
 }
-# The last block of code in a reply; a reply without one is worth what a program is that does not compile.
+# Reads the last code block of a reply; a reply without one gets the reward of a program that does not compile.
 _CODE = Suggested(
     parser="pattern",
     parser_args={"pattern": r"(?s)```(?:python|py)?[ \t]*\n(.*?)```", "error_reward": -0.1},
@@ -129,7 +129,7 @@ _CODE = Suggested(
     unreadable="stop",
 )
 
-# A model that has never played talks around its move; the last cell it names is the one it means.
+# An untrained model writes text around its move; the last cell it names is the move.
 _CELL = Suggested(
     parser="pattern", parser_args={"pattern": r"\b[ABC][123]\b"}, max_steps=5, max_tokens=12, cut_off="read"
 )

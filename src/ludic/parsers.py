@@ -1,7 +1,7 @@
-"""From the model's text to an action, with an intrinsic reward for the format.
+"""Parsers: read an action from the model's text, with a reward for the format.
 
-A parser is a callable: text -> ParseResult. `action=None` means that the text could not be read; `obs` is then
-the feedback that the agent is shown.
+A parser is a callable: text -> ParseResult. `action=None` means that the text could not be parsed; `obs` is then the feedback for
+the agent.
 """
 
 import re
@@ -24,10 +24,10 @@ _LEAD_IN = "Invalid action format:"
 
 @dataclass(frozen=True, slots=True)
 class ParseResult:
-    """What a parser made of a reply."""
+    """The result of parsing a reply."""
 
     action: str | None
-    """The action for the env; None when the text could not be read."""
+    """The action for the env; None if the text could not be parsed."""
     reward: float
     """Format reward, or penalty."""
     obs: str | None
@@ -43,7 +43,7 @@ def raw_parser(raw: str) -> ParseResult:
 
 
 def compose_parsers(*parsers: Parser) -> Parser:
-    """Left to right: each parser reads the action of the one before; rewards add up; the first failure ends it."""
+    """Chain parsers: each reads the action of the previous one; rewards add up; the first failure ends the chain."""
     if not parsers:
         raise ConfigError("compose_parsers needs at least one parser; use raw_parser to take the text as it is.")
 
@@ -78,11 +78,11 @@ def xml_parser(
 ) -> Parser:
     """A parser for `<tag>…</tag>`.
 
-    `inner`: the action is what stands inside the first tag pair; with `exact`, the whole text must be that one
-    pair. `remainder_after_prefix`: the text must begin with the pair, and the action is what follows it.
+    `inner`: the action is the content of the first tag pair; with `exact`, the whole text must be that pair.
+    `remainder_after_prefix`: the text must begin with the pair, and the action is the text after it.
     """
     name = re.escape(tag)
-    # The body may not hold the tag itself, so a pair is always the innermost one and two pairs are never one.
+    # The body must not contain the tag, so a match is the innermost pair and never spans two pairs.
     body = rf"((?:(?!</?{name}>).)*)"
     pair = rf"<{name}>{body}</{name}>"
     flags = re.IGNORECASE | re.DOTALL
@@ -113,7 +113,7 @@ def xml_tag_parser(tag: str, *, exact: bool = False, success_reward: float = 0.1
 
 
 def think_prefix_parser(raw: str, *, success_reward: float = 0.1, error_reward: float = -1.0) -> ParseResult:
-    """The text must begin with a `<think>` block; what follows it is the action."""
+    """The text must begin with a `<think>` block; the rest is the action."""
     return _think_parser(success_reward, error_reward)(raw)
 
 
@@ -144,11 +144,11 @@ _UNIT = re.compile(r"(?: [A-Za-z]+)*", re.ASCII)
 
 
 def final_number_parser(raw: str, *, success_reward: float = 0.0, error_reward: float = 0.0) -> ParseResult:
-    r"""The number that a reply ends on: the last `\boxed{…}`, else the last line `#### 72`, else the last number at all.
+    r"""The final number of a reply: the last `\boxed{…}`, else the last line `#### 72`, else the last number.
 
-    It reads leniently, for measuring and for models that have not learned a format: there is no format to reward, and a
-    reply without any number is worth what a wrong answer is. 1,234 and $18.0 become 1234 and 18; a box that holds more than
-    a number is left to whoever grades it.
+    A lenient parser, for evaluation and for models that have not learned a format: the format earns no reward, and a reply
+    without a number counts as a wrong answer. 1,234 and $18.0 become 1234 and 18; a box with more than a number is returned
+    unchanged for the grader.
     """
     boxed = extract_last_boxed_content(raw)
     if boxed:
@@ -163,7 +163,7 @@ def final_number_parser(raw: str, *, success_reward: float = 0.0, error_reward: 
 
 
 def _marked_answer(raw: str) -> str | None:
-    """What stands behind the last `####`, if it is an answer: models also use it for headings (#### 2. Add them up)."""
+    """The answer after the last `####`. Models also use `####` for headings (#### 2. Add them up), which are skipped."""
     for line in reversed(raw.splitlines()):
         _, marker, tail = line.rpartition("####")
         tail = tail.strip(" \t*").rstrip(".")
@@ -174,13 +174,13 @@ def _marked_answer(raw: str) -> str | None:
 
 
 def _plain_number(text: str) -> str | None:
-    """The number that a text is; None when it is something else, or more."""
+    """The number if the text is exactly one number, else None."""
     match = _NUMBER.fullmatch(text.strip().rstrip("."))
     return None if match is None else _canonical(match)
 
 
 def _canonical(match: re.Match[str]) -> str:
-    """One spelling per number, so that answers can be counted: 18.0, $18 and 18 are the same vote."""
+    """Normal form of a number, so that 18.0, $18 and 18 are the same vote."""
     whole, _, decimals = match["size"].replace(",", "").partition(".")
     whole, _, bottom = whole.partition("/")
     whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
@@ -190,9 +190,9 @@ def _canonical(match: re.Match[str]) -> str:
 
 
 def pattern_parser(pattern: str, *, success_reward: float = 0.0, error_reward: float = -1.0) -> Parser:
-    """The last match of a regular expression (its first group, if it has one), in any case: `[ABC][123]` finds a cell.
+    """The last match of a regular expression (its first group, if any), ignoring case: `[ABC][123]` finds a cell.
 
-    For actions that a reply may talk around; what it says last counts.
+    For replies with text around the action; the last match counts.
     """
     try:
         compiled = re.compile(pattern, re.IGNORECASE)

@@ -1,11 +1,9 @@
-"""Names for things, Gym-style: register, make, list, spec.
+"""Registries of named parts, as in Gymnasium: register, make, list, spec.
 
-One registry per kind of part. Ids are `name` for what Ludic ships and `namespace/name` for all others;
-`ludic/name` is the long form of a built-in id. An installed package adds its parts through entry points of
-the groups `ludic.envs`, `ludic.agents`, `ludic.contexts`, `ludic.protocols`, `ludic.parsers`, `ludic.tools`
-and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`. An entry point names the class or function, or a
-`ludic.catalog.Entry` that also says how an env is best played. A part of your own needs no registration: wherever an id is taken,
-so is `path/to/file.py:name` or `module:name`.
+One registry per kind of part. Built-in ids are `name` (long form `ludic/name`), all others `namespace/name`. An installed package
+adds its parts through entry points of the groups `ludic.envs`, `ludic.agents`, `ludic.contexts`, `ludic.protocols`,
+`ludic.parsers`, `ludic.tools` and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`. Your own part needs no
+registration: every id may also be `path/to/file.py:name` or `module:name`.
 
     from ludic import registry
     env = registry.envs.make("tic_tac_toe", agent_starts=False)
@@ -42,20 +40,20 @@ _HOME = "ludic/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntrySpec:
-    """What is known about one registered part without making it."""
+    """One registered part."""
 
     id: str
     kind: str
     target: str | Callable[..., Any]
-    """The factory, or "module:attribute" to be imported when it is first made."""
+    """The factory, or "module:attribute", imported on first use."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments given at registration; those given to `make` win."""
     example: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for a small instance, for parts that cannot be made without any."""
+    """Arguments for a small instance, for parts that need arguments."""
     bind: bool = False
-    """The target is the part itself, not a factory of it."""
+    """The target is the part itself and not its factory."""
     suggested: Suggested = field(default_factory=Suggested)
-    """For envs: how they are best played."""
+    """Suggested settings of an env."""
 
     def load(self) -> Callable[..., Any]:
         if not isinstance(self.target, str):
@@ -99,7 +97,7 @@ class Registry:
         suggested: Suggested | None = None,
         replace: bool = False,
     ) -> Any:
-        """Add a part; without a target, a decorator that adds what it decorates."""
+        """Register a part; without a target, returns a decorator that registers its argument."""
         if target is None:
 
             def decorate(decorated: Any) -> Any:
@@ -141,7 +139,7 @@ class Registry:
         return sorted(self._entries)
 
     def spec(self, id: str) -> EntrySpec:
-        """Of a registered part, or of your own: then its file is loaded."""
+        """The spec of a registered part, or of a `file.py:name` or `module:name`, which is loaded."""
         if ":" in id:
             found = _load_own(id, self.kind)
             return EntrySpec(id=id, kind=self.kind, target=found, bind=self._is_part(found))
@@ -163,7 +161,7 @@ class Registry:
         return self._entries[key]
 
     def make(self, id: str, **kwargs: Any) -> Any:
-        """The part with that id; keyword arguments go to its factory."""
+        """Make the part with this id; keyword arguments go to its factory."""
         spec = self.spec(id)
         factory = spec.load()
         merged = {**spec.kwargs, **kwargs}
@@ -193,7 +191,7 @@ class Registry:
                 self._unread.add(key)
 
     def _is_part(self, found: Callable[..., Any]) -> bool:
-        """A function that is a parser or a tool is the part itself; a class makes one, and so does a factory of other kinds."""
+        """True if the object is the part itself (a parser or tool function), False if it is a class or factory."""
         return self.kind in ("parser", "tool") and not inspect.isclass(found)
 
 
@@ -204,11 +202,11 @@ def _spec_of(entry: Entry, id: str, kind: str) -> EntrySpec:
 
 
 def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Name the wrong or missing argument and the ones there are, instead of a bare TypeError from deep inside."""
+    """Raise ConfigError that names the wrong or missing argument and the accepted ones."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        return  # some built-in callables have no signature to check against
+        return  # some built-in callables have no signature
     try:
         if spec.bind:
             signature.bind_partial(**kwargs)
@@ -221,7 +219,7 @@ def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mappi
         ) from error
 
 
-# --- parts of your own: file.py:name and module:name -------------------------------------------------------------
+# --- user's parts: file.py:name and module:name ---
 
 
 def _load_own(id: str, kind: str) -> Callable[..., Any]:
@@ -249,7 +247,7 @@ def _load_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
         raise ConfigError(f"There is no file {place} in {Path.cwd()}. Write path/to/file.py:name.")
-    # A unique name: a file called math.py is not the standard library's, nor that of another folder.
+    # A unique name: a file called math.py must not shadow the standard library or a file of another folder.
     name = f"ludic_own_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -272,8 +270,8 @@ def _load_file(place: str) -> ModuleType:
 
 @contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """`import helper` finds the helper.py of this folder, as it does under `python file.py`; but the standard library comes first,
-    and once the file is loaded so do installed packages: a datasets.py there is not what transformers imports."""
+    """Let `import helper` find helper.py of this folder, as under `python file.py`. The standard library has precedence, and after
+    loading so have installed packages: transformers must not import a datasets.py of this folder."""
     entry = str(folder)
     place = next((i for i, p in enumerate(sys.path) if Path(p).name in _INSTALLED), len(sys.path))
     sys.path.insert(place, entry)
@@ -291,7 +289,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def _check_neighbours(path: Path) -> None:
-    """Python has one module of a name: the file must not be given another folder's helper instead of the one beside it."""
+    """Raise ConfigError if the file would import another folder's module instead of the one beside it: Python has one module per
+    name."""
     for name in _imported_names(path) - sys.stdlib_module_names:
         beside = next(
             (p for p in (path.with_name(f"{name}.py"), path.parent / name / "__init__.py") if p.is_file()), None
@@ -305,7 +304,7 @@ def _check_neighbours(path: Path) -> None:
 
 def _imported_names(path: Path) -> set[str]:
     names: set[str] = set()
-    with suppress(SyntaxError, ValueError):  # running the file says so
+    with suppress(SyntaxError, ValueError):  # executing the file reports them
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
@@ -315,13 +314,13 @@ def _imported_names(path: Path) -> set[str]:
 
 
 def _name_extra(error: BaseException, needed_for: str) -> None:
-    """An import of PyTorch that fails, in a file of Ludic's or of the user's, means a missing extra."""
+    """Raise MissingExtra if the import of PyTorch or transformers failed."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "safetensors"):
         raise MissingExtra("train", needed_for) from error
 
 
 def _where_raised(error: BaseException) -> str:
-    """The innermost line of the user's own files, and what it raised."""
+    """The innermost line in the user's files, and the error."""
     if isinstance(error, SyntaxError) and error.filename:
         place, number, line, what = error.filename, error.lineno, error.text or "", error.msg
     else:
@@ -338,7 +337,7 @@ def _is_users(file: str) -> bool:
     return path.is_file() and not set(_INSTALLED) & set(path.parts) and not any(map(path.is_relative_to, others))
 
 
-# --- one registry per kind ---------------------------------------------------------------------------------------
+# --- one registry per kind ---
 
 envs = Registry("env")
 agents = Registry("agent")

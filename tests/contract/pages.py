@@ -1,4 +1,4 @@
-"""Documents whose code is run: their blocks, and running one in a process of its own."""
+"""Documents whose code is run: their blocks, and running one in a separate process."""
 
 import os
 import re

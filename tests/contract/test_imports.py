@@ -96,7 +96,7 @@ def test_package_imports_only_what_it_may(package: str):
     assert not extra, f"ludic.{package} reaches too far: {extra}. Move the shared name down to ludic.types."
 
 
-def test_nobody_imports_the_cli():
+def test_no_package_imports_the_cli():
     importers = [f for p in MAY_IMPORT for f in files_of(p) if "cli" in ludic_imports(f)]
     assert not importers
 

@@ -1,4 +1,4 @@
-"""Every example as a process of its own, on a tiny model, within 30 seconds: what it prints and what it writes.
+"""Every example as a separate process, on a tiny model, within 30 seconds: what it prints and what it writes.
 
 The steps depend on each other as they do for a person: games are generated, learned from, improved on, evaluated.
 """
@@ -236,7 +236,7 @@ def finished(interrupted) -> tuple[Path, subprocess.CompletedProcess]:
 def test_a_first_run_that_is_interrupted_says_how_to_go_on_and_does(interrupted, finished):
     out, code, printed, num_done = interrupted
     assert code == 130 and f"--resume {out}" in printed
-    assert "Traceback" not in printed and "it/s]" not in printed  # nor anybody else's progress bars
+    assert "Traceback" not in printed and "it/s]" not in printed  # nor progress bars of other libraries
     assert 2 <= num_done < NUM_UPDATES
     assert "updates cannot be changed" in refusal("tic_tac_toe/first_run.py", "--resume", out, "--updates", 7)
     _, done = finished
@@ -258,7 +258,7 @@ def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another
     assert steps == list(range(1, NUM_UPDATES + 1))
     checkpoint = re.search(r"ludic eval tic_tac_toe .*--model \S+/warm_up --model (\S+)", done.stdout)[1]
     assert (Path(checkpoint) / "model.safetensors").exists()
-    assert "Traceback" not in done.stderr and "it/s]" not in done.stderr  # nor anybody else's progress bars
+    assert "Traceback" not in done.stderr and "it/s]" not in done.stderr  # nor progress bars of other libraries
     again = start("tic_tac_toe/first_run.py", "--resume", out)  # everything is there already
     assert again.returncode == 0 and [row["step"] for row in metrics(out)] == steps, again.stderr
     assert re.findall("^  win.*", again.stdout, re.MULTILINE) == re.findall("^  win.*", done.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The examples of the games as processes of their own: a script plays the built-in game of each, and wins."""
+"""The examples of the games as separate processes: a script plays the built-in game of each, and wins."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The pipeline example as a person runs it: an actor and a trainer, each a process of its own, and a real Redis between."""
+"""The pipeline example as a person runs it: an actor and a trainer, each a separate process, and a real Redis between."""
 
 import json
 import re

@@ -73,7 +73,7 @@ class Account:
     in_queue: int
     """Items of all entries in the stream."""
     queued: list[str]
-    buried: list[str]
+    dead_letters: list[str]
     learned: list[str]
     """In the weights that the last learner of each rank ended with."""
     left_out: list[str]
@@ -213,7 +213,7 @@ class Pipeline:
             counts = {name: int(client.hget(f"{stream}:counts", name) or 0) for name in COUNTS}
             entries = client.xrange(stream)
             payloads = [client.get(f"{stream}:payload:{id_.decode()}") for id_, _ in entries]
-            buried = [fields[b"payload"] for _, fields in client.xrange(f"{stream}:dead")]
+            dead_letters = [fields[b"payload"] for _, fields in client.xrange(f"{stream}:dead")]
             names = {name.decode() for kind in ("payload", "arriving") for name in client.keys(f"{stream}:{kind}:*")}
         assert names == {f"{stream}:payload:{id_.decode()}" for id_, _ in entries}, "payloads without an entry, or none"
         queued = [ids_of(decode_group(payload)) for payload in payloads]
@@ -223,7 +223,7 @@ class Pipeline:
             counts=counts,
             in_queue=sum(int(fields[b"n"]) for _, fields in entries),
             queued=[id_ for ids in queued for id_ in ids],
-            buried=[id_ for payload in buried for id_ in readable_ids(payload)],
+            dead_letters=[id_ for payload in dead_letters for id_ in readable_ids(payload)],
             learned=[id_ for line in lineages for step in line for id_ in step["trained"]],
             left_out=[id_ for line in lineages for step in line for id_ in step["filtered"]],
             kept={id_ for life in self.lives for id_ in life.ids("kept")},
@@ -259,7 +259,7 @@ class Pipeline:
         assert counts["filtered"] == len(account.left_out), str(account)
         for life in self.lives:
             assert not twice(life.ids("trained") + life.ids("filtered")), f"{life.name} was given an item twice"
-        where = Counter([*account.learned, *account.left_out, *account.queued, *account.buried])
+        where = Counter([*account.learned, *account.left_out, *account.queued, *account.dead_letters])
         assert not twice(list(where.elements())), "an item is in two places"
         lost = account.kept - where.keys()
         # Nobody writes down which items were stale; but there are as many as are nowhere else.

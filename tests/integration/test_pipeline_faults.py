@@ -260,7 +260,7 @@ def test_poisoned_items_are_buried_and_training_goes_on(pipeline):
         client.xadd(STREAM, {"what": "is this"})
         client.xadd(STREAM, {"n": "9" * 50, "v": "-1", "p": "1"})
     num_bad = sum(groups.values()) + 2
-    pipeline.until(lambda: pipeline.count("dead") == num_bad, "everything bad is buried", alive=(learner, actor))
+    pipeline.until(lambda: pipeline.count("dead") == num_bad, "all bad groups are dead letters", alive=(learner, actor))
     pipeline.until_step(learner, learner.step + 3, actor)
     pipeline.stop(actor, learner)
     account = pipeline.check()
@@ -290,7 +290,7 @@ def test_a_group_that_kills_its_learner_again_and_again_is_buried_and_a_restart_
                 deaths += 1
                 lives[rank] = pipeline.learner(rank=rank, **settings)
         time.sleep(0.05)
-    pipeline.until(lambda: pipeline.count("dead") == 2, "it is buried", alive=(*lives.values(), actor))
+    pipeline.until(lambda: pipeline.count("dead") == 2, "it is a dead letter", alive=(*lives.values(), actor))
     for life in lives.values():
         pipeline.until_step(life, life.step + 3, actor)
     pipeline.stop(actor, *lives.values())

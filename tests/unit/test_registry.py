@@ -165,7 +165,7 @@ def test_a_part_whose_package_is_not_installed_names_the_package(monkeypatch):
         assert tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]["name"] == package
 
 
-# --- parts of one's own ---
+# --- user's own parts ---
 
 ENV = """
 from ludic.envs import SingleAgentEnv

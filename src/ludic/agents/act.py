@@ -1,4 +1,4 @@
-"""What an agent hands to a protocol: one record per model call of a turn."""
+"""The result of an agent's turn: one record per model call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class AgentActStep:
     """Raw text of the reply."""
     trace: TokenTrace
     parse_result: ParseResult | None
-    """What the action parser made of it; None for calls that were not meant for the env."""
+    """Result of the action parser; None for calls that are not meant for the env."""
     action_target: ActionTarget = "env"
     loop_index: int = 0
     info: Info = field(default_factory=dict)
@@ -27,7 +27,7 @@ class AgentActStep:
 
 @dataclass(slots=True)
 class AgentActResult:
-    """Everything one `act` did, in order."""
+    """All steps of one `act`, in order."""
 
     steps: list[AgentActStep]
 

@@ -1,7 +1,7 @@
-"""`Agent`: a model with a memory and a parser.
+"""`Agent`: a model with a context and a parser.
 
-It asks its context what to show, sends exact token ids, remembers the reply, and reads an action out of it. It
-knows nothing of environments; the interaction protocol brings the two together.
+It builds the prompt from its context, sends exact token ids, stores the reply, and parses an action from it. The interaction
+protocol connects it with an environment.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from ludic.types import (
 )
 
 _DEFAULT_INFERENCE = InferenceSpec()
-# Clients like to report everything; token arrays belong in the trace, and raw responses nowhere.
+# Dropped from a client's info: token arrays belong in the trace, and raw responses are not kept.
 _TOO_BIG_FOR_INFO = frozenset(
     {"raw_response", "used_args", "prompt", "prompt_text", "prompt_token_ids", "completion_token_ids", "token_ids",
      "logprobs"}
@@ -63,7 +63,7 @@ class Agent:
 
     name = "agent"
     _advertised: ToolSchemas | None = None
-    """Tools that every prompt describes; a plain agent has none."""
+    """Tool schemas in every prompt; a plain agent has none."""
 
     def __init__(
         self,
@@ -96,34 +96,33 @@ class Agent:
         self.max_prompt_tokens = max_prompt_tokens
         self.last_info: Info = {}
         self._conversation = Conversation(chat_template)
-        self._is_seated = False
+        self._in_episode = False
         self._tokens_left: int | None = None
 
-    # --- what happens to the agent ---
+    # --- called by the protocol ---
 
     def begin_episode(self) -> None:
-        """An episode begins."""
         self.require_free()
-        self._is_seated = True
+        self._in_episode = True
 
     def require_free(self) -> None:
-        """An agent has one memory, so it can be in one episode at a time."""
-        if self._is_seated:
+        """Raise ConfigError if the agent is in an episode: it has one memory, so it can be in only one at a time."""
+        if self._in_episode:
             raise ConfigError(
                 f"This {type(self).__name__} is in an episode already. An agent remembers one conversation: make one agent "
                 "(and one protocol) per concurrent episode."
             )
 
     def end_episode(self) -> None:
-        self._is_seated = False
+        self._in_episode = False
         self._tokens_left = None
 
     def allow_tokens(self, max_tokens: int | None) -> None:
-        """At most so many sampled tokens from now on; the last reply is cut off where they end."""
+        """Limit the tokens sampled from now on; the last reply is cut off at the limit."""
         self._tokens_left = max_tokens
 
     def take_tools(self, tools: Sequence[Callable[..., Any]]) -> None:
-        """What the coming episode offers (`LudicEnv.episode_tools`), instead of what the last one did."""
+        """Take the tools of the next episode (`LudicEnv.episode_tools`), replacing those of the last one."""
         if tools:
             raise ConfigError(
                 f"This env offers tools, which {type(self).__name__} cannot call. Use an agent that can: ToolAgent or "
@@ -142,10 +141,8 @@ class Agent:
         self.ctx.on_after_step(obs, info)
 
     def add_tool_result(self, tool_call_id: str, tool_name: str, result: str) -> None:
-        """A tool that the protocol ran answered."""
+        """Add the result of a tool that the protocol ran."""
         self.ctx.add_tool_result(tool_call_id, tool_name, result)
-
-    # --- what the agent does ---
 
     async def act(
         self,
@@ -153,28 +150,28 @@ class Agent:
         sampling_seed: int | None = None,
         timeout_s: float | None = None,
     ) -> AgentActResult:
-        """Ask the model once and read its reply."""
+        """Call the model once and parse its reply."""
         steps = await self._make_room(inference, sampling_seed, timeout_s)
         try:
             call = await self._call_model(inference, sampling_seed, timeout_s)
         except OutOfRoom:
             if not steps:
                 raise
-            return AgentActResult(steps)  # they were sampled, so they count; the protocol sees that no action came
+            return AgentActResult(steps)  # keep the sampled steps; the protocol sees that there is no action
         self._remember(call)
         return AgentActResult([*steps, self._action_step(call)])
 
     async def _make_room(
         self, inference: InferenceSpec | None, sampling_seed: int | None, timeout_s: float | None
     ) -> list[AgentActStep]:
-        """Called before every model call of a turn: for agents that must shorten their memory first, by model calls of
-        their own (FoldingAgent)."""
+        """Called before every model call of a turn. Agents that shorten their memory with model calls (FoldingAgent) do it
+        here and return those steps."""
         return []
 
     async def push_policy_update(
         self, params: Mapping[str, Any], timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
-        """New weights for whatever serves this agent."""
+        """Send new weights to the agent's client."""
         if not isinstance(self.client, ChatClient):
             raise RuntimeError(f"{type(self.client).__name__} cannot take new weights: it has no sync_weights.")
         return await asyncio.to_thread(self.client.sync_weights, params, timeout_s=timeout_s, version=version)
@@ -276,7 +273,7 @@ class Agent:
     # --- reading the reply ---
 
     def _action_step(self, call: ModelCall, loop_index: int = 0) -> AgentActStep:
-        """The reply is meant for the env: reject it if it was cut off, else parse it."""
+        """The step of a reply to the env: rejected if it was cut off, otherwise parsed."""
         info = call.info
         if self._is_cut_off(call):
             info = {**info, "incomplete_completion": True}

@@ -1,8 +1,8 @@
-"""`FoldingAgent`: when its dialogue is full, the model sums it up, and goes on with the summary instead of the past.
+"""`FoldingAgent`: when its dialogue is full, the model writes a summary that replaces the history.
 
-A summary is an action: a model call with its own trace, a step of the turn that it was written in. It reaches no env and
-earns nothing by itself; it is credited with what that turn is credited with, so whatever the episode earned teaches the model
-what is worth writing down. See docs/folding.md.
+A summary is an action: a model call with its own trace, and a step of the turn in which it is written. It does not reach the env
+and earns no reward; it gets the credit of its turn, so the episode's reward teaches the model what to write down. See
+docs/folding.md.
 """
 
 from dataclasses import replace
@@ -14,12 +14,12 @@ from ludic.agents.react_agent import ReActAgent
 from ludic.context.summarised import SummarisedDialog
 from ludic.types import ConfigError, InferenceSpec, derive_seed
 
-_SUMMARY_SEED = 0x5EED  # a seed beside those of the turn's other calls
+_SUMMARY_SEED = 0x5EED  # distinct from the seeds of the turn's other calls
 _NOTHING = "(nothing)"
 
 
 class FoldingAgent(Agent):
-    """Before a model call that would be shown too much, one that sums it up."""
+    """Summarises the dialogue before a model call whose prompt would be too long."""
 
     name = "folding_agent"
 
@@ -36,9 +36,8 @@ class FoldingAgent(Agent):
         summary_heading: str = "What you wrote down before:",
         **agent_kwargs: Any,
     ) -> None:
-        """It folds when `ctx` says that it holds enough turns, or when the next prompt would have more than
-        `fold_at_tokens` tokens, whichever comes first; the prompt of the summary has `summary_prompt` on top of that.
-        `max_summary_tokens=None` allows a summary as many tokens as any reply."""
+        """The agent folds when `ctx.is_full`, or when the next prompt would have more than `fold_at_tokens` tokens; the prompt
+        of the summary is longer by `summary_prompt`. `max_summary_tokens=None` allows a summary as many tokens as any reply."""
         if not isinstance(ctx, SummarisedDialog):
             raise ConfigError(
                 f"{type(self).__name__} folds its dialogue: give it ctx=SummarisedDialog(…), not {ctx!r:.60} (on the command "
@@ -89,16 +88,16 @@ class FoldingAgent(Agent):
         return replace(inference, sampling=sampling)
 
     def _memory(self, summary: str) -> str:
-        """What the model is shown in the place of the past."""
+        """The message that replaces the history."""
         return f"{self.summary_heading}\n{summary}"
 
 
 class FoldingReActAgent(FoldingAgent, ReActAgent):
-    """The same for an agent with tools: it also folds in the middle of a tool loop. Summaries are no moves of the shot clock."""
+    """FoldingAgent with tools: it also folds inside a tool loop. Summaries do not count towards `max_react_steps`."""
 
     name = "folding_react_agent"
 
 
 def without_thinking(text: str) -> str:
-    """What a reply says after its thinking; nothing, if it was cut off while it thought."""
+    """The reply without its thinking; empty if it was cut off inside the thinking."""
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()

@@ -1,4 +1,4 @@
-"""`ReActAgent`: [think, call a tool]* and then act, against a shot clock."""
+"""`ReActAgent`: [think, call a tool]* and then act, within a limited number of model calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from ludic.types import ConfigError
 
 
 class ReActAgent(ToolAgent):
-    """At most `max_react_steps` model calls per turn; before the last one the model is told to answer.
+    """At most `max_react_steps` model calls per turn; before the last one the agent asks for the final answer.
 
-    The demand for an answer is appended as a message and kept: the prompt already sent stays as it is, and so do
-    the tool schemas in it. What the model writes then is the action, tool call or not.
+    That request is appended as a message and kept, so that the tokens already sent (with the tool schemas) do not change. The
+    reply is the action, even if it contains a tool call.
     """
 
     name = "react_agent"

@@ -8,7 +8,7 @@ from ludic.agents.tool_agent import ToolLike
 
 
 class ReToolAgent(ReActAgent):
-    """ReAct with a Python sandbox as its tool: at most `max_react_steps` model calls, so one fewer runs of code.
+    """ReAct with a Python sandbox as its tool: at most `max_react_steps` model calls, so one fewer code runs.
 
     `interpreter` is the tool that runs code; `ludic.tools.python_tool.python_tool(…)` makes one with other limits.
     """
@@ -24,7 +24,7 @@ class ReToolAgent(ReActAgent):
         final_answer_prompt: str = "You cannot run any more code. Give your final answer now.",
         **agent_kwargs: Any,
     ) -> None:
-        from ludic.tools.python_tool import python_tool  # only who runs code has to import sandboxes
+        from ludic.tools.python_tool import python_tool  # only this agent needs the sandbox packages
 
         super().__init__(
             tools=[interpreter or python_tool(), *(tools or ())],

@@ -1,9 +1,8 @@
 """`ToolAgent`: an agent whose model may call tools before it answers.
 
-Two scopes: `tools` are run by the agent itself (calculator, interpreter); `external_tools` are handed to the
-protocol (delegation, sub-agents). Tools that an env brings along for one episode (a search over its documents) are
-run like the agent's own. Every model call is a step of its own, and tool trouble is told to the model instead of
-ending the episode.
+Two scopes: the agent runs `tools` (calculator, interpreter); the protocol runs `external_tools` (delegation, sub-agents). The
+agent also runs the tools that an env offers for one episode (a search over its documents). Every model call is a separate step.
+Tool errors are reported to the model and do not end the episode.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +43,7 @@ class ToolAgent(Agent):
         self._tools_in_prompt = tools_in_prompt
         self._external: dict[str, Tool] = _by_name(map(as_tool, external_tools or ()))
         self._num_external = len(external_tools or ())
-        self._equip(())
+        self._set_tools(())
         if max_model_calls < 1:
             raise ConfigError(f"max_model_calls={max_model_calls}; a turn needs at least one model call.")
         self.max_model_calls = max_model_calls
@@ -52,14 +51,14 @@ class ToolAgent(Agent):
         self.tool_parse_error_feedback = tool_parse_error_feedback
         self._num_tool_calls = 0
         self._calls_this_turn = 0
-        """Counted over the whole turn: answers of external tools do not start a new allowance."""
+        """Counted over the whole turn, also across calls of external tools."""
 
     def take_tools(self, tools: Sequence[Callable[..., Any]]) -> None:
         if tools or self._of_episode:
-            self._equip(tools)
+            self._set_tools(tools)
 
-    def _equip(self, of_episode: Sequence[Callable[..., Any]]) -> None:
-        """The agent's own tools and those of an episode."""
+    def _set_tools(self, of_episode: Sequence[Callable[..., Any]]) -> None:
+        """Use the agent's own tools and those of an episode."""
         internal = [*self._own, *map(as_tool, of_episode)]
         self._of_episode = of_episode
         self.tool_map = _by_name(internal)
@@ -71,7 +70,7 @@ class ToolAgent(Agent):
         if len({*self.tool_map, *self._external}) != num_given:
             raise ConfigError(
                 f"Two tools share a name: internal {sorted(self.tool_map)}, external {sorted(self._external)}. "
-                "Names must be unique over both scopes, and over what the env offers."
+                "Names must be unique over both scopes and the env's tools."
             )
         if not num_given:
             return
@@ -84,9 +83,9 @@ class ToolAgent(Agent):
             )
         if self._advertised and not shows_tools(self.chat_template, self._advertised):
             raise ConfigError(
-                "This agent has tools, but its chat template does not write them into the prompt, so the model would "
-                "never hear of them. Use a template with tool support, or describe the tools in the system prompt and "
-                "pass tools_in_prompt=False."
+                "This agent has tools, but its chat template does not write them into the prompt, so the model would not know "
+                "them. Use a template with tool support, or describe the tools in the system prompt and pass "
+                "tools_in_prompt=False."
             )
 
     def reset(self, system_prompt: str | None = None) -> None:
@@ -128,7 +127,7 @@ class ToolAgent(Agent):
             self._calls_this_turn += 1
             is_last = self._calls_this_turn == self.max_model_calls
             seed = None if sampling_seed is None else derive_seed(sampling_seed, loop_index)
-            # The schemas stay in the header for the last call too: withholding them would change sent tokens.
+            # The last call keeps the tool schemas too: without them the tokens already sent would change.
             try:
                 steps += await self._make_room(inference, seed, timeout_s)
                 if is_last:
@@ -137,17 +136,17 @@ class ToolAgent(Agent):
             except OutOfRoom:
                 if not steps:
                     raise
-                break  # what was sampled so far is kept; the protocol sees a turn that ends on a tool call
-            steps.append(await self._digest(call, loop_index, is_last))
+                break  # keep the sampled steps; the protocol sees a turn that ends on a tool call
+            steps.append(await self._step_of(call, loop_index, is_last))
             if steps[-1].action_target != "internal":
                 break
         return AgentActResult(steps)
 
     def _before_last_call(self) -> None:
-        """A chance to tell the model that it must answer now."""
+        """Hook to tell the model that it must answer now."""
 
-    async def _digest(self, call: ModelCall, loop_index: int, is_last: bool) -> AgentActStep:
-        """Decide whom the reply is for, and serve its tool calls."""
+    async def _step_of(self, call: ModelCall, loop_index: int, is_last: bool) -> AgentActStep:
+        """Decide whether the reply is an action or tool calls, and run the internal ones."""
         if is_last or not self.tool_schemas or self._is_cut_off(call):
             parsed = ToolParseResult(content=call.text)
         else:
@@ -159,7 +158,7 @@ class ToolAgent(Agent):
         results = [await self._run_tool(c) for c in calls if not self.is_external_tool(c["function"]["name"])]
         target: ActionTarget = "external" if self.has_external_tool_call(calls) else "internal"
         if target == "internal":
-            # With external calls among them the protocol adds all results, so that they stand in the order of the calls.
+            # With external calls the protocol adds all results, so that they are in the order of the calls.
             for result in results:
                 self.add_tool_result(result["tool_call_id"], result["tool_name"], result["content"])
         return self._step(
@@ -177,8 +176,8 @@ class ToolAgent(Agent):
         return self._step(call, loop_index=loop_index, parse_result=result, info=info)
 
     def _remember_calls(self, call: ModelCall, parsed: ToolParseResult) -> list[ToolCall]:
-        """Store the reply with structured calls, numbered over the whole episode. The raw text of the calls stays
-        out of the content: a template would write them a second time."""
+        """Store the reply with structured calls, numbered over the whole episode. The content leaves out the raw text of the
+        calls, because a template would write them a second time."""
         calls: list[ToolCall] = []
         for found in parsed.tool_calls or ():
             calls.append({**found, "id": f"call{self._num_tool_calls:05d}"})
@@ -188,7 +187,7 @@ class ToolAgent(Agent):
         return calls
 
     async def _run_tool(self, call: ToolCall) -> dict[str, Any]:
-        """One call. Calls of one message run one after the other: the second may build on the first."""
+        """Run one call. The calls of one message run in order, because one may depend on another."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         tool = self.tool_map.get(name)
         if tool is None:

@@ -1,4 +1,4 @@
-"""From played episodes to a batch: settle failures, assign credit, stitch, filter, count."""
+"""Builds a batch from finished episodes: drops failed groups, assigns credit, stitches, filters, counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWB
 
 
 class HasCreditAssigner(Protocol):
-    """As much of an algorithm as batch generation needs."""
+    """The part of an algorithm that batch generation needs."""
 
     @property
     def credit_assigner(self) -> CreditAssigner: ...
 
 
 def credit_of(credit_assigner: CreditAssigner | None, algorithm: HasCreditAssigner | None) -> CreditAssigner:
-    """The assigner, whichever of the two ways it was given."""
+    """The given assigner, or that of the algorithm."""
     if (credit_assigner is None) == (algorithm is None):
         raise ConfigError(
             "Give either credit_assigner=… or algorithm=… (whose credit_assigner is used); "
@@ -33,16 +33,16 @@ def credit_of(credit_assigner: CreditAssigner | None, algorithm: HasCreditAssign
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchBuilder:
-    """How episodes become items."""
+    """Turns episodes into items."""
 
     credit_assigner: CreditAssigner
     sample_filter: SampleFilter | None = None
     """True keeps an item."""
     per_turn: bool = False
-    """One item per turn, instead of one per stretch of conversation that only grew."""
+    """One item per turn instead of one per append-only stretch of the conversation."""
 
     def batch(self, episodes: Sequence[Episode], *, policy: str | None = None) -> SAWBatch:
-        """`policy`: only what this one played; whether an episode or a group counts is decided by all of it."""
+        """`policy`: build items only from this policy's rollouts; failures of any policy drop the episode or group."""
         settled = drop_failed_groups(episodes) if policy is None else drop_failed_groups(episodes).played_by(policy)
         rollouts = settled.rollouts
         weights = self.credit_assigner.compute(rollouts) if rollouts else {}

@@ -1,4 +1,4 @@
-"""Items from messages instead of stored tokens: for data that another model (or a person) wrote."""
+"""Builds training items by rendering messages, for data without stored tokens (written by another model or a person)."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -9,7 +9,6 @@ from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.types import (
     AgentStep,
     ConfigError,
-    EnvironmentStep,
     Message,
     Rollout,
     SampleOrigin,
@@ -24,13 +23,13 @@ StepToItem: TypeAlias = Callable[[Rollout, Step, float], SAWItem]
 
 
 def make_chat_template_step_to_item(tokenizer: Any = None, *, chat_template: ChatTemplate | None = None) -> StepToItem:
-    """Renders each step with a chat template, prompt and reply.
+    """Return a function that renders a step's prompt and reply with a chat template.
 
-    The prompt is what the model call was shown, the completion its raw text; `info["chat_prompt_messages"]` and
-    `info["chat_completion"]` go first where a step has them. Give a tokenizer or a chat template.
+    The prompt is the messages of the model call, the completion its raw text; `info["chat_prompt_messages"]` and
+    `info["chat_completion"]` of the step override them. Give either a tokenizer or a chat template.
     """
     if (tokenizer is None) == (chat_template is None):
-        raise ConfigError("make_chat_template_step_to_item needs a tokenizer or a chat_template, one of the two.")
+        raise ConfigError("make_chat_template_step_to_item needs either a tokenizer or a chat_template.")
     template = chat_template if chat_template is not None else HFChatTemplate(tokenizer)
 
     def step_to_item(rollout: Rollout, step: Step, weight: float) -> SAWItem:
@@ -42,7 +41,7 @@ def make_chat_template_step_to_item(tokenizer: Any = None, *, chat_template: Cha
         if not np.array_equal(full[:num_prompt], prompt):
             raise ValueError(
                 f"The chat template renders step {step.index} of rollout {rollout.id} with its reply differently from its "
-                "prompt alone, so the reply's tokens cannot be told. Use a template that only appends."
+                "prompt alone, so the reply's tokens cannot be located. Use a template that only appends."
             )
         if len(full) == num_prompt:
             raise ValueError(f"Step {step.index} of rollout {rollout.id} has an empty completion.")
@@ -55,7 +54,11 @@ def make_chat_template_step_to_item(tokenizer: Any = None, *, chat_template: Cha
 
 
 def _conversation(rollout: Rollout, step: Step) -> tuple[list[Message], str]:
-    source = step if isinstance(step, AgentStep) else _source_of(rollout, step)
+    source: AgentStep | None
+    if isinstance(step, AgentStep):
+        source = step
+    else:
+        source = next((call for call in rollout.agent_steps if call.id == step.source_agent_step_id), None)
     messages = step.info.get("chat_prompt_messages")
     if messages is None and source is not None:
         messages = source.prompt_messages
@@ -68,10 +71,6 @@ def _conversation(rollout: Rollout, step: Step) -> tuple[list[Message], str]:
     if isinstance(completion, dict):
         completion = completion["content"]
     return list(messages), step.action if completion is None else str(completion)
-
-
-def _source_of(rollout: Rollout, step: EnvironmentStep) -> AgentStep | None:
-    return next((call for call in rollout.agent_steps if call.id == step.source_agent_step_id), None)
 
 
 def _origin(rollout: Rollout, step: Step) -> SampleOrigin:

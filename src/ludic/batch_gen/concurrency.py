@@ -1,7 +1,7 @@
-"""Many jobs, a bounded number at once, and none left behind.
+"""Runs many jobs with bounded concurrency and cancels the rest when the consumer stops.
 
-A few workers take jobs from one iterator, so a job that has not begun costs nothing. Results come as they finish;
-whoever stops listening (an error, a cancellation, a `break`) thereby cancels what is still running and waits for it.
+Workers take jobs from one iterator, so a pending job costs nothing. Closing the generator (after an error, a cancellation
+or a `break`) cancels the running jobs and waits for them.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ Job: TypeAlias = Callable[[], Awaitable[T]]
 
 
 async def as_finished(jobs: Iterable[Job[T]], *, limit: int) -> AsyncGenerator[T, None]:
-    """The results of `jobs` in the order in which they finish, at most `limit` jobs running at once."""
+    """Yield the results of `jobs` as they finish; at most `limit` jobs run at once."""
     finished: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
-    # A slow listener holds the workers up: what waits to be taken is bounded like what runs.
+    # Back-pressure: a slow consumer stops the workers once 2 * limit jobs are running or waiting to be consumed.
     room = asyncio.Semaphore(2 * limit)
     waiting = iter(jobs)
     workers = [asyncio.create_task(_work(waiting, finished, room)) for _ in range(limit)]
@@ -26,7 +26,7 @@ async def as_finished(jobs: Iterable[Job[T]], *, limit: int) -> AsyncGenerator[T
         while num_working:
             got = await finished.get()
             if isinstance(got, asyncio.Task):
-                got.result()  # raises what the job raised
+                got.result()  # re-raises the job's error
                 num_working -= 1
             else:
                 room.release()
@@ -44,6 +44,6 @@ async def _work(
         await room.acquire()
         job = next(waiting, None)
         if job is None:
-            room.release()  # another worker may be waiting for the place only to learn the same
+            room.release()  # wakes other workers so that they see the end too
             return
         finished.put_nowait(await job())

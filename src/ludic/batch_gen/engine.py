@@ -1,8 +1,8 @@
-"""`RolloutEngine`: requests in, episodes played concurrently, rollouts or a training batch out.
+"""`RolloutEngine` runs the episodes of rollout requests concurrently and returns rollouts or a training batch.
 
-The same requests get the same seeds whatever the concurrency, and so the same episodes from a client that answers a seed alike
-(docs/engine.md says how far the embedded engine does). Results come in the order of the requests. A failed episode is tried
-again and then kept as data; a run in which too many fail stops and says why.
+Seeds do not depend on concurrency, so a client with reproducible sampling gives the same episodes (docs/engine.md says how far
+the embedded engine is reproducible). Results come in the order of the requests. A failed episode is retried and then kept as
+data; the run stops with an error when too many fail.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ DEFAULT_MAX_STEPS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is, told after every episode and whenever it is asked for."""
+    """Progress of a run, reported after every episode and on request."""
 
     num_done: int
     num_episodes: int
     num_failed: int
     num_resumed: int
-    """Of those done, how many were found in the file of an earlier run."""
+    """Finished episodes read from the file of an earlier run; they are part of num_done."""
     num_tokens: int = 0
-    """Sampled so far by the model calls that have returned, also those of episodes that are going on."""
+    """Tokens sampled by the model calls that have returned, including those of unfinished episodes."""
     seconds: float = 0.0
     slowest: tuple[int, float] | None = None
-    """Of the episodes that are going on: number and seconds of the one that has taken longest."""
+    """Index and running time in seconds of the oldest unfinished episode."""
 
     def __str__(self) -> str:
         rate = f" ({self.num_tokens / self.seconds:,.0f}/s)" if self.seconds else ""
@@ -58,15 +58,15 @@ class Progress:
         return ", ".join(parts)
 
 
-class _Playing:
-    """One call of `stream_episodes`: counts what is done, and looks into what is going on."""
+class _EpisodeCounts:
+    """Counts the finished and running episodes of one call of `stream_episodes`."""
 
     def __init__(self, num_episodes: int, failures: FailureLimit) -> None:
         self._num_episodes = num_episodes
         self._failures = failures
         self._began = time.monotonic()
         self._num_done = self._num_resumed = self._num_tokens = 0
-        self.going_on: dict[int, RunningEpisode] = {}
+        self.running: dict[int, RunningEpisode] = {}
 
     def count(self, episode: Episode) -> None:
         self._failures.count(episode)
@@ -77,14 +77,14 @@ class _Playing:
 
     def progress(self) -> Progress:
         now = time.monotonic()
-        going_on = list(self.going_on.values())
-        slowest = min(going_on, key=lambda one: one.began, default=None)
+        running = list(self.running.values())
+        slowest = min(running, key=lambda one: one.began, default=None)
         return Progress(
             num_done=self._num_done,
             num_episodes=self._num_episodes,
             num_failed=self._failures.num_failed,
             num_resumed=self._num_resumed,
-            num_tokens=self._num_tokens + sum(one.num_tokens for one in going_on),
+            num_tokens=self._num_tokens + sum(one.num_tokens for one in running),
             seconds=now - self._began,
             slowest=None if slowest is None else (slowest.plan.index, now - slowest.began),
         )
@@ -94,11 +94,11 @@ OnProgress = Callable[[Progress], None]
 
 
 class RolloutEngine:
-    """Plays episodes.
+    """Runs episodes.
 
-    `env_registry` and `protocol_registry` map a kind to a factory that is called with the spec's kwargs once per episode;
-    env kinds that are not in it are looked up in `ludic.registry.envs`. With `jsonl_path` every episode is also appended to
-    that file, and with `resume=True` episodes that the file has already are read back instead of played.
+    `env_registry` and `protocol_registry` map a kind to a factory; the engine calls it with the spec's kwargs once per episode.
+    Other env kinds are looked up in `ludic.registry.envs`. `jsonl_path` appends every episode to that file; with `resume=True`
+    the engine reads episodes that are already in the file instead of running them.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RolloutEngine:
     ) -> None:
         if resume and jsonl_path is None:
             raise ConfigError("resume=True needs jsonl_path: the file that the earlier run wrote.")
-        FailureLimit(max_failed_share, num_episodes=0)  # a wrong share is named here, not in the middle of a run
+        FailureLimit(max_failed_share, num_episodes=0)  # checks the share before the run starts
         self._factories = Factories(env_registry, protocol_registry)
         self._writer = None if jsonl_path is None else RolloutWriter(jsonl_path)
         self._finished = FinishedEpisodes(jsonl_path) if resume and jsonl_path is not None else None
@@ -128,10 +128,10 @@ class RolloutEngine:
         self._max_failed_share = max_failed_share
         self._on_progress = on_progress
         self._failures = FailureLog()
-        self._playing: list[_Playing] = []
+        self._active: list[_EpisodeCounts] = []
         self._num_planned = 0
 
-    # --- what people call ---
+    # --- public methods ---
 
     async def generate_rollouts(
         self,
@@ -140,8 +140,8 @@ class RolloutEngine:
         timeout_s: float | None = None,
         concurrency: int = 8,
     ) -> list[Rollout]:
-        """All rollouts in the order of the requests, those of failed episodes included (see `Rollout.failure`)."""
-        episodes = await self.play(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
+        """All rollouts in the order of the requests, including those of failed episodes (see `Rollout.failure`)."""
+        episodes = await self.run_episodes(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         return [rollout for episode in episodes for rollout in episode.rollouts]
 
     async def stream_rollouts(
@@ -153,11 +153,11 @@ class RolloutEngine:
     ) -> AsyncGenerator[list[Rollout], None]:
         """The rollouts of one episode at a time, as episodes finish.
 
-        Who stops early should close it (`async with aclosing(engine.stream_rollouts(…))`): that ends what still runs.
+        A caller that stops early should close it (`async with aclosing(engine.stream_rollouts(…))`) to cancel running episodes.
         """
-        playing = self.stream_episodes(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
-        async with aclosing(playing):
-            async for episode in playing:
+        stream = self.stream_episodes(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
+        async with aclosing(stream):
+            async for episode in stream:
                 yield episode.rollouts
 
     async def generate_batch(
@@ -172,16 +172,16 @@ class RolloutEngine:
         algorithm: HasCreditAssigner | None = None,
         per_turn: bool = False,
     ) -> SAWBatch:
-        """Play, leave out incomplete groups, assign credit, make items, filter."""
-        assembly = BatchBuilder(
+        """Run the episodes, drop incomplete groups, assign credit, build items, filter them."""
+        builder = BatchBuilder(
             credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter, per_turn=per_turn
         )
-        episodes = await self.play(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
-        return assembly.batch(episodes)
+        episodes = await self.run_episodes(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
+        return builder.batch(episodes)
 
-    # --- what batch sources call ---
+    # --- called by batch sources ---
 
-    async def play(
+    async def run_episodes(
         self,
         requests: Sequence[RolloutRequest],
         *,
@@ -191,11 +191,11 @@ class RolloutEngine:
         first_index: int | None = None,
     ) -> list[Episode]:
         """All episodes, in the order of the requests."""
-        playing = self.stream_episodes(
+        stream = self.stream_episodes(
             requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency, first_index=first_index
         )
-        async with aclosing(playing):
-            episodes = [episode async for episode in playing]
+        async with aclosing(stream):
+            episodes = [episode async for episode in stream]
         return sorted(episodes, key=lambda episode: episode.plan.index)
 
     async def stream_episodes(
@@ -207,7 +207,7 @@ class RolloutEngine:
         concurrency: int = 8,
         first_index: int | None = None,
     ) -> AsyncGenerator[Episode, None]:
-        """Episodes as they finish. They are numbered from `first_index`, or on from the engine's last."""
+        """Episodes as they finish, numbered from `first_index`, by default from the engine's last number on."""
         if concurrency < 1:
             raise ConfigError(f"concurrency={concurrency}; at least one episode must run at a time.")
         limits = EpisodeLimits(
@@ -221,29 +221,29 @@ class RolloutEngine:
             self._factories.check(request)
         num_episodes = sum(request.num_episodes for request in requests)
         plans = self._plans(requests, first_index, num_episodes)
-        with self._watching(num_episodes) as playing:
-            finished = as_finished(self._jobs(plans, limits, playing), limit=min(concurrency, max(num_episodes, 1)))
+        with self._counting(num_episodes) as counts:
+            finished = as_finished(self._jobs(plans, limits, counts), limit=min(concurrency, max(num_episodes, 1)))
             async with aclosing(finished):
                 async for episode in finished:
-                    playing.count(episode)
+                    counts.count(episode)
                     if self._on_progress is not None:
-                        self._on_progress(playing.progress())
+                        self._on_progress(counts.progress())
                     yield episode
 
     @property
     def progress(self) -> Progress | None:
-        """Of the batch that is being played now (the one begun first, where there are several); None when none is."""
-        return self._playing[0].progress() if self._playing else None
+        """Progress of the running batch (the one started first, if there are several); None if no batch is running."""
+        return self._active[0].progress() if self._active else None
 
     @contextmanager
-    def _watching(self, num_episodes: int) -> Iterator[_Playing]:
-        playing = _Playing(num_episodes, FailureLimit(self._max_failed_share, num_episodes=num_episodes))
-        self._playing.append(playing)
+    def _counting(self, num_episodes: int) -> Iterator[_EpisodeCounts]:
+        counts = _EpisodeCounts(num_episodes, FailureLimit(self._max_failed_share, num_episodes=num_episodes))
+        self._active.append(counts)
         try:
-            yield playing
+            yield counts
         finally:
-            self._playing.remove(playing)
-            self._failures.tell_rest()
+            self._active.remove(counts)
+            self._failures.log_repeated()
 
     # --- one episode ---
 
@@ -255,23 +255,25 @@ class RolloutEngine:
             self._num_planned += num_episodes
         return plan_episodes(requests, first_index=first_index, seed=self._seed)
 
-    def _jobs(self, plans: Iterator[EpisodePlan], limits: EpisodeLimits, playing: _Playing) -> Iterator[Job[Episode]]:
+    def _jobs(
+        self, plans: Iterator[EpisodePlan], limits: EpisodeLimits, counts: _EpisodeCounts
+    ) -> Iterator[Job[Episode]]:
         if self._finished is None:
-            return (partial(self._play, plan, limits, playing) for plan in plans)
+            return (partial(self._run_episode, plan, limits, counts) for plan in plans)
         resumed = resume_plans(plans, self._finished, max_steps=limits.max_steps)
         return (
             partial(asyncio.to_thread, read_episode, plan, resumed.stored[plan.index])
             if plan.index in resumed.stored
-            else partial(self._play, plan, limits, playing)
+            else partial(self._run_episode, plan, limits, counts)
             for plan in resumed.plans
         )
 
-    async def _play(self, plan: EpisodePlan, limits: EpisodeLimits, playing: _Playing) -> Episode:
-        playing.going_on[plan.index] = going_on = RunningEpisode(plan)
+    async def _run_episode(self, plan: EpisodePlan, limits: EpisodeLimits, counts: _EpisodeCounts) -> Episode:
+        counts.running[plan.index] = running = RunningEpisode(plan)
         try:
-            episode = await run_episode(plan, self._factories, limits, self._failures, going_on)
+            episode = await run_episode(plan, self._factories, limits, self._failures, running)
         finally:
-            del playing.going_on[plan.index]
+            del counts.running[plan.index]
         if self._writer is not None:
             await self._writer.write(episode, key=request_key(plan, max_steps=limits.max_steps))
         return episode

@@ -1,7 +1,7 @@
-"""One request, one episode: seeds, a fresh env and protocol, a deadline, another try.
+"""Runs one episode of a request: derives its seeds, builds a fresh env and protocol, enforces deadlines, retries failures.
 
-What a failure is and how it becomes data is `ludic.interaction.run_or_record`'s business; here is only how often an
-episode is tried and what is noted on its rollouts.
+`ludic.interaction.run_or_record` turns a failure into data; this module decides how often an episode is retried and which facts
+its rollouts record.
 """
 
 import inspect
@@ -20,25 +20,28 @@ from ludic.interaction import InteractionProtocol, run_or_record
 from ludic.interaction.base import AnyEnv
 from ludic.types import ConfigError, Failure, Rollout, RolloutRequest, UnknownName, derive_seed, new_id
 
-# ----------------------------------------------------------------------------------------------------
-# From the names in a request to fresh objects: one env and one protocol per episode.
-# ----------------------------------------------------------------------------------------------------
+logger = logging.getLogger(__name__)
+
+DEFAULT_ENV_TIMEOUT_S = 600.0
+_ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
 
 Factory = Callable[..., Any]
 
+# --- factories of envs and protocols ---
+
 
 class Factories:
-    """Env and protocol factories by kind. Env kinds that are not given come from the registry."""
+    """Builds one env and one protocol per episode. Env kinds without a factory come from the registry."""
 
     def __init__(self, envs: Mapping[str, Factory] | None, protocols: Mapping[str, Factory] | None) -> None:
         self._envs = envs or {}
         self._protocols = protocols or {}
         self._checked: set[tuple[Factory, tuple[str, ...]]] = set()
-        """Calls known to fit: checking each one again would cost more than making the object."""
+        """Argument names already checked against a factory; checking every call costs more than building the object."""
         self._on_loop: dict[str, bool] = {}
 
     def check(self, request: RolloutRequest) -> None:
-        """Unknown names are found before the first episode starts."""
+        """Raise UnknownName for an unknown env or protocol, before the first episode starts."""
         if request.env.kind not in self._envs and request.env.kind not in registry.envs:
             known = {*self._envs, *registry.envs.list()}
             raise UnknownName.among("env", request.env.kind, known, "Add it to env_registry, or register it.")
@@ -48,7 +51,7 @@ class Factories:
             )
 
     def makes_env_on_loop(self, request: RolloutRequest) -> bool:
-        """The kind is a class of envs that do not block. Any other factory may do anything, and is called in a thread."""
+        """True if the factory is a non-blocking env class. Any other factory may block and is called in a thread."""
         kind = request.env.kind
         if kind not in self._on_loop:
             made_by = self._envs[kind] if kind in self._envs else registry.envs.spec(kind).load()
@@ -58,9 +61,9 @@ class Factories:
     def make_env(self, request: RolloutRequest) -> AnyEnv:
         kind, kwargs = request.env.kind, request.env.kwargs
         if kind not in self._envs:
-            made: AnyEnv = registry.envs.make(kind, **kwargs)
-            return made
-        env: AnyEnv = self._make("env", kind, self._envs[kind], kwargs)
+            env: AnyEnv = registry.envs.make(kind, **kwargs)
+        else:
+            env = self._make("env", kind, self._envs[kind], kwargs)
         return env
 
     def make_protocol(self, request: RolloutRequest) -> InteractionProtocol:
@@ -82,11 +85,11 @@ class Factories:
 
 
 def _check_arguments(what: str, kind: str, factory: Factory, kwargs: Mapping[str, Any]) -> None:
-    """A wrong argument is a mistake in the set-up; without this it would be one failed episode after the other."""
+    """Raise ConfigError for wrong arguments: a mistake in the set-up, which would otherwise fail every episode."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        return  # some built-in callables have none to check against
+        return  # some built-in callables have no signature
     try:
         signature.bind(**kwargs)
     except TypeError as error:
@@ -96,15 +99,12 @@ def _check_arguments(what: str, kind: str, factory: Factory, kwargs: Mapping[str
         ) from error
 
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_ENV_TIMEOUT_S = 600.0
-_ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
+# --- plans and limits ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeLimits:
-    """What an episode may take."""
+    """Limits on the turns, the time and the retries of an episode."""
 
     max_steps: int
     """Turns."""
@@ -115,13 +115,13 @@ class EpisodeLimits:
     env_timeout_s: float | None = DEFAULT_ENV_TIMEOUT_S
     """For making the env, and for each of its resets and steps."""
     max_retries: int = 1
-    """How often a failed episode is tried again, with the same seeds."""
+    """Retries of a failed episode, with the same seeds."""
 
     def __post_init__(self) -> None:
         if self.max_steps < 1:
             raise ConfigError(f"max_steps={self.max_steps}; an episode needs at least one turn.")
         if self.max_retries < 0:
-            raise ConfigError(f"max_retries={self.max_retries}; it must be 0 (never try again) or more.")
+            raise ConfigError(f"max_retries={self.max_retries}; it must be 0 (no retry) or more.")
         for name in ("timeout_s", "episode_timeout_s", "env_timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and seconds <= 0:
@@ -130,10 +130,10 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodePlan:
-    """One episode to be played: a request with its seeds settled."""
+    """One episode to run: a request and its final seeds."""
 
     index: int
-    """Number of the episode, counted over the engine's (or the batch source's) life."""
+    """Number of the episode, counted over the lifetime of the engine or batch source."""
     request: RolloutRequest
     env_seed: int
     sampling_seed: int
@@ -144,19 +144,19 @@ class EpisodePlan:
 
     @property
     def label(self) -> str:
-        """Which episode this is, and what it takes to play it again."""
+        """Number and seeds of the episode, for messages; enough to reproduce it."""
         return f"episode {self.index} (env seed {self.env_seed}, sampling seed {self.sampling_seed})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """One played episode."""
+    """One finished episode."""
 
     plan: EpisodePlan
     rollouts: list[Rollout]
     """One per agent perspective, and one per delegated sub-task."""
     num_attempts: int = 1
-    """0 when it was read back from a file instead of played."""
+    """0 if the episode was read from a file."""
 
     @property
     def failure(self) -> Failure | None:
@@ -165,7 +165,7 @@ class Episode:
 
 
 def plan_episodes(requests: Iterable[RolloutRequest], *, first_index: int, seed: int) -> Iterator[EpisodePlan]:
-    """One plan per episode, in the order of the requests. Seeds depend on the request and its number, on nothing else."""
+    """One plan per episode, in the order of the requests. Seeds depend only on the request and the episode's number."""
     index = first_index
     for request in requests:
         for repeat in range(request.num_episodes):
@@ -175,51 +175,58 @@ def plan_episodes(requests: Iterable[RolloutRequest], *, first_index: int, seed:
             if sampling_seed is None:
                 sampling_seed = derive_seed(seed, _SAMPLING_SEEDS, index)
             elif request.num_episodes > 1:
-                sampling_seed = derive_seed(sampling_seed, repeat)  # or all its episodes would be one
+                sampling_seed = derive_seed(sampling_seed, repeat)  # otherwise all episodes of the request are equal
             yield EpisodePlan(index=index, request=request, env_seed=env_seed, sampling_seed=sampling_seed)
             index += 1
 
 
-class FailureLog:
-    """Logs failed tries of an engine's life: each kind once, with the user's own traceback; then only how many more there were.
+# --- running an episode ---
 
-    A kind is a type of exception and the place that raised it.
+
+class FailureLog:
+    """Logs the first failed attempt of each kind with the user's traceback, and later only counts.
+
+    A kind is the type of an exception and the place that raised it.
     """
 
     def __init__(self) -> None:
         self._num_seen: Counter[tuple[str, str]] = Counter()
-        self._num_told: Counter[tuple[str, str]] = Counter()
+        self._num_logged: Counter[tuple[str, str]] = Counter()
 
-    def add(self, plan: EpisodePlan, failure: Failure, *, is_tried_again: bool) -> None:
+    def add(self, plan: EpisodePlan, failure: Failure, *, is_retried: bool) -> None:
         kind = (failure.error, failure.place)
         self._num_seen[kind] += 1
-        if kind in self._num_told:
+        if kind in self._num_logged:
             return
-        self._num_told[kind] = 1
+        self._num_logged[kind] = 1
         if failure.user_traceback:
             details = f"\n{failure.user_traceback.rstrip()}"
         else:
-            details = f" (at {failure.place}; the rollout's failure.traceback has all of it)" if failure.place else ""
+            details = (
+                f" (at {failure.place}; the full traceback is in the rollout's failure.traceback)"
+                if failure.place
+                else ""
+            )
         logger.warning(
             "%s of env %r failed%s: %s%s",
             plan.label.capitalize(),
             plan.request.env.kind,
-            ", and is tried again" if is_tried_again else "",
+            " and will be retried" if is_retried else "",
             failure.summary,
             details,
         )
 
-    def tell_rest(self) -> None:
-        """A line for each kind that was seen twice as often as was told; the engine calls it when a batch is done."""
+    def log_repeated(self) -> None:
+        """Log each kind whose count has doubled since it was last logged; the engine calls this after a batch."""
         for (error, place), num_seen in self._num_seen.items():
-            if num_seen >= 2 * self._num_told[error, place]:
-                self._num_told[error, place] = num_seen
-                logger.warning("%s%s: %d failed tries so far.", error, f" at {place}" if place else "", num_seen)
+            if num_seen >= 2 * self._num_logged[error, place]:
+                self._num_logged[error, place] = num_seen
+                logger.warning("%s%s: %d failed attempts so far.", error, f" at {place}" if place else "", num_seen)
 
 
 @dataclass(slots=True)
 class RunningEpisode:
-    """An episode that is being played."""
+    """A running episode; the engine reads its token count for progress reports."""
 
     plan: EpisodePlan
     began: float = field(default_factory=time.monotonic)
@@ -227,7 +234,6 @@ class RunningEpisode:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled so far."""
         return 0 if self.protocol is None else sum(map(num_sampled_tokens, self.protocol.unfinished))
 
 
@@ -240,28 +246,27 @@ async def run_episode(
     factories: Factories,
     limits: EpisodeLimits,
     failures: FailureLog | None = None,
-    going_on: RunningEpisode | None = None,
+    running: RunningEpisode | None = None,
 ) -> Episode:
-    """The episode of a plan, tried again if it fails; what the last try came to. `going_on` can be looked into meanwhile."""
-    failures, going_on = failures or FailureLog(), going_on or RunningEpisode(plan)
+    """Run the episode of a plan, retry it if it fails, and return the last attempt. `running` exposes its progress."""
+    failures, running = failures or FailureLog(), running or RunningEpisode(plan)
     num_attempts = 0
     while True:
         num_attempts += 1
-        rollouts = await _run_once(going_on, factories, limits)
+        rollouts = await _run_once(running, factories, limits)
         episode = Episode(plan=plan, rollouts=rollouts, num_attempts=num_attempts)
         if episode.failure is None:
             return episode
-        is_tried_again = num_attempts <= limits.max_retries
-        failures.add(plan, episode.failure, is_tried_again=is_tried_again)
-        if not is_tried_again:
+        is_retried = num_attempts <= limits.max_retries
+        failures.add(plan, episode.failure, is_retried=is_retried)
+        if not is_retried:
             return episode
 
 
-async def _run_once(going_on: RunningEpisode, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
-    plan = going_on.plan
-    going_on.protocol = protocol = factories.make_protocol(plan.request)
+async def _run_once(running: RunningEpisode, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
+    plan = running.plan
+    running.protocol = protocol = factories.make_protocol(plan.request)
     protocol.env_timeout_s = limits.env_timeout_s
-
     make, on_loop = partial(factories.make_env, plan.request), factories.makes_env_on_loop(plan.request)
 
     async def run() -> list[Rollout]:

@@ -1,4 +1,4 @@
-"""Into the library from a loop of one's own: model calls that somebody else made, and a batch that somebody else has."""
+"""Adapters for custom loops: build rollouts and batches from model calls made elsewhere."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,14 +20,14 @@ class ExternalCall(NamedTuple):
     """One model call."""
 
     messages: Sequence[Message]
-    """What the model was shown."""
+    """The prompt."""
     text: str
-    """What it replied."""
+    """The reply."""
     trace: TokenTrace
 
 
 def rollout_of_calls(calls: Sequence[ExternalCall], *, reward: float, is_finished: bool, group_id: str) -> Rollout:
-    """One turn per call; all of the reward at the end of the last."""
+    """A rollout with one turn per call; the last turn gets the whole reward."""
     steps = [
         AgentStep(index=n, prompt_messages=call.messages, action=call.text, trace=call.trace, turn_id=f"turn {n}")
         for n, call in enumerate(calls)
@@ -50,7 +50,7 @@ def rollout_of_calls(calls: Sequence[ExternalCall], *, reward: float, is_finishe
 
 
 def weighted_batch(rollouts: Sequence[Rollout], weights: Sequence[float]) -> SAWBatch:
-    """One weight per rollout. One item per rollout, over all its turns; several where a prompt did not continue the last."""
+    """A batch with one weight per rollout. A rollout gives one item, or several if a prompt does not extend the previous one."""
     by_step = {
         (rollout.id, step.index): weight
         for rollout, weight in zip(rollouts, weights, strict=True)
@@ -60,7 +60,7 @@ def weighted_batch(rollouts: Sequence[Rollout], weights: Sequence[float]) -> SAW
 
 
 class OneBatchSource:
-    """A source for `Trainer.train_step` that hands out what it was given, once."""
+    """A source for `Trainer.train_step` that returns the given batch once."""
 
     def __init__(self) -> None:
         self._batch: SAWBatch | None = None

@@ -1,4 +1,4 @@
-"""How failed episodes are counted: siblings live, incomplete groups go, and a run that mostly fails stops."""
+"""Handling of failed episodes: incomplete groups are dropped, and a run with too many failures stops."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class TooManyFailures(LudicError, RuntimeError):
 
 
 class FailureLimit:
-    """Counts failed episodes and stops the run as soon as the limit is sure to be passed."""
+    """Counts failed episodes and raises TooManyFailures as soon as the limit is certain to be exceeded."""
 
     def __init__(self, max_failed_share: float, *, num_episodes: int) -> None:
         if not 0 <= max_failed_share <= 1:
@@ -37,11 +37,11 @@ class FailureLimit:
         if self.num_failed > self._share * self._num_episodes:
             raise TooManyFailures(
                 f"{self.num_failed} of {self._num_episodes} episodes failed, more than max_failed_share={self._share:g} "
-                f"allows. {self._shown()} Fix that, or raise max_failed_share."
+                f"allows. {self._most_frequent()} Fix that, or raise max_failed_share."
             )
 
-    def _shown(self) -> str:
-        """The most frequent kinds of failure, each with the first episode that it ended."""
+    def _most_frequent(self) -> str:
+        """The most frequent kinds of failure, each with its first episode."""
         texts = []
         for kind, count in self._kinds.most_common(_NUM_SHOWN):
             first = self._first[kind]
@@ -55,10 +55,10 @@ class FailureLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptEpisodes:
-    """Which episodes credit is assigned to, and what was left out."""
+    """The episodes that get credit, and counts of the dropped ones."""
 
     episodes: list[Episode]
-    """Those that count, in order; every group among them is whole."""
+    """In order; every group is complete."""
     num_failed: int
     num_groups_dropped: int
     num_retried: int
@@ -68,7 +68,7 @@ class KeptEpisodes:
         return [rollout for episode in self.episodes for rollout in episode.rollouts if rollout.failure is None]
 
     def played_by(self, policy: str) -> "KeptEpisodes":
-        """The same episodes with this policy's perspectives alone."""
+        """The same episodes with only this policy's rollouts."""
         return replace(
             self,
             episodes=[replace(e, rollouts=[r for r in e.rollouts if r.policy == policy]) for e in self.episodes],
@@ -76,7 +76,7 @@ class KeptEpisodes:
 
 
 def drop_failed_groups(episodes: Sequence[Episode]) -> KeptEpisodes:
-    """Leave out failed episodes, and with each of them the whole group that it belongs to."""
+    """Drop failed episodes and the groups they belong to."""
     failed = [episode for episode in episodes if episode.failure is not None]
     broken = {episode.plan.group_id for episode in failed} - {None}
     return KeptEpisodes(
@@ -88,7 +88,7 @@ def drop_failed_groups(episodes: Sequence[Episode]) -> KeptEpisodes:
 
 
 def by_group(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """Episodes of one group together, in the order in which the groups begin; one without a group stands alone."""
+    """Episodes grouped by group id, in the order of each group's first episode; an episode without a group is alone."""
     groups: dict[str | int, list[Episode]] = {}
     for episode in episodes:
         group_id = episode.plan.group_id

@@ -1,8 +1,8 @@
-"""From the model calls of a rollout to training items, token for token.
+"""Stitches the model calls of a rollout into training items, token for token.
 
-A rollout's calls are read in order. As long as each prompt continues exactly what was sent and sampled before, they
-form one item, over turns and tool loops alike: sampled tokens are actions, all others are state. Where a prompt does
-not continue (a rewritten history), a new item starts. Nothing is retokenised and nothing raises for it.
+Consecutive calls form one item as long as each prompt extends the previous prompt and completion exactly, across turns and tool
+loops: sampled tokens are actions, all others are state. A prompt that does not extend the previous call (a rewritten history)
+starts a new item. Nothing is retokenised.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,12 +35,12 @@ MAX_INFO_TEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One step that holds sampled tokens, and the turn that it belongs to."""
+    """A step with sampled tokens, and its turn."""
 
     step: Step
     turn: Turn
     ends_turn: bool
-    """The last of its turn."""
+    """Whether it is the last call of its turn."""
 
     @property
     def trace(self) -> TokenTrace:
@@ -49,7 +49,7 @@ class _Call:
 
     @property
     def kind(self) -> tuple[float | None, bool, bool]:
-        """Calls of one item agree in this, so that it can be said of the item."""
+        """Facts that all calls of one item share, because the item stores them once."""
         trace = self.trace
         return trace.temperature, trace.completion_logprobs is not None, bool(trace.version_runs)
 
@@ -61,7 +61,7 @@ def stitch_rollouts(
     per_turn: bool = False,
     require_logprobs: bool = False,
 ) -> list[SAWItem]:
-    """The items of all rollouts, in order; failed rollouts have none."""
+    """The items of all rollouts, in order; failed rollouts give none."""
     return [
         item
         for rollout in rollouts
@@ -78,7 +78,7 @@ def stitch_rollout(
 ) -> list[SAWItem]:
     """The items of one rollout.
 
-    An action token weighs what the last step of its turn was credited with. `per_turn` starts a new item at every turn.
+    The weight of an action token is the credit of the last step of its turn. `per_turn` starts a new item at every turn.
     """
     if rollout.failure is not None:
         return []
@@ -115,7 +115,7 @@ def _segments(calls: Sequence[_Call], *, per_turn: bool) -> list[list[_Call]]:
 
 
 def _continues(before: _Call, call: _Call) -> bool:
-    """True when the prompt starts with everything that `before` was sent and sampled."""
+    """True if the prompt starts with the prompt and the completion of `before`."""
     prompt, sent, sampled = (
         call.trace.prompt_token_ids,
         before.trace.prompt_token_ids,
@@ -134,9 +134,9 @@ def _continues(before: _Call, call: _Call) -> bool:
 
 
 def _call_rewards(rollout: Rollout, calls: Sequence[_Call]) -> dict[str, float]:
-    """What each call earned, by its id: the reward of the turn that it ends. They add up to the total reward.
+    """Reward of each call by its id: the reward of the turn that it ends. They sum to the total reward.
 
-    Turns without a call (another player's move decided the game) go to the last call.
+    The last call also gets the reward of turns without a call (another player's move decided the game).
     """
     rewards = {call.step.id: call.turn.total_reward if call.ends_turn else 0.0 for call in calls}
     if calls:
@@ -152,7 +152,7 @@ def _item(
     rewards: Mapping[str, float],
 ) -> SAWItem:
     last = calls[-1].trace
-    # Each prompt contains all that went before, so the last call holds the whole sequence.
+    # Each prompt contains the calls before it, so the last call holds the whole sequence.
     ids = np.concatenate([last.prompt_token_ids, last.completion_token_ids])
     mask = np.zeros(len(ids), dtype=np.bool_)
     for call in calls:
@@ -272,7 +272,7 @@ def _origin(rollout: Rollout, calls: list[_Call], number: int) -> SampleOrigin:
 
 
 def small_facts(step: Step) -> dict[str, Any]:
-    """What is worth filtering and averaging by: numbers, flags and short texts; no lists, messages or observations."""
+    """Numbers, flags and short texts of a step's info, for filters and averages; no lists, messages or observations."""
     return {
         key: value
         for key, value in step.info.items()

@@ -1,8 +1,8 @@
-"""Rollouts on disk while the run goes on, and back again when it is resumed.
+"""Writes rollouts to disk during a run and reads them back when it is resumed.
 
-One JSON line per rollout, token arrays included; compressed where the file's name ends in .gz (see ludic.types.files).
-Encoding and writing happen in a thread apart, one episode after the other, so the event loop never waits for a disk. All lines of
-an episode are written at once.
+One JSON line per rollout, token arrays included; compressed if the file's name ends in .gz (see ludic.types.line_files).
+One writer thread encodes and writes the episodes in order, so the event loop never waits for a disk. It writes all lines of an
+episode at once.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class RolloutWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
 
     async def write(self, episode: Episode, *, key: str | None = None) -> None:
-        """Returns when the lines are in the file (not merely on the way)."""
+        """Returns when the lines are in the file."""
         for rollout in episode.rollouts:
             rollout.meta["engine"] |= {
                 "request_key": key,
@@ -51,7 +51,7 @@ class RolloutWriter:
 
 
 class LineHead(msgspec.Struct):
-    """As much of a stored rollout as an index needs; the rest of the line is skipped, not decoded."""
+    """The fields of a stored rollout that an index needs; the decoder skips the rest of the line."""
 
     id: str
     meta: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class LineHead(msgspec.Struct):
 
 
 def index_lines(path: Path) -> Iterator[tuple[Line, LineHead]]:
-    """Every rollout of a file, without holding any."""
+    """Position and head of every rollout in a file, read as a stream."""
     decode = msgspec.json.Decoder(LineHead).decode
     for number, (line, text) in enumerate(read_lines(path), start=1):
         if not text.strip():
@@ -73,14 +73,14 @@ def index_lines(path: Path) -> Iterator[tuple[Line, LineHead]]:
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"Line {number} of {path} is not a stored rollout: {error} Write the file with save_rollouts or a "
-                "RolloutEngine(jsonl_path=…), or take the line out."
+                "RolloutEngine(jsonl_path=…), or remove the line."
             ) from error
         yield line, head
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEpisode:
-    """One whole episode in a file."""
+    """One complete episode in a file."""
 
     key: str
     group_id: str | None
@@ -91,7 +91,7 @@ class StoredEpisode:
 
 
 class FinishedEpisodes:
-    """The episodes that a file already has, by request key. Failed, half-written and damaged ones do not count."""
+    """The complete episodes of a file by request key. Failed, partly written and damaged ones do not count."""
 
     def __init__(self, path: str | Path) -> None:
         self._episodes: dict[str, list[StoredEpisode]] = defaultdict(list)
@@ -104,11 +104,11 @@ class FinishedEpisodes:
 
     @property
     def completed_ids(self) -> set[str]:
-        """The request keys of the episodes that need not be played again."""
+        """The request keys of the finished episodes."""
         return {key for key, found in self._episodes.items() if found}
 
     def take(self, key: str) -> StoredEpisode | None:
-        """One such episode, each handed out once; None when it has to be played."""
+        """A finished episode of this key, each returned once; None if there is none left."""
         found = self._episodes.get(key)
         return found.pop(0) if found else None
 
@@ -139,15 +139,14 @@ def _readable(path: Path) -> Iterator[tuple[Line, Rollout]]:
         logger.warning("%s", error)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A name for an episode that another process would give it too: how an interrupted run finds what it has done.
-# ----------------------------------------------------------------------------------------------------
+# --- resume ---
 
 
 def request_key(plan: EpisodePlan, *, max_steps: int) -> str | None:
-    """32 hex digits made of everything that decides an episode: env, protocol, seeds, sampling, number of turns.
+    """Hash (32 hex digits) of everything that determines an episode: env, protocol, seeds, sampling, number of turns.
 
-    None when the request's arguments are not all JSON: such objects have no text that another process would find again.
+    An interrupted run finds its finished episodes by it. None if an argument of the request is not JSON: its text may differ in
+    another process.
     """
     request = plan.request
     identity = {
@@ -164,14 +163,9 @@ def request_key(plan: EpisodePlan, *, max_steps: int) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which of the planned episodes an earlier run has finished.
-# ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Resumed:
-    """The plans of a resumed run, and what of it is in the file."""
+    """The plans of a resumed run, and those of its episodes that are in the file."""
 
     plans: list[EpisodePlan]
     stored: dict[int, StoredEpisode] = field(default_factory=dict)
@@ -181,8 +175,7 @@ class Resumed:
 def resume_plans(plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, max_steps: int) -> Resumed:
     """Match plans with finished episodes.
 
-    A group keeps the id that it has in the file: ids are new in every run, and a group that was finished in two runs is
-    still one group.
+    A plan takes over the group id in the file: ids are new in every run, and a group may be finished over two runs.
     """
     resumed = Resumed(list(plans))
     names: dict[str, str] = {}
@@ -214,7 +207,7 @@ def _key(plan: EpisodePlan, max_steps: int) -> str:
     key = request_key(plan, max_steps=max_steps)
     if key is None:
         raise ConfigError(
-            f"resume=True cannot find the request for env {plan.request.env.kind!r} in the file, since its arguments are not "
-            "all JSON. Put plain values into EnvSpec.kwargs and ProtocolSpec.kwargs and build objects in the factory."
+            f"resume=True cannot identify the request for env {plan.request.env.kind!r} in the file, because its arguments are "
+            "not all JSON. Put plain values into EnvSpec.kwargs and ProtocolSpec.kwargs and build objects in the factory."
         )
     return key

@@ -1,4 +1,4 @@
-"""The command line of all commands: flags from a dataclass of arguments and, for runs and evaluations, from their settings."""
+"""Parses the command lines: flags come from a dataclass of arguments and, for runs and evaluations, from their settings."""
 
 import dataclasses
 import importlib.util
@@ -29,10 +29,10 @@ A = TypeVar("A")
 
 Target: TypeAlias = Annotated[str, tyro.conf.arg(metavar="TARGET", help_behavior_hint=""), tyro.conf.Positional]
 Switch: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
-"""Something a command does when asked to; not a setting, so it needs no flag that takes it back."""
+"""An on-switch of a command; it is not a setting, so there is no --no-… flag."""
 
 TRY_AGAIN = 75
-"""Exit code of a role that lost what it needs (the policy, Redis, its lease): another try may go well (EX_TEMPFAIL)."""
+"""Exit code of a role that lost what it needs (the policy, Redis, its lease): a retry may succeed (EX_TEMPFAIL)."""
 
 MODULES_OF = {
     "train": ("torch", "transformers", "jinja2", "safetensors"),
@@ -44,7 +44,7 @@ MODULES_OF = {
 
 
 def need_extras(extras: str, needed_for: str) -> None:
-    """MissingExtra with the names of those of the extras (with commas) that are not installed."""
+    """Raise MissingExtra for those of the comma-separated extras that are not installed."""
     missing = [extra for extra in extras.split(",") if not all(map(_is_installed, MODULES_OF[extra]))]
     if missing:
         raise MissingExtra(",".join(missing), needed_for)
@@ -53,7 +53,7 @@ def need_extras(extras: str, needed_for: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ValueError:  # it is loaded, by other means than a file
+    except ValueError:  # it is loaded without a file
         return True
 
 
@@ -94,11 +94,11 @@ def parse_with_settings(
 
 
 def _is_flag(setting: Setting) -> bool:
-    return setting.path != ("env", "id")  # the target says it
+    return setting.path != ("env", "id")  # it is the target
 
 
 def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
-    """A field of the dataclass that tyro reads."""
+    """A field of the dataclass for tyro."""
     kind, choices = setting.kind, typing.get_args(setting.kind)
     if not _is_flag(setting):
         return setting.name, Annotated[kind, tyro.conf.Suppress], dataclasses.field(default=value)
@@ -132,7 +132,7 @@ def _metavar(kind: Any) -> str:
 
 _SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL"}
 _REPEATED = {"model"}
-"""Given again and again (`--model a --model b`), not as a list."""
+"""Repeated flags (`--model a --model b`) instead of a list."""
 
 _PAIRS = tyro.constructors.PrimitiveConstructorSpec(
     nargs="*",
@@ -144,7 +144,7 @@ _PAIRS = tyro.constructors.PrimitiveConstructorSpec(
 
 
 def _take_pairs(cls: type, args: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """What is not a pair, and the pairs: they can be repeated and add to those of the file, which tyro cannot do."""
+    """Split into other arguments and NAME=VALUE pairs, which may be repeated and add to those of the file; tyro cannot do that."""
     by_flag = {setting.flag: setting.name for setting in settings_of(cls) if setting.holds_arguments}
     rest: list[str] = []
     found: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ def _take_pairs(cls: type, args: Sequence[str]) -> tuple[list[str], dict[str, di
 
 
 def _merged_pairs(config: Any, default: Any, given: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Pairs add to those of the file; but the file's parser_set is for the file's parser, not for one given instead."""
+    """Pairs add to those of the file, unless the flags choose another part: parser_set of the file is for the file's parser."""
     values, before = values_of(config), values_of(default)
     merged = {}
     for setting in settings_of(type(config)):
@@ -197,7 +197,7 @@ def parse_run(arguments: type[R], args: Sequence[str], *, prog: str, description
 
 
 def config_file(target: str) -> Path | None:
-    """The TOML file that a target means: itself, or that of a run folder; None for an env."""
+    """The TOML file of a target: itself, or that of a run folder; None for an env."""
     path = Path(target)
     if path.suffix == ".toml":
         return path

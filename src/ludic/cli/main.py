@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def run_command(args: Sequence[str]) -> int:
-    """The exit code of a command line; a LudicError for a mistake of the user's."""
+    """Run a command line and return its exit code; raises LudicError for a user's mistake."""
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return 0 if args else 2
@@ -54,7 +54,7 @@ def _usage() -> str:
 
 
 def main() -> None:
-    """Run a subcommand; a mistake of the user's is one line on stderr, not a traceback."""
+    """Run a subcommand; print a user's mistake as one line on stderr."""
     try:
         code = run_command(sys.argv[1:])
     except LudicError as error:

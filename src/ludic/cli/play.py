@@ -19,7 +19,7 @@ from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample,
 from ludic.cli.args import Switch, parse
 from ludic.cli.play_tools import Toolbox
 from ludic.cli.scripted import reference_or_random, scripted_protocol
-from ludic.interaction.base import AnyEnv, outcome_for, told_outcomes
+from ludic.interaction.base import AnyEnv, check_outcomes, outcome_for
 from ludic.run.env import env_factory
 from ludic.run.settings import read_pair
 from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
@@ -74,7 +74,7 @@ def play(args: list[str]) -> int:
     return 0
 
 
-# --- setting up ---------------------------------------------------------------------------------------------
+# --- set-up ---
 
 
 def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int) -> AnyEnv:
@@ -93,7 +93,7 @@ def _sample(place: Path, index: int) -> dict[str, Any]:
         samples = read_samples(place)
         _check_index(index, place, len(samples))
         return samples[index]
-    lines = read_lines(place)  # a file that is broken elsewhere can still be played
+    lines = read_lines(place)  # other broken lines of the file do not matter
     _check_index(index, place, len(lines))
     number, line = lines[index]
     return read_sample(line, number, place)
@@ -104,11 +104,11 @@ def _check_index(index: int, place: Path, num: int) -> None:
         raise ConfigError(f"--index {index} is not in {place}, which has {num} lines (0 to {num - 1}).")
 
 
-# --- a person plays -----------------------------------------------------------------------------------------
+# --- a person plays ---
 
 
 def _play(env: AnyEnv, seed: int, max_steps: int) -> None:
-    """Only the env's own steps run inside asyncio: while it waits for a person, Ctrl-C must reach the prompt."""
+    """Run only the env's steps inside asyncio, so that Ctrl-C reaches the prompt."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - arrow keys and history at the prompt
 
@@ -130,7 +130,7 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
         if not env.active_agents:
             break
         actions = {agent_id: _ask(env, agent_id, shown.get(agent_id, ""), runner) for agent_id in env.active_agents}
-        outcomes = told_outcomes(env, runner.run(env.async_step(actions)), actions)
+        outcomes = check_outcomes(env, runner.run(env.async_step(actions)), actions)
         for agent_id in outcomes:
             outcome = outcome_for(env, agent_id, outcomes)
             shown[agent_id] = outcome.obs
@@ -165,7 +165,7 @@ def _ask(env: AnyEnv, agent_id: str, obs: str, runner: asyncio.Runner) -> str:
 
 
 def matching_action(text: str, legal: list[str] | None) -> str | None:
-    """The action meant by what a person typed: exact but for case, or the only legal one that begins like it."""
+    """The action for the typed text: equal up to case, or the only legal one with that prefix."""
     if legal is None:
         return text
     exact = [action for action in legal if action.casefold() == text.casefold()]
@@ -192,7 +192,7 @@ def _say_goodbye(env: AnyEnv, totals: Mapping[str, float], outcomes: Mapping[str
         console.print(escape(f"{agent_id}: total reward {total:+g}   {json.dumps(told, default=str)}"))
 
 
-# --- a scripted agent plays ---------------------------------------------------------------------------------
+# --- a scripted agent plays ---
 
 
 def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
@@ -204,7 +204,7 @@ def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
 
 
 async def _scripted_episode(env: AnyEnv, seed: int, max_steps: int) -> list[Rollout]:
-    # Its own random numbers: an agent that draws the env's numbers finds every secret.
+    # A separate generator: an agent with the env's random numbers would know every secret.
     protocol = scripted_protocol(env, reference_or_random(random.Random(derive_seed(seed, 1))))
     try:
         return await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed, inference=_UNCUT)

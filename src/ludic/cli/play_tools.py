@@ -1,4 +1,4 @@
-"""Tools of an env in the hands of a person: `/search first president` at the prompt of `ludic play`."""
+"""Tools of an env at the prompt of `ludic play`: `/search first president`."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,20 +8,20 @@ from ludic.tools import as_tool
 
 
 class Toolbox:
-    """What is behind the slash."""
+    """The tools that a line starting with / calls."""
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
         self._tools = {tool.name: tool for tool in map(as_tool, tools)}
 
     @property
     def usage(self) -> str:
-        """How they are called, in a line; empty when there are none."""
+        """One line of usage; empty without tools."""
         return ", ".join(
             f"/{tool.name} {' '.join(tool.parameters['properties'])}".strip() for tool in self._tools.values()
         )
 
     async def answer(self, text: str) -> str | None:
-        """What a tool says to a line that calls one; None when the line is meant for the env."""
+        """The answer to a line that calls a tool; None if the line is for the env."""
         if not self._tools or not text.startswith("/"):
             return None
         name, _, rest = text[1:].partition(" ")

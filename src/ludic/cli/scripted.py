@@ -15,7 +15,7 @@ Chooser = Callable[[AnyEnv, str], str]
 
 
 def reference_or_random(rng: random.Random) -> Chooser:
-    """The reference solution where there is one, else a random legal action."""
+    """The reference solution if there is one, else a random legal action."""
 
     def choose(env: AnyEnv, agent_id: str) -> str:
         action: str | None = env.reference_action(agent_id)
@@ -38,13 +38,13 @@ def random_legal(rng: random.Random) -> Chooser:
 
 
 def scripted_protocol(env: AnyEnv, choose: Chooser) -> InteractionProtocol:
-    """The real stack, agents, templates and protocol, on a client that plays by `choose`."""
+    """A protocol with real agents and templates on a client that replies with `choose`."""
 
     def agent_for(agent_id: str) -> Agent:
         def reply(request: TokenCompletionRequest) -> str:
             return choose(env, agent_id)
 
-        # An env may bring tools, and only agents that could call them may play it.
+        # An env with tools needs an agent that can call them.
         return ToolAgent(
             client=ScriptedClient(reply),
             model="scripted",

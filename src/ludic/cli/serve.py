@@ -75,7 +75,7 @@ def serve(args: list[str]) -> int:
 
 
 def _become_vllm(given: ServeArgs, flags: list[str]) -> NoReturn:
-    """Replaces this process by vLLM's server, with our options as its flags."""
+    """Replace this process by vLLM's server, with the options as its flags."""
     from ludic.inference.vllm_server import serve
 
     if given.model in (TINY, SMOLLM2):
@@ -127,7 +127,7 @@ async def _serve_until_stopped(engine: Any, given: ServeArgs) -> None:
     requests = StopRequests()
 
     def on_signal() -> None:
-        if requests.hear():  # a signal that was repeated must not interrupt the replies that are being finished
+        if requests.hear():  # a repeated signal must not interrupt running replies
             serving.cancel()
 
     loop = asyncio.get_running_loop()

@@ -32,7 +32,7 @@ def train(args: list[str]) -> int:
     command, config = parse_run(TrainArgs, args, prog="ludic train", description=DESCRIPTION)
     from ludic.run.env import env_factory
 
-    env = env_factory(config.env.id)  # a wrong name is found before torch is loaded
+    env = env_factory(config.env.id)  # reports a wrong name before torch is loaded
     need_extras("train", "ludic train")
     from ludic.run import build
 
@@ -79,7 +79,7 @@ def _say(*lines: str) -> None:
 
 
 def _how_to_learn_slower(run: "Run") -> str:
-    """A run keeps its lr, so resuming would end in the same place."""
+    """A resumed run keeps its lr, so it would diverge again: advise a new run."""
     from ludic.run.folder import latest_checkpoint
 
     saved = latest_checkpoint(run.folder)
@@ -102,7 +102,7 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
 
 
 def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
-    """What came of it, where it is, what to type next."""
+    """The result, its folder and the next commands."""
     from ludic.run.folder import how_to_resume, latest_checkpoint, metrics_with
     from ludic.training.guards import why_nothing_was_learned
 
@@ -142,7 +142,7 @@ def _eval_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _evaluated(row: dict[str, Any]) -> str:
-    """A mean with its interval, where there is one."""
+    """A mean with its interval, if there is one."""
     name = "accuracy" if row.get("eval/accuracy") is not None else "mean_reward"
     mean, low, high = (row.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"

@@ -1,4 +1,4 @@
-"""Contexts: what the agent remembers and what the model is shown of it.
+"""Contexts: the agent's transcript, and the part of it that goes into the prompt.
 
 `agents` imports it; it imports nothing but `types`. Start with base.py.
 """

@@ -1,6 +1,6 @@
-"""What an agent remembers, and which part of it the model is shown.
+"""Contexts hold an agent's transcript and choose the messages of the next prompt.
 
-A context owns the transcript. It deals in messages only; turning them into tokens is the chat template's job.
+They deal in messages only; the chat template turns messages into tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -11,15 +11,15 @@ from ludic.types import ChatResponse, Info, Message, Observation, ToolCall
 
 
 class ContextStrategy(ABC):
-    """Transcript plus the rule that makes a prompt of it.
+    """A transcript and the rule that makes a prompt from it.
 
-    Messages are never changed in place. While a context only appends, the next prompt is the stored tokens plus
-    what is new; where it rewrites what was already shown, a new token segment starts.
+    Messages are never changed in place. While a context only appends, the next prompt is the stored tokens plus the new
+    messages; if it rewrites messages that were already sent, a new token segment starts.
     """
 
     rewrites_history: ClassVar[bool] = False
-    """True when `on_before_act` may show earlier messages differently from the call before. A context that does
-    so without declaring it is refused."""
+    """True if `on_before_act` may change messages that were already sent. The agent raises ContextError for a context that does
+    so without declaring it."""
     supports_tools: ClassVar[bool] = True
 
     def __init__(self, system_prompt: str | None = None) -> None:
@@ -37,27 +37,27 @@ class ContextStrategy(ABC):
         return list(self._messages)
 
     def reset(self, *, system_prompt: str | None = None) -> None:
-        """Forget everything; begin with the given system prompt, else the default one, else none."""
+        """Clear the transcript and start with the given system prompt, by default with `default_system_prompt`."""
         self._messages = []
         prompt = self._default_system_prompt if system_prompt is None else system_prompt
         if prompt is not None:
             self._append({"role": "system", "content": prompt})
 
-    # --- what happens to the agent ---
+    # --- called by the agent ---
 
     def on_env_reset(self, obs: Observation, info: Info) -> None:
         self._append({"role": "user", "content": obs})
 
     @abstractmethod
     def on_before_act(self) -> list[Message]:
-        """The messages the model is shown now."""
+        """The messages of the next prompt."""
 
     def on_after_act(self, response: ChatResponse) -> None:
         self.add_assistant_step(response.text)
 
     def on_after_step(self, obs: Observation, info: Info) -> None:
         if self._messages and self._messages[-1]["role"] == "tool":
-            self.add_note(obs)  # the turn ended on a tool result that no reply has followed
+            self.add_note(obs)  # the turn ended on a tool result without a reply
         else:
             self._append({"role": "user", "content": obs})
 
@@ -72,8 +72,8 @@ class ContextStrategy(ABC):
         self._append({"role": "tool", "tool_call_id": tool_call_id, "name": tool_name, "content": content})
 
     def add_note(self, text: str) -> None:
-        """Say something to the model at once. It joins what has not been shown yet, an observation or a tool result:
-        many chat templates refuse two user messages in a row, or one behind a tool's."""
+        """Add text to the next prompt. It is appended to a pending observation or tool result, because many chat templates
+        reject two user messages in a row, or a user message after a tool message."""
         if self._messages and self._messages[-1]["role"] in ("user", "tool"):
             last = self._messages.pop()
             self._append({**last, "content": f"{last['content']}\n\n{text}"})
@@ -84,13 +84,8 @@ class ContextStrategy(ABC):
         self._messages.append(message)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The plain transcript: everything is kept, everything is shown.
-# ----------------------------------------------------------------------------------------------------
-
-
 class FullDialog(ContextStrategy):
-    """Observations are user messages, replies assistant messages; nothing is dropped."""
+    """The whole transcript: observations are user messages, replies are assistant messages."""
 
     def on_before_act(self) -> list[Message]:
         return list(self._messages)

@@ -1,20 +1,20 @@
-"""A dialogue that can be folded: what lies behind becomes a summary, so that an episode may be longer than any prompt."""
+"""A dialogue that can be folded into a summary, so that an episode may be longer than the context window."""
 
 from ludic.context.base import ContextStrategy
 from ludic.types import ConfigError, Info, Message, Observation
 
 
 class SummarisedDialog(ContextStrategy):
-    """Everything is shown, until an agent that writes summaries (FoldingAgent) folds it into one.
+    """The whole transcript, until FoldingAgent folds it into a summary.
 
-    It says when it is time (`is_full`) and does the folding (`fold`); the words are the agent's. Folding rewrites
-    history, so a new token segment starts with it; between two of them the prompt only grows.
+    The context says when to fold (`is_full`) and folds (`fold`); the agent writes the summary. Folding rewrites history, so it
+    starts a new token segment; between two folds the prompt only grows.
     """
 
     rewrites_history = True
 
     def __init__(self, system_prompt: str | None = None, *, max_turns: int | None = 16) -> None:
-        """`max_turns=None` is never full by itself; the agent then counts tokens (`FoldingAgent.fold_at_tokens`)."""
+        """With `max_turns=None` only the agent's token limit (`FoldingAgent.fold_at_tokens`) triggers a fold."""
         if max_turns is not None and max_turns < 1:
             raise ConfigError(f"SummarisedDialog(max_turns={max_turns}): it must hold at least one turn, or be None.")
         self.max_turns = max_turns
@@ -24,12 +24,12 @@ class SummarisedDialog(ContextStrategy):
 
     @property
     def is_full(self) -> bool:
-        """More turns than `max_turns` have been shown since the last fold."""
+        """There are more than `max_turns` turns since the last fold."""
         return self.max_turns is not None and self._num_turns > self.max_turns
 
     @property
     def has_replies(self) -> bool:
-        """Something was said since the last fold. Without that, folding again would leave the prompt as long as it is."""
+        """There is a reply since the last fold. Otherwise folding again would not shorten the prompt."""
         return any(message["role"] == "assistant" for message in self._messages)
 
     def reset(self, *, system_prompt: str | None = None) -> None:
@@ -42,7 +42,7 @@ class SummarisedDialog(ContextStrategy):
 
     def on_after_step(self, obs: Observation, info: Info) -> None:
         super().on_after_step(obs, info)
-        # What is wrong with a reply that could not be read comes alone; the env is still where it was.
+        # Parse feedback comes without the env's state, which is unchanged: keep the last observation too.
         self._observed(f"{self._newest}\n\n{obs}" if info.get("parse_error") else obs)
 
     def _observed(self, obs: Observation) -> None:
@@ -53,7 +53,7 @@ class SummarisedDialog(ContextStrategy):
         return list(self._messages)
 
     def fold(self, summary: str) -> None:
-        """Forget all but the system prompt and the newest observation; the summary stands before it."""
+        """Keep the system prompt and the newest observation, with the summary before it."""
         self._messages = [message for message in self._messages[:1] if message["role"] == "system"]
         self._append({"role": "user", "content": f"{summary}\n\n{self._newest}"})
         self._num_turns = 1

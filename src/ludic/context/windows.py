@@ -1,4 +1,4 @@
-"""Only the last turns are shown, so that long episodes fit the model."""
+"""Contexts that shorten the prompt: a sliding window of turns, and transcripts without old thinking."""
 
 import re
 
@@ -41,7 +41,7 @@ class SlidingWindow(ContextStrategy):
         num_dropped = -(-excess // self.slide_by) * self.slide_by
         first = starts[0]
         pinned = self._messages[: starts[1] if self.keep_first_turn else first]
-        # With the first turn pinned, one more old turn goes instead.
+        # With the first turn pinned, drop one more old turn.
         window = min(num_dropped + (1 if self.keep_first_turn else 0), len(starts) - 1)
         return [*pinned, *self._messages[starts[window] :]]
 
@@ -55,11 +55,7 @@ class SlidingWindow(ContextStrategy):
         return starts
 
 
-# ----------------------------------------------------------------------------------------------------
-# Memory stays whole, but old thinking is not shown again.
-# ----------------------------------------------------------------------------------------------------
-
-# Strict on purpose: a leading think block, closed, with an answer behind it. Anything else is left alone.
+# Matches only a leading, closed think block with an answer after it.
 _THINK_THEN_ANSWER = re.compile(r"(\s*<think>)(?:(?!</?think>).)*(</think>)(\s*\S.*)\Z", re.IGNORECASE | re.DOTALL)
 
 
@@ -82,7 +78,7 @@ class TruncatedThinkingContext(ContextStrategy):
 
     def _append(self, message: Message) -> None:
         super()._append(message)
-        # A message is rewritten once, when it arrives; `add_note` may have taken one back, hence the cut.
+        # Each message is rewritten once, on arrival; `add_note` may have replaced the last one, hence the deletion.
         del self._shown[len(self._messages) - 1 :]
         self._shown.append(self._truncated(message))
 

@@ -117,7 +117,7 @@ def _check_roles(env: LudicEnv[Any, Any, Any]) -> None:
     if not env.agent_ids or len(set(env.agent_ids)) != len(env.agent_ids):
         raise _fail(env, f"agent_ids must be a non-empty list without repeats, got {env.agent_ids!r}.")
     if env.active_agents:
-        raise _fail(env, f"active_agents is {env.active_agents!r} before reset; nobody can act yet.")
+        raise _fail(env, f"active_agents is {env.active_agents!r} before reset; no agent can act yet.")
     prompt = env.suggested_sysprompt
     if prompt is not None and not isinstance(prompt, str):
         raise _fail(env, f"suggested_sysprompt must be text or None, got {type(prompt).__name__}.")
@@ -186,7 +186,7 @@ async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
         _check_tools(env, agent_id)
     _check_active(env)
     if not env.active_agents:
-        raise _fail(env, "nobody is active after reset.")
+        raise _fail(env, "no agent is active after reset.")
     return first
 
 

@@ -1,8 +1,8 @@
 """The environment kernel: a state-transition function for any number of agents.
 
-An env knows nothing of models, prompts or tokens. It says who must act (`active_agents`), takes their
-actions, and tells those who acted, and any others it wants to, what came of it. It owns its random numbers: all of them come from
-`reset(seed=…)`, so the same seed and the same actions give the same episode, whatever runs beside it.
+An env knows no models, prompts or tokens. It names the agents that must act (`active_agents`), takes their
+actions, and returns outcomes for those that acted and optionally for others. All its random numbers come from
+`reset(seed=…)`, so the same seed and the same actions give the same episode, also beside concurrent episodes.
 
 Protocols only ever await `async_reset` and `async_step`. An env that computes implements `reset` and `step`, which run in a
 thread of the env's own (ludic.envs.threads); one that does asynchronous I/O overrides the awaitable pair instead.
@@ -82,8 +82,8 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
     def episode_tools(self, agent_id: AgentID) -> Sequence[Callable[..., Any]]:
         """Tools of the episode that is running, for this agent: callables with type hints and a docstring.
 
-        For what belongs to the task and not to the player, such as a search over this question's documents. The
-        agent calls them between two actions, as it calls tools of its own; one that cannot call tools cannot play.
+        For tools that belong to the task, such as a search over this question's documents. The
+        agent calls them between two actions, like its own tools; the env needs an agent that can call tools.
         """
         return ()
 
@@ -109,9 +109,7 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
             raise ResetNeeded(f"{type(self).__name__}.step was called, but no episode is running. Call reset first.")
 
 
-# ----------------------------------------------------------------------------------------------------
-# What envs with snapshots share: opening one of the right kind, and dice as plain JSON.
-# ----------------------------------------------------------------------------------------------------
+# --- Snapshots: reading one of the right kind, and the random state as plain JSON ---
 
 
 def world_of(snapshot: Snapshot, *, kind: str, version: int) -> dict[str, Any]:

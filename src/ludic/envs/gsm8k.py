@@ -1,7 +1,7 @@
 r"""GSM8K: grade-school word problems whose answer is one whole number.
 
-The worked answer of a sample ends in `#### 1,234`; that number is the target. How an answer is compared with it is
-ludic.envs.math_grading's business, and reading it out of the reply (`\boxed{…}`) the agent's parser's.
+The worked answer of a sample ends in `#### 1,234`; that number is the target. ludic.envs.math_grading compares an
+answer with it; the agent's parser reads the answer (`\boxed{…}`) from the reply.
 """
 
 import re

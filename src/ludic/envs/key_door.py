@@ -1,7 +1,7 @@
-"""Key and door: a small world seen through a small window.
+"""Key and door: a grid world with partial observation.
 
 The agent finds the key, then opens the door with it. It only sees the cells around itself, so it has to remember
-where it has been: a test of memory rather than of reflexes. Every world can be solved in the moves that are given.
+where it has been: a test of memory. Every world can be solved within the given number of moves.
 """
 
 import random

@@ -1,7 +1,7 @@
 r"""MATH: competition problems whose answer is a LaTeX expression.
 
-The target is the last `\boxed{…}` of the worked solution. How an answer is compared with it is
-ludic.envs.math_grading's business, and reading it out of the reply the agent's parser's.
+The target is the last `\boxed{…}` of the worked solution. ludic.envs.math_grading compares an
+answer with it; the agent's parser reads the answer from the reply.
 """
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, Sample

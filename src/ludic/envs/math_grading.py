@@ -1,4 +1,4 @@
-r"""Is this mathematical answer the same as the reference?
+r"""Compares a mathematical answer with the reference.
 
 Strict where it can be: a right answer in an unusual notation may be refused, a wrong one should never pass. Plain
 numbers, units, percentages and words are read here, exactly and without any dependency; everything that takes

@@ -1,7 +1,7 @@
-"""math-verify in a process of its own (ludic.envs.worker).
+"""math-verify in a separate process (ludic.envs.worker).
 
 math-verify guards itself with signal.alarm, which only works on a main thread, and sympy can be sent into
-computations that nothing inside its process can stop. What counts as an answer, and all that needs no algebra, is decided
+computations that nothing inside its process can stop. Everything that needs no algebra is decided
 in ludic.envs.math_grading.
 """
 

@@ -1,6 +1,6 @@
 """The iterated prisoner's dilemma: two agents choose at the same time, round after round.
 
-The smallest env in which both agents are active at once and neither can win by itself. There is no chance in it;
+The smallest env in which both agents are active at once and neither can win alone. It is deterministic;
 the seed changes nothing.
 """
 
@@ -73,7 +73,7 @@ class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
     def step(self, actions: Mapping[str, str]) -> dict[str, StepOutcome]:
         self._require_running()
         read = {player: _MOVE_OF.get(actions.get(player, "").strip().lower()) for player in PLAYERS}
-        # Cooperating exploits nobody, so an unreadable reply never pays more than a readable one would have.
+        # Cooperating exploits no player, so an unreadable reply never pays more than a readable one.
         self._last = {player: move or "cooperate" for player, move in read.items()}
         rewards = {player: self._payoff[self._last[player], self._last[_OTHER[player]]] for player in PLAYERS}
         self._scores = {player: self._scores[player] + rewards[player] for player in PLAYERS}

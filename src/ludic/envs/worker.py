@@ -1,8 +1,8 @@
-"""A long-lived child process that answers questions, one JSON line each, and that the kernel ends when one takes too long.
+"""A long-lived child process that answers questions, one JSON line each; the kernel kills it if one takes too long.
 
-For other people's code that judges a model's answer: it may hang inside one call into C, eat all memory or crash, and
-none of that may touch the process that trains. Both ends of the pipe are here; what is asked is the caller's business.
-`Workers` is several of them, of which slow questions take one only. POSIX only.
+For third-party code that grades a model's answer: it may hang inside a C call, use all memory or crash, and
+none of that may affect the training process. Both ends of the pipe are here; the caller defines the questions.
+`Workers` holds several of them; slow questions use only one. POSIX only.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Evaluation: plays episodes for their outcome; accuracy, pass@k and ratings with confidence intervals.
+"""Evaluation: runs episodes and reports accuracy, pass@k and ratings with confidence intervals.
 
 `run`, `cli` and `minimal` import it; it imports `batch_gen`. Start with evaluator.py, then report.py.
 """

@@ -1,7 +1,7 @@
-"""Playing evaluation episodes: `run_eval` once, `EngineEvaluator` whenever a trainer asks.
+"""Runs evaluation episodes: `run_eval` once, `EngineEvaluator` on a trainer's request.
 
-Every evaluation numbers its episodes from 0, so requests without seeds of their own get the same ones each time: versions of
-a policy are compared on the same tasks.
+Every evaluation numbers its episodes from 0, so requests without seeds get the same seeds each time: all versions of a policy
+are compared on the same tasks.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from ludic.types import Evaluator, Reducer, Rollout, RolloutRequest, TakesSnapsh
 EvalResult = tuple[list[dict[str, Any]], dict[str, float]]
 """(records, metrics)."""
 OnRollouts = Callable[[list[Rollout]], None]
-"""Told the rollouts of each episode as it finishes: for a running mean beside the engine's own progress."""
+"""Called with the rollouts of each finished episode, for a running mean."""
 
 
 async def evaluate(
@@ -31,13 +31,13 @@ async def evaluate(
     concurrency: int = 8,
     on_rollouts: OnRollouts | None = None,
 ) -> EvalReport:
-    """Play the requests and report. `max_steps` is turns per episode, `timeout_s` seconds per model call."""
-    playing = engine.stream_episodes(
+    """Run the requests and report. `max_steps` is turns per episode, `timeout_s` seconds per model call."""
+    stream = engine.stream_episodes(
         requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency, first_index=0
     )
     episodes = []
-    async with aclosing(playing):
-        async for episode in playing:
+    async with aclosing(stream):
+        async for episode in stream:
             episodes.append(episode)
             if on_rollouts is not None:
                 on_rollouts(episode.rollouts)
@@ -56,7 +56,7 @@ async def run_eval(
     concurrency: int = 8,
     grading: Grading | None = None,
 ) -> EvalResult:
-    """(one record per reply that was meant for the env, metrics)."""
+    """(one record per reply to the env, metrics)."""
     report = await evaluate(
         engine,
         requests,
@@ -70,7 +70,7 @@ async def run_eval(
 
 
 def run_eval_sync(engine: RolloutEngine, requests: Sequence[RolloutRequest], **settings: Any) -> EvalResult:
-    """The same without asyncio. Where an event loop runs already, as in a notebook, it gets a thread with its own."""
+    """`run_eval` without asyncio. Inside a running event loop, as in a notebook, it uses a thread with its own loop."""
     work = run_eval(engine, requests, **settings)
     try:
         asyncio.get_running_loop()
@@ -81,7 +81,7 @@ def run_eval_sync(engine: RolloutEngine, requests: Sequence[RolloutRequest], **s
 
 
 class EngineEvaluator:
-    """Evaluates with a RolloutEngine; what a call does not say is as it was set here."""
+    """Evaluates with a RolloutEngine; arguments of `eval` override those of the constructor."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class EngineEvaluator:
         *,
         grading: Grading | None = None,
     ) -> None:
-        """`requests_fn` is asked at every evaluation; one that returns the same requests compares like with like."""
+        """`requests_fn` is called at every evaluation; return the same requests to compare versions on the same tasks."""
         self._engine = engine
         self._requests_fn = requests_fn
         self._reducers = reducers
@@ -103,7 +103,7 @@ class EngineEvaluator:
         self._concurrency = concurrency
         self._grading = grading
         self.last_report: EvalReport | None = None
-        """Of the newest evaluation: estimates, outcomes, rollouts."""
+        """Estimates, outcomes and rollouts of the last evaluation."""
 
     async def eval(
         self,
@@ -128,15 +128,15 @@ class EngineEvaluator:
 
 
 class SnapshotEvaluator:
-    """An evaluator whose agents talk to a snapshot of the policy, so that training may go on meanwhile."""
+    """An evaluator on a snapshot of the policy, so that training continues meanwhile."""
 
     def __init__(self, evaluator: Evaluator, snapshot: TakesSnapshots) -> None:
-        """`snapshot`: whom the evaluator's agents talk to, such as `ludic.inference.local.snapshot.EngineSnapshot`."""
+        """`snapshot`: the client of the evaluator's agents, such as `ludic.inference.local.snapshot.EngineSnapshot`."""
         self._evaluator = evaluator
         self._snapshot = snapshot
 
     def take_snapshot(self, version: int) -> None:
-        """The weights of now; a trainer calls it before each evaluation."""
+        """Copy the current weights; a trainer calls it before each evaluation."""
         self._snapshot.take_snapshot(version)
 
     async def eval(self, **settings: Any) -> EvalResult:

@@ -1,7 +1,7 @@
-"""What one rollout came to: right or wrong, its reward, its answer, and what went wrong on the way.
+"""The outcome of a rollout: correct or not, its reward, its answer, and its errors.
 
-Nothing is left out. A reply that cannot be read, an episode that a limit cut short and one that failed are samples like any
-other; whatever is not right is wrong.
+Every rollout counts. An unparseable reply, a truncated episode and a failed episode are samples like any other; everything that
+is not correct is wrong.
 """
 
 import re
@@ -23,35 +23,35 @@ class Outcome:
 
     rollout_id: str
     task: str
-    """Samples of the same task have the same."""
+    """Key of the task; samples of one task share it."""
     correct: bool | None
-    """None: neither the env nor a success threshold says what right is."""
+    """None: neither the env nor a success threshold defines it."""
     reward: float
-    """Of the env, over the episode; format rewards and penalties of the parser are not in it."""
+    """Reward of the env over the episode, without the parser's format rewards and penalties."""
     total_reward: float
-    """With them."""
+    """Reward with those of the parser."""
     answer: str | None
-    """What votes in majority@k; None when the last reply could not be read."""
+    """The vote in majority@k; None if the last reply could not be parsed."""
     has_parse_error: bool
-    """Some reply could not be read (one that was cut off is never read)."""
+    """Some reply could not be parsed, or was cut off."""
     has_unreadable_reply: bool
-    """Some reply came to its own end and could not be read."""
+    """Some complete reply could not be parsed."""
     has_cut_off_reply: bool
-    """Some reply ran out of tokens and was not read."""
+    """Some reply ran out of tokens and was not parsed."""
     is_truncated: bool
-    """A limit ended it: turns, context, tokens of the last reply. An unreadable last reply is no limit."""
+    """A limit ended the episode: turns, context, tokens of the last reply. An unparseable last reply does not count."""
     failure: str | None
-    """Why the episode could not be finished."""
+    """Why the episode failed."""
     result: str | None
-    """How a game ended ("win", "draw", "loss"), if the env says so."""
+    """Result of a game ("win", "draw", "loss"), if the env reports it."""
     illegal_move: bool | None
-    """Some move was illegal; None where the env does not say."""
+    """Some move was illegal; None if the env does not report it."""
     num_turns: int
     num_completion_tokens: int
 
 
 def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outcome:
-    """Right is what the env calls so (`info["correct"]`), else an env reward of at least `success_reward`."""
+    """Correct means `info["correct"]` of the env, or else an env reward of at least `success_reward`."""
     env_steps = rollout.env_steps
     reward = sum(step.reward_components.get("env", step.reward) for step in env_steps)
     last = rollout.steps[-1] if rollout.steps else None
@@ -78,9 +78,9 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
 
 
 def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1.0) -> list[Outcome]:
-    """Of all of them but delegated sub-tasks, whose parents answer for them.
+    """Outcomes of all rollouts except delegated sub-tasks, which count through their parents.
 
-    If any can be graded, those that cannot (nothing readable ever reached the env) are wrong.
+    If any rollout is graded, ungraded ones (no parseable reply reached the env) are wrong.
     """
     found = [outcome_of(r, success_reward=success_reward) for r in rollouts if not r.is_sub_task]
     if all(outcome.correct is None for outcome in found):
@@ -89,7 +89,7 @@ def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1
 
 
 def task_of(rollout: Rollout) -> str:
-    """The request's `task_id` if its meta has one, else what decides a task: env, sample, env seed."""
+    """The request's `task_id` if its meta has one, else env, sample and env seed."""
     meta = rollout.meta
     if "task_id" in meta:
         return str(meta["task_id"])
@@ -100,7 +100,7 @@ def task_of(rollout: Rollout) -> str:
 
 
 def canonical(answer: str) -> str:
-    """Answers that are plainly the same, written alike: case, spaces, $ and %, thousands, 18.0 for 18."""
+    """Normal form of an answer: ignores case, spaces, $ and %, thousands separators and trailing zeros (18.0 is 18)."""
     text = " ".join(answer.split()).casefold().strip("$ ").rstrip(".$ ")
     text = _THOUSANDS.sub("", text).removesuffix("%").removesuffix("\\").strip()
     number = _NUMBER.fullmatch(text) if len(text) <= _LONGEST_NUMBER else None
@@ -116,17 +116,17 @@ def _is_correct(rollout: Rollout, facts: dict[str, Any], reward: float, success_
         return bool(facts["correct"])
     if success_reward is None:
         return None
-    # Rewards are often sums of parts such as 0.1; what is meant as the whole should not miss it by a rounding.
+    # Rewards are often sums of parts such as 0.1, so allow for rounding.
     return rollout.failure is None and reward >= success_reward - 1e-9
 
 
 def _own_samples(rollout: Rollout) -> list[Step]:
-    """Env steps whose model calls are not in the rollout, and that hold their tokens."""
+    """Env steps that hold the tokens of model calls which are not steps of the rollout."""
     return [step for step in rollout.sampling_steps if isinstance(step, EnvironmentStep)]
 
 
 def _num_sampled(step: Step) -> int:
-    """What the server counted, where its tokens are not the trace's (a text endpoint)."""
+    """The server's count if it reports one (a text endpoint, whose tokens are not in the trace), else the trace's."""
     counted = step.info.get("completion_tokens")
     return counted if isinstance(counted, int) else len(step.trace.completion_token_ids) if step.trace else 0
 
@@ -144,12 +144,11 @@ def _is_truncated(rollout: Rollout, last: Step | None) -> bool:
     return rollout.stop is not None and rollout.stop.is_truncation
 
 
-# ----------------------------------------------------------------------------------------------------
-# One record per reply that was meant for the env: what reducers read, and what stands in records.jsonl.
-# ----------------------------------------------------------------------------------------------------
-# Shaped like the record of a training sample (`SAWItem.record`), so one reducer serves both. A reply that could not be read
-# has a record like one that could, and an episode that failed before its first reply has one too: averages over records or
-# rollouts are averages over all of them.
+# --- records ---
+#
+# Reducers and records.jsonl have one record per reply to the env, shaped like the meta of a training sample, so that one reducer
+# serves both. Unparseable replies have a record, and so does an episode that failed before its first reply: averages over
+# records or rollouts include all of them.
 
 
 def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:
@@ -203,6 +202,6 @@ def _step_facts(step: Step, calls: dict[str, Step]) -> dict[str, Any]:
 
 
 def all_records(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Of the rollouts that have an outcome; delegated sub-tasks have none."""
+    """Records of the rollouts with an outcome; delegated sub-tasks have none."""
     by_id = {outcome.rollout_id: outcome for outcome in outcomes}
     return [record for r in rollouts if r.id in by_id for record in step_records(r, by_id[r.id])]

@@ -1,8 +1,8 @@
-"""Elo ratings: from who beat whom to one number per player, with its uncertainty.
+"""Elo ratings with confidence intervals, from the results of games.
 
-The ratings are those under which the results are likeliest (Bradley and Terry, 1952): a player is expected to score
-1 / (1 + 10^((theirs − own) / 400)) against another, a draw being half a point. All games count at once and alike, so the
-order in which they were played does not matter; online Elo, which chess uses because players change, would depend on it.
+The ratings are the maximum-likelihood fit of the Bradley-Terry model (1952): a player's expected score against another is
+1 / (1 + 10^((theirs − own) / 400)), a draw counts half a point. All games count equally, so their order does not matter; online
+Elo, which chess uses because players change, depends on the order.
 """
 
 import math
@@ -31,7 +31,7 @@ class Match:
     first: str
     second: str
     score: float
-    """Of the first: 1 for a win, ½ for a draw, 0 for a loss."""
+    """Score of the first player: 1 for a win, ½ for a draw, 0 for a loss."""
 
     def __post_init__(self) -> None:
         if self.first == self.second:
@@ -42,23 +42,23 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """What the games say about one player."""
+    """Rating of one player."""
 
     player: str
     elo: float
     low: float
-    """95 % confidence interval of the difference to the anchor, whose own rating is fixed."""
+    """95 % confidence interval of the difference to the anchor, whose rating is fixed."""
     high: float
     num_games: int
     score: float
     """Points per game."""
 
 
-# Letters: P players. points_PP[i, j] is what i scored against j, games_PP[i, j] how often they met.
+# Letters: P players. points_PP[i, j] is the score of i against j, games_PP[i, j] the number of their games.
 def fit_elo(
     matches: Iterable[Match], *, anchor: str, anchor_elo: float = 1000.0, prior_draws: float = 0.0
 ) -> list[Rating]:
-    """The likeliest ratings, best first, `anchor` being at `anchor_elo`.
+    """Maximum-likelihood ratings, best first, with `anchor` at `anchor_elo`.
 
     They exist only if no player, alone or as a group, won every game against all others (or lost every one); else this is a
     ConfigError, unless `prior_draws` imagined draws between any two who met keep ratings finite. They pull all ratings together,
@@ -67,11 +67,11 @@ def fit_elo(
     """
     if not 0 <= prior_draws < math.inf:
         raise ConfigError(f"fit_elo(prior_draws={prior_draws}); it is a number of games, 0 or more.")
-    played = list(matches)
-    players = sorted({name for match in played for name in (match.first, match.second)})
+    games = list(matches)
+    players = sorted({name for match in games for name in (match.first, match.second)})
     if anchor not in players:
         raise ConfigError(f"The anchor {anchor!r} has played no match; players are {players}.")
-    points_PP, games_PP = _count(played, players)
+    points_PP, games_PP = _count(games, players)
     imagined_PP = prior_draws * (games_PP > 0)
     _require_finite(players, points_PP + imagined_PP / 2, games_PP)
     fixed = players.index(anchor)
@@ -93,7 +93,7 @@ def fit_elo(
 
 
 def elo_table(ratings: Sequence[Rating]) -> str:
-    """As text, best first."""
+    """The ratings as a text table."""
     width = max(len(name) for name in ("player", *(rating.player for rating in ratings)))
     rows = [f"{'player':{width}}    elo   95 % interval   games  score"]
     rows += [
@@ -115,12 +115,12 @@ def _count(matches: Sequence[Match], players: Sequence[str]) -> tuple[Floats, Fl
 
 
 def _expected(strength_P: Floats) -> Floats:
-    """What each is expected to score against each."""
+    """Expected score of each player against each."""
     return 1.0 / (1.0 + np.exp(strength_P[None, :] - strength_P[:, None]))
 
 
 def _likeliest(points_PP: Floats, games_PP: Floats, fixed: int) -> Floats:
-    """Newton's method on a concave function; a step that makes things worse is halved."""
+    """Newton's method on a concave function; a step that lowers the likelihood is halved."""
     strength_P = np.zeros(len(points_PP))
     free = np.arange(len(points_PP)) != fixed
     best = _log_likelihood(points_PP, strength_P)
@@ -157,38 +157,39 @@ def _standard_errors(strength_P: Floats, games_PP: Floats, fixed: int) -> Floats
 
 
 def _require_finite(players: Sequence[str], points_PP: Floats, games_PP: Floats) -> None:
-    """Ratings are finite if every player has taken points off every other, directly or by way of others (Ford, 1957)."""
+    """Raise ConfigError unless each player has scored against each other, directly or through others (Ford, 1957)."""
     if not _reaches(games_PP > 0).all():
-        raise ConfigError(f"Of {players} some never met, not even by way of others; they cannot be rated together.")
+        raise ConfigError(
+            f"The players {players} are not connected by games, directly or through others; they cannot be rated together."
+        )
     reaches_PP = _reaches(points_PP > 0)
     if reaches_PP.all():
         return
     i, j = map(int, np.argwhere(~reaches_PP)[0])
     raise ConfigError(
-        f"{players[i]!r} has taken no point off {players[j]!r}, not even by way of others: their difference has no bound. Play "
-        "more games, or give fit_elo(prior_draws=1)."
+        f"{players[i]!r} has not scored against {players[j]!r}, directly or through others: their difference is unbounded. Run "
+        "more games, or use fit_elo(prior_draws=1)."
     )
 
 
 def _reaches(edges_PP: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Who can be reached from whom, oneself included."""
+    """Reflexive transitive closure of the graph."""
     reached = edges_PP | np.eye(len(edges_PP), dtype=np.bool_)
     for _ in range(len(edges_PP)):
         reached = reached | ((reached.astype(np.int64) @ reached.astype(np.int64)) > 0)
     return reached
 
 
-# ----------------------------------------------------------------------------------------------------
-# Round-robin matches with both seatings: the games that ratings are made of.
-# ----------------------------------------------------------------------------------------------------
+# --- round robin ---
 
 
 def round_robin(
     template: RolloutRequest, players: Sequence[str], seats: tuple[str, str], *, num_games: int, seed: int = 0
 ) -> list[RolloutRequest]:
-    """`num_games` requests for every pair in each of the two ways to seat it, so that moving first is no advantage.
+    """`num_games` requests for every pair in both role assignments, so that moving first gives no advantage.
 
-    `template` says which env and protocol (one of `Policies`); players are policies, such as the members of a league.
+    `template` names the env and the protocol (one of `Policies`); players are policies, such as the members of a league;
+    `seats` are the two agent ids.
     """
     if len(set(players)) < 2 or len(set(players)) != len(players):
         raise ConfigError(f"round_robin was given the players {list(players)}; it needs two or more, each once.")
@@ -207,9 +208,9 @@ def round_robin(
 
 
 def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Match]:
-    """One match per episode of two; the player who earned more has won. Failed episodes are left out.
+    """One match per two-player episode; the player with the higher reward wins. Failed episodes are skipped.
 
-    A player who never came to move has no rollout, and earned nothing.
+    A player that never moved has no rollout and counts as reward 0.
     """
     failed = set()
     earned: dict[str, dict[str, float]] = {}
@@ -217,7 +218,7 @@ def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Matc
     for rollout in rollouts:
         if "policies" not in rollout.meta:
             raise ConfigError(
-                f"Rollout {rollout.id} does not say who played. Take requests from round_robin or assign_roles."
+                f"Rollout {rollout.id} does not name its policies. Take requests from round_robin or assign_roles."
             )
         episode = rollout.engine_facts["episode_run"]
         names[episode] = rollout.meta["policies"][seats[0]], rollout.meta["policies"][seats[1]]

@@ -1,4 +1,4 @@
-"""From finished rollouts to the numbers of an evaluation."""
+"""Computes the report of an evaluation from finished rollouts."""
 
 import math
 from collections import defaultdict
@@ -14,15 +14,15 @@ from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grading:
-    """What is counted, and how."""
+    """How rollouts are graded and which metrics are computed."""
 
     success_reward: float | None = 1.0
-    """An episode is right when the env says so in info["correct"], else when its env reward reaches this; None: else never
-    graded, for envs without a notion of success."""
+    """An episode without info["correct"] is correct if its env reward is at least this; None: such episodes are not graded, for
+    envs without a notion of success."""
     pass_k: Sequence[int] | None = None
-    """For each k, pass@k: is one of k samples right? None: all samples of a task, where there are several."""
+    """Values of k for pass@k. None: the number of samples per task, if above 1."""
     majority_k: Sequence[int] | None = None
-    """For each k, majority@k: is the most frequent answer of k samples right? None: the same, for tasks of one turn."""
+    """Values of k for majority@k. None: the same, for tasks of one turn."""
 
     def __post_init__(self) -> None:
         for name, ks in (("pass_k", self.pass_k), ("majority_k", self.majority_k)):
@@ -37,21 +37,21 @@ class EvalReport:
     outcomes: list[Outcome]
     """One per sample."""
     records: list[dict[str, Any]]
-    """One per reply that was meant for the env."""
+    """One per reply to the env."""
     estimates: dict[str, Estimate]
-    """accuracy, mean_reward, pass@k, majority@k, rates of results: with their intervals."""
+    """accuracy, mean_reward, pass@k, majority@k, rates of results, with intervals."""
     metrics: dict[str, float]
-    """Everything as flat numbers; an estimate x is there as x, x_low and x_high."""
+    """All numbers, flat; an estimate x appears as x, x_low and x_high."""
 
 
 def make_report(
     rollouts: Sequence[Rollout], grading: Grading | None = None, reducers: Mapping[str, Reducer] | None = None
 ) -> EvalReport:
-    """The numbers of these rollouts; `reducers` add their own, over the records."""
+    """The report of these rollouts; `reducers` add metrics over the records."""
     grading = grading or Grading()
     outcomes = outcomes_of(rollouts, success_reward=grading.success_reward)
     if not outcomes:
-        raise ConfigError("There is nothing to report: no rollout was played. Ask for at least one task.")
+        raise ConfigError("There is nothing to report: there are no rollouts. Ask for at least one task.")
     records = all_records(rollouts, outcomes)
     estimates = _estimates(outcomes, grading)
     chosen = {"completion_truncated_rate": default_reducers()["completion_truncated_rate"], **(reducers or {})}
@@ -94,13 +94,15 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
         found[name] = _share(tasks, holds)
     if is_graded:
         found |= {f"pass@{k}": _pass_at(tasks, k) for k in _ks(grading.pass_k, tasks)}
-        has_answers = all(o.num_turns <= 1 for o in outcomes)  # the last move of a game is no answer to vote on
+        has_answers = all(
+            o.num_turns <= 1 for o in outcomes
+        )  # a vote needs one answer per sample, not the last move of a game
         voted = _ks(grading.majority_k, tasks) if has_answers or grading.majority_k is not None else []
         found |= {f"majority@{k}": _majority_at(tasks, k) for k in voted}
     elif grading.pass_k or grading.majority_k:
         raise ConfigError(
-            "pass@k and majority@k need to know which samples are right, but this env does not say (info['correct']). Set "
-            "success_reward: the env reward from which on an episode counts as right."
+            "pass@k and majority@k need graded samples, but this env does not set info['correct']. Set success_reward: the "
+            "smallest env reward of a correct episode."
         )
     return found
 
@@ -115,7 +117,7 @@ def _ks(asked: Sequence[int] | None, tasks: Mapping[str, Sequence[Outcome]]) -> 
 
 
 def _result_rates(outcomes: Sequence[Outcome]) -> dict[str, Callable[[Outcome], bool]]:
-    """How games ended, where the env says so; a share of all samples, also of those that never ended."""
+    """Rates of game results, if the env reports them, as shares of all samples, including unfinished games."""
     names = result_names([o.result for o in outcomes])
     rates: dict[str, Callable[[Outcome], bool]] = {f"{name}_rate": _has_result(name) for name in names}
     if any(o.illegal_move is not None for o in outcomes):
@@ -143,7 +145,7 @@ def _majority_at(tasks: Mapping[str, Sequence[Outcome]], k: int) -> Estimate:
 
 
 def _flat(estimates: Mapping[str, Estimate]) -> dict[str, float]:
-    """Bounds that nothing is known of are left out."""
+    """Estimates as flat numbers, without infinite bounds."""
     flat: dict[str, float] = {}
     for name, estimate in estimates.items():
         flat[name] = estimate.mean
@@ -153,9 +155,9 @@ def _flat(estimates: Mapping[str, Estimate]) -> dict[str, float]:
 
 
 def paired_difference(before: Sequence[Outcome], after: Sequence[Outcome]) -> Estimate:
-    """How much better the second did on the tasks that both were given: right answers, or reward where none are known.
+    """Mean difference (after − before) in accuracy, or in reward if ungraded, over the tasks of both evaluations.
 
-    Differences on the same task vary less than the tasks themselves, so this is sharper than comparing two intervals.
+    Paired differences vary less than the tasks, so this is more sensitive than comparing two intervals.
     """
     old, new = by_task(before), by_task(after)
     shared = [task for task in old if task in new]

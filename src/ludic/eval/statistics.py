@@ -1,7 +1,6 @@
-"""The statistics of an evaluation: means with intervals, pass@k, majority@k. Plain numbers in, plain numbers out.
+"""The statistics of an evaluation: means with intervals, pass@k, majority@k.
 
-Several samples of one task resemble each other, so what varies is measured between tasks: asking one question a hundred
-times tells little about all questions.
+Samples of one task are correlated, so the variance is measured between tasks.
 """
 
 import math
@@ -13,10 +12,10 @@ from statistics import fmean, pvariance, stdev
 from ludic.types import ConfigError
 
 Z95 = 1.959963984540054
-"""Two standard errors, more exactly: 95 % of a normal distribution lie this close to its middle."""
+"""Half-width of the central 95 % of a standard normal distribution."""
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
         2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-"""The same for Student's t, by degrees of freedom from 1: with few tasks their spread is itself uncertain."""
+"""The same for Student's t, by degrees of freedom from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +28,9 @@ class Estimate:
 
 
 def mean_estimate(task_values: Sequence[float]) -> Estimate:
-    """Of any numbers, such as rewards: one value per task, Student's t.
+    """Mean of any numbers, such as rewards, one per task; interval by Student's t.
 
-    A single task, or several that are all alike, show no spread to measure: no bounds.
+    A single task, or several equal values, have no measurable variance: the bounds are infinite.
     """
     _require_tasks(task_values)
     mean = fmean(task_values)
@@ -42,17 +41,17 @@ def mean_estimate(task_values: Sequence[float]) -> Estimate:
 
 
 def share_estimate(task_shares: Sequence[float], *, num_samples: int | None = None) -> Estimate:
-    """Of shares between 0 and 1, such as the right answers to each task: Wilson's interval.
+    """Mean of shares between 0 and 1, such as the accuracy on each task; Wilson's interval.
 
-    With one sample per task the shares are 0 or 1 and this is Wilson's interval as it is known. With several (of all tasks
-    together, `num_samples`), its n is the number of independent samples that would vary as much as these tasks do: never
-    fewer than there are tasks, never more than there are samples.
+    With one sample per task the shares are 0 or 1 and this is the usual Wilson interval. With several (`num_samples` over all
+    tasks), n is the effective number of independent samples with the observed variance between tasks, at least the number of
+    tasks and at most the number of samples.
     """
     _require_tasks(task_shares)
     num_tasks, mean = len(task_shares), fmean(task_shares)
     most = max(num_tasks, num_samples or num_tasks)
     variance_of_mean = pvariance(task_shares) / num_tasks
-    # All alike: at 0 or 1 they may be so for being the same question asked again; in between they cannot be luckier than samples.
+    # Equal shares: at 0 or 1 the samples of a task may be fully correlated; in between they vary like independent samples.
     alike = num_tasks if mean in (0.0, 1.0) else most
     effective = mean * (1 - mean) / variance_of_mean if variance_of_mean > 0 else alike
     return _wilson(mean, min(max(effective, num_tasks), most))
@@ -62,7 +61,7 @@ def _wilson(share: float, num: float) -> Estimate:
     z2 = Z95 * Z95
     middle = (share + z2 / (2 * num)) / (1 + z2 / num)
     margin = Z95 / (1 + z2 / num) * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
-    # At the ends the formula gives them exactly, but for rounding.
+    # At 0 and 1 the formula gives exact bounds up to rounding.
     return Estimate(
         share, 0.0 if share == 0 else max(0.0, middle - margin), 1.0 if share == 1 else min(1.0, middle + margin)
     )
@@ -79,13 +78,13 @@ def _require_tasks(values: Sequence[float]) -> None:
         raise ConfigError("There is nothing to average: the evaluation has no samples. Ask for at least one task.")
 
 
-# --- k of n samples -------------------------------------------------------------------------------------------
+# --- k of n samples ---
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The probability that at least one of k samples is right, estimated without bias from n: 1 − C(n − c, k) / C(n, k).
+    """Unbiased estimate, from n samples, of the probability that one of k is correct: 1 − C(n − c, k) / C(n, k).
 
-    Written as a product, so that no large binomial is ever made.
+    Computed as a product to avoid large binomials.
     """
     check_k(k, num_samples)
     if not 0 <= num_correct <= num_samples:
@@ -96,11 +95,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
-    """The probability that the most frequent answer among k of the n samples is right.
+    """The probability that the most frequent answer among k of the n samples is correct.
 
-    Exact, over all C(n, k) choices of the k. Answers that tie share the vote evenly; None, an answer that could not be read,
-    has no vote, and where nobody has one the vote is lost. If equal answers were not graded alike, the winner is one of them
-    drawn by lot.
+    Exact, over all C(n, k) subsets. Tied answers share the vote evenly. None (an unparseable answer) has no vote; a subset
+    without votes counts as wrong. If equal answers have different grades, the result is their mean.
     """
     check_k(k, len(answers))
     grades: dict[Hashable, list[bool]] = defaultdict(list)
@@ -114,7 +112,7 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
 
 
 def _chance_to_win(count: int, counts: Sequence[int], num_unread: int, k: int) -> float:
-    """Of an answer that was given `count` times, among answers given `counts` times (itself included)."""
+    """Winning probability of an answer given `count` times, among answers given `counts` times (itself included)."""
     others = list(counts)
     others.remove(count)
     ways = sum(_winning_ways(count, votes, others, num_unread, k) for votes in range(1, min(count, k) + 1))
@@ -122,8 +120,8 @@ def _chance_to_win(count: int, counts: Sequence[int], num_unread: int, k: int) -
 
 
 def _winning_ways(count: int, votes: int, others: Sequence[int], num_unread: int, k: int) -> float:
-    """Choices of k in which an answer gets `votes` of its `count` and nobody more; in a tie of t, 1/t of a choice."""
-    # ways[(taken, ties)]: choices among the other answers that take so many samples, of which so many answers tie.
+    """Number of subsets of k in which an answer gets `votes` of its `count` and no answer gets more; a tie of t counts 1/t."""
+    # ways[(taken, ties)]: subsets of the other answers with `taken` samples in which `ties` answers tie.
     ways: dict[tuple[int, int], int] = {(0, 0): 1}
     for other in others:
         longer: dict[tuple[int, int], int] = defaultdict(int)
@@ -137,7 +135,7 @@ def _winning_ways(count: int, votes: int, others: Sequence[int], num_unread: int
 
 
 def check_k(k: int, num_samples: int) -> None:
-    """Refuse a k that the samples cannot tell of."""
+    """Raise ConfigError for a k outside 1 to num_samples."""
     if k < 1:
         raise ConfigError(f"k={k}; pass@k and majority@k need k of at least 1.")
     if k > num_samples:

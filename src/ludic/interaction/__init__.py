@@ -1,4 +1,4 @@
-"""Interaction protocols: how agents and an environment take turns, and what is recorded of it.
+"""Interaction protocols: run agents in an environment and record their rollouts.
 
 `batch_gen` and `run` import it; it imports `agents` and `envs`. Start with single_agent.py, then session.py (one agent's episode).
 """

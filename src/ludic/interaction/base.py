@@ -1,4 +1,4 @@
-"""The contract of an interaction protocol, and the small rules that all of them share."""
+"""The interface of interaction protocols, and helpers that they share."""
 
 import json
 import logging
@@ -36,15 +36,15 @@ RESERVED_INFO_KEYS = frozenset(
 
 
 class InteractionProtocol(ABC):
-    """How agents and an environment meet. It owns the loop; env and agents stay ignorant of each other."""
+    """Runs the loop between agents and an environment, which do not know each other."""
 
     env_timeout_s: float | None = None
-    """Seconds for each reset and step of an env; None is no limit. An engine sets it."""
+    """Time limit of each reset and step of an env; None: no limit. The engine sets it."""
     _collector: TraceCollector | None = None
 
     @property
     def unfinished(self) -> list[Rollout]:
-        """What the episode that is going on (or has just failed) has collected so far."""
+        """The rollouts so far of the running (or just failed) episode."""
         return [] if self._collector is None else self._collector.extract_rollouts_with_per_agent_status()
 
     @abstractmethod
@@ -58,14 +58,14 @@ class InteractionProtocol(ABC):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        """One episode; one rollout per agent perspective.
+        """Run one episode; returns one rollout per agent perspective.
 
-        `timeout_s` bounds each model call, and a timeout leaves the protocol as an exception. Every model call gets
-        a sampling seed of its own, derived from `sampling_seed`. The env is closed by whoever made it.
+        `timeout_s` bounds each model call; a timeout is raised. Every model call gets a different sampling seed, derived from
+        `sampling_seed`. The caller closes the env.
         """
 
-    async def _asked(self, env: AnyEnv, what: str, answer: Awaitable[T]) -> T:
-        """What `env` answers to `what`, within `env_timeout_s`."""
+    async def _call_env(self, env: AnyEnv, what: str, answer: Awaitable[T]) -> T:
+        """Await the env's `what` (reset or step) within `env_timeout_s`."""
         if self.env_timeout_s is None:
             return await answer
         async with time_limit(self.env_timeout_s, f"{type(env).__name__}.{what}", "env_timeout_s"):
@@ -78,7 +78,7 @@ def merge_step_info(
     extra: Mapping[str, Any] | None = None,
     reserved_keys: frozenset[str] = RESERVED_INFO_KEYS,
 ) -> Info:
-    """Later sources win, except that an env cannot speak in Ludic's name."""
+    """Merge infos, later ones win; the env's reserved keys are dropped."""
     merged = dict(client_info)
     if env_info:
         if not reserved_keys.isdisjoint(env_info):
@@ -94,18 +94,17 @@ def merge_step_info(
 def split_parser_reward(parse_result: ParseResult | None) -> tuple[float, float]:
     """(agent step's share, env step's share) of the parser's reward.
 
-    A reply that reaches the env is rewarded there, one that does not keeps its penalty on the agent step: it is
-    counted once either way.
+    The env step gets the reward of a reply that reaches the env, the agent step the penalty of one that does not: it counts once.
     """
     if parse_result is None:
         return 0.0, 0.0
     return (parse_result.reward, 0.0) if parse_result.action is None else (0.0, parse_result.reward)
 
 
-def told_outcomes(
+def check_outcomes(
     env: AnyEnv, outcomes: Mapping[str, StepOutcome], actions: Collection[str]
 ) -> Mapping[str, StepOutcome]:
-    """What `env.step` returned, with an outcome for everyone who acted; an env may leave the others out."""
+    """The result of `env.step`, checked to hold an outcome for every agent that acted; other agents are optional."""
     if not isinstance(outcomes, Mapping) or not outcomes.keys() >= set(actions):
         got = sorted(map(str, outcomes)) if isinstance(outcomes, Mapping) else type(outcomes).__name__
         raise EnvContractError(
@@ -115,14 +114,14 @@ def told_outcomes(
 
 
 def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
-    """This agent's part of what `env.step` returned, checked, and in plain types that the env cannot change any more."""
+    """This agent's outcome, checked and copied into plain types that the env cannot change later."""
     outcome = outcomes[agent_id]
     if not isinstance(outcome, StepOutcome):
         raise EnvContractError(
             f"{type(env).__name__}.step returned {type(outcome).__name__} for {agent_id!r}; "
             "it must be a StepOutcome(obs, reward, truncated, terminated, info)."
         )
-    where = f"{type(env).__name__}.step told {agent_id!r}"
+    where = f"{type(env).__name__}.step gave {agent_id!r}"
     return StepOutcome(
         _plain_obs(outcome.obs, where),
         _plain_reward(outcome.reward, where),
@@ -186,7 +185,7 @@ def _plain_info(info: object, where: str) -> Info:
 
 
 def _is_plain_fact(key: object, value: object) -> bool:
-    """What most infos are made of: a short text, a small whole number, True, False or None, which need no conversion."""
+    """True for short texts, 64-bit ints, bools and None, which need no conversion; most infos hold nothing else."""
     kind = type(value)
     if type(key) is not str or not key.isascii() or len(key) > 100:
         return False
@@ -199,7 +198,7 @@ _TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_nu
 
 
 def check_run(env: AnyEnv, max_steps: int) -> None:
-    """The mistakes that are made when a protocol is run."""
+    """Raise ConfigError for wrong arguments of `run`."""
     if not isinstance(env, LudicEnv):
         raise ConfigError(f"env must be an environment object, got {env!r}. Make one: env=MyEnv().")
     if max_steps < 1:
@@ -207,7 +206,7 @@ def check_run(env: AnyEnv, max_steps: int) -> None:
 
 
 def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info] | None:
-    """This agent's part of what `env.reset` returned, checked; None where the env says nothing to it yet."""
+    """This agent's (observation, info) from `env.reset`, checked; None if the env has none for it yet."""
     if not isinstance(opening, Mapping) or (agent_id not in opening and agent_id in env.active_agents):
         got = sorted(map(str, opening)) if isinstance(opening, Mapping) else type(opening).__name__
         raise EnvContractError(
@@ -220,5 +219,5 @@ def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Inf
         raise EnvContractError(
             f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation text, info dict)."
         )
-    where = f"{type(env).__name__}.reset told {agent_id!r}"
+    where = f"{type(env).__name__}.reset gave {agent_id!r}"
     return _plain_obs(first[0], where), _plain_info(first[1], where)

@@ -1,4 +1,4 @@
-"""`TraceCollector`: the steps of every agent of an episode, gathered into one rollout per agent."""
+"""`TraceCollector`: collects the steps of an episode into one rollout per agent."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from ludic.types import Rollout, Step, StopReason, new_id
 
 
 class TraceCollector:
-    """Steps go in as they happen; one rollout per agent comes out at the end.
+    """Collects steps; returns one rollout per agent.
 
-    An agent that was seated has a rollout however the episode ended, even one without steps: siblings of a group are compared
-    role by role, so a role must not come and go with the ending.
+    Every agent of the episode gets a rollout, even without steps: credit compares the siblings of a group role by role, so each
+    sibling needs every role.
     """
 
     def __init__(self, **global_meta: Any) -> None:
@@ -18,11 +18,11 @@ class TraceCollector:
 
     @classmethod
     def for_episode(cls, env: object, *, env_seed: int | None, sampling_seed: int | None) -> "TraceCollector":
-        """What every rollout of an episode should say: which episode, which env, which seeds."""
+        """A collector whose rollouts record the episode, the env and the seeds."""
         return cls(episode_id=new_id(), env_name=type(env).__name__, env_seed=env_seed, sampling_seed=sampling_seed)
 
     def rollout(self, agent_id: str) -> Rollout:
-        """The rollout that this agent's steps go into; its id is fixed from the start."""
+        """The rollout of this agent; its id is fixed from the start."""
         found = self._rollouts.get(agent_id)
         if found is None:
             found = Rollout(id=new_id(), meta={**self._global_meta, "agent_id": agent_id})
@@ -39,12 +39,12 @@ class TraceCollector:
         rollout.meta["truncation_reason"] = stop.value if stop.is_truncation else None
 
     def extract_rollouts(self, episode_truncated: bool = False, truncation_reason: str | None = None) -> list[Rollout]:
-        """All rollouts, with one ending for the whole episode."""
+        """All rollouts, with one truncation status for the whole episode."""
         for rollout in self._rollouts.values():
             rollout.meta["episode_truncated"] = episode_truncated
             rollout.meta["truncation_reason"] = truncation_reason
         return self.extract_rollouts_with_per_agent_status()
 
     def extract_rollouts_with_per_agent_status(self) -> list[Rollout]:
-        """All rollouts, each with its own agent's ending (see `set_stop`)."""
+        """All rollouts, each with its agent's status (see `set_stop`)."""
         return list(self._rollouts.values())

@@ -1,8 +1,8 @@
 """`DelegatingProtocol`: a parent agent hands subtasks to sub-agents through an external tool.
 
-The parent calls `delegate(to, task)`; a child with its own memory, and its own env or plain question and answer,
-works on the task; what it answers comes back as the tool's result. Parent and child rollouts are all returned,
-linked by id, so that both can be trained.
+The parent calls `delegate(to, task)`; a child agent with its own memory and env (by default question and answer) works on the
+task, and its answer is the tool's result. The protocol returns all parent and child rollouts, linked by id, so that both can be
+trained.
 """
 
 import json
@@ -32,11 +32,11 @@ from ludic.types import (
 
 logger = logging.getLogger(__name__)
 
-_CHILD_SEEDS = 0x0C41D  # keeps the seeds of children apart from those of the parent's own calls
+_CHILD_SEEDS = 0x0C41D  # separates the children's seeds from those of the parent's calls
 
 
 class TaskEnv(SingleAgentEnv):
-    """A task in words; whatever the agent answers is the result. It gives no reward of its own."""
+    """A text task; the agent's answer is the result. The env gives no reward."""
 
     blocking = False
 
@@ -57,14 +57,14 @@ class Delegate:
 
     make_agent: Callable[[], Agent]
     make_env: Callable[[str], LudicEnv[Any, Any, Any]] = TaskEnv
-    """From the task's text to the child's env; by default the task is the question."""
+    """Builds the child's env from the task's text."""
     max_steps: int = 1
     description: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Episode:
-    """The run that is going on: what its children inherit, and what came of them."""
+    """State of the running episode: the settings that children inherit, and their rollouts."""
 
     sampling_seed: int | None
     env_seed: int | None
@@ -78,9 +78,9 @@ class _Episode:
 class DelegatingProtocol(SingleAgentProtocol):
     """A SingleAgentProtocol whose external `delegate` tool starts child episodes.
 
-    Limits: `max_depth` nested delegations, `max_children` per parent, `max_child_tokens` sampled by one child. They
-    are counted per episode, so that children running side by side cannot take from each other. A refused or failed
-    delegation is an error message to the parent, never the end of its episode.
+    Limits: `max_depth` nested delegations, `max_children` per parent, `max_child_tokens` sampled by one child. They count per
+    episode, so concurrent children do not affect each other. A refused or failed delegation returns an error message to the
+    parent and does not end its episode.
     """
 
     TOOL = "delegate"
@@ -153,7 +153,7 @@ class DelegatingProtocol(SingleAgentProtocol):
         return self._with_descendants(super().unfinished)
 
     def _with_descendants(self, own: list[Rollout]) -> list[Rollout]:
-        """The parent and all below it, linked."""
+        """The parent's rollouts and those of its descendants, linked."""
         if self._episode is None:
             return own
         for rollout in own:
@@ -162,7 +162,7 @@ class DelegatingProtocol(SingleAgentProtocol):
                 child.meta.setdefault("parent_rollout_id", rollout.id)
         return [*own, *self._episode.descendants]
 
-    # --- the parent's side of a call ---
+    # --- delegation calls ---
 
     @property
     def _serves_external_tools(self) -> bool:
@@ -178,14 +178,14 @@ class DelegatingProtocol(SingleAgentProtocol):
         answers = list(await super()._external_tools(others, step)) if others else []
         mine = [call for call in calls if call["function"]["name"] == self.TOOL]
         orders = [self._accept(call, step) for call in mine]
-        reports = await all_or_none(self._carry_out(order) for order in orders)
+        reports = await all_or_none(self._run_child(order) for order in orders)
         for call, report in zip(mine, reports, strict=True):
-            self._file(report)  # in the order of the calls, whichever child was done first
+            self._add(report)  # in the order of the calls
             answers.append({"tool_call_id": call["id"], "tool_name": self.TOOL, "content": report.answer})
         return answers
 
     def _accept(self, call: ToolCall, step: AgentStep) -> "_Order | str":
-        """An order for a child, numbered; or the reason why there will be none."""
+        """The numbered order for a child, or the error message for the parent."""
         assert self._episode is not None, "tools are called while an episode runs"
         arguments = json.loads(call["function"]["arguments"])
         name, task = arguments.get("to"), arguments.get("task")
@@ -199,13 +199,13 @@ class DelegatingProtocol(SingleAgentProtocol):
         self._episode.num_started += 1
         return _Order(delegate=name, task=task, number=number, parent_step_id=step.id)
 
-    def _file(self, report: "_Report") -> None:
+    def _add(self, report: "_Report") -> None:
         assert self._episode is not None, "children run inside their parent's episode"
         if report.family:
             self._episode.child_ids.append(report.family[0].id)
             self._episode.descendants.extend(report.family)
 
-    async def _carry_out(self, order: "_Order | str") -> "_Report":
+    async def _run_child(self, order: "_Order | str") -> "_Report":
         if isinstance(order, str):
             return _Report(answer=order)
         delegate = self.delegates[order.delegate]
@@ -265,7 +265,7 @@ class _Order:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Report:
-    """What a delegation came to: the tool's answer, and the rollouts of the child and its descendants."""
+    """The result of a delegation: the tool's answer, and the rollouts of the child and its descendants."""
 
     answer: str
     family: list[Rollout] = field(default_factory=list)

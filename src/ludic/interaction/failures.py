@@ -11,11 +11,10 @@ from ludic.types import ConfigError, Failure, PolicyGone, Rollout, StopReason
 async def run_or_record(
     protocol: InteractionProtocol, run: Callable[[], Awaitable[list[Rollout]]], *, meta: dict[str, Any]
 ) -> list[Rollout]:
-    """The rollouts of an episode; if it raises, what was collected until then, marked as failed.
+    """The rollouts of an episode; if it raises, the rollouts collected so far, marked as failed.
 
-    Nothing is logged here: the caller knows which episode it was, and how many failed before it. A ConfigError is no failed
-    episode: the set-up is wrong, every other episode would fail the same way, so it travels on. So does PolicyGone, when no
-    server is left to play with. SystemExit is a failure: code that an episode runs does not end the program.
+    The caller logs the failure. ConfigError is re-raised, because every other episode would fail the same way, and so is
+    PolicyGone (no policy server is left). SystemExit is a failure: code of an episode must not end the program.
     """
     try:
         rollouts = await run()
@@ -37,24 +36,20 @@ async def run_or_record(
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether the episode failed; else the set-up is wrong, or the program is being stopped."""
+    """True if the episode failed; False if the set-up is wrong or the program is being stopped."""
     if isinstance(error, ConfigError | PolicyGone | KeyboardInterrupt | GeneratorExit):
-        return False  # Ctrl-C raises KeyboardInterrupt here; one that an env raises arrives as a RuntimeError (envs.threads)
+        return False  # Ctrl-C; a KeyboardInterrupt raised by an env arrives as a RuntimeError (envs.threads)
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or not task.cancelling()  # raised by a client or an env, not by us
     return True
 
 
-# ----------------------------------------------------------------------------------------------------
-# Running several coroutines as one: all succeed, or none is left running.
-# ----------------------------------------------------------------------------------------------------
-
 T = TypeVar("T")
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the others before it travels on."""
+    """All results in order; the first failure cancels the others and is raised."""
     todo = list(coroutines)
     if len(todo) == 1:
         return [await todo[0]]

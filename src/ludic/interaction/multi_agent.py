@@ -8,10 +8,10 @@ from ludic.interaction.base import (
     ExternalToolHandler,
     InteractionProtocol,
     ToolAnswers,
+    check_outcomes,
     check_run,
     opening_for,
     outcome_for,
-    told_outcomes,
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.failures import all_or_none
@@ -20,10 +20,10 @@ from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReas
 
 
 class MultiAgentProtocol(InteractionProtocol):
-    """Each step, every managed agent whose turn it is acts, side by side; then the env moves.
+    """In each step all managed agents whose turn it is act concurrently; then the env steps.
 
-    Agents in the env that this protocol does not manage are the env's own business. Every managed agent hears every outcome
-    that the env addresses to it, whether it acted or not, and finishes on its own.
+    Agents of the env that are not in `agents` are left to the env. Every managed agent observes each outcome addressed to it, also
+    if it did not act, and finishes independently.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MultiAgentProtocol(InteractionProtocol):
         if not agents:
             raise ConfigError("MultiAgentProtocol needs at least one agent: agents={id: agent, …}.")
         if len({id(agent) for agent in agents.values()}) != len(agents):
-            raise ConfigError("Two seats share one Agent object; each needs its own, since an agent has a memory.")
+            raise ConfigError("Two roles share one Agent object; each needs its own, since an agent has a memory.")
         self.agents = dict(agents)
         self.external_tool_handler = external_tool_handler
         self.external_tool_timeout_s = external_tool_timeout_s
@@ -56,7 +56,7 @@ class MultiAgentProtocol(InteractionProtocol):
         check_run(env, max_steps)
         self._check_roles(env)
         for agent in self.agents.values():
-            agent.require_free()  # before anything of an episode that is going on is touched
+            agent.require_free()  # before touching the state of a running episode
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
         handler = self._external_tools if self.external_tool_handler is not None else None
@@ -73,14 +73,14 @@ class MultiAgentProtocol(InteractionProtocol):
             )
             for agent_id, agent in self.agents.items()
         ]
-        opening = await self._asked(env, "reset", env.async_reset(seed=env_seed))
+        opening = await self._call_env(env, "reset", env.async_reset(seed=env_seed))
         openings = [opening_for(env, session.agent_id, opening) for session in sessions]
         started: list[AgentSession] = []
         try:
             for session, first in zip(sessions, openings, strict=True):
                 session.start(first, env)
                 started.append(session)
-            stop = await self._play(env, sessions, max_steps)
+            stop = await self._run_turns(env, sessions, max_steps)
             for session in sessions:
                 session.finish(stop)
         finally:
@@ -88,8 +88,8 @@ class MultiAgentProtocol(InteractionProtocol):
                 session.close()
         return collector.extract_rollouts_with_per_agent_status()
 
-    async def _play(self, env: AnyEnv, sessions: Sequence[AgentSession], max_steps: int) -> StopReason:
-        """Steps until no agent is left; the stop reason of those that had not finished by themselves."""
+    async def _run_turns(self, env: AnyEnv, sessions: Sequence[AgentSession], max_steps: int) -> StopReason:
+        """Step until no agent is left; returns the stop reason of the agents that have not finished."""
         for _ in range(max_steps):
             active = env.active_agents
             if not active or all(session.finished or session.retired for session in sessions):
@@ -105,8 +105,8 @@ class MultiAgentProtocol(InteractionProtocol):
             self._settle(acting, turns)
             actions = {agent_id: turn.action for agent_id, turn in turns.items() if turn.action is not None}
             if turns and not actions and not any(session.retired for session in acting):
-                continue  # nothing readable was said, so the env does not move
-            outcomes = told_outcomes(env, await self._asked(env, "step", env.async_step(actions)), actions)
+                continue  # no reply could be parsed, so the env does not step
+            outcomes = check_outcomes(env, await self._call_env(env, "step", env.async_step(actions)), actions)
             for session in sessions:
                 if not session.finished and session.agent_id in outcomes:
                     turn = turns.get(session.agent_id) if session.retired is None else None
@@ -115,7 +115,7 @@ class MultiAgentProtocol(InteractionProtocol):
 
     @staticmethod
     def _settle(acting: Sequence[AgentSession], turns: Mapping[str, TurnResult]) -> None:
-        """Tell agents whose reply was no action; let go of those with no room left for another prompt."""
+        """Give feedback for replies without an action; stop agents without room for another prompt."""
         for session in acting:
             turn = turns[session.agent_id]
             if turn.out_of_room is not None:
@@ -132,9 +132,9 @@ class MultiAgentProtocol(InteractionProtocol):
 
     @staticmethod
     def _seed_of(env: AnyEnv, agent_id: str, sampling_seed: int | None) -> int | None:
-        """Per role, so that it does not matter which other roles are managed."""
+        """A seed per role, independent of which other roles are managed."""
         return None if sampling_seed is None else derive_seed(sampling_seed, list(env.agent_ids).index(agent_id))
 
     async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
-        assert self.external_tool_handler is not None, "only asked when there is one"
+        assert self.external_tool_handler is not None, "run passes this method only if there is a handler"
         return await call_handler(self.external_tool_handler, calls, self.external_tool_timeout_s)

@@ -1,8 +1,8 @@
-"""Who plays a seat: the policies of a run by name, and how a request's seating becomes agents.
+"""The policies of a run by name, and agents for the roles of a request.
 
-A policy is a name, somebody who answers under it, and perhaps a trainer. Which policy has which seat is said by each
-request, and every rollout says who played it (its agent's `model`): seats can change from episode to episode, and what a
-policy has played finds its trainer (`ludic.batch_gen.sources.shared`).
+A policy is a name, a client that serves it, and optionally a trainer. Each request assigns policies to roles, so assignments can
+change between episodes. Every rollout records its policy (its agent's `model`), by which it reaches the trainer
+(`ludic.batch_gen.sources.shared`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,14 @@ from ludic.interaction.multi_agent import MultiAgentProtocol
 from ludic.types import ChatClient, ConfigError, UnknownName
 
 RoleAssignment: TypeAlias = Mapping[str, str]
-"""Agent id → name of the policy that plays it."""
+"""Agent id → name of its policy."""
 MakeAgent: TypeAlias = Callable[[ChatClient, str], Agent]
-"""(who answers, the policy's name, which is to be the agent's `model`) → a new agent."""
+"""(client, the policy's name, which must be the agent's `model`) → a new agent."""
 
 
 @runtime_checkable
 class VersionedPolicies(Protocol):
-    """Past versions of a policy that can still be played against, such as `ludic.inference.local.league.League`."""
+    """Past versions of a policy as opponents, such as `ludic.inference.local.league.League`."""
 
     @property
     def versions(self) -> Sequence[int]: ...
@@ -29,9 +29,9 @@ class VersionedPolicies(Protocol):
 
 
 class Policies:
-    """Everybody who can be given a seat.
+    """All policies that can be assigned to a role.
 
-    A league is named like any other policy; in a request stands one of its members, `name@version`.
+    A league has a name like any other policy; a request names one of its members, `name@version`.
     """
 
     def __init__(self, players: Mapping[str, ChatClient | VersionedPolicies], make_agent: MakeAgent) -> None:
@@ -46,7 +46,7 @@ class Policies:
         return MultiAgentProtocol({agent_id: self._agent(name) for agent_id, name in policies.items()})
 
     def draw(self, name: str, seed: int) -> str:
-        """The policy itself; of a league the member that falls to this seed."""
+        """The name of the policy, or of the league member drawn by this seed."""
         player = self._player(name)
         if not isinstance(player, VersionedPolicies):
             return name
@@ -58,15 +58,17 @@ class Policies:
         return f"{name}@{player.versions[seed % len(player.versions)]}"
 
     def client(self, name: str) -> ChatClient:
-        """Who answers under this name."""
+        """The client of this policy."""
         league, is_member, version = name.partition("@")
         player = self._player(league)
         if isinstance(player, VersionedPolicies):
             if not version.isdigit():
-                raise ConfigError(f"{name!r} is a league; a seat goes to one of its members, such as {league}@0.")
+                raise ConfigError(f"{name!r} is a league; assign one of its members, such as {league}@0.")
             return player.client(int(version))
         if is_member:
-            raise ConfigError(f"{name!r} names a version, but {league!r} is no league: it has only the one it is at.")
+            raise ConfigError(
+                f"{name!r} names a version, but {league!r} is not a league and has only its current version."
+            )
         return player
 
     def _agent(self, name: str) -> Agent:

@@ -1,11 +1,11 @@
-"""`AgentSession`: one agent's place at the table.
+"""`AgentSession`: one agent's part of an episode.
 
-A seat takes turns (model calls, tool loops), hears what the env says, and writes the agent's rollout. Single- and
-multi-agent protocols differ only in who is asked when; all bookkeeping is here.
+A session takes turns (model calls, tool loops), collects the env's observations, and writes the agent's rollout. Single- and
+multi-agent protocols differ only in the order of calls; all bookkeeping is here.
 
-A transition belongs to the turn that caused it and stays open until the agent's next turn or its end. So in a game
-where others move in between, the rewards they cause are credited to the agent's last action, and a player whose
-opponent makes the last move still gets its terminal reward.
+A transition belongs to the turn that caused it and stays open until the agent's next turn or its end. So in a game where others
+move in between, the rewards they cause are credited to the agent's last action, and a player whose opponent makes the last move
+still gets its terminal reward.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from ludic.types import (
 )
 
 ExternalTools = Callable[[list[ToolCall], AgentStep], Awaitable[ToolAnswers]]
-"""Runs external tool calls; it is also told which step made them."""
+"""Runs external tool calls; the second argument is the step that made them."""
 
 _NO_REPLY_READ = "Invalid action."
 
@@ -50,17 +50,17 @@ class TurnResult:
     source: AgentStep | None = None
     """The last model call."""
     action: str | None = None
-    """What goes to the env; None when the reply could not be read."""
+    """The action for the env; None if the reply could not be parsed."""
     parser_reward: float = 0.0
     feedback: str | None = None
-    """What to tell the agent when the reply could not be read."""
+    """Feedback for the agent if the reply could not be parsed."""
     out_of_room: StopReason | None = None
     """There was no room for (another) model call; the turn has no action."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Transition:
-    """What the env has said since the agent's last turn."""
+    """Outcomes of the env since the agent's last turn."""
 
     turn: TurnResult | None
     prev_obs: Observation | None
@@ -112,12 +112,12 @@ class AgentSession:
     def finished(self) -> bool:
         return self.stop is not None
 
-    # --- the episode begins ---
+    # --- start ---
 
     def start(self, opening: tuple[Observation, Info] | None, env: AnyEnv) -> None:
-        """The env has been reset; `opening` is what it told this agent. A context's own system prompt goes before the env's
-        suggestion."""
-        self.agent.begin_episode()  # first: an agent that plays elsewhere is refused, and keeps its tools
+        """Start after `env.reset`; `opening` is its observation for this agent. The context's system prompt takes precedence
+        over the env's."""
+        self.agent.begin_episode()  # first: an agent that is in another episode is refused and keeps its tools
         try:
             self.agent.take_tools(env.episode_tools(self.agent_id))
         except BaseException:
@@ -141,7 +141,7 @@ class AgentSession:
                 final = await self._act(turn)
             except OutOfRoom as error:
                 if not self._steps:
-                    raise  # not even the first prompt fits: a mistake in the set-up, not the end of an episode
+                    raise  # the first prompt does not fit: a mistake in the set-up
                 turn.out_of_room = _stop_for(error)
                 return turn
             if final.action_target != "external":
@@ -199,7 +199,7 @@ class AgentSession:
             turn.parser_reward = parsed.reward
 
     def _why_no_room(self) -> StopReason:
-        """The agent broke off its tool loop: for want of tokens, or of space in the prompt."""
+        """Why the agent stopped its tool loop: no tokens left, or no space in the prompt."""
         sampled = sum(len(step.trace.completion_token_ids) for step in self._rollout.agent_steps)
         is_spent = self._max_tokens is not None and sampled >= self._max_tokens
         return StopReason.TOKEN_BUDGET if is_spent else StopReason.CONTEXT_FULL
@@ -222,7 +222,7 @@ class AgentSession:
         else:
             answers = await self._external_tools(calls, turn.source)
         by_id = own | self._by_id(calls, answers)
-        for call in final.tool_calls or ():  # templates without ids tell results apart by their order
+        for call in final.tool_calls or ():  # templates without ids match results by their order
             self.agent.add_tool_result(call["id"], call["function"]["name"], str(by_id[call["id"]]["content"]))
 
     @staticmethod
@@ -236,14 +236,14 @@ class AgentSession:
             )
         return {answer["tool_call_id"]: answer for answer in answers}
 
-    # --- the env answers ---
+    # --- outcomes of the env ---
 
     def reject(self, turn: TurnResult) -> None:
-        """The reply could not be read: the agent will be shown why, and the env has not seen it."""
+        """Give feedback on a reply that could not be parsed; the env does not see it."""
         self._tell(turn.feedback or _NO_REPLY_READ, {"parse_error": True, "parse_feedback_obs": turn.feedback})
 
     def observe(self, outcome: StepOutcome, turn: TurnResult | None = None) -> None:
-        """What the env says after a step; `turn` is this agent's own, if it acted."""
+        """Record the outcome of an env step; `turn` is this agent's turn, if it acted."""
         if turn is not None or self._open is None:
             self._open = _Transition(turn=turn, prev_obs=self._last_obs)
         transition = self._open
@@ -259,11 +259,11 @@ class AgentSession:
             self._tell(outcome.obs, outcome.info)
 
     def stop_acting(self, stop: StopReason) -> None:
-        """The agent cannot act any more, but the episode goes on around it: what the env still tells it counts."""
+        """Stop the agent's turns while the episode goes on; later outcomes still count."""
         self.retired = stop
 
     def finish(self, stop: StopReason) -> None:
-        """The agent's part is over; the last step says how."""
+        """End the agent's part; the last step records the stop reason."""
         if self.finished:
             return
         stop = self.retired or stop
@@ -275,7 +275,7 @@ class AgentSession:
             self._mark_last_step(stop)
 
     def close(self) -> None:
-        """The episode is over, one way or another; the agent may go into the next."""
+        """Free the agent for the next episode."""
         self.agent.end_episode()
 
     def _tell(self, obs: Observation, info: Info) -> None:
@@ -283,12 +283,12 @@ class AgentSession:
         self._unseen_info = {**self._unseen_info, **info} if self._unseen_info else info
 
     def _show_unseen(self) -> None:
-        """Everything heard since the last turn, as one message."""
+        """Show the observations since the last turn as one message."""
         if not self._unseen:
             if not self._has_seen_anything:
                 raise EnvContractError(
-                    f"Agent {self.agent_id!r} must act, but the env has told it nothing: it is missing from what reset "
-                    "returned and from every outcome since. Give it an observation before it must act."
+                    f"Agent {self.agent_id!r} must act, but has no observation: it is missing from the result of reset and from "
+                    "every outcome since. Give it an observation before it must act."
                 )
             return
         obs, info = _joined(self._unseen), self._unseen_info
@@ -300,14 +300,14 @@ class AgentSession:
             self.agent.on_env_reset(obs, info)
             self._has_seen_anything = True
 
-    # --- writing it down ---
+    # --- recording steps ---
 
     def _close_transition(self) -> None:
         transition, self._open = self._open, None
         if transition is None:
             return
         if transition.turn is None and not self.finished and transition.reward == 0:
-            return  # others moved before this agent's first turn, and nothing came of it
+            return  # others moved before this agent's first turn, without a reward for it
         stop = self.stop
         is_truncated = stop is not None and stop.is_truncation
         turn = transition.turn or TurnResult(id=self._next_turn_id())
@@ -350,7 +350,7 @@ class AgentSession:
         return f"{self._rollout.id}/{self._num_turns}"
 
     def _mark_last_step(self, stop: StopReason) -> None:
-        """The episode ends on a reply that never reached the env (or on an env step already written)."""
+        """Mark the end on a reply that did not reach the env, or on an env step already recorded."""
         last = self._steps[-1]
         if stop.is_truncation:
             info = {**last.info, "truncation_reason": stop.value}
@@ -366,7 +366,7 @@ def _stop_for(error: OutOfRoom) -> StopReason:
 
 
 def _filled_in(own: Info, later: Info) -> Info:
-    """The facts of the agent's own move, and from the moves of others only what was not known yet (the result)."""
+    """The info of the agent's own move, completed by new facts from later moves (the result)."""
     return {**later, **{key: value for key, value in own.items() if value is not None}}
 
 
@@ -387,12 +387,12 @@ def _client_facts(step: AgentStep | None) -> Info:
 async def call_handler(
     handler: Callable[[list[ToolCall]], object], calls: list[ToolCall], timeout_s: float | None
 ) -> ToolAnswers:
-    """A handler may be an ordinary function or a coroutine function; its trouble is told to the model."""
+    """Call a sync or async handler; its errors become messages to the model."""
     try:
         answers = handler(calls)
         if inspect.isawaitable(answers):
             answers = await asyncio.wait_for(answers, timeout_s)
-    except Exception as error:  # noqa: BLE001 - like any tool's failure, this is something the model reads
+    except Exception as error:  # noqa: BLE001 - the model reads tool failures
         what = (
             f"did not finish within {timeout_s:g} s" if isinstance(error, TimeoutError) and timeout_s else repr(error)
         )

@@ -6,10 +6,10 @@ from ludic.interaction.base import (
     ExternalToolHandler,
     InteractionProtocol,
     ToolAnswers,
+    check_outcomes,
     check_run,
     opening_for,
     outcome_for,
-    told_outcomes,
 )
 from ludic.interaction.collector import TraceCollector
 from ludic.interaction.session import AgentSession, call_handler
@@ -17,11 +17,11 @@ from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReas
 
 
 class SingleAgentProtocol(InteractionProtocol):
-    """The agent acts, the env answers, until either is done or `max_steps` turns have passed.
+    """Agent and env take turns until either ends the episode, or for `max_steps` turns.
 
-    A reply that cannot be read never reaches the env: the agent is shown why and the next turn begins, or, with
-    `stop_on_parse_error`, the episode ends. `max_tokens` bounds what the agent may sample in the whole episode: the
-    reply that reaches it is cut off there, and no other is begun.
+    A reply that cannot be parsed does not reach the env: the agent gets feedback and another turn, or, with
+    `stop_on_parse_error`, the episode ends. `max_tokens` bounds the tokens sampled in the whole episode: the reply that reaches
+    the limit is cut off and is the last.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SingleAgentProtocol(InteractionProtocol):
         timeout_s: float | None = None,
     ) -> list[Rollout]:
         check_run(env, max_steps)
-        self.agent.require_free()  # before anything of an episode that is going on is touched
+        self.agent.require_free()  # before touching the state of a running episode
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
         session = AgentSession(
@@ -66,16 +66,16 @@ class SingleAgentProtocol(InteractionProtocol):
             max_external_rounds=self.max_external_rounds,
             max_tokens=self.max_tokens,
         )
-        opening = await self._asked(env, "reset", env.async_reset(seed=env_seed))
+        opening = await self._call_env(env, "reset", env.async_reset(seed=env_seed))
         session.start(opening_for(env, session.agent_id, opening), env)
         try:
-            session.finish(await self._play(env, session, max_steps))
+            session.finish(await self._run_turns(env, session, max_steps))
         finally:
             session.close()
         return collector.extract_rollouts_with_per_agent_status()
 
-    async def _play(self, env: AnyEnv, session: AgentSession, max_steps: int) -> StopReason:
-        """Turns until something ends the episode; what that was (an env that ended it has told the seat itself)."""
+    async def _run_turns(self, env: AnyEnv, session: AgentSession, max_steps: int) -> StopReason:
+        """Take turns until the episode ends; returns the stop reason."""
         for _ in range(max_steps):
             if session.agent_id not in env.active_agents:
                 return StopReason.NOBODY_ACTIVE
@@ -87,8 +87,8 @@ class SingleAgentProtocol(InteractionProtocol):
                 if self.stop_on_parse_error:
                     return StopReason.PARSE_ERROR
                 continue
-            moved = await self._asked(env, "step", env.async_step({session.agent_id: turn.action}))
-            outcomes = told_outcomes(env, moved, [session.agent_id])
+            moved = await self._call_env(env, "step", env.async_step({session.agent_id: turn.action}))
+            outcomes = check_outcomes(env, moved, [session.agent_id])
             session.observe(outcome_for(env, session.agent_id, outcomes), turn)
             if session.stop is not None:
                 return session.stop
@@ -98,7 +98,7 @@ class SingleAgentProtocol(InteractionProtocol):
     def _only_agent_id(env: AnyEnv) -> str:
         if len(env.agent_ids) != 1:
             raise ConfigError(
-                f"SingleAgentProtocol plays envs with one agent; {type(env).__name__} has {list(env.agent_ids)}. "
+                f"SingleAgentProtocol runs envs with one agent; {type(env).__name__} has {list(env.agent_ids)}. "
                 "Use MultiAgentProtocol(agents={id: agent, …})."
             )
         agent_id: str = env.agent_ids[0]
@@ -109,7 +109,7 @@ class SingleAgentProtocol(InteractionProtocol):
         return self.external_tool_handler is not None
 
     async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
-        assert self.external_tool_handler is not None, "only asked when there is one"
+        assert self.external_tool_handler is not None, "run passes this method only if there is a handler"
         return await call_handler(self.external_tool_handler, calls, self.external_tool_timeout_s)
 
 

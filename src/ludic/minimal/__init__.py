@@ -1,4 +1,4 @@
-"""The whole RL loop in one sitting, on the library's own parts.
+"""A minimal RL loop on the library's parts.
 
     DataLoader → Env → Generator → RewardModel → GRPOTrainer → Model.update()
 

@@ -1,4 +1,4 @@
-"""Problems, a batch at a time."""
+"""Data loaders: batches of examples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,18 +17,18 @@ class DataLoader(Protocol):
 
 
 class HuggingFaceDataLoader:
-    """A dataset of the hub (hub:NAME:SPLIT) or a JSON, JSONL or Parquet file, over and over, each pass in a new order."""
+    """Endless shuffled epochs over a hub dataset (hub:NAME:SPLIT) or a JSON, JSONL or Parquet file."""
 
     def __init__(
         self, place: str | Path, *, batch_size: int, limit: int | None = None, keep: Keep = bool, seed: int = 0
     ) -> None:
-        """Of the examples that `keep` wants, the first `limit`."""
+        """Uses the first `limit` examples for which `keep` is true."""
         if batch_size < 1 or (limit is not None and limit < 1):
             raise ConfigError(f"batch_size={batch_size}, limit={limit}: both are at least 1.")
         self.examples: Sequence[Example] = [row for row in read_samples(place) if keep(row)][:limit]
         self.batch_size = batch_size
         self.passes = EpochOrder(len(self.examples), shuffle=True, seed=seed)
-        """Where it stands; that can be saved and restored (`state_dict`, `load_state_dict`)."""
+        """Position, with `state_dict` and `load_state_dict`."""
 
     def batches(self) -> Iterator[list[Example]]:
         while True:

@@ -1,4 +1,4 @@
-"""Rollouts: the policy and the env take turns; all open episodes reach the policy together, and are sampled in one batch."""
+"""Rollout generation: policy and env take turns; all episodes run concurrently, so the policy samples them in one batch."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
@@ -14,7 +14,7 @@ CompletionOutput: TypeAlias = TokenTrace
 
 class Policy(Protocol):
     async def sample(self, prompt: RenderedPrompt, *, seed: int | None = None) -> CompletionOutput:
-        """One reply; the same seed and weights give the same one as far as the client promises. `ClientPolicy` asks any client."""
+        """Sample one reply; reproducible by seed as far as the client is. `ClientPolicy` wraps any client."""
         ...
 
 
@@ -22,12 +22,12 @@ class Generator(Protocol):
     async def generate(
         self, examples: Sequence[Example], *, policy: Policy, samples_per_prompt: int, seed: int = 0
     ) -> list[list[Trajectory]]:
-        """For each example a group of trajectories, in order."""
+        """One group of trajectories per example, in order."""
         ...
 
 
 class RolloutGenerator:
-    """Builds an env per trajectory and plays it to its end, or for at most `max_turns`."""
+    """Builds an env per trajectory and runs it for at most `max_turns`."""
 
     def __init__(self, *, env_builder: EnvBuilder, renderer: Renderer, max_turns: int = 1) -> None:
         if max_turns < 1:
@@ -39,10 +39,10 @@ class RolloutGenerator:
     ) -> list[list[Trajectory]]:
         size = samples_per_prompt
         seeds = [(example, derive_seed(seed, n, i)) for n, example in enumerate(examples) for i in range(size)]
-        played = await all_or_none(self._play(example, policy, own) for example, own in seeds)
-        return [played[first : first + size] for first in range(0, len(played), size)]
+        done = await all_or_none(self._run_episode(example, policy, own) for example, own in seeds)
+        return [done[first : first + size] for first in range(0, len(done), size)]
 
-    async def _play(self, example: Example, policy: Policy, seed: int) -> Trajectory:
+    async def _run_episode(self, example: Example, policy: Policy, seed: int) -> Trajectory:
         env, dialogue, steps = self.env_builder.build(example), self.renderer.begin(), list[Step]()
         state: State | None = env.start()
         while state is not None and len(steps) < self.max_turns:
@@ -52,7 +52,7 @@ class RolloutGenerator:
             except OutOfRoom:
                 if not steps:
                     raise
-                break  # there is no room for another turn; what was played counts
+                break  # no room for another turn; keep the steps so far
             action = Action(dialogue.reply(completion), is_cut_off=completion.finish_reason == "length")
             steps.append(Step(state, action, completion))
             state = env.step(action)

@@ -1,4 +1,4 @@
-"""`LocalModel`: sampled by the embedded engine, trained by the library's trainer, on one set of weights in this process."""
+"""`LocalModel`: the embedded engine samples and the library's trainer trains one set of weights in this process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +30,14 @@ class LocalModelConfig:
 
 
 class LocalModel:
-    """On a GPU if there is one. Close it when done."""
+    """Runs on a GPU if there is one. Close it when done."""
 
     def __init__(self, config: LocalModelConfig, loaded: LoadedModel | None = None) -> None:
-        """`loaded`: a model at hand, instead of the one that `config` names."""
+        """`loaded` replaces the model that `config` names."""
         if loaded is None:
             loaded = load_model(config.model_name, seed=config.seed)
         self.config, self.tokenizer, self._given = config, loaded.tokenizer, OneBatchSource()
-        is_base = give_plain_chat(loaded.tokenizer)  # and does not stop by itself
+        is_base = give_plain_chat(loaded.tokenizer)  # a base model needs a stop string
         self.sampling = with_plain_stop(config.sampling) if is_base else config.sampling
         length = min(config.max_seq_len, loaded.model.config.get_text_config().max_position_embeddings)
         rate, budget = config.learning_rate, config.micro_token_budget

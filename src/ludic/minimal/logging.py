@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: the library's own loggers."""
+"""Loggers of a run."""
 
 from pathlib import Path
 from typing import TypeAlias
@@ -12,7 +12,7 @@ MetricsLogger: TypeAlias = TrainingLogger
 
 def run_logger(run_dir: Path, *shown: str, tensorboard: bool = True) -> TeeLogger:
     """run_dir/metrics.jsonl, TensorBoard events beside it, and the metrics named in `shown` on the screen."""
-    if any(file.stat().st_size for file in run_dir.glob("metrics.jsonl")):  # one that never got to a step is no run
+    if any(file.stat().st_size for file in run_dir.glob("metrics.jsonl")):  # an empty file is a run without a step
         raise ConfigError(f"There is a run in {run_dir} already. Choose another run_dir.")
     events = [TensorBoardLogger(run_dir)] if tensorboard else []
     return TeeLogger(JSONLLogger(run_dir / "metrics.jsonl"), *events, PrintLogger(prefix=run_dir.name, keys=shown))

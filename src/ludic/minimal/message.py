@@ -1,4 +1,4 @@
-"""The message layer: the chat protocol that envs speak. Plain dictionaries in the OpenAI shape, as in all of Ludic."""
+"""Chat messages: plain dictionaries in the OpenAI shape, as in all of Ludic."""
 
 from ludic.types import Message, ToolCall
 

@@ -1,4 +1,4 @@
-"""`Model`: something that can be sampled from and updated, here or elsewhere; and the batch that it is updated with."""
+"""The `Model` interface (sample and update, in this process or remote) and its training batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from ludic.minimal.rl import Reward, Trajectory
 from ludic.types import Rollout, SAWBatch
 
 TrainingBatch: TypeAlias = SAWBatch
-"""Per item: token ids, which of them the policy chose, the log-probs that it chose them with, and one advantage (`weight`)."""
+"""Per item: token ids, the mask of sampled tokens, their log-probs, and one advantage (`weight`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class UpdateResult:
 
 class Model(Protocol):
     def policy(self) -> Policy:
-        """To sample from the weights as they are at each call."""
+        """A policy that samples from the current weights at each call."""
         ...
 
     async def update(self, batch: TrainingBatch) -> UpdateResult:
@@ -33,11 +33,11 @@ class Model(Protocol):
 @runtime_checkable
 class SavesWeights(Protocol):
     async def save(self, folder: Path) -> str:
-        """Keep the weights of now, instead of what was kept there before; where they are comes back."""
+        """Save the current weights, replacing earlier ones in `folder`; returns their path."""
         ...
 
 
 def as_rollout(trajectory: Trajectory, reward: Reward, group_id: str) -> Rollout:
-    """In the library's form, which its stitching, credit rules and `ludic view` read."""
+    """The trajectory as a library rollout, for stitching, credit rules and `ludic view`."""
     calls = [ExternalCall(step.state.messages, step.action.text, step.completion) for step in trajectory.steps]
     return rollout_of_calls(calls, reward=reward.value, is_finished=trajectory.is_finished, group_id=group_id)

@@ -1,4 +1,4 @@
-"""The seam between messages and tokens. Envs never see a token, training never sees a message."""
+"""Rendering between messages (envs) and tokens (training)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -9,9 +9,9 @@ from ludic.minimal.message import Message
 from ludic.types import TokenIds, TokenTrace
 
 ToolSpec: TypeAlias = dict[str, Any]
-"""What the model is told of a tool, in the OpenAI shape; `ludic.tools.Tool.from_callable(function).schema` writes it."""
+"""A tool's schema in the OpenAI shape; `ludic.tools.Tool.from_callable(function).schema` makes it."""
 RenderedPrompt: TypeAlias = Prompt
-"""`token_ids` is what a policy is sent; they end where its reply begins."""
+"""`token_ids` is the policy's input; its reply follows them."""
 
 
 class Dialogue(Protocol):
@@ -22,18 +22,18 @@ class Dialogue(Protocol):
         ...
 
     def reply(self, completion: TokenTrace) -> Message:
-        """What was sampled, as the assistant's message; an env puts it behind the prompt's messages as it is."""
+        """The sampled reply as an assistant message; an env appends it unchanged to the prompt's messages."""
         ...
 
 
 class Renderer(Protocol):
-    """Messages ↔ tokens, for any number of conversations at once."""
+    """Messages ↔ tokens, for any number of concurrent conversations."""
 
     def begin(self) -> Dialogue: ...
 
 
 class ChatRenderer:
-    """Over any chat template of the library; what was sampled is kept as it is, and never tokenised again."""
+    """Renders with any chat template of the library; sampled tokens are kept and never tokenised again."""
 
     def __init__(self, template: ChatTemplate, decode: Callable[[TokenIds], str]) -> None:
         self.template, self.decode = template, decode

@@ -1,4 +1,4 @@
-"""`RewardModel`: from what happened to how good it was. Apart from the env, so that one can change without the other."""
+"""`RewardModel`: scores a trajectory; separate from the env, so that either can change alone."""
 
 from typing import Protocol
 

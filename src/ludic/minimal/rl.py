@@ -1,4 +1,4 @@
-"""The RL layer: states, actions, environments, and what became of an episode."""
+"""The RL types: states, actions, environments, trajectories and rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ Example: TypeAlias = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class State:
     messages: tuple[Message, ...]
-    """The whole conversation: the last state's, the action's message, and what is new. (Another history costs a new prompt.)"""
+    """The whole conversation: the previous state's messages, the action's message, and the new ones. (A changed history starts a
+    new prompt.)"""
     tools: tuple[ToolSpec, ...] = ()
 
 
@@ -24,7 +25,7 @@ class Action:
     message: Message
     """The policy's reply."""
     is_cut_off: bool = False
-    """The model was not done when its tokens ran out."""
+    """The reply hit the token limit."""
 
     @property
     def text(self) -> str:
@@ -39,7 +40,7 @@ class Env(Protocol):
     def start(self) -> State: ...
 
     def step(self, action: Action) -> State | None:
-        """What is shown next; None when the episode is over. An env plays one episode."""
+        """The next state; None at the end of the episode. An env runs one episode."""
         ...
 
 
@@ -52,14 +53,14 @@ class Step:
     state: State
     action: Action
     completion: TokenTrace
-    """The same turn in tokens, for training: exactly those that were sent and sampled, with the log-probs of the latter."""
+    """The turn in tokens, for training: those sent and those sampled, with the log-probs of the latter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     steps: tuple[Step, ...]
     is_finished: bool
-    """The env ended it, and not the limit of turns or tokens."""
+    """The env ended the episode; False if a limit of turns or tokens did."""
 
     @property
     def last_action(self) -> Action:
@@ -69,8 +70,8 @@ class Trajectory:
 @dataclass(frozen=True, slots=True)
 class Reward:
     value: float
-    """What is compared within a group."""
+    """Reward for the comparison within a group."""
     is_correct: bool
-    """What accuracy and pass@k count."""
+    """For accuracy and pass@k."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers worth seeing, the same names for every trajectory; their means are logged."""
+    """Other numbers, with the same names for every trajectory; their means are logged."""

@@ -1,4 +1,4 @@
-"""`TinkerModel`: sampled and trained by the Tinker service (a LoRA of a model that is there); `TinkerRenderer` for its tokens."""
+"""`TinkerModel`: the Tinker service samples and trains a LoRA of one of its models; `TinkerRenderer` renders for it."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from ludic.types import SamplingParams
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerModelConfig:
     model_name: str
-    """As Tinker calls it."""
+    """Tinker's name of the model."""
     learning_rate: float = 8e-5
     sampling: SamplingParams = SamplingParams(temperature=1.0, max_tokens=512)  # noqa: RUF009 - it is frozen
     lora_rank: int = 32
@@ -31,7 +31,7 @@ class TinkerModelConfig:
     base_url: str | None = None
     """None is $TINKER_BASE_URL, or the service itself. The key is $TINKER_API_KEY."""
     renderer_name: str | None = None
-    """One of tinker_cookbook's; None is its recommendation where it is installed, or else the tokenizer's own template."""
+    """A renderer of tinker_cookbook; None: its recommendation if it is installed, else the tokenizer's template."""
 
     def connection(self) -> TinkerConfig:
         lora: dict[str, Any] = {"base_model": self.model_name, "lora_rank": self.lora_rank, "lora_seed": self.seed}
@@ -39,10 +39,10 @@ class TinkerModelConfig:
 
 
 class TinkerModel:
-    """Close it when done: that ends the session."""
+    """Close it to end the session."""
 
     def __init__(self, config: TinkerModelConfig, *, tokenizer: Any = None) -> None:
-        """Without a `tokenizer`, the service says which it is, and it is fetched from the hub."""
+        """Without `tokenizer`, the service names it, and it is fetched from the hub."""
         self.config, self._given, length = config, OneBatchSource(), config.max_seq_len
         self.remote = TinkerPolicy(config.connection(), tokenizer=tokenizer)
         self.template = tinker_template(config.model_name, self.remote.tokenizer, config.renderer_name)
@@ -67,7 +67,7 @@ class TinkerModel:
         return UpdateResult(metrics["train/loss"], metrics)
 
     async def save(self, folder: Path) -> str:
-        """Weights and optimizer stay at the service; their tinker:// path comes back."""
+        """Save weights and optimizer at the service; returns their tinker:// path."""
         return await asyncio.to_thread(self.remote.save_state, f"{folder.name}-{self.trainer.step}")
 
     def close(self) -> None:

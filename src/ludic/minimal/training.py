@@ -1,4 +1,4 @@
-"""GRPO: sample a group of trajectories per problem, weigh each against its siblings, update. The whole loop is here."""
+"""The GRPO loop: sample a group of trajectories per problem, compute group advantages, update."""
 
 import json
 import time
@@ -18,14 +18,14 @@ from ludic.minimal.rewards import RewardModel
 from ludic.minimal.rl import Example, Reward, Trajectory
 from ludic.types import ConfigError, derive_seed
 
-_TRAIN, _EVAL = 0, 1  # seeds of the two never meet
-_NO_DIFFERENCE = 1e-4  # samples that are as good as alike teach nothing; the library's presets draw the line there, too
+_TRAIN, _EVAL = 0, 1  # separate seed streams
+_NO_DIFFERENCE = 1e-4  # advantages below this count as zero, as in the library's presets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPOConfig:
     samples_per_prompt: int = 8
-    """Trajectories per problem, which are compared with each other; also the k of pass@k."""
+    """Trajectories per problem (the group size); also the k of pass@k."""
     max_steps: int = 100
     eval_on_start: bool = False
     eval_every_steps: int = 10
@@ -41,7 +41,7 @@ class GRPOConfig:
 
 
 def compute_advantages(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Each reward minus the mean of its group, not divided by the spread; a group without spread has no advantages."""
+    """Each reward minus its group's mean, not divided by the standard deviation; exactly 0 in a group of equal rewards."""
     return [[r - fmean(group) for r in group] if min(group) < max(group) else [0.0] * len(group) for group in rewards]
 
 
@@ -53,7 +53,7 @@ class GRPOTrainer:
     data_loader: DataLoader
     config: GRPOConfig
     eval_examples: Sequence[Example] = ()
-    logger: MetricsLogger = field(default_factory=TeeLogger)  # which, without others to tell, is silent
+    logger: MetricsLogger = field(default_factory=TeeLogger)  # without loggers it does nothing
     step: int = field(default=0, init=False)
     evaluations: list[dict[str, float]] = field(default_factory=list, init=False)
 
@@ -65,7 +65,7 @@ class GRPOTrainer:
             )
 
     async def train(self) -> list[dict[str, float]]:
-        """All steps; the evaluations come back."""
+        """Run all steps and return the evaluations."""
         every = self.config.eval_every_steps if self.eval_examples else 0
         if self.config.eval_on_start and self.eval_examples:
             await self.evaluate()
@@ -77,7 +77,7 @@ class GRPOTrainer:
 
     async def train_step(self, examples: Sequence[Example]) -> dict[str, float]:
         started = time.perf_counter()
-        groups, rewards = await self._play(examples, derive_seed(self.config.seed, _TRAIN, self.step))
+        groups, rewards = await self._run_episodes(examples, derive_seed(self.config.seed, _TRAIN, self.step))
         metrics = {**_means("train", rewards), "perf/generate_s": time.perf_counter() - started}
         advantages = compute_advantages([[reward.value for reward in group] for group in rewards])
         useful = [n for n, group in enumerate(advantages) if max(map(abs, group)) > _NO_DIFFERENCE]
@@ -93,9 +93,9 @@ class GRPOTrainer:
         return metrics
 
     async def evaluate(self) -> dict[str, float]:
-        """Accuracy, and pass@k: the share of problems that at least one of k samples solves."""
+        """Accuracy and pass@k: the share of problems solved by at least one of k samples."""
         k, best = self.config.samples_per_prompt, max((row["eval/accuracy"] for row in self.evaluations), default=-1.0)
-        _, rewards = await self._play(self.eval_examples, derive_seed(self.config.seed, _EVAL))
+        _, rewards = await self._run_episodes(self.eval_examples, derive_seed(self.config.seed, _EVAL))
         solved = fmean(pass_at_k(k, sum(reward.is_correct for reward in group), k) for group in rewards)
         metrics = {**_means("eval", rewards), f"eval/pass@{k}": solved}
         self.logger.log(self.step, metrics)
@@ -110,7 +110,9 @@ class GRPOTrainer:
             (self.config.run_dir / "best.json").write_text(json.dumps(note))
         return metrics
 
-    async def _play(self, examples: Sequence[Example], seed: int) -> tuple[list[list[Trajectory]], list[list[Reward]]]:
+    async def _run_episodes(
+        self, examples: Sequence[Example], seed: int
+    ) -> tuple[list[list[Trajectory]], list[list[Reward]]]:
         size, score, policy = self.config.samples_per_prompt, self.reward_model.score, self.model.policy()
         groups = await self.generator.generate(examples, policy=policy, samples_per_prompt=size, seed=seed)
         return groups, [[score(e, t) for t in group] for e, group in zip(examples, groups, strict=True)]

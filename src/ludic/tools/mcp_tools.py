@@ -1,10 +1,10 @@
-"""The tools of an MCP server as Ludic's tools: the server is a process that is spoken to over its stdin and stdout.
+"""The tools of an MCP server as Ludic tools; the server is a child process connected over stdin and stdout.
 
     async with mcp_tools(["npx", "-y", "@modelcontextprotocol/server-filesystem", "."]) as tools:
         agent = ReActAgent(tools=tools, …)
 
-One server may serve any number of agents at a time, as long as they run in the event loop that started it. What it holds
-(files, a database) is then shared by all their episodes. It can do whatever its user may: a server is not a sandbox.
+One server may serve any number of agents in the event loop that started it. Its state (files, a database) is shared by all their
+episodes. It has all rights of its user: a server is not a sandbox.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ async def mcp_tools(
     timeout_s: float | None = 30.0,
     start_timeout_s: float = 60.0,
 ) -> AsyncIterator[list[Tool]]:
-    """Starts the server, gives its tools, and stops it again; enter and leave it in one task.
+    """Start the server, yield its tools, and stop it; enter and leave in the same task.
 
-    `env` is added to the few variables that a server inherits. `prefix` goes before every name, to keep two servers apart.
-    `timeout_s` bounds one call. A server that dies is an error message to the model from then on, not an exception.
+    `env` is added to the few variables that a server inherits. `prefix` goes before every tool name, to distinguish servers.
+    `timeout_s` bounds one call. After the server dies, calls return an error message to the model.
     """
     if isinstance(command, str) or not command:
         raise ConfigError(
@@ -55,7 +55,7 @@ async def mcp_tools(
                 raise ConfigError(_why_not_started(command, error, said, start_timeout_s)) from error
             try:
                 yield [_tool(client, tool, prefix, said, timeout_s) for tool in listed]
-            except Exception as error:  # noqa: BLE001 - raised here, it would come out wrapped in groups of the package's own
+            except Exception as error:  # noqa: BLE001 - raised here, the package would wrap it in exception groups
                 failure = error
     if failure is not None:
         raise failure
@@ -71,7 +71,7 @@ def _client(command: Sequence[str], env: Mapping[str, str] | None, cwd: str | Pa
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    """Page by page."""
+    """All pages of the tool list."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor is not None:
@@ -104,7 +104,7 @@ def _caller(client: Any, name: str, said: IO[str]) -> Callable[..., Any]:
 
 
 def _text(result: Any) -> str:
-    """What the server answered, as the model can read it."""
+    """The server's answer as text."""
     from mcp.types import EmbeddedResource, TextContent, TextResourceContents
 
     pieces = []
@@ -127,9 +127,9 @@ def _why_not_started(command: Sequence[str], error: BaseException, said: IO[str]
 
 def _last_words(said: IO[str]) -> str:
     """The last line that the server wrote to stderr: often the reason."""
-    if said.closed:  # the server was stopped, and somebody still holds its tools
+    if said.closed:  # the server was stopped, and an agent still holds its tools
         return ""
-    # Not read(): the server writes at the same position in the file that reading would move.
+    # pread, not read: reading would move the file position at which the server writes.
     size = os.fstat(said.fileno()).st_size
     end = os.pread(said.fileno(), _MAX_WORDS, max(0, size - _MAX_WORDS))
     lines = end.decode("utf-8", "replace").strip().splitlines()

@@ -1,7 +1,7 @@
-"""Tools that somebody wrote down as OpenAI-style schemas, to Ludic's tools and back.
+"""Converts OpenAI-style tool schemas to Ludic tools and back.
 
-A schema has no Python types, so they are read from its JSON types as far as these go: arguments are then checked and
-converted before a handler sees them, as with any tool.
+Python types are derived from the schema's JSON types where possible, so that arguments are checked and converted before a
+handler gets them, as with any tool.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ _PLAIN: Mapping[str, Any] = {
 def tools_from_openai(
     schemas: Sequence[Mapping[str, Any]], handlers: Mapping[str, Handler], *, timeout_s: float | None = 30.0
 ) -> list[Tool]:
-    """One tool per schema, `{"type": "function", "function": {…}}` or the same without the inner level."""
+    """One tool per schema, `{"type": "function", "function": {…}}` or without the inner level."""
     functions = [_function(schema) for schema in schemas]
     names = [str(function["name"]) for function in functions]
     missing, unused = sorted(set(names) - set(handlers)), sorted(set(handlers) - set(names))
@@ -79,7 +79,7 @@ def _function(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _whole(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema without references, and with what Ludic looks for in every one."""
+    """The schema without references, with the keys that Ludic expects."""
     given = {"$defs": {**parameters.get("definitions", {}), **parameters.get("$defs", {})}, **parameters}
     given.pop("definitions", None)
     try:
@@ -92,7 +92,7 @@ def _whole(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(schema: Any) -> Any:
-    """The Python type of what a schema describes; Any where it says more than a type can (it is then not checked)."""
+    """The Python type of a schema; Any (unchecked) if no type expresses it."""
     kind = _spelled_out(schema) if isinstance(schema, Mapping) else Any
     try:
         msgspec.json.schema(kind)

@@ -1,13 +1,13 @@
-"""`python`: a tool that runs a program in the sandbox and gives back what it printed."""
+"""`python`: a tool that runs a program in the sandbox and returns its output."""
 
 from ludic.sandbox import ExecutionResult, RunStatus, SandboxPool, shared_pool
 from ludic.tools.tool import Tool, ToolResult
 from ludic.types.errors import ConfigError
 
 _MAX_SHOWN = 4000
-"""Characters of each stream that are worth a place in the prompt."""
+"""Maximum number of characters of each stream in the prompt."""
 _WAITING_S = 60.0
-"""Beyond the program's own time: for a free sandbox."""
+"""Additional time limit for a free sandbox."""
 
 
 async def python(code: str) -> ToolResult:
@@ -22,7 +22,7 @@ async def python(code: str) -> ToolResult:
 def python_tool(
     *, pool: SandboxPool | None = None, timeout_s: float = 10.0, memory_limit_mb: int = 256, name: str = "python"
 ) -> Tool:
-    """The same with limits, or a pool, of your own."""
+    """The tool `python` with other limits or another pool."""
     if timeout_s <= 0 or memory_limit_mb <= 0:
         raise ConfigError(
             f"python_tool(timeout_s={timeout_s}, memory_limit_mb={memory_limit_mb}): both must be above 0."
@@ -42,11 +42,11 @@ async def _run(code: str, *, pool: SandboxPool | None, timeout_s: float, memory_
         result = await sandbox.execute(code, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
     finally:
         await pool.release(sandbox)
-    return ToolResult(_told(result), is_error=not result.succeeded)
+    return ToolResult(_text(result), is_error=not result.succeeded)
 
 
-def _told(result: ExecutionResult) -> str:
-    """What the program wrote, and how it ended if not well."""
+def _text(result: ExecutionResult) -> str:
+    """The program's output, and the error if it failed."""
     problem = result.compile_result
     if result.run_status is not RunStatus.SANDBOX_ERROR and not problem.success:
         where = f" in line {problem.error_line}" if problem.error_line is not None else ""
@@ -64,7 +64,7 @@ def _told(result: ExecutionResult) -> str:
 
 
 def _middle_cut(text: str) -> str:
-    """The beginning shows what it is, the end what came of it."""
+    """Cut the middle: beginning and end of an output tell most."""
     if len(text) <= _MAX_SHOWN:
         return text
     half = _MAX_SHOWN // 2

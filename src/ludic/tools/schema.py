@@ -1,4 +1,4 @@
-"""Reading a callable: its name, its description, and the JSON schema of its parameters."""
+"""Reads name, description and JSON schema of the parameters from a callable."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from ludic.types.errors import ConfigError
 
 
 def _innermost(fn: Any) -> Any:
-    """What a chain of partials finally calls."""
+    """The callable inside a chain of partials."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
@@ -43,7 +43,7 @@ def is_async(fn: Any) -> bool:
 
 
 def by_keyword(fn: Callable[..., Any], positional: Sequence[inspect.Parameter]) -> Callable[..., Any]:
-    """Let a callable with positional-only parameters take them by name, like any other tool."""
+    """Wrap a callable with positional-only parameters so that it takes them by name."""
 
     def call(**kwargs: Any) -> Any:
         return fn(*[kwargs.pop(p.name, p.default) for p in positional], **kwargs)
@@ -80,7 +80,7 @@ def type_and_schema(parameter: inspect.Parameter, fn: Any, tool_name: str) -> tu
         if kind in (Any, object):
             return Any, {"type": "string"}
         if parameter.default is None:
-            kind = kind | None  # `limit: int = None` is often written, and models send null for it
+            kind = kind | None  # `limit: int = None` is common, and models send null for it
         return kind, inlined(msgspec.json.schema(kind)) or {"type": "string"}
     except Exception as error:
         raise ConfigError(
@@ -98,14 +98,14 @@ def _resolve(annotation: Any, fn: Any) -> Any:
     scope: dict[str, Any] = {}
     if inspect.isfunction(inner):
         for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # empty: the name is assigned further down
+            with contextlib.suppress(ValueError):  # an empty cell: the name is not assigned yet
                 scope[name] = cell.cell_contents
     holder = SimpleNamespace(__annotations__={"it": annotation})
     return typing.get_type_hints(holder, getattr(inner, "__globals__", {}), scope, include_extras=True)["it"]
 
 
 def default_of(value: Any) -> dict[str, Any]:
-    """The schema's "default", left out where JSON cannot express it."""
+    """The schema's "default", if JSON can express it."""
     try:
         return {"default": json.loads(json.dumps(msgspec.to_builtins(value), allow_nan=False))}
     except (TypeError, ValueError):
@@ -115,9 +115,9 @@ def default_of(value: Any) -> dict[str, Any]:
 def inlined(
     schema: dict[str, Any], defs: Mapping[str, Any] | None = None, inside: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The schema without references, which chat templates print but do not follow.
+    """The schema without references, because chat templates do not resolve them.
 
-    A type that contains itself is spelled out once; deeper occurrences only say that they are objects.
+    A recursive type is expanded once; deeper occurrences are plain objects.
     """
     defs = schema.get("$defs", {}) if defs is None else defs
     result: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def inlined(
     return result
 
 
-# --- docstrings ------------------------------------------------------------------------------------------
+# --- docstrings ---
 
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\(.*?\))?:\s*(.*)")

@@ -1,7 +1,7 @@
-"""Search over documents at hand: BM25, by the package bm25s.
+"""BM25 search over documents in memory, with the package bm25s.
 
-Meant for the few hundred texts that belong to one question or one agent, all in memory. The env `musique_search` has one for
-each question; an agent can have one of its own: `Tool.from_callable(DocumentSearch(texts), name="search")`.
+For the few hundred texts of one question or one agent. The env `musique_search` has one index per question; an agent can have its
+own: `Tool.from_callable(DocumentSearch(texts), name="search")`.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from ludic.types.errors import ConfigError, MissingExtra
 
 
 class DocumentSearch:
-    """Finds the documents that share the rarest words with a query; as a tool it gives back their texts."""
+    """BM25 search; as a tool it returns the texts of the best documents."""
 
     def __init__(self, documents: Sequence[str]) -> None:
         try:
-            import bm25s  # noqa: F401 - its absence is found now, and not when a model first searches
+            import bm25s  # noqa: F401 - checks that it is installed before the first search
         except ImportError as error:
             raise MissingExtra("search", "Search over documents") from error
         if isinstance(documents, str) or not documents:
@@ -36,7 +36,7 @@ class DocumentSearch:
         return "\n\n".join(self.documents[n] for n in found) or "Nothing found. Try other words."
 
     def top(self, query: str, k: int) -> list[int]:
-        """Positions of at most k documents, the best first. Those without a word of the query are never among them."""
+        """Indices of at most k documents that share a word with the query, best first."""
         (words,) = _words([query])
         if self._index is None or not words:
             return []
@@ -46,7 +46,7 @@ class DocumentSearch:
 
     @cached_property
     def _index(self) -> Any | None:
-        """Made at the first search, which runs in a tool's thread; None when the documents hold no words."""
+        """Built at the first search, in a tool's thread; None if the documents hold no words."""
         import bm25s
 
         words = _words(self.documents)
@@ -58,7 +58,7 @@ class DocumentSearch:
 
 
 def _words(texts: list[str]) -> list[list[str]]:
-    """Those of each text in lower case, without the commonest English ones and without single letters."""
+    """Lower-case words of each text, without English stop words and single letters."""
     import bm25s
 
     words: list[list[str]] = bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)

@@ -1,11 +1,10 @@
 """A tool: a Python callable that a model can call by name.
 
-The signature is the contract. It gives the JSON schema that the model reads, and it decides what arrives:
-arguments are checked and converted before the callable sees them, and whatever goes wrong on the way becomes
-a text that tells the model what to do. Which tools an agent has, and where results go, is up to ludic.agents.
+The signature defines the JSON schema that the model reads. Arguments are checked and converted before the callable gets them, and
+every error becomes a text that tells the model what to do. ludic.agents decides which tools an agent has.
 
-Only the wait is bounded by `timeout_s`: Python cannot kill a thread, so a sync tool that never returns keeps
-its daemon thread until the process ends. Code that is not trusted belongs in a sandbox, not in a tool.
+`timeout_s` bounds only the wait: Python cannot kill a thread, so a sync tool that never returns keeps its daemon thread until the
+process ends. Untrusted code belongs in a sandbox, not in a tool.
 """
 
 import asyncio
@@ -37,15 +36,19 @@ from ludic.tools.schema import (
 from ludic.types.errors import ConfigError
 from ludic.types.messages import encodable
 
-# ----------------------------------------------------------------------------------------------------
-# Running a sync tool, and turning what it returns into text.
-# ----------------------------------------------------------------------------------------------------
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what chat templates and the OpenAI API accept
+_MAX_DETAIL = 1000  # characters of an error message in the prompt
+_GRACE_S = 1.0  # time for the clean-up of a cancelled async tool
+
+# --- running sync tools, and text of results ---
 
 
 async def in_daemon_thread(work: Callable[[], Any], *, name: str) -> Any:
-    """Run `work`, which must not raise, in a thread that cannot keep the interpreter from exiting.
+    """Run `work`, which must not raise, in a daemon thread.
 
-    The default executor would: the interpreter joins its threads on exit, and one hung tool would hang the run.
+    The interpreter joins the threads of the default executor on exit, so there a hung tool would hang the run.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
@@ -54,7 +57,7 @@ async def in_daemon_thread(work: Callable[[], Any], *, name: str) -> Any:
         if not answer.done():
             answer.set_result(outcome)
         elif inspect.iscoroutine(outcome):
-            outcome.close()  # nobody waits any more; unclosed, it would warn that it was never awaited
+            outcome.close()  # the caller has given up; unclosed, Python warns that it was never awaited
 
     def run() -> None:
         outcome = work()
@@ -69,7 +72,7 @@ def text_of(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return str.__str__(value)  # the text itself, also of a str enum
+        return str.__str__(value)  # also for a str enum
     if isinstance(value, dict | list | tuple | bool | int | float) or _is_dataclass_instance(value):
         with contextlib.suppress(TypeError, ValueError):  # keys JSON cannot have, a list that contains itself
             return json.dumps(value, default=_plain, ensure_ascii=False)
@@ -86,14 +89,11 @@ def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reading what a model sent: JSON decoded, every key known, every value converted to its Python type.
-# ----------------------------------------------------------------------------------------------------
-# What is wrong is said in words for the model, all of it at once, so that one more call can put it right.
+# --- reading a model's arguments: decode JSON, check keys, convert values ---
 
 
 class BadArguments(Exception):
-    """What is wrong with the arguments, in words for the model."""
+    """All problems with the arguments, as a text for the model."""
 
 
 def decode(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def decode(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
     for _ in range(2):  # some models and parsers encode the object twice
         if isinstance(value, str):
             try:
-                # strict=False: models put raw newlines into strings, most of all into code
+                # strict=False: models put raw newlines into strings, mostly in code
                 value = json.loads(value, strict=False) if value.strip() else {}
             except (ValueError, RecursionError) as error:
                 raise BadArguments(f"the arguments are not valid JSON ({error}).") from error
@@ -116,7 +116,7 @@ def convert(value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError:
-        # A list or object may arrive as JSON text: from a model that quoted it, or from an XML-style call.
+        # A list or object may arrive as JSON text, from a model that quotes it or from an XML-style call.
         if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
             raise
         try:
@@ -127,11 +127,11 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def unknown_keys(schema: Mapping[str, Any], value: Any, path: str = "") -> Iterator[str]:
-    """Paths of keys that the schema does not know. msgspec would drop those inside dataclasses silently."""
+    """Paths of unknown keys. msgspec would silently drop those inside dataclasses."""
     kind = "object" if isinstance(value, Mapping) else "array" if isinstance(value, list | tuple) else "scalar"
     shape = next((s for s in schema.get("anyOf", [schema]) if s.get("type") == kind), None)
     if shape is None:
-        return  # a scalar, or something that the conversion is going to refuse
+        return  # a scalar, or a value that the conversion will refuse
     if kind == "array":
         for i, item in enumerate(value):
             if isinstance(shape.get("items"), dict):
@@ -171,16 +171,12 @@ def _value_in_words(schema: Mapping[str, Any]) -> str:
     return str(schema.get("type", "any value"))
 
 
-logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what chat templates and the OpenAI API accept
-_MAX_DETAIL = 1000  # characters about what went wrong that are worth a place in the prompt
-_GRACE_S = 1.0  # how long a cancelled async tool may take for its clean-up
+# --- tools ---
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model gets back. A tool may return one itself, to report an error without raising."""
+    """A tool's answer to the model. A tool may return one to report an error without raising."""
 
     content: str
     is_error: bool = False
@@ -188,18 +184,18 @@ class ToolResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tool:
-    """A callable with the schema a model needs to call it; usually made with `Tool.from_callable`."""
+    """A callable and its schema; usually made with `Tool.from_callable`."""
 
     name: str
     description: str
     parameters: dict[str, Any] = dataclasses.field(hash=False)
     """JSON schema of the arguments: `{"type": "object", "properties": …, "required": …}`."""
     fn: Callable[..., Any]
-    """Called with keyword arguments. Async: awaited. Sync: run in a thread of its own."""
+    """Called with keyword arguments. Async functions are awaited, sync functions run in a thread."""
     timeout_s: float | None = 30.0
-    """How long one call may take; None waits for ever."""
+    """Time limit of one call; None: no limit."""
     types: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, repr=False)
-    """Python type of each argument. An argument without one (a hand-written schema) is passed as it comes."""
+    """Python type of each argument. An argument without one (a hand-written schema) is passed unchanged."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -259,18 +255,18 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool in the OpenAI shape; a copy, which may be changed freely."""
+        """A copy of the tool's schema in the OpenAI shape."""
         function = {"name": self.name, "description": self.description, "parameters": copy.deepcopy(self.parameters)}
         return {"type": "function", "function": function}
 
     async def call(self, arguments: str | Mapping[str, Any]) -> ToolResult:
-        """Run the tool on what the model sent. Raises only when the caller itself is cancelled."""
+        """Run the tool with the model's arguments. Raises only if the caller is cancelled."""
         try:
             kwargs = self._read(arguments)
         except BadArguments as error:
             return _error(f"{_clipped(str(error))} {self._usage()}")
-        # A task of its own, so that a tool which swallows its cancellation cannot hold the caller,
-        # and a CancelledError raised inside the tool is told apart from one meant for the caller.
+        # A separate task: a tool that swallows its cancellation cannot block the caller, and a CancelledError raised inside
+        # the tool differs from a cancellation of the caller.
         task = asyncio.create_task(self._run(kwargs))
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
@@ -296,11 +292,11 @@ class Tool:
             while inspect.isawaitable(value):
                 value = await value
             return _as_result(value)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's failure is something the model reads
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the model reads tool failures
             return self._failed(error)
 
     def _run_sync(self, kwargs: dict[str, Any]) -> Any:
-        """The thread's side: a ToolResult, or an awaitable that has to go back to the event loop."""
+        """Runs in the thread: returns a ToolResult, or an awaitable for the event loop."""
         try:
             value = self.fn(**kwargs)
             return value if inspect.isawaitable(value) else _as_result(value)
@@ -324,7 +320,7 @@ class Tool:
         )
 
     def _read(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Decoded and converted arguments; every problem at once, so that one more call can put all right."""
+        """Decoded and converted arguments; reports all problems at once, so that one more call can fix them."""
         given = decode(arguments)
         problems = [f"unknown argument {path!r}" for path in unknown_keys(self.parameters, given)]
         problems += [f"missing argument {n!r}" for n in self.parameters.get("required", ()) if n not in given]
@@ -345,7 +341,7 @@ class Tool:
 
 
 def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
-    """A Tool as it is; anything else through `Tool.from_callable`."""
+    """A Tool unchanged, any other callable through `Tool.from_callable`."""
     return tool if isinstance(tool, Tool) else Tool.from_callable(tool)
 
 

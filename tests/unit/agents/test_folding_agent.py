@@ -121,7 +121,7 @@ async def test_summaries_count_against_the_tokens_of_an_episode():
     assert sum(item.num_action_tokens for item in items) == 22, "the summary is trained though no action followed"
 
 
-async def test_summaries_have_seeds_of_their_own():
+async def test_summaries_have_separate_seeds():
     client = RecordingClient(ScriptedClient(lambda request: "<a>inc</a>"))
     await play(folding(client, max_turns=1), target=4)
     seeds = [request.seed for request in client.requests]
@@ -159,7 +159,7 @@ def test_what_could_never_fold_is_refused():
 
 
 class TaggingClient:
-    """Gives every token that was ever sampled a log-prob of its own, and keeps what stood before the token."""
+    """Gives every sampled token a unique log-prob, and records the tokens before it."""
 
     def __init__(self, inner) -> None:
         self._inner = inner

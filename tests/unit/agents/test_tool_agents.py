@@ -21,7 +21,7 @@ def add(a: int, b: int) -> int:
 
 
 def ask(question: str) -> str:
-    """Ask somebody else."""
+    """Ask an expert."""
     raise AssertionError("external tools are not run by the agent")
 
 
@@ -142,7 +142,7 @@ async def test_tool_call_ids_do_not_repeat_within_an_episode():
     assert agent._num_tool_calls == 0
 
 
-async def test_every_call_of_the_loop_has_a_seed_of_its_own():
+async def test_every_call_of_the_loop_has_its_own_seed():
     client = RecordingClient(ScriptedClient([call("add", a=1, b=1), "<a>x</a>"]))
     await react(client).act(sampling_seed=11)
     seeds = [request.seed for request in client.requests]

@@ -156,13 +156,13 @@ async def test_no_request_that_was_drawn_is_lost_to_a_refill():
     )
     played = []
     engine = source._engine
-    original = engine.play
+    original = engine.run_episodes
 
-    async def play(requests, **kwargs):
+    async def run_episodes(requests, **kwargs):
         played.extend(r.meta["sample_index"] for r in requests[::2])
         return await original(requests, **kwargs)
 
-    engine.play = play
+    engine.run_episodes = run_episodes
     for _ in range(2):
         await source.next_batch()
     assert played == list(range(len(played))) and len(played) > 12

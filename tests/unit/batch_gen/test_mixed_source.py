@@ -80,7 +80,7 @@ async def test_a_part_that_never_brings_a_sample_is_named():
 
 def test_mixtures_that_cannot_work_are_refused():
     part = MixedPart(name="a", source=Numbered(1), share=1)
-    with pytest.raises(ConfigError, match="each name once"):
+    with pytest.raises(ConfigError, match="with different names"):
         MixedBatchSource([part, part])
     with pytest.raises(ConfigError, match="share=0"):
         MixedPart(name="a", source=Numbered(1), share=0)
@@ -95,5 +95,5 @@ class Accounting(Numbered):
 
 
 def test_a_source_that_keeps_accounts_is_refused():
-    with pytest.raises(ConfigError, match="given a Accounting, which has to know what became of every sample"):
+    with pytest.raises(ConfigError, match="given a Accounting, which must know which of its samples were trained on"):
         MixedPart(name="a", source=Accounting(1), share=1)

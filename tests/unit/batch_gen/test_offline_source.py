@@ -192,5 +192,5 @@ def test_what_cannot_be_rendered_is_an_error():
     bare = call_step(0, [1], [2], turn="t")
     with pytest.raises(ValueError, match="no prompt messages"):
         make_chat_template_step_to_item(chat_template=ByteTemplate())(Rollout(steps=[bare]), bare, 1.0)
-    with pytest.raises(ConfigError, match="one of the two"):
+    with pytest.raises(ConfigError, match="either a tokenizer or a chat_template"):
         make_chat_template_step_to_item()

@@ -61,12 +61,12 @@ def test_a_member_of_a_league_is_asked_by_its_version():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobody", "No policy named 'nobody'"),
-        ("past", "is a league; a seat goes to one of its members"),
-        ("now@3", "is no league"),
+        ("missing", "No policy named 'missing'"),
+        ("past", "is a league; assign one of its members"),
+        ("now@3", "is not a league"),
     ],
 )
-def test_a_seat_for_nobody_stops_the_run(name, message):
+def test_a_role_without_a_known_policy_stops_the_run(name, message):
     with pytest.raises((ConfigError, UnknownName), match=message):
         play(policies(now=says("A1"), past=Past([0])), assign_roles(GAME, {"X": name, "O": "now"}))
 

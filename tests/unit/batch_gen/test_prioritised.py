@@ -10,7 +10,7 @@ from tests.unit.batch_gen.test_curriculum import TASKS, picks, result
 
 
 class Known:
-    """Success by task, as if somebody had followed it."""
+    """Fixed success rates by task."""
 
     def __init__(self, **success):
         self.success = {f"task_index={name.removeprefix('t')}": value for name, value in success.items()}
@@ -37,7 +37,7 @@ def test_a_batch_holds_different_tasks():
     assert all(len(set(picks(curriculum))) == 4 for _ in range(50))
 
 
-def test_it_reads_the_values_and_leaves_counting_to_whoever_assigns_credit():
+def test_it_reads_the_values_and_leaves_counting_to_the_credit_assigner():
     tracker = BetaValueTracker()
     curriculum = PrioritisedCurriculum(TASKS, tracker, batch_size=2)
     chosen = curriculum.next_requests()

@@ -83,7 +83,7 @@ def test_an_empty_queue_may_also_give_nothing():
         make_requests_fn_from_queue(queue.Queue(), batch_size=2, build_request=request, on_empty="wait")
 
 
-def test_samples_of_a_queue_become_requests_of_their_own():
+def test_each_sample_of_a_queue_becomes_a_request():
     q = queue.Queue()
     q.put((7, {"question": "?"}))
     next_requests = make_dataset_queue_requests_fn(
@@ -148,7 +148,7 @@ def drawn(requests) -> list[str]:
     return [r.env.kwargs["sample"] for r in requests]
 
 
-def test_a_sequence_is_gone_through_for_ever():
+def test_a_sequence_gives_endless_requests():
     next_requests = dataset()
     assert [drawn(next_requests()) for _ in range(4)] == [list("abc"), list("dea"), list("bcd"), list("eab")]
     assert next_requests.epoch == 2

@@ -338,11 +338,11 @@ async def test_failures_of_one_kind_show_the_users_own_frames_once_and_then_thei
     await engine.generate_rollouts(broken, max_steps=1, concurrency=1)
     first, count = [record.getMessage() for record in caplog.records]
     assert (
-        first.startswith("Episode 0 (env seed ") and "failed, and is tried again: RuntimeError: broken env 1" in first
+        first.startswith("Episode 0 (env seed ") and "failed and will be retried: RuntimeError: broken env 1" in first
     )
     assert 'raise RuntimeError(f"broken env {self.fail_on}")' in first and "/src/ludic/" not in first
     assert "request_meta" not in first
-    assert count.endswith("in env_step: 6 failed tries so far.")
+    assert count.endswith("in env_step: 6 failed attempts so far.")
     caplog.clear()
     await engine.generate_rollouts(broken[:1], max_steps=1)
     assert not caplog.records, "a few more are in the metrics, not in the log"

@@ -93,7 +93,7 @@ async def take(*sources) -> list:
     return [await source.next_batch() for source in sources]
 
 
-def test_each_trainer_gets_what_its_policy_sampled_and_nobody_gets_the_rest():
+def test_each_trainer_gets_only_the_rollouts_of_its_policy():
     stream = Stream()
     batches = asyncio.run(take(stream.source("ann"), stream.source("bob")))
     for name, batch in zip(("ann", "bob"), batches, strict=True):
@@ -135,7 +135,7 @@ def test_a_policy_in_both_seats_is_trained_on_both():
     assert {item.origin.agent_id for item in batch.items} == {"X", "O"}
 
 
-def test_a_failure_of_one_takes_the_group_from_everybody():
+def test_a_failure_of_one_policy_drops_the_group_for_all():
     calls = []
 
     def is_broken(request) -> bool:
@@ -181,7 +181,7 @@ def test_a_resumed_stream_deals_what_it_would_have_dealt():
     assert [batch.meta["round"] for batch in found] == [1, 1]
 
 
-def test_a_round_that_waited_is_played_again_for_whoever_had_not_trained_on_it():
+def test_a_waiting_round_runs_again_for_policies_that_had_not_trained_on_it():
     async def scenario():
         one = Stream()
         ann, bob = one.source("ann"), one.source("bob")
@@ -274,10 +274,10 @@ def test_one_policy_has_one_trainer():
         stream.source("ann")
 
 
-def test_a_policy_that_nobody_seated_is_told_who_played(caplog):
+def test_a_policy_without_rollouts_is_warned_which_policies_had_some(caplog):
     batch = asyncio.run(Stream().source("ane").next_batch())
     assert not batch.items
-    assert "'ane' played nothing in round 0; who did: ['ann', 'bob', 'old']" in caplog.text
+    assert "'ane' has no rollouts in round 0 of ['ann', 'bob', 'old']" in caplog.text
 
 
 class Follower:

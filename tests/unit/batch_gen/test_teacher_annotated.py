@@ -208,7 +208,7 @@ async def test_an_annotated_source_can_be_a_part_of_a_mixture_unless_the_source_
     assert not isinstance(source, AccountsForItems)
     batch = await MixedBatchSource([MixedPart(name="taught", source=source, share=1, objective="opd")]).next_batch()
     assert all(item.attachments.teacher_logps is not None for item in batch.items)
-    with pytest.raises(ConfigError, match="has to know what became of every sample"):
+    with pytest.raises(ConfigError, match="must know which of its samples were trained on"):
         MixedPart(name="taught", source=annotating(Given()), share=1)
 
 

@@ -205,7 +205,7 @@ def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_red
     assert ended.code == 0 and "= 8 acknowledged + " in ended.out.rpartition("Samples: ")[2], ended.out
 
 
-@pytest.mark.parametrize("error", [LeaseLost("The lease is somebody else's."), RedisGone("Redis is away.")])
+@pytest.mark.parametrize("error", [LeaseLost("Another learner has the lease."), RedisGone("Redis is away.")])
 def test_a_learner_that_lost_what_it_needs_says_try_again(error, ludic, shared_redis, monkeypatch):  # noqa: F811
     async def lose(self: object) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""`ludic eval` as a person types it: a tiny model saved in a folder, a quiz in a file of one's own."""
+"""`ludic eval` as a person types it: a tiny model saved in a folder, a quiz in a user's file."""
 
 import asyncio
 import gzip
@@ -255,7 +255,7 @@ def test_the_checkpoint_of_an_adapter_is_its_base_with_the_adapter(folder):
     assert not torch.allclose(logits(base.model), logits(model))
 
 
-def test_somebody_elses_adapter_is_loaded_on_the_base_that_it_names(folder):
+def test_a_foreign_adapter_is_loaded_on_the_base_that_it_names(folder):
     model = an_adapter(folder / "one")
     model.save_pretrained(folder / "adapter")
     loaded = load(ModelSettings(model="adapter"), seed=0)
@@ -321,7 +321,7 @@ def metrics_of_all(folder: Path) -> Iterator[dict[str, dict[str, float]]]:
 
 @pytest.fixture
 def endpoint(folder) -> Iterator[str]:
-    """Our own server, in a thread: the command has an event loop of its own."""
+    """Our own server, in a thread: the command has its own event loop."""
     model = load(ModelSettings(model="one"), seed=0)
     engine = LocalEngine(model.model, model.tokenizer, kv_tokens=4096)
     started, address, loop = threading.Event(), [], asyncio.new_event_loop()

@@ -79,7 +79,7 @@ def test_a_dry_run_shows_the_commands_and_writes_nothing(ludic, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_redis_comes_first_and_everybody_needs_it(tmp_path, monkeypatch):
+def test_redis_starts_first_and_all_roles_need_it(tmp_path, monkeypatch):
     monkeypatch.delenv("LUDIC_REDIS_URL", raising=False)
     config = run_with(tmp_path)
     roles = {role.name: role for role in make_roles(config)}
@@ -117,7 +117,7 @@ def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):
     assert [role.name for role in given] == ["learner", "actor-0"]
 
 
-def test_cores_are_shared_out_unless_somebody_said_otherwise(tmp_path, monkeypatch):
+def test_cores_are_divided_unless_the_user_sets_them(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     config = run_with(tmp_path, actors=3)

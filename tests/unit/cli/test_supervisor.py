@@ -158,7 +158,7 @@ def test_roles_are_stopped_after_those_that_need_them(watched):
 
 def signal_after(watched: Watched, *names: str) -> Callable[[], None]:
     def work() -> None:
-        until(lambda: all("up" in watched.of(name) for name in names), "not everybody came up")
+        until(lambda: all("up" in watched.of(name) for name in names), "not all processes came up")
         os.kill(os.getpid(), signal.SIGINT)
 
     return work
@@ -211,7 +211,7 @@ pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
 
 
 def test_nothing_outlives_a_supervisor_that_was_killed_and_the_order_is_kept(tmp_path):
-    """redis is needed by the actor, so it has to end after it, although nobody is left to see to that."""
+    """redis is needed by the actor, so it has to end after it, although the supervisor is gone."""
     logs = tmp_path / "logs"
     program = f"""
 import sys
@@ -228,7 +228,7 @@ Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: Non
 """
     supervisor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     until(lambda: all((logs / f"{name}.log").exists() and "up" in (logs / f"{name}.log").read_text() for name in
-                      ("redis", "actor")), "not everybody came up")  # fmt: skip
+                      ("redis", "actor")), "not all processes came up")  # fmt: skip
     pids = [pid_of(logs, name) or 0 for name in ("redis", "actor")]
     supervisor.kill()
     supervisor.wait()

@@ -1,4 +1,4 @@
-"""`ludic train` in a process of its own: killed, interrupted, and as docs/ludic-train.md shows it."""
+"""`ludic train` in a separate process: killed, interrupted, and as docs/ludic-train.md shows it."""
 
 import os
 import re

@@ -314,7 +314,7 @@ def test_an_env_that_raises_shows_its_own_line_once_and_how_often(ludic, caplog)
     assert ended.code == 2, ended.out
     first, *rest = [record.getMessage() for record in caplog.records if record.name == "ludic.batch_gen.episodes"]
     assert "return table[action]" in first and "return helper({}, action)" in first and "/src/ludic/" not in first
-    assert "of env 'letter.py:Breaks' failed, and is tried again: KeyError" in first and "env seed" in first
+    assert "of env 'letter.py:Breaks' failed and will be retried: KeyError" in first and "env seed" in first
     assert all("return table[action]" not in line for line in rest)
     assert "5 of 8 episodes failed, more than max_failed_share=0.5 allows. 5 x at letter.py:" in ended.err
     assert "To go on: ludic train runs/first --resume" in ended.err and "Traceback" not in ended.err
@@ -324,7 +324,7 @@ def test_an_env_that_raises_shows_its_own_line_once_and_how_often(ludic, caplog)
     ("cls", "told"),
     [
         ("Exits", "RuntimeError: The env raised SystemExit(0)."),
-        ("Overflows", "Overflows.step told 'agent_0' reward=1e+300"),
+        ("Overflows", "Overflows.step gave 'agent_0' reward=1e+300"),
         ("Circular", "an info that is not JSON: Circular reference"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the tests of `ludic train` share: a small env, and the command in a folder of its own."""
+"""What the tests of `ludic train` share: a small env, and the command in its own folder."""
 
 import sys
 from collections.abc import Callable

@@ -86,7 +86,7 @@ def test_there_is_an_end_to_notes():
     assert max(len(line) for line in agent.read_notes().split("\n")) < 520
 
 
-async def test_a_full_dialogue_is_summed_up_in_a_call_of_its_own_and_folded():
+async def test_a_full_dialogue_is_summarised_in_a_separate_call_and_folded():
     client = RecordingClient(ScriptedClient(["up", "left", " I look for the key. ", "down", "right"]))
     agent = harness(client, max_turns=2)
     agent.write_note("door", "east")

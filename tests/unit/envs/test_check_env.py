@@ -39,16 +39,16 @@ class LeavesStateBehind(Sound):
 
 
 class SharesState(CountingEnv):
-    everybody = 0
+    everything = 0
 
     def env_reset(self, *, seed=None):
-        SharesState.everybody = 0
+        SharesState.everything = 0
         return super().env_reset(seed=seed)
 
     def env_step(self, action):
-        SharesState.everybody += 1
+        SharesState.everything += 1
         outcome = super().env_step(action)
-        return StepOutcome(f"{SharesState.everybody}", outcome.reward, False, outcome.terminated)
+        return StepOutcome(f"{SharesState.everything}", outcome.reward, False, outcome.terminated)
 
     def legal_actions(self, agent_id):
         return ["inc"]

@@ -1,4 +1,4 @@
-"""Envs in threads of their own: one that hangs, exits or raises costs its episode and nothing else."""
+"""Envs in separate threads: one that hangs, exits or raises costs its episode and nothing else."""
 
 import asyncio
 import contextvars
@@ -203,7 +203,7 @@ async def test_threads_end_with_their_episodes():
     raise AssertionError(left)
 
 
-async def test_a_copy_of_an_env_has_a_thread_of_its_own():
+async def test_a_copy_of_an_env_has_its_own_thread():
     env = CountingEnv(5)
     await env.async_reset(seed=0)
     for copied in (pickle.loads(pickle.dumps(env)), copy.deepcopy(env)):

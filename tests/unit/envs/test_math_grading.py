@@ -350,7 +350,7 @@ def test_a_worker_that_breaks_says_no_and_is_replaced(worker, answer):
     assert time.monotonic() - start < 10
 
 
-def test_a_worker_that_died_between_questions_costs_nobody_a_verdict(worker):
+def test_a_worker_that_died_between_questions_costs_no_verdict(worker):
     assert worker.check("right", "gold", timeout_s=5)
     (process,) = [one._process for one in worker._all if one._process is not None]
     process.kill()

@@ -79,7 +79,7 @@ def at(env, board):
         # After a centre opening only the corners hold.
         ("....X....", "O", {0, 2, 6, 8}, 0),
         (EMPTY, "X", set(range(9)), 0),
-        # Both can complete a row. X must do so at once; O may also block at A3, which opens a second line of its own.
+        # Both can complete a row. X must do so at once; O may also block at A3, which opens a second line for O.
         ("XX.OO....", "X", {2}, 1),
         ("XX.OO....", "O", {2, 5}, 1),
         # X threatens A2 and B1, and O has no line to complete: nothing helps.
@@ -424,7 +424,7 @@ async def test_the_compact_duel_keeps_the_contract():
     await check_env(partial(TicTacToeDuel, view="compact", random_plies=2), seeds=tuple(range(6)))
 
 
-def test_a_compact_duel_shows_the_board_to_whoever_is_to_move():
+def test_a_compact_duel_shows_the_board_to_the_player_to_move():
     env = TicTacToeDuel(view="compact")
     assert env.reset(seed=0)["X"][0] == "X A1 A2 A3 B1 B2 B3 C1 C2 C3" and env.current_obs()["O"] == ""
     env.step({"X": "B2"})

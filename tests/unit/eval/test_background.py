@@ -93,7 +93,7 @@ async def test_only_one_evaluation_runs_at_a_time_and_the_last_is_waited_for():
 
 
 async def open_later(gate: Gate) -> None:
-    """The second evaluation waits for the first, and with it training: nobody else would open."""
+    """The second evaluation waits for the first, and with it training: no other task would open."""
     while len(gate.versions) < 1 or not gate.num_running:
         await asyncio.sleep(0.01)
     gate.opened.set()

@@ -269,7 +269,7 @@ def test_there_is_a_way_without_asyncio():
     assert metrics["accuracy"] == 1 and json.loads(json.dumps(records)) == records
 
 
-async def test_whoever_watches_is_told_of_every_episode():
+async def test_on_rollouts_is_called_for_every_episode():
     seen: list[int] = []
     await evaluate(
         quiz_engine(lambda question: "<a>yes</a>"),

@@ -1,4 +1,4 @@
-"""Everybody meets everybody in both seats, and the better player wins."""
+"""All pairs meet in both role assignments, and the better player wins."""
 
 import asyncio
 from collections import Counter
@@ -36,7 +36,7 @@ def scripts() -> dict[str, ScriptedClient]:
     }
 
 
-def test_every_pair_plays_as_often_in_both_seatings_with_seeds_of_their_own():
+def test_every_pair_plays_as_often_in_both_assignments_with_different_seeds():
     requests = round_robin(GAME, ["a", "b", "c"], SEATS, num_games=4)
     seatings = Counter(tuple(request.protocol.kwargs["policies"].values()) for request in requests)
     assert seatings == {(x, o): 4 for x in "abc" for o in "abc" if x != o}
@@ -44,7 +44,7 @@ def test_every_pair_plays_as_often_in_both_seatings_with_seeds_of_their_own():
     assert requests == round_robin(GAME, ["a", "b", "c"], SEATS, num_games=4)
 
 
-def test_whoever_earns_more_has_won_also_if_the_other_never_came_to_move():
+def test_the_higher_reward_wins_also_if_the_other_player_never_moved():
     rollouts = play(round_robin(GAME, list(scripts()), SEATS, num_games=1), **scripts())
     found = {(match.first, match.second): match.score for match in matches_of(rollouts, SEATS)}
     assert found == {
@@ -77,7 +77,7 @@ def test_failed_episodes_are_no_matches():
 def test_rollouts_that_do_not_say_who_played_are_refused():
     rollouts = play([assign_roles(GAME, {"X": "plays", "O": "cheats"})], **scripts())
     del rollouts[0].meta["policies"]
-    with pytest.raises(ConfigError, match="does not say who played"):
+    with pytest.raises(ConfigError, match="does not name its policies"):
         matches_of(rollouts, SEATS)
 
 

@@ -200,7 +200,7 @@ def test_equal_answers_that_were_graded_differently_are_drawn_by_lot():
     assert majority_at_k(["a1", "a1", "b2"], [True, False, False], 3) == 0.5
 
 
-def test_among_many_samples_somebody_always_wins():
+def test_among_many_samples_one_answer_always_wins():
     answers = [str(i % 20) for i in range(48)]
     chances = [majority_at_k(answers, [a == str(i) for a in answers], 24) for i in range(20)]
     assert sum(chances) == pytest.approx(1.0)

@@ -56,7 +56,7 @@ async def test_the_childs_answer_is_the_tools_result():
     assert parent.stop is StopReason.TERMINATED and parent.total_reward == pytest.approx(1.1)
 
 
-async def test_a_child_can_have_an_env_of_its_own():
+async def test_a_child_can_have_its_own_env():
     delegates = helpers(["<a>inc</a>"] * 2, make_env=lambda task: CountingEnv(2), max_steps=5)
     _, child = await run([order(), "<a>inc</a>"], delegates)
     assert len(child.env_steps) == 2 and child.meta["env_name"] == "CountingEnv"
@@ -155,7 +155,7 @@ async def test_a_failing_child_is_recorded_and_told_to_the_parent():
     assert parent.stop is StopReason.TERMINATED
 
 
-@pytest.mark.parametrize("bad", [order(to="nobody"), order(to=["helper"]), order(task=" "), call("delegate")])
+@pytest.mark.parametrize("bad", [order(to="missing"), order(to=["helper"]), order(task=" "), call("delegate")])
 async def test_a_wrong_order_is_answered_with_what_is_needed(bad):
     rollouts = await run([bad, "<a>inc</a>"], helpers())
     assert len(rollouts) == 1
@@ -173,7 +173,7 @@ async def test_other_external_tools_still_go_to_the_handler():
     assert {m["content"] for m in rollouts[0].agent_steps[1].prompt_messages[-2:]} == {"because", "four"}
 
 
-async def test_children_have_seeds_of_their_own_that_repeat_with_the_episode():
+async def test_children_have_different_seeds_that_repeat_with_the_episode():
     def seeds_of_a_run():
         clients = []
 

@@ -19,7 +19,7 @@ from tests.unit.agents.test_tool_agents import ask, call
 
 
 class Relay(LudicEnv):
-    """Turn-based: a, b, a, b, …; the last mover wins +1, the other loses −1. Everybody sees every move."""
+    """Turn-based: a, b, a, b, …; the last mover wins +1, the other loses −1. All agents see every move."""
 
     def __init__(self, num_moves: int, roles=("a", "b")) -> None:
         self.num_moves = num_moves
@@ -314,7 +314,7 @@ async def test_an_agent_missing_from_reset_begins_with_its_first_outcome():
         def step(self, actions):
             return {role: told for role, told in super().step(actions).items() if role in actions}
 
-    with pytest.raises(EnvContractError, match="'b' must act, but the env has told it nothing"):
+    with pytest.raises(EnvContractError, match="'b' must act, but has no observation"):
         await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Silent(2))
 
 

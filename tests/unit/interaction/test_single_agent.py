@@ -287,7 +287,7 @@ async def test_an_outcome_with_wrong_fields_is_named(outcome):
         def env_step(self, action):
             return outcome
 
-    with pytest.raises(EnvContractError, match=r"Wrong\.step told 'agent_0' (obs|reward|info)="):
+    with pytest.raises(EnvContractError, match=r"Wrong\.step gave 'agent_0' (obs|reward|info)="):
         await run(["<a>inc</a>"], env=Wrong())
 
 

@@ -140,7 +140,7 @@ def trainer(reward_model, *batches, **more) -> GRPOTrainer:
 # --- advantages -----------------------------------------------------------------------------------------------
 
 
-def test_an_advantage_is_the_reward_minus_the_mean_of_its_own_group():
+def test_an_advantage_is_the_reward_minus_the_mean_of_its_group():
     assert compute_advantages([[1.0, 0.0, 0.0, 0.0], [2.0, 6.0]]) == [[0.75, -0.25, -0.25, -0.25], [-2.0, 2.0]]
 
 
@@ -307,7 +307,7 @@ def drawn(loader: HuggingFaceDataLoader, num_batches: int) -> list[list[int]]:
     return [[example["n"] for example in next(batches)] for _ in range(num_batches)]
 
 
-def test_every_pass_has_each_example_once_in_an_order_of_its_own(numbers):
+def test_every_pass_has_each_example_once_in_a_new_order(numbers):
     first, second, third, fourth = drawn(HuggingFaceDataLoader(numbers, batch_size=5, seed=3), 4)
     assert sorted(first + second) == sorted(third + fourth) == list(range(10))
     assert first + second != third + fourth != list(range(10))

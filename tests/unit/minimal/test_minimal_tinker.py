@@ -166,8 +166,8 @@ def test_what_ends_a_reply_of_the_cookbooks_renderer_is_no_part_of_the_message(
 
 def test_an_unknown_project_is_refused_by_name(fake: FakeTinker, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TINKER_API_KEY", fake.api_key)
-    with pytest.raises(ConfigError, match="project_id='nobody'"):
-        TinkerModel(config_for(fake, project_id="nobody"), tokenizer=TOKENIZER)
+    with pytest.raises(ConfigError, match="project_id='missing'"):
+        TinkerModel(config_for(fake, project_id="missing"), tokenizer=TOKENIZER)
 
 
 def test_the_end_is_told_to_the_service(fake: FakeTinker, model: TinkerModel):

@@ -158,7 +158,7 @@ async def test_a_policy_asks_for_log_probs_and_a_seed_decides_what_is_drawn():
     assert first.steps[0].completion == second.steps[0].completion
 
 
-async def test_replies_of_a_truncated_distribution_are_refused_where_nobody_recorded_what_was_left():
+async def test_replies_of_a_truncated_distribution_are_refused_without_recorded_candidates():
     policy = ClientPolicy(random_bytes(), SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4))
     dialogue = ChatRenderer(BYTES, BYTES.decode_reply).begin()
     with pytest.raises(ConfigError, match=r"top_p=0\.9"):

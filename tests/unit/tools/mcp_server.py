@@ -1,4 +1,4 @@
-"""An MCP server for the tests, a process of its own, written with the official package."""
+"""An MCP server for the tests, a separate process, written with the official package."""
 
 import asyncio
 import os

@@ -414,7 +414,7 @@ async def test_cancelling_the_caller_propagates_and_reaches_an_async_tool(color)
     assert reached == ([True] if color == "async" else [])
 
 
-def test_a_tool_that_hangs_for_ever_does_not_keep_the_interpreter_from_exiting():
+def test_a_hanging_tool_does_not_keep_the_interpreter_from_exiting():
     program = """
 import asyncio, threading
 from ludic.tools import Tool

@@ -238,16 +238,16 @@ def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
 def test_a_wish_to_stop_while_games_are_played_ends_all_at_one_step(tmp_path):
     with players(folder=tmp_path) as table:
         stop = StopSignal()
-        played = table.shared.play_round
+        run = table.shared.run_round
         rounds = []
 
-        async def play_round() -> None:
+        async def run_round() -> None:
             rounds.append(1)
             if len(rounds) == 3:
                 stop.set("in the middle")
-            await played()
+            await run()
 
-        table.shared.play_round = play_round
+        table.shared.run_round = run_round
         asyncio.run(train_policies(table.trainers, 10, stop=stop))
         assert [trainer.step for trainer in table.trainers.values()] == [2, 2]
     assert common_step([tmp_path / "ann", tmp_path / "bob"]) == 2
@@ -271,15 +271,15 @@ def test_requests_that_run_out_within_a_round_are_reported(caplog):
     """Bob is at the table in every third game, and one game is a round: in its last one it is not, and there is no more."""
     seatings = [{"left": "ann", "right": "bob"}, *[{"left": "ann", "right": "past"}] * 2]
     with players(seatings=seatings, groups=1) as table:
-        played, rounds = table.shared.play_round, []
+        run, rounds = table.shared.run_round, []
 
-        async def play_round() -> None:
+        async def run_round() -> None:
             rounds.append(1)
             if len(rounds) > 9:
                 raise RequestsExhausted("no more games")
-            await played()
+            await run()
 
-        table.shared.play_round = play_round
+        table.shared.run_round = run_round
         asyncio.run(train_policies(table.trainers, 40))
         steps = {name: trainer.step for name, trainer in table.trainers.items()}
     assert steps["ann"] == steps["bob"] + 1

@@ -1,7 +1,7 @@
 """The pipeline: actors push groups of samples to Redis, learners train on them, either may restart.
 
-`run` and `cli` import it. Loads without Redis; what needs it says so when it is made. Start with actor.py and source.py (the two
-ends), then queue.py.
+`run` and `cli` import it. It loads without Redis; classes that need Redis raise MissingExtra when they are built. Start with
+actor.py and source.py (the two ends), then queue.py.
 """
 
 from importlib import import_module
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Each part is loaded when it is first asked for."""
+    """Import each part on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}.")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

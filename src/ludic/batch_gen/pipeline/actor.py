@@ -1,8 +1,8 @@
-"""`run_pipeline_actor`: plays groups with whatever policy is served, and pushes each as soon as it is complete.
+"""`run_pipeline_actor` runs groups of episodes with the served policy and pushes each group when it is complete.
 
-It keeps playing through weight updates; every token says which version sampled it. It begins a group only if that will be
-fresh when its turn comes (see `pacing`), gives up one that cannot be used any more, waits while the queue is full, and waits
-for a Redis that is away. A failed episode is data; a wrong set-up, or a policy that is gone for good, ends the actor.
+The actor keeps running through weight updates; every token records the version that sampled it. It starts a group only if the
+group will be fresh when it is trained on (see `pacing`), cancels groups that have become too old, waits while the queue is full,
+and retries while Redis is unreachable. A failed episode is data; a wrong set-up or a lost policy server ends the actor.
 """
 
 import asyncio
@@ -37,45 +37,45 @@ logger = logging.getLogger(__name__)
 
 _LIMITS = WireLimits()
 _BEAT_S = 1.0
-"""How often an actor that is busy says that it lives, and looks whether its groups can still be used."""
+"""Interval of heartbeats, at which the actor also checks whether its groups can still be used."""
 _STOP_S = 5.0
-"""How long an actor that was told to stop may take to let a push arrive."""
+"""After `stop` is set, the actor waits this long for a push to arrive."""
 _LEAVE_S = 2.0
-"""How long an actor that ends tries to say so; it is forgotten after a while in any case."""
+"""Time limit of the last heartbeat; without it the actor's heartbeat expires."""
 _CANCEL_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorReport:
-    """What an actor has done so far."""
+    """Counts of an actor's work so far."""
 
     actor: ActorId
-    """Its name in the queue, new in every life."""
+    """Its name in the queue, new after every restart."""
     num_groups: int = 0
-    """Pushed."""
+    """Groups pushed."""
     num_items: int = 0
-    """In those groups: this is what the queue counts as produced."""
+    """Items in those groups; the queue counts them as produced."""
     num_failed: int = 0
-    """Groups in which an episode failed, which were left out."""
+    """Groups dropped because an episode failed."""
     num_empty: int = 0
-    """Groups that the filter left nothing of, or that had no action token."""
+    """Groups without an item after filtering, or without an action token."""
     num_abandoned: int = 0
-    """Groups given up because they had become too old, or because the actor was stopped."""
+    """Groups cancelled because they became too old or the actor was stopped."""
 
 
 @dataclass(slots=True, eq=False)
-class _InPlay:
-    """A group that has been begun."""
+class _RunningGroup:
+    """A group whose episodes are running."""
 
     requests: RequestGroup
     num_expected: int
-    """Items, by what groups like it have brought."""
+    """Expected number of items, from the average of earlier groups."""
     first_version: int | None
-    """Of the policy that was served when it began."""
+    """Version of the served policy when the group started."""
     task: "asyncio.Task[None] | None" = None
     is_abandoned: bool = False
     is_pushing: bool = False
-    """Being sent: from here on it is not given up half way."""
+    """A push is under way and is not cancelled."""
 
 
 async def run_pipeline_actor(
@@ -105,27 +105,27 @@ async def run_pipeline_actor(
     on_group: Callable[[ActorReport], None] | None = None,
     poll_s: float = 0.1,
 ) -> ActorReport:
-    """Play until the requests are used up, `max_groups` are pushed, or `stop` is set.
+    """Run groups until the requests are exhausted, `max_groups` are pushed, or `stop` is set.
 
-    `concurrency`: episodes at a time, of as many groups as that takes. `client`: the policy that plays, asked for its version
-    before a group begins. `follow` runs beside it, for example `FolderFollower(…).run`; if it raises, so does the actor.
-    `max_failed_share`: of the last 32 groups. `max_waiting`: groups in the queue, from where on actors wait. `patience_s`: how
-    long Redis may be away. `limits`: the learner's. `on_group` is told after every push.
+    `concurrency`: episodes at a time, over all groups. `client`: the policy, asked for its version before a group starts.
+    `follow` runs in the background, for example `FolderFollower(…).run`; its errors end the actor. `max_failed_share`: of the
+    last 32 groups. `max_waiting`: actors wait at this number of groups in the queue. `patience_s`: how long Redis may be
+    unreachable. `limits`: those of the learner. `on_group` is called after every push.
     """
     if max_groups is not None and max_groups < 1:
         raise ConfigError(f"max_groups={max_groups}; an actor pushes at least one group, or None for no limit.")
-    assembly = BatchBuilder(
+    builder = BatchBuilder(
         credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter, per_turn=per_turn
     )
-    player = GroupRunner(engine, max_steps=max_steps, concurrency=concurrency, timeout_s=timeout_s)
+    runner = GroupRunner(engine, max_steps=max_steps, concurrency=concurrency, timeout_s=timeout_s)
     queue = ExperienceQueue(
         redis_url, queue_key, max_waiting=max_waiting, max_bytes=limits.max_bytes, patience_s=patience_s
     )
     actor = _Actor(
         queue=queue,
         requests=RequestStream(requests_fn, strategy, {}),
-        player=player,
-        assembly=assembly,
+        runner=runner,
+        builder=builder,
         failures=RecentFailures(max_failed_share),
         encode=lambda items: encode_group(items, compress=compress, limits=limits),
         served_by=client if isinstance(client, VersionedClient) else None,
@@ -144,12 +144,12 @@ async def run_pipeline_actor(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Actor:
-    """The state of one actor's life."""
+    """The state of one actor process."""
 
     queue: ExperienceQueue
     requests: RequestStream
-    player: GroupRunner
-    assembly: BatchBuilder
+    runner: GroupRunner
+    builder: BatchBuilder
     failures: RecentFailures
     encode: Callable[[Sequence[SAWItem]], bytes]
     served_by: VersionedClient | None
@@ -158,48 +158,48 @@ class _Actor:
     stop: asyncio.Event
     on_group: Callable[[ActorReport], None] | None
     poll_s: float
-    in_play: list[_InPlay] = field(default_factory=list)
+    running: list[_RunningGroup] = field(default_factory=list)
     next_group: RequestGroup | None = None
-    """Drawn, and waiting for its turn."""
+    """Drawn and not started yet."""
     is_exhausted: bool = False
     is_policy_away: bool = False
-    """It could not be asked for its version; said once."""
+    """The policy did not return its version; logged once."""
     learner: LearnerState | None = None
-    """As it was at the last beat."""
+    """State at the last heartbeat."""
     num_reserved: int = 0
-    """Items of a group that is about to begin."""
-    num_played: int = 0
-    """Episodes whose items have been counted."""
+    """Expected items of a group that is about to start."""
+    num_finished: int = 0
+    """Finished episodes whose items have been counted."""
     num_made: int = 0
-    """Items that those brought."""
+    """Items of those episodes."""
     one_push: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Sequence numbers arrive in order, or the later one would hide the earlier."""
+    """Sequence numbers must arrive in order; the queue takes an overtaken one for a repetition."""
 
     async def run(self, follow: Callable[[], Awaitable[None]] | None) -> None:
-        main = asyncio.create_task(self._play_on(), name="play groups")
+        main = asyncio.create_task(self._run_groups(), name="run groups")
         helpers = [asyncio.create_task(self._keep_beating(), name="beat")]
         if follow is not None:
             helpers.append(asyncio.ensure_future(_awaited(follow)))
-        stopping = asyncio.create_task(self._stop_in_time(main), name="stop")
+        stopping = asyncio.create_task(self._wait_for_stop(main), name="stop")
         try:
             await _until_one_ends([main, stopping], unless_fail=helpers)
         finally:
-            playing = [group.task for group in self.in_play if group.task is not None]
-            await _end([main, stopping, *helpers, *playing])
-            self._count_abandoned(sum(task.cancelled() for task in playing))
+            tasks = [group.task for group in self.running if group.task is not None]
+            await _end([main, stopping, *helpers, *tasks])
+            self._count_abandoned(sum(task.cancelled() for task in tasks))
             await self._leave()
 
-    async def _stop_in_time(self, main: "asyncio.Task[None]") -> None:
+    async def _wait_for_stop(self, main: "asyncio.Task[None]") -> None:
         await self.stop.wait()
         await asyncio.wait([main], timeout=_STOP_S)
 
     # --- the loop ---
 
-    async def _play_on(self) -> None:
+    async def _run_groups(self) -> None:
         while not self._is_over:
             self._collect()
-            if not (self._has_room and await self._begin_next()):
-                await self._rest()
+            if not (self._has_room and await self._start_next()):
+                await self._pause()
         await self._finish()
 
     @property
@@ -209,68 +209,68 @@ class _Actor:
 
     @property
     def _has_room(self) -> bool:
-        if self.max_groups is not None and self.report.num_groups + len(self.in_play) >= self.max_groups:
+        if self.max_groups is not None and self.report.num_groups + len(self.running) >= self.max_groups:
             return False
-        # What waits for room in the queue is enough ahead.
-        return self.player.has_room and not self.one_push.locked()
+        # Do not start another group while a push waits for room in the queue.
+        return self.runner.has_room and not self.one_push.locked()
 
-    async def _rest(self) -> None:
-        """Until there may be something to do: a place is free, or the learner has moved on."""
-        self.player.freed.clear()
+    async def _pause(self) -> None:
+        """Wait until an episode ends, at most `poll_s`: the learner's state may have changed by then."""
+        self.runner.freed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.poll_s):
-                await self.player.freed.wait()
+                await self.runner.freed.wait()
 
     def _collect(self) -> None:
-        """Forget groups that are done; what went wrong in one of them is raised."""
-        for group in [group for group in self.in_play if group.task is not None and group.task.done()]:
-            self.in_play.remove(group)
-            assert group.task is not None, "that is how it was found"
+        """Remove finished groups and re-raise their errors."""
+        for group in [group for group in self.running if group.task is not None and group.task.done()]:
+            self.running.remove(group)
+            assert group.task is not None, "the list holds only groups with a task"
             if group.task.cancelled():
                 self._count_abandoned(1)
             else:
                 group.task.result()
 
     async def _finish(self) -> None:
-        """What was begun is finished, unless the actor was told to stop; a push is never cut off."""
-        while self.in_play:
+        """Finish the running groups, or cancel them after `stop`; a push is never interrupted."""
+        while self.running:
             if self.stop.is_set():
-                self._abandon(self.in_play)
+                self._abandon(self.running)
             self._collect()
-            await self._rest()
+            await self._pause()
 
     def _count_abandoned(self, num_groups: int) -> None:
         self.report = replace(self.report, num_abandoned=self.report.num_abandoned + num_groups)
 
-    # --- beginning ---
+    # --- starting a group ---
 
-    async def _begin_next(self) -> bool:
-        """Whether another group has been begun."""
+    async def _start_next(self) -> bool:
+        """Start another group if pacing allows it, and return whether it did."""
         requests = self._draw()
         if requests is None:
             return False
         try:
             served_version = None if self.served_by is None else await self.served_by.get_policy_version()
-        except RetryableError as error:  # a server that is being restarted; one that is gone for good says PolicyGone
+        except RetryableError as error:  # the server is restarting; a lost server raises PolicyGone
             if not self.is_policy_away:
-                logger.warning("nothing is begun until the policy can be asked for its version: %s", error)
+                logger.warning("no group starts until the policy returns its version: %s", error)
             self.is_policy_away = True
             return False
         self.is_policy_away = False
         if not self._may_begin(await self._beat(), 0, served_version):
             return False
         num_expected = self._expected_items(requests)
-        self.num_reserved = num_expected  # announced before it is begun: another actor may be looking at the same gap
+        self.num_reserved = num_expected  # announce it before starting: another actor may want to fill the same gap
         learner = await self._beat()
         self.num_reserved = 0
         if not self._may_begin(learner, num_expected, served_version):
             return False
-        group = _InPlay(requests, num_expected, learner.version if served_version is None else served_version)
-        group.task = asyncio.create_task(self._play_group(group))
-        group.task.add_done_callback(lambda _: self.player.freed.set())
-        self.in_play.append(group)
+        group = _RunningGroup(requests, num_expected, learner.version if served_version is None else served_version)
+        group.task = asyncio.create_task(self._run_group(group))
+        group.task.add_done_callback(lambda _: self.runner.freed.set())
+        self.running.append(group)
         self.next_group = None
-        await asyncio.sleep(0)  # it takes its places
+        await asyncio.sleep(0)  # let it occupy its places
         return True
 
     def _draw(self) -> RequestGroup | None:
@@ -278,7 +278,7 @@ class _Actor:
             try:
                 self.next_group = next(iter(self.requests.take(1)), None)
             except RequestsExhausted as reason:
-                logger.info("the requests are used up: %s", reason)
+                logger.info("the requests are exhausted: %s", reason)
                 self.is_exhausted = True
         return self.next_group
 
@@ -288,26 +288,26 @@ class _Actor:
 
     def _expected_items(self, requests: RequestGroup) -> int:
         num_episodes = sum(request.num_episodes for request in requests)
-        rate = self.num_made / self.num_played if self.num_played else 1.0
+        rate = self.num_made / self.num_finished if self.num_finished else 1.0
         return max(1, math.ceil(num_episodes * rate))
 
     # --- one group ---
 
-    async def _play_group(self, group: _InPlay) -> None:
-        played = await self.player.play(group.requests)
-        self.failures.count(played.failures)
-        if not played.is_whole or not played.episodes:
+    async def _run_group(self, group: _RunningGroup) -> None:
+        finished = await self.runner.run(group.requests)
+        self.failures.count(finished.failures)
+        if not finished.is_whole or not finished.episodes:
             self.report = replace(self.report, num_failed=self.report.num_failed + 1)
             return
-        items = self.assembly.batch(played.episodes).items
-        self.num_played += len(played.episodes)
+        items = self.builder.batch(finished.episodes).items
+        self.num_finished += len(finished.episodes)
         self.num_made += len(items)
         if items:
             await self._push(group, items)
         else:
             self.report = replace(self.report, num_empty=self.report.num_empty + 1)
 
-    async def _push(self, group: _InPlay, items: Sequence[SAWItem]) -> None:
+    async def _push(self, group: _RunningGroup, items: Sequence[SAWItem]) -> None:
         payload, facts = self.encode(items), group_facts(items)
         async with self.one_push:
             group.is_pushing = True
@@ -319,7 +319,7 @@ class _Actor:
                 oldest_version=facts.oldest_version,
             ):
                 group.is_pushing = False
-                await asyncio.sleep(self.poll_s)  # it is full
+                await asyncio.sleep(self.poll_s)  # the queue is full
                 group.is_pushing = True
             self.report = replace(
                 self.report,
@@ -335,32 +335,32 @@ class _Actor:
         while True:
             learner = await self._beat()
             if learner.version is None:
-                logger.info("waiting for a learner to announce itself")
+                logger.info("waiting for a learner")
             await asyncio.sleep(_BEAT_S)
 
     async def _beat(self) -> LearnerState:
-        """Say what is being made, hear how the learner stands, and give up what it could not use any more."""
-        num_items = self.num_reserved + sum(group.num_expected for group in self.in_play)
+        """Send a heartbeat with the items in progress, read the learner's state, and cancel groups that are too old."""
+        num_items = self.num_reserved + sum(group.num_expected for group in self.running)
         before, learner = self.learner, await self.queue.beat_actor(self.report.actor, num_items)
         self.learner = learner
         if before is not None and (learner.version or 0) < (before.version or 0):
             logger.warning("the learner went back from version %s to %s", before.version, learner.version)
-            self._abandon(self.in_play)
+            self._abandon(self.running)
         else:
-            self._abandon([group for group in self.in_play if is_too_late(learner, group.first_version)])
+            self._abandon([group for group in self.running if is_too_late(learner, group.first_version)])
         return learner
 
-    def _abandon(self, groups: Sequence[_InPlay]) -> None:
+    def _abandon(self, groups: Sequence[_RunningGroup]) -> None:
         for group in groups:
             if group.task is not None and not group.is_pushing and not group.is_abandoned:
                 group.is_abandoned = True
                 group.task.cancel()
 
     async def _leave(self) -> None:
-        """Nobody shall count on what it was making."""
-        saying = asyncio.create_task(self.queue.beat_actor(self.report.actor, 0))
-        await asyncio.wait([saying], timeout=_LEAVE_S)
-        await _end([saying])
+        """Send a last heartbeat with no items in progress, so that pacing does not wait for them."""
+        beat = asyncio.create_task(self.queue.beat_actor(self.report.actor, 0))
+        await asyncio.wait([beat], timeout=_LEAVE_S)
+        await _end([beat])
 
 
 async def _awaited(make: Callable[[], Awaitable[None]]) -> None:
@@ -368,18 +368,18 @@ async def _awaited(make: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _end(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """Cancel, and wait until they are over, however they end."""
+    """Cancel the tasks and wait until they have ended."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
-        # Once is not always enough: the Redis client waits with asyncio.wait_for, which in Python 3.11 forgets a cancellation
-        # that comes together with the answer.
+        # Cancel repeatedly: the Redis client uses asyncio.wait_for, which in Python 3.11 can swallow a cancellation that
+        # arrives together with the answer.
         await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
-    await asyncio.gather(*tasks, return_exceptions=True)  # what they raised has been heard
+    await asyncio.gather(*tasks, return_exceptions=True)  # mark their exceptions as retrieved
 
 
 async def _until_one_ends(ends: Sequence["asyncio.Task[None]"], *, unless_fail: Sequence["asyncio.Task[None]"]) -> None:
-    """Wait for one of `ends`; what any of them all raises before that is raised."""
+    """Wait until one of `ends` is done; raise the first error of any of the tasks."""
     waiting = {*ends, *unless_fail}
     while not any(task.done() for task in ends):
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

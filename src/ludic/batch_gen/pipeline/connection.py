@@ -1,4 +1,4 @@
-"""Reaching Redis: addresses, patience while it is away, and messages that never show a password."""
+"""Connections to Redis: addresses, retries while it is unreachable, and messages that never show a password."""
 
 import logging
 import random
@@ -34,30 +34,30 @@ _CODE_OF_TYPE = {
 _PASSING = frozenset(
     {"LOADING", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MISCONF", "OOM"}
 )
-"""Refusals that end without anything being done here: it loads its data, runs a script, is a replica for the moment, cannot
-write to its disk, or has no memory left."""
+"""Errors that are worth a retry: Redis loads its data, runs a script, is a replica for the moment, cannot write to its disk, or
+has no memory left."""
 _LOGIN = frozenset({"NOPERM", "NOAUTH", "WRONGPASS"})
 
 
 class RedisGone(LudicError, ConnectionError):
-    """Redis could not be reached for longer than we are prepared to wait."""
+    """Redis was unreachable for longer than `patience_s`."""
 
 
 def require_redis(needed_for: str) -> None:
     try:
-        import redis.asyncio  # noqa: F401 - only whether it is there
+        import redis.asyncio  # noqa: F401 - checks that it is installed
     except ImportError as error:
         raise MissingExtra("pipeline", needed_for) from error
 
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where Redis is, and how a client of it is set up."""
+    """Address of Redis and the settings of its clients."""
 
     url: str = field(repr=False)
-    """redis://, rediss:// (TLS) or unix://, with a password where it needs one."""
+    """redis://, rediss:// (TLS) or unix://, with a password if needed."""
     timeout_s: float = 30.0
-    """How long a single answer may take; the largest are of some ten megabytes."""
+    """Time limit of one answer; the largest have some ten megabytes."""
 
     def __post_init__(self) -> None:
         require_redis("A pipeline over Redis")
@@ -69,7 +69,7 @@ class RedisAddress:
         try:
             self.sync_client()
         except (ValueError, TypeError):
-            # Not chained: what the parser could not read may be a piece of the password.
+            # Not chained: the parser's message may contain a piece of the password.
             raise ConfigError(
                 "redis_url cannot be read: it must look like redis://user:password@host:6379/0, and characters "
                 "such as @ / : # in a password must be percent-encoded."
@@ -79,8 +79,8 @@ class RedisAddress:
         return shown_url(self.url)
 
     def async_client(self) -> "redis.asyncio.Redis":
-        """Belongs to the event loop that first uses it. It waits for ever: whoever calls it says for how long, since its own
-        time-out (asyncio.wait_for) can swallow a cancellation before Python 3.12."""
+        """A client for the event loop that first uses it. It has no time-out, the caller sets one: redis-py's own time-out
+        (asyncio.wait_for) can swallow a cancellation before Python 3.12."""
         import redis.asyncio
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
@@ -99,13 +99,13 @@ class RedisAddress:
         return redis.Redis.from_pool(pool)
 
     def _always(self) -> dict[str, Any]:
-        """Whatever the address says. The client's own retries are off: after a lost reply a take must first look at what it
-        may have been given, which only we know how to do."""
+        """Settings for every address. The client's own retries are off: after a lost reply, a take must first read the groups
+        that it may have been given."""
         return {"decode_responses": False, "socket_connect_timeout": self.timeout_s}
 
 
 def code_of(error: BaseException) -> str | None:
-    """The word by which Redis says what is wrong: the client turns some into types, in a script's error it is in the text."""
+    """The error code of Redis. redis-py turns some codes into exception types; a script's error has the code in its text."""
     known = _CODE_OF_TYPE.get(type(error).__name__)
     if known is None and (found := _CODE.search(str(error))) is not None:
         return found[1]
@@ -113,9 +113,9 @@ def code_of(error: BaseException) -> str | None:
 
 
 class RetryBackoff:
-    """How long a Redis that is away, or refuses for the moment, is waited for, from the first failure on.
+    """Back-off while Redis is unreachable or temporarily refuses, up to `patience_s` after the first failure.
 
-    `waits_for_room`: without an end while Redis is at maxmemory. For pushes: the learner makes room.
+    `waits_for_room`: wait without limit while Redis is at maxmemory. For pushes: the learner makes room.
     """
 
     def __init__(self, address: RedisAddress, patience_s: float, *, waits_for_room: bool = False) -> None:
@@ -125,7 +125,7 @@ class RetryBackoff:
         self._wait_s = _FIRST_WAIT_S
 
     def wait_after(self, error: Exception) -> float:
-        """Seconds until the next try. What another try would not help against is raised, as a sentence."""
+        """Seconds until the next attempt. Raises an error that a retry cannot fix."""
         refuse_for_good(error, self._address)
         now = time.monotonic()
         is_full = code_of(error) == "OOM"
@@ -140,7 +140,7 @@ class RetryBackoff:
                 "running, and can this machine reach it? Nothing is lost: start it again, and this process with it."
             ) from error
         wait, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
-        # Not all who were cut off at the same moment should come back at the same moment.
+        # Jitter: processes that lost the connection together should not reconnect together.
         return wait * random.uniform(0.75, 1.25)
 
     def answered(self) -> None:
@@ -165,7 +165,7 @@ def _what_is_wrong(error: Exception) -> str:
 
 
 def refuse_for_good(error: Exception, address: RedisAddress) -> None:
-    """What only the user can mend: a wrong password, a command that this Redis does not have."""
+    """Raise ConfigError for errors that only the user can fix: a wrong password, an unsupported command."""
     import redis.exceptions as failures
 
     reason: BaseException | None = error
@@ -180,12 +180,12 @@ def refuse_for_good(error: Exception, address: RedisAddress) -> None:
     if isinstance(error, failures.ResponseError) and code_of(error) not in _PASSING:
         raise ConfigError(
             f"Redis at {address} refuses what the queue asks for: {error}. The queue needs Redis 6.2 or newer, or Valkey, "
-            "and keys that no other program writes to; with another queue_key it begins afresh."
+            "and keys that no other program writes to; with another queue_key it starts empty."
         ) from error
 
 
 def away() -> tuple[type[Exception], ...]:
-    """What is perhaps worth another try (`RetryBackoff.wait_after` knows): no connection, no answer, a refusal."""
+    """Exceptions that may be worth a retry (`RetryBackoff.wait_after` decides): no connection, no answer, a refusal."""
     import redis.exceptions as failures
 
     return (

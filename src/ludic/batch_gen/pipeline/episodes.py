@@ -1,7 +1,7 @@
-"""Playing groups side by side: many groups, a bounded number of episodes at a time, none of them waiting for a whole group.
+"""Runs several groups at once with a bounded number of episodes.
 
-A group is over when its slowest episode is; meanwhile its other places are free for the next group. What is left of failed
-episodes is a sentence each. Whether too many have failed is judged over the last groups, since an actor has no last one.
+While the slowest episode of a group runs, its other places are free for the next group. A failed episode leaves one line of text.
+The failure limit covers the most recent groups, because an actor has no known last group.
 """
 
 import asyncio
@@ -23,69 +23,69 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedGroup:
-    """What became of one group."""
+    """The episodes and failures of one group."""
 
     episodes: list[Episode]
-    """Those that were finished, in order."""
+    """Finished episodes, in order."""
     failures: list[str]
-    """Why the others were not."""
+    """One message per failed episode."""
     is_whole: bool
-    """False when an episode is missing that the others would have been compared with."""
+    """False if credit compares the episodes and one of them failed."""
 
 
 class GroupRunner:
-    """Plays groups with one engine."""
+    """Runs groups with one engine."""
 
     def __init__(
         self, engine: RolloutEngine, *, max_steps: int, concurrency: int, timeout_s: float | None = None
     ) -> None:
         if concurrency < 1:
             raise ConfigError(f"concurrency={concurrency}; at least one episode must run at a time.")
-        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # a wrong limit is named here, not by every episode
+        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # checks the limits before the first episode
         self._engine = engine
         self._max_steps, self._timeout_s, self._concurrency = max_steps, timeout_s, concurrency
         self._places = asyncio.Semaphore(concurrency)
         self.freed = asyncio.Event()
-        """Set whenever an episode has ended; the actor clears it before it waits."""
+        """Set when an episode ends; the waiting caller clears it."""
         self._num_planned = 0
         self._num_open = 0
-        """Episodes of all groups that have been begun, playing or waiting for a place."""
+        """Episodes of all started groups that are running or waiting for a place."""
 
     @property
     def has_room(self) -> bool:
-        """Whether an episode of another group could begin at once."""
+        """Whether an episode of another group could start at once."""
         return self._num_open < self._concurrency
 
-    async def play(self, group: RequestGroup) -> FinishedGroup:
+    async def run(self, group: RequestGroup) -> FinishedGroup:
         members = list(single_episodes(group))
         first_index, self._num_planned = self._num_planned, self._num_planned + len(members)
-        jobs = [partial(self._play_one, request, first_index + number) for number, request in enumerate(members)]
+        jobs = [partial(self._run_one, request, first_index + number) for number, request in enumerate(members)]
         num_left = len(jobs)
         self._num_open += num_left
         episodes: list[Episode] = []
         failures: list[str] = []
         try:
-            playing = as_finished(jobs, limit=len(jobs))
-            async with aclosing(playing):
-                async for played in playing:
+            finished = as_finished(jobs, limit=len(jobs))
+            async with aclosing(finished):
+                async for result in finished:
                     num_left -= 1
                     self._num_open -= 1
                     self.freed.set()
-                    failures += [played] if isinstance(played, str) else []
-                    episodes += [played] if isinstance(played, Episode) else []
+                    failures += [result] if isinstance(result, str) else []
+                    episodes += [result] if isinstance(result, Episode) else []
         finally:
             self._num_open -= num_left
         episodes.sort(key=lambda episode: episode.plan.index)
         is_compared = any(request.group_id is not None for request in group)
         return FinishedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
 
-    async def _play_one(self, request: RolloutRequest, index: int) -> Episode | str:
+    async def _run_one(self, request: RolloutRequest, index: int) -> Episode | str:
         async with self._places:
             try:
-                [episode] = await self._engine.play(
+                [episode] = await self._engine.run_episodes(
                     [request], max_steps=self._max_steps, timeout_s=self._timeout_s, concurrency=1, first_index=index
                 )
-            except TooManyFailures as error:  # one of one: what is too many is not for a single episode to say
+            except TooManyFailures as error:  # one failure of one episode; RecentFailures holds the limit over groups
                 return str(error)
         failure = episode.failure
         return episode if failure is None else f"episode {index}: {failure.error}: {failure.message}"
@@ -103,7 +103,7 @@ def single_episodes(group: RequestGroup) -> Iterator[RolloutRequest]:
 
 
 class RecentFailures:
-    """Ends a run in which most of the last groups have failed."""
+    """Raises TooManyFailures when too many of the last groups have failed."""
 
     def __init__(self, max_failed_share: float, *, window: int = 32) -> None:
         if not 0 <= max_failed_share <= 1:
@@ -112,7 +112,7 @@ class RecentFailures:
         self._recent: deque[Sequence[str]] = deque(maxlen=window)
 
     def count(self, failures: Sequence[str]) -> None:
-        """`failures` of one group; TooManyFailures once the last `window` groups say so."""
+        """Count the `failures` of one group."""
         self._recent.append(failures)
         failed = [reasons for reasons in self._recent if reasons]
         window = self._recent.maxlen

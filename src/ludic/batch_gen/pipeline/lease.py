@@ -1,6 +1,6 @@
-"""One learner per name: a lease that is kept up from a thread, and lost only to somebody who waited for it to run out.
+"""Leases: one learner per name, renewed from a thread. Another learner takes a name over only after its lease has expired.
 
-The thread matters: a learner that blocks its event loop for a minute of gradients is alive, and must not lose its name.
+The renewal runs in a thread because a learner that blocks its event loop with a minute of gradients must not lose its lease.
 """
 
 import logging
@@ -19,25 +19,25 @@ from ludic.types import ConfigError, LudicError
 logger = logging.getLogger(__name__)
 
 CallScript: TypeAlias = Callable[[str, Sequence[Any]], Any]
-"""Runs a script with these arguments, at once, and without asking twice."""
+"""Runs a script with these arguments, without retries."""
 
 
 class LeaseLost(LudicError, RuntimeError):
-    """Another learner has taken over this one's name, and with it the groups it held."""
+    """Another learner has taken over this learner's name and groups."""
 
 
 class LeaseHeld(LudicError, RuntimeError):
-    """Another learner has this name, and is alive."""
+    """Another live learner holds this name."""
 
 
 def new_token() -> str:
-    """Names one life of one learner; says in messages where it runs."""
+    """Identifies one learner process; messages show its host and process id."""
     return f"{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex}".replace(" ", "_")
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A learner's name, for as long as it lives."""
+    """A learner's name and the token of the process that holds it."""
 
     name: str
     token: str = field(default_factory=new_token)
@@ -45,18 +45,18 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseTimes:
-    """How fast a dead learner is noticed. Every learner of a queue has the same."""
+    """Lease duration and renewal interval; the same for every learner of a queue."""
 
     holds_s: float = 15.0
-    """After so long without a sign of life the name is free."""
+    """The lease expires this long after the last heartbeat."""
     beat_s: float = 3.0
-    """A sign of life is given so often."""
+    """Interval of heartbeats."""
 
     def __post_init__(self) -> None:
         if not 0 < self.beat_s <= self.holds_s / 3:
             raise ConfigError(
-                f"A lease that holds {self.holds_s} s is renewed every {self.beat_s} s; a beat must be more than 0 and at most "
-                "a third of it, or one late answer loses it."
+                f"holds_s={self.holds_s}, beat_s={self.beat_s}; beat_s must be above 0 and at most a third of holds_s, or one "
+                "late answer loses the lease."
             )
 
 
@@ -65,21 +65,21 @@ LEASE_TIMES = LeaseTimes()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerStatus:
-    """How a learner stands; it says so with everything it asks."""
+    """State of a learner; it is sent with every call."""
 
     version: int | None = None
-    """The policy version it trains on; None before it knows."""
+    """The policy version it trains on; None if not known yet."""
     items_per_update: int = 1
     """Over all ranks."""
     max_lag: int | None = None
-    """None: nothing is too old."""
+    """None: no limit."""
     is_waiting: bool = False
-    """It has nothing to train on."""
+    """The learner has nothing to train on."""
     items_in_hand: int = 0
-    """Handed to the trainer and not yet acknowledged: nobody has to wait for these."""
+    """Items given to the trainer and not acknowledged yet; pacing does not count them as waiting."""
 
     def arguments(self, lease: Lease) -> list[str | int]:
-        """The first seven of every script that a learner calls."""
+        """The first seven arguments of every script that a learner calls."""
         version = "" if self.version is None else self.version
         max_lag = "" if self.max_lag is None else self.max_lag
         return [
@@ -88,7 +88,7 @@ class LearnerStatus:
 
 
 class Heartbeat:
-    """Calls `beat` from a thread of its own, over a connection of its own, until it is stopped or the lease is lost."""
+    """Calls `beat` from its own thread and connection until it is stopped or the lease is lost."""
 
     def __init__(
         self, address: RedisAddress, keys: Keys, lease: Lease, times: LeaseTimes, beat: Callable[[CallScript], None]
@@ -101,7 +101,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends with the beat that is under way."""
+        """Stop the thread after the current beat."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -135,7 +135,7 @@ class Heartbeat:
 
 def lost(lease: Lease, reason: str) -> LeaseLost:
     return LeaseLost(
-        f"This learner was {lease.name!r} ({lease.token}), but has lost that name: {reason}. It was silent for longer than a "
-        "lease holds (a pause of the process or the network?), and another learner went on with its groups. Resume from the "
-        "last checkpoint; nothing that it had saved is trained on again."
+        f"This learner was {lease.name!r} ({lease.token}) and has lost that name: {reason}. It sent no heartbeat for longer than "
+        "the lease lasts (a pause of the process or the network?), and another learner took over its groups. Resume from the "
+        "last checkpoint; groups that are in the checkpoint are not trained on again."
     )

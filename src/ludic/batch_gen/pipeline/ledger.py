@@ -1,7 +1,8 @@
-"""What became of each group that a learner was given: handed out, trained, saved, acknowledged.
+"""Tracks the state of each group that a learner has taken: handed out, trained, saved, acknowledged.
 
-The trainer's thread tells it what happened; whoever talks to Redis asks it what may be acknowledged. Only an acknowledgement
-that Redis has confirmed is forgotten, so a state that is saved at any moment lists all that must not be trained on again.
+The trainer's thread reports what happened; the batch source and the heartbeat read what may be acknowledged. The ledger forgets a
+group only after Redis confirms its acknowledgement, so a state saved at any moment lists all groups that must not be trained on
+again.
 """
 
 import threading
@@ -13,14 +14,14 @@ from typing import Any
 from ludic.batch_gen.pipeline.queue import Settlement
 
 _MAX_DONE = 10_000
-"""Far more than a learner acknowledges in the seconds that Redis can lose."""
+"""Far more groups than a learner acknowledges in the seconds of data that a killed Redis can lose."""
 
 
 class Acknowledge(StrEnum):
     """When a group is removed from the queue."""
 
     SAVED = "saved"  # with the first checkpoint at or after the step that used it
-    TRAINED = "trained"  # with the step that used it: a crash loses what was trained on since the last checkpoint
+    TRAINED = "trained"  # with the step that used it: a crash loses the groups trained on since the last checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,23 @@ class _Used:
 
 
 class Ledger:
-    """The groups of one learner's life. Every method may be called from any thread."""
+    """The groups of one learner process. Every method may be called from any thread."""
 
     def __init__(self, acknowledge: Acknowledge) -> None:
         self._acknowledge = acknowledge
         self._lock = threading.Lock()
         self._out: dict[str, int] = {}
-        """Group → items, handed to the trainer since its last step."""
+        """Group → items given to the trainer since its last step."""
         self._used: dict[str, _Used] = {}
-        """Trained on, and not yet acknowledged."""
+        """Trained on and not acknowledged yet."""
         self._due: dict[str, Settlement] = {}
-        """Those of them that may be."""
+        """Groups of `_used` that may be acknowledged."""
         self._done: dict[str, Settlement] = {}
-        """Acknowledged, the latest of them: a Redis that was killed may have forgotten that."""
+        """The latest acknowledged groups; a killed Redis may have lost the acknowledgement."""
         self._suspects: set[str] = set()
-        """Groups that Redis was told an update begins with, and not yet that it is over."""
+        """Groups whose update has started in Redis' records and has not ended there."""
 
-    # --- what happens ---
+    # --- events ---
 
     def hand_out(self, groups: Iterable[tuple[str, int]]) -> None:
         new = dict(groups)
@@ -56,13 +57,13 @@ class Ledger:
             self._out.update(new)
             self._suspects.update(new)
 
-    def told_over(self, ids: Iterable[str]) -> None:
-        """Redis knows that the updates of these groups are over."""
+    def mark_over(self, ids: Iterable[str]) -> None:
+        """Redis has recorded that the updates of these groups are over."""
         with self._lock:
             self._suspects.difference_update(ids)
 
     def trained(self, step: int, num_items: int) -> None:
-        """A step has used so many of the items that are out; the rest were left out of it."""
+        """A step has used `num_items` of the items handed out; the trainer filtered the rest."""
         with self._lock:
             left = num_items
             for id_, size in self._out.items():
@@ -75,7 +76,7 @@ class Ledger:
             self._out.clear()
 
     def saved(self, step: int) -> None:
-        """What went into the weights up to this step is safe."""
+        """The weights of this step are saved, so groups used up to it may be acknowledged."""
         with self._lock:
             self._due.update({id_: used.settlement for id_, used in self._used.items() if used.step <= step})
 
@@ -90,18 +91,18 @@ class Ledger:
                 del self._done[id_]
 
     def forgotten(self, id_: str) -> bool:
-        """Whether a group that Redis offers is one whose acknowledgement it has lost; then it is due once more."""
+        """True if Redis has lost the acknowledgement of this group; the group is then due again."""
         with self._lock:
             if id_ not in self._done:
                 return False
             self._due[id_] = self._done[id_]
             return True
 
-    # --- how it stands ---
+    # --- state ---
 
     def over(self, *, with_out: bool = False) -> set[str]:
-        """Groups whose update is over, and Redis has not been told. `with_out`: also those that are handed out, and that the
-        trainer gave back alive: it asks for the next batch, or ends without an error."""
+        """Groups whose update is over and not reported to Redis. `with_out`: include those handed out, for a trainer that asks
+        for the next batch or ends without an error."""
         with self._lock:
             return set(self._suspects) if with_out else self._suspects - self._out.keys()
 
@@ -110,12 +111,12 @@ class Ledger:
             return list(self._due.values())
 
     def ids(self) -> set[str]:
-        """Groups that must not be handed out again in this life."""
+        """Groups that this process must not hand out again."""
         with self._lock:
             return {*self._out, *self._used}
 
     def items_in_hand(self, without: Iterable[Settlement] = ()) -> int:
-        """Items that are out or used; those of `without` are left out."""
+        """Items handed out or used, except those of `without`."""
         with self._lock:
             leaving = {settlement.id for settlement in without}
             used = (_size(u.settlement) for id_, u in self._used.items() if id_ not in leaving)
@@ -128,7 +129,7 @@ class Ledger:
             ]
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """What was trained on before the checkpoint that we begin with: it is in those weights, so it is acknowledged now."""
+        """Load the groups trained on before the checkpoint. They are in its weights, so they may be acknowledged now."""
         with self._lock:
             for id_, step, num_trained, num_filtered in state:
                 settlement = Settlement(id=id_, trained=num_trained, filtered=num_filtered)

@@ -1,8 +1,8 @@
 """`ExperienceQueue`: groups of samples between actors and learners, over Redis Streams.
 
-A group is delivered at least once, whole, to one learner at a time, and acknowledged when that learner says what became of it.
-Whatever a lost connection leaves open is asked again: the scripts (ludic.batch_gen.pipeline.scripts) do nothing twice. The
-queue carries bytes; what they mean is the wire format's matter (ludic.batch_gen.pipeline.wire).
+A group is delivered whole and at least once, to one learner at a time, and is removed when that learner settles it. Calls are
+repeated after a lost connection; the scripts (ludic.batch_gen.pipeline.scripts) are idempotent. The queue carries bytes; their
+format is that of ludic.batch_gen.pipeline.wire.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 _Answer = TypeVar("_Answer")
 
 ActorId = NewType("ActorId", str)
-"""One life of one actor: a restarted actor has a new one, since its sequence numbers begin again."""
+"""One actor process. A restarted actor gets a new id, because its sequence numbers start again."""
 
 START = "0"
-"""Cursor that goes through all of a learner's own unacknowledged groups."""
+"""Cursor at the first of a learner's own unacknowledged groups."""
 _ENOUGH_BYTES = 16 * 2**20
-"""An answer of Redis ends after so many bytes, whatever was asked for."""
+"""Maximum size of one answer of Redis."""
 _MAX_LOOKED_AT = 1000
-"""A take looks at so many entries at a time: Redis serves nobody else meanwhile."""
+"""Maximum number of entries that one take reads; Redis serves no other client meanwhile."""
 _FORGET_ACTOR_S = 24 * 3600
-"""An actor that was silent for so long will not repeat a push."""
+"""An actor without heartbeats for this long will not repeat a push."""
 MAX_TRIES = 3
-"""A group is buried when so many learners have died while they trained on it."""
+"""A group becomes a dead letter when this many learners have died while they trained on it."""
 
 
 def new_actor_id(name: str = "actor") -> ActorId:
@@ -46,14 +46,14 @@ def new_actor_id(name: str = "actor") -> ActorId:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedGroup:
-    """A group on its way into the queue."""
+    """A group to push."""
 
     sequence: int
-    """1, 2, 3, … within an actor's life."""
+    """1, 2, 3, … within an actor process."""
     payload: bytes
     num_items: int
     oldest_version: int | None
-    """Of any token of any item; None when nobody said."""
+    """Oldest version of any token of any item; None if unknown."""
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or not 1 <= self.num_items < 1_000_000 or not self.payload:
@@ -70,38 +70,37 @@ class PackedGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenGroup:
-    """A group that a learner was given."""
+    """A group that a learner has taken."""
 
     id: str
-    """Of its entry; what it is settled by."""
+    """Id of its stream entry."""
     num_items: int
     oldest_version: int | None
     num_tries: int
-    """How many learners have died in an update that began with it."""
+    """How many learners have died in an update with this group."""
     payload: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """What one look into the queue gave."""
+    """The result of one take."""
 
     groups: list[TakenGroup]
     cursor: str
-    """Where to go on among one's own unacknowledged groups; empty when they are through."""
+    """Position among the learner's own unacknowledged groups; empty after the last one."""
     is_empty: bool
-    """There was nothing more to take."""
+    """The queue has no more new groups."""
     stale: dict[int, int]
-    """Lag → items that were dropped because of it."""
-    buried: dict[str, int]
-    """Reason → groups that were moved to the dead letters: entries that are not like ours, payloads missing or too large, groups
-    that learners died of."""
+    """Lag → items dropped because of it."""
+    dead_letters: dict[str, int]
+    """Reason → groups moved to the dead letters: foreign entries, payloads missing or too large, groups on which learners died."""
     num_dead: int
-    """Their items."""
+    """Items of these groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settlement:
-    """What became of a group's items."""
+    """How a group's items were used."""
 
     id: str
     trained: int = 0
@@ -111,7 +110,7 @@ class Settlement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerState:
-    """What an actor needs to know to keep its pace."""
+    """The state that an actor needs for pacing."""
 
     version: int | None
     """The policy version that the learner trains on; None before the first learner."""
@@ -121,34 +120,34 @@ class LearnerState:
     is_waiting: bool
     """The learner has nothing to train on."""
     waiting_items: int
-    """In the queue and not begun to be trained on, whether or not a learner has fetched them."""
+    """Items in the queue whose training has not started, fetched by a learner or not."""
     in_progress_items: int
-    """Being made by all living actors, the caller among them."""
+    """Items in progress at all live actors, including the caller."""
     num_actors: int
-    """Heard of lately, the caller among them."""
+    """Live actors, including the caller."""
     waiting_groups: int
-    """Groups that no learner has fetched: what `max_waiting` bounds."""
+    """Groups that no learner has fetched; `max_waiting` bounds them."""
     num_learners: int
-    """Heard of lately."""
+    """Live learners."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Census:
-    """All there is, at one moment. Counts are in items."""
+class QueueCounts:
+    """Counts of the queue at one moment, in items unless the name says otherwise."""
 
     produced: int
     trained: int
-    """And acknowledged."""
+    """Trained on and acknowledged."""
     stale: int
     filtered: int
     dead: int
     taken_groups: int
-    """Fetched by a learner, not acknowledged."""
+    """Fetched by a learner and not acknowledged."""
     taken_items: int
     waiting_groups: int
     waiting_items: int
     num_foreign: int
-    """Entries that our push has not written; a learner buries them when it comes to them."""
+    """Entries not written by `push`; a learner moves them to the dead letters when it reads them."""
     oldest_waiting_s: float
     num_actors: int
     in_progress_items: int
@@ -157,19 +156,19 @@ class Census:
 
     @property
     def in_queue(self) -> int:
-        """Summed from the entries themselves."""
+        """Sum over the entries of the stream."""
         return self.taken_items + self.waiting_items
 
     @property
     def balance(self) -> int:
-        """0 when every item that was produced is accounted for."""
+        """0 if every produced item is accounted for."""
         return self.produced - (self.trained + self.stale + self.filtered + self.dead + self.in_queue)
 
 
 class ExperienceQueue:
-    """One end of the queue; actors and learners each have their own.
+    """A client of the queue, for an actor or a learner.
 
-    Works in whichever event loop calls it. Close it, or use `async with`.
+    It works in any event loop. Close it, or use `async with`.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class ExperienceQueue:
         self._pushing = asyncio.Lock()
 
     @property
-    def census_arguments(self) -> list[Any]:
+    def counts_arguments(self) -> list[Any]:
         return [self._living_ms]
 
     def __repr__(self) -> str:
@@ -207,16 +206,16 @@ class ExperienceQueue:
     async def push(
         self, actor: ActorId, sequence: int, payload: bytes, *, num_items: int, oldest_version: int | None
     ) -> bool:
-        """False when the queue is full: try the same number again later.
+        """Push a group. False if the queue is full: retry with the same sequence number later.
 
-        A number that was pushed before is answered True and changes nothing. Numbers rise within an actor's life: one that
-        comes after a greater one is taken for such a repetition.
+        Pushing a number again returns True and changes nothing. Numbers must rise within an actor process: a number after a
+        greater one counts as a repetition.
         """
         group = PackedGroup(sequence=sequence, payload=payload, num_items=num_items, oldest_version=oldest_version)
         return await self.push_many(actor, [group]) == 1
 
     async def push_many(self, actor: ActorId, groups: Sequence[PackedGroup]) -> int:
-        """How many of them, from the first on, are in the queue; the rest found no room."""
+        """Push groups in order and return how many are in the queue; there was no room for the rest."""
         for group in groups:
             if len(group.payload) > self._max_bytes:
                 raise ConfigError(
@@ -224,7 +223,7 @@ class ExperienceQueue:
                     "Use smaller groups, or raise the limit of actors and learners."
                 )
         num_done = 0
-        async with self._pushing:  # in order: a number that is overtaken would be lost
+        async with self._pushing:  # in order: an overtaken sequence number would be lost
             for part in _parts_of_size(groups, _ENOUGH_BYTES):
                 accepted = await self._push_part(actor, part)
                 num_done += accepted
@@ -239,7 +238,7 @@ class ExperienceQueue:
             args += [group.sequence, group.num_items, "" if group.oldest_version is None else group.oldest_version]
 
         async def push(client: "redis.asyncio.Redis") -> int:
-            # EVAL, not EVALSHA: a script that Redis has forgotten would fail when the payloads have been written.
+            # EVAL, not EVALSHA: if Redis has dropped the script, EVALSHA fails after the payloads are written.
             async with client.pipeline(transaction=True) as transaction:
                 transaction.mset(payloads)
                 transaction.eval(scripts.PUSH, len(self.keys.all), *self.keys.all, *args)
@@ -249,7 +248,7 @@ class ExperienceQueue:
         return await self._patiently(push, waits_for_room=True)
 
     async def beat_actor(self, actor: ActorId, in_progress_items: int) -> LearnerState:
-        """A sign of life, and how the learner stands."""
+        """Send an actor's heartbeat and return the learner's state."""
         lease_ms = round(self.lease_times.holds_s * 1000)
         args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms]
         (
@@ -268,32 +267,33 @@ class ExperienceQueue:
         )
 
     async def leave(self, actor: ActorId) -> None:
-        """The actor has ended, and will not push again under this name."""
+        """Remove an actor that has ended and will not push again under this id."""
         await self._call(scripts.LEAVE, [actor])
 
     # --- learners ---
 
     async def acquire(self, lease: Lease, *, seen: bytes = b"") -> tuple[str, float, bytes]:
-        """Whose the name is now; where it is another's, for how many seconds still, and that lease as it is written.
+        """Acquire the lease. Returns the token of its holder and, if that is another learner, the seconds left and its record.
 
-        `seen`: that lease as it was written a lease time ago or longer. If it still is, it has run out.
+        `seen`: the record of that lease as read at least one lease duration ago. If it is unchanged, the lease has expired.
         """
         lease_ms = round(self.lease_times.holds_s * 1000)
         holder, left_ms, written = await self._call(scripts.ACQUIRE, [lease.name, lease.token, lease_ms, seen])
         return holder.decode(errors="replace"), int(left_ms) / 1000, written
 
     async def release(self, lease: Lease) -> None:
-        """The name is free at once; its unacknowledged groups wait for whoever takes it next."""
+        """Free the name at once; its unacknowledged groups stay for the next learner of this name."""
         await self._call(scripts.RELEASE, [lease.name, lease.token])
 
     async def announce(self, lease: Lease, status: LearnerStatus) -> None:
-        """Tell actors how the learner stands."""
+        """Publish the learner's state to the actors."""
         await self._learner_call(scripts.ANNOUNCE, lease, status, [])
 
     async def hand_out(
         self, lease: Lease, status: LearnerStatus, *, begun: Collection[str], over: Collection[str]
     ) -> None:
-        """An update begins with these groups; that of those is over. What an update never ends with counts against it."""
+        """Record that an update starts with the groups `begun` and that the updates of the groups `over` have ended. A group
+        whose update never ends counts one failed try."""
         await self._learner_call(scripts.HAND_OUT, lease, status, hand_out_arguments(begun=begun, over=over))
 
     async def take(
@@ -306,15 +306,15 @@ class ExperienceQueue:
         held: Collection[str] = (),
         max_tries: int = MAX_TRIES,
     ) -> Taken:
-        """Whole groups until there are `max_items` items or more: first one's own that are not yet acknowledged, from
-        `cursor` on, without those that are `held`; then new ones. What is too old is dropped on the way, and what was being
-        trained on when `max_tries` learners died is buried.
+        """Take whole groups until they have at least `max_items` items: first the learner's own unacknowledged groups from
+        `cursor` on, except those in `held`; then new ones. Drops groups that are too old, and moves groups on which
+        `max_tries` learners have died to the dead letters.
 
-        Whoever did not get to see the answer (it was cancelled) has to begin with cursor `START` again.
+        A caller that did not receive the answer (a cancelled call) must start with cursor `START` again.
         """
         limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT, max_tries]
         args = [*limits, cursor, *(held if cursor else ())]
-        again = [*limits, START, *held]  # after a lost reply, what was delivered is among our own
+        again = [*limits, START, *held]  # after a lost reply, the delivered groups are among the learner's own
         flat, cursor_after, is_empty, stale, dead = await self._learner_call(
             scripts.TAKE, lease, status, args, again=again
         )
@@ -328,14 +328,13 @@ class ExperienceQueue:
             cursor=cursor_after.decode(),
             is_empty=bool(is_empty),
             stale=_summed(stale),
-            buried=dict(Counter(reason.decode(errors="replace") for reason in dead[::2])),
+            dead_letters=dict(Counter(reason.decode(errors="replace") for reason in dead[::2])),
             num_dead=sum(dead[1::2]),
         )
 
     async def _payloads(self, ids: Sequence[str]) -> list[bytes]:
-        """Their sizes were right when the script looked; whatever has been put there since, no more than the limit is read.
-        They stay until the groups are settled; where somebody else has removed one it is empty, which no reader takes for a
-        group."""
+        """The payloads, cut at the size limit: another program may have replaced one since the script checked its size. A
+        payload that another program has removed is empty, which the reader rejects."""
         if not ids:
             return []
 
@@ -349,30 +348,30 @@ class ExperienceQueue:
         return [payload if isinstance(payload, bytes) else b"" for payload in found]
 
     async def settle(self, lease: Lease, status: LearnerStatus, settlements: Sequence[Settlement]) -> int:
-        """Acknowledge and remove these groups; how many of them were still there. A repetition changes nothing."""
+        """Acknowledge and remove these groups; returns how many were still there. A repetition changes nothing."""
         num_settled = 0
         for start in range(0, len(settlements), scripts.CHUNK):
             part = settlements[start : start + scripts.CHUNK]
             num_settled += await self._learner_call(scripts.SETTLE, lease, status, settle_arguments(part))
         return num_settled
 
-    async def bury(self, lease: Lease, status: LearnerStatus, reasons: dict[str, str]) -> int:
-        """Move these groups (entry id → what is wrong with it) to the dead letters; how many items that were."""
+    async def move_to_dead_letters(self, lease: Lease, status: LearnerStatus, reasons: dict[str, str]) -> int:
+        """Move these groups (entry id → reason) to the dead letters; returns their number of items."""
         args = [value for id_, reason in reasons.items() for value in (id_, reason[:1000])]
-        return int(await self._learner_call(scripts.BURY, lease, status, args))
+        return int(await self._learner_call(scripts.DEAD_LETTER, lease, status, args))
 
     async def reclaim(self, lease: Lease, status: LearnerStatus, *, num_learners: int) -> int:
-        """Take over the groups of learners that are gone for good (ranks that this world does not have); how many."""
+        """Take over the groups of dead learners whose rank does not exist in this world size; returns their number."""
         args = [round(self.lease_times.holds_s * 1000), num_learners, scripts.CHUNK]
         return int(await self._learner_call(scripts.RECLAIM, lease, status, args))
 
     # --- both ---
 
-    async def census(self) -> Census:
-        return read_census(await self._call(scripts.CENSUS, self.census_arguments))
+    async def counts(self) -> QueueCounts:
+        return read_counts(await self._call(scripts.COUNT_ITEMS, self.counts_arguments))
 
     async def clear(self) -> None:
-        """Forget everything: what is in the queue, all counts, all leases. For the beginning of a new run."""
+        """Delete all groups, counts and leases, before a new run."""
         await self._call(scripts.CLEAR, [])
 
     async def close(self) -> None:
@@ -401,16 +400,16 @@ class ExperienceQueue:
     ) -> Any:
         from redis.exceptions import ResponseError
 
-        who = status.arguments(lease)
+        common = status.arguments(lease)
         try:
-            return await self._call(script, [*who, *args], again=None if again is None else [*who, *again])
+            return await self._call(script, [*common, *args], again=None if again is None else [*common, *again])
         except ResponseError as error:
             if str(error).startswith(scripts.LEASE_LOST):
                 raise lost(lease, str(error)) from error
             raise
 
     async def _call(self, script: str, args: Sequence[Any], *, again: Sequence[Any] | None = None) -> Any:
-        """The script's answer; where the connection is lost it is asked again, with the arguments `again` if given."""
+        """Call a script; after a lost connection repeat the call, with the arguments `again` if given."""
         now, then = args, args if again is None else again
 
         def ask(client: "redis.asyncio.Redis") -> Awaitable[Any]:
@@ -423,7 +422,7 @@ class ExperienceQueue:
     async def _patiently(
         self, ask: Callable[["redis.asyncio.Redis"], Awaitable[Any]], *, waits_for_room: bool = False
     ) -> Any:
-        """The answer; where the connection is lost, or Redis cannot do it for the moment, it is asked again."""
+        """Repeat a call while the connection is lost or Redis temporarily refuses."""
         patience = RetryBackoff(self.address, self.patience_s, waits_for_room=waits_for_room)
         while True:
             try:
@@ -440,7 +439,7 @@ class ExperienceQueue:
                 return answer
 
     async def _wrong_type(self, error: Exception) -> ConfigError:
-        """Which of our keys holds something else; Redis does not say."""
+        """The error that names the keys of the wrong type; Redis does not name them."""
         client: Any = self._connected()
         found = {key: (await client.type(key)).decode() for key in self.keys.types}
         wrong = [key for key, type_ in found.items() if type_ not in ("none", self.keys.types[key])]
@@ -456,15 +455,15 @@ class ExperienceQueue:
     def _connected(self) -> "redis.asyncio.Redis":
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            # Connections belong to a loop; those of an ended one went with it (`train_sync` once more).
+            # Connections belong to an event loop and end with it (a second `train_sync`).
             self._client, self._loop = self.address.async_client(), loop
             self._pushing = asyncio.Lock()
         return self._client
 
 
 async def _unless_cancelled(call: Awaitable[_Answer]) -> _Answer:
-    """The answer. redis-py waits with `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes in the same
-    turn as what it waits for; whoever cancelled would wait for ever."""
+    """Await the call and re-raise a swallowed cancellation. redis-py uses `asyncio.wait_for`, which in Python 3.11 swallows a
+    cancellation that arrives in the same loop iteration as the result; the caller that cancelled would hang."""
     task = asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
     num_before = task.cancelling()
@@ -476,22 +475,22 @@ async def _unless_cancelled(call: Awaitable[_Answer]) -> _Answer:
 
 
 def hand_out_arguments(*, begun: Collection[str], over: Collection[str]) -> list[Any]:
-    """The script's, after those that every learner's call has."""
+    """Arguments of HAND_OUT after the common ones of a learner."""
     return [len(over), *over, *begun]
 
 
 def settle_arguments(settlements: Sequence[Settlement]) -> list[Any]:
-    """The script's, after those that every learner's call has."""
+    """Arguments of SETTLE after the common ones of a learner."""
     return [value for s in settlements for value in (s.id, s.trained, s.stale, s.filtered)]
 
 
-def read_census(answer: Sequence[Any]) -> Census:
+def read_counts(answer: Sequence[Any]) -> QueueCounts:
     *numbers, version = answer
     (
         produced, trained, stale, filtered, dead, taken_groups, taken_items, waiting_groups, waiting_items, num_foreign,
         age_ms, num_actors, in_progress_items, num_dead_letters,
     ) = numbers  # fmt: skip
-    return Census(
+    return QueueCounts(
         produced=produced,
         trained=trained,
         stale=stale,
@@ -522,7 +521,7 @@ def _summed(pairs: Sequence[bytes]) -> dict[int, int]:
 
 
 def _parts_of_size(groups: Sequence[PackedGroup], max_bytes: int) -> Iterable[list[PackedGroup]]:
-    """In order; each part within the size, or a single group."""
+    """Split into parts, in order; each part is within the size or a single group."""
     part: list[PackedGroup] = []
     size = 0
     for group in groups:

@@ -1,11 +1,10 @@
-"""What must happen at once, or not at all: the Lua scripts that run inside Redis, and the keys they touch.
+"""The atomic operations of the queue: Lua scripts that run inside Redis, and the keys they use.
 
-A script is the only writer of these keys, so every state that anybody sees is a whole one. Redis is the only clock. Scripts
-that are sent again after a lost connection do nothing twice: a push by its sequence number, the rest because an entry is
-acknowledged only once.
+Only these scripts write the keys, so readers always see a consistent state. Redis is the only clock. The scripts are idempotent
+when repeated after a lost connection: a push by its sequence number, the others because an entry is acknowledged only once.
 
-Payloads never pass through Lua, which takes longer over making a string of one than Redis over all the rest. A push writes
-them beside the script, in one transaction with it, and the script only gives them their names; a learner reads them by name.
+Payloads never pass through Lua, which needs longer to copy one into a string than Redis needs for everything else. A push writes
+the payloads in the same transaction as the script, which renames them; a learner reads them by name.
 """
 
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from ludic.types import ConfigError
 
 GROUP = "learners"
 LEASE_LOST = "LEASELOST"
-"""How an error of a script begins that is answered to a learner whose name is somebody else's by now."""
+"""Prefix of the error a script returns when the learner's lease was taken over."""
 CHUNK = 500
-"""Entries per call where there may be many: Redis serves nobody else meanwhile."""
+"""Maximum number of entries per call; Redis serves no other client during a script."""
 MAX_DEAD = 1000
-"""How many dead letters are kept, about; older ones go."""
+"""Approximate number of dead letters kept."""
 MAX_DEAD_PAYLOAD = 65_536
-"""A dead letter keeps its payload up to so many bytes."""
+"""A dead letter keeps a payload of at most this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +31,24 @@ class Keys:
 
     def __post_init__(self) -> None:
         if not self.queue_key or "{" in self.queue_key or "}" in self.queue_key:
-            raise ConfigError(f"queue_key={self.queue_key!r}; it must have a letter or more, and no braces.")
+            raise ConfigError(f"queue_key={self.queue_key!r}; it must not be empty or contain braces.")
 
     @property
     def stream(self) -> str:
-        """Entries of `n` (items), `v` (oldest version of any token, or nothing) and `p` (written by push)."""
+        """Entries of `n` (items), `v` (oldest version of any token, or empty) and `p` (written by push)."""
         return f"{{{self.queue_key}}}"
 
     @property
     def payloads(self) -> str:
-        """What the names of payloads begin with."""
+        """Prefix of the payload keys."""
         return f"{self.stream}:payload"
 
     def payload(self, entry_id: str) -> str:
-        """A group's bytes, apart from its entry: whoever reads an entry has not yet read what may be large."""
+        """A group's bytes, separate from its entry, so that reading an entry does not load a large payload."""
         return f"{self.payloads}:{entry_id}"
 
     def arriving(self, actor: str, sequence: int) -> str:
-        """A group's bytes within the transaction that pushes it; after it, there are none."""
+        """A group's bytes inside the transaction that pushes it."""
         return f"{self.stream}:arriving:{actor}:{sequence}"
 
     @property
@@ -64,39 +63,39 @@ class Keys:
 
     @property
     def beats(self) -> str:
-        """Actor → when it was last heard of, and how many items it is making."""
+        """Actor → time of its last heartbeat, and its items in progress."""
         return f"{self.stream}:beats"
 
     @property
     def learner(self) -> str:
-        """What actors need to know of the learner."""
+        """The learner's state, for actors."""
         return f"{self.stream}:learner"
 
     @property
     def leases(self) -> str:
-        """Learner's name → whose it is, and when that one was last heard of."""
+        """Learner's name → token of its holder, and time of the last heartbeat."""
         return f"{self.stream}:leases"
 
     @property
     def dead(self) -> str:
-        """Stream of groups that cannot be trained on, each with the reason."""
+        """Stream of groups that cannot be trained on, with reasons."""
         return f"{self.stream}:dead"
 
     @property
     def tries(self) -> str:
-        """Entry → how many learners' lives have begun an update with it and not ended that update, and the last such life."""
+        """Entry → number of learner processes that started an update with it and did not end it, and the last of them."""
         return f"{self.stream}:tries"
 
     @cached_property
     def all(self) -> list[str]:
-        """In the order in which the scripts take them."""
+        """In the order of the scripts' KEYS."""
         return [
             self.stream, self.payloads, self.counts, self.actors, self.beats, self.learner, self.leases, self.dead, self.tries,
         ]  # fmt: skip
 
     @property
     def types(self) -> dict[str, str]:
-        """What Redis calls the type of each key, where it exists."""
+        """Redis type of each key."""
         hashes = (self.counts, self.actors, self.beats, self.learner, self.leases, self.tries)
         return {self.stream: "stream", self.dead: "stream", **dict.fromkeys(hashes, "hash")}
 
@@ -112,19 +111,19 @@ end
 
 local function whole(number) return string.format('%.0f', number) end
 
--- At maxmemory Redis refuses a script's first write if that takes memory, and no later one. This write takes none (there is no
--- such key): scripts that free memory, or say that a process lives, begin with it.
+-- At maxmemory Redis refuses only a script's first write, if that needs memory. This write needs none (the key does not exist):
+-- scripts that free memory or send a heartbeat start with it.
 local function pass_when_full() redis.call('UNLINK', PAYLOADS) end
 
 local function payload_of(id) return PAYLOADS .. ':' .. id end
 
--- 0 where there is none, or something of another kind that somebody else has put there.
+-- 0 if there is no payload, or another program has put a value of another type there.
 local function payload_size(id)
   local size = redis.pcall('STRLEN', payload_of(id))
   return type(size) == 'number' and size or 0
 end
 
--- How many groups learners have in hand. Whoever calls first makes the learners' group, and with it the stream.
+-- Number of groups taken by learners. The first call creates the consumer group and the stream.
 local function num_pending()
   local pending = redis.pcall('XPENDING', STREAM, GROUP)
   if not pending.err then return pending[1] end
@@ -134,10 +133,10 @@ end
 
 local function ensure_group() num_pending() end
 
--- Groups that no learner has taken. Those that wait for a checkpoint only must never hold up an actor.
+-- Groups that no learner has taken. Groups that only wait for a checkpoint must never block an actor.
 local function num_waiting() return math.max(0, redis.call('XLEN', STREAM) - num_pending()) end
 
--- An entry's number of items and oldest version ('' for none); nothing where push has not written it.
+-- An entry's number of items and oldest version ('' for none); nil if push did not write it.
 local function read_entry(fields)
   if not fields or #fields ~= 6 or fields[1] ~= 'n' or fields[3] ~= 'v' or fields[5] ~= 'p' then return nil end
   local n, v = fields[2], fields[4]
@@ -151,14 +150,14 @@ local function why_unreadable(fields)
     .. ', but there are 1 to 999999 items, of a version that is a whole number from 0 on'
 end
 
--- A count that another program has overwritten begins again; the account then says how many items it misses.
+-- A count that another program has overwritten restarts here; the balance then shows the missing items.
 local function count(name, items)
   if items <= 0 then return end
   local reply = redis.pcall('HINCRBY', COUNTS, name, whole(items))
   if type(reply) == 'table' and reply.err then redis.call('HSET', COUNTS, name, whole(items)) end
 end
 
--- True for the one caller who ends an entry's life; all others find it gone.
+-- True for the one caller that removes the entry, false for all others.
 local function remove(id)
   if redis.call('XACK', STREAM, GROUP, id) == 0 then return false end
   redis.call('XDEL', STREAM, id)
@@ -167,14 +166,14 @@ local function remove(id)
   return true
 end
 
--- In how many lives of learners it was being trained on when the learner died, and the last of these lives.
+-- Number of learner processes that died while training on the entry, and the last of them.
 local function tries_of(id)
   local num, life = (redis.call('HGET', TRIES, id) or ''):match('^(%d+) (%S+)$')
   return tonumber(num) or 0, life
 end
 
--- Items that push has not counted are counted as produced here, so that the counts add up.
-local function bury(id, fields, reason)
+-- Items of foreign entries are counted as produced here, so that the counts add up.
+local function dead_letter(id, fields, reason)
   local size = payload_size(id)
   local payload = ''
   if size > 0 and size <= {MAX_DEAD_PAYLOAD} then payload = redis.call('GET', payload_of(id)) end
@@ -197,7 +196,7 @@ end
 
 local function write_lease(name, token) redis.call('HSET', LEASES, name, token .. ' ' .. whole(now_ms())) end
 
--- Every call of a learner begins with who it is and how it stands: ARGV 1 to 7.
+-- Every call of a learner starts with its identity and state: ARGV 1 to 7.
 local function learner_calls()
   local name, token = ARGV[1], ARGV[2]
   local holder = read_lease(name)
@@ -206,8 +205,8 @@ local function learner_calls()
   write_lease(name, token)
   redis.call('HSET', LEARNER, 'items_per_update', ARGV[4], 'max_lag', ARGV[5],
     'waiting:' .. name, ARGV[6], 'in_hand:' .. name, ARGV[7])
-  -- Ranks are not in the same step at the same moment; actors that saw the version go back and forth would each time give up
-  -- what they play. The first rank is the one that publishes.
+  -- Only the first rank, which publishes, sets the version: ranks are not in the same step at the same moment, and actors cancel
+  -- their groups whenever the version goes back.
   if name == 'learner-0' then redis.call('HSET', LEARNER, 'version', ARGV[3]) end
   return nil
 end
@@ -216,9 +215,9 @@ end
 PUSH = (
     _PRELUDE
     + """
--- actor, max_waiting, then per group: sequence, items, oldest version; its payload has just arrived under a name of its own.
--- Nothing is taken after the first that finds no room: it must not be overtaken, or it would count as a repetition.
-pass_when_full()  -- Redis had room for the payloads; they must not be left behind without their entries
+-- actor, max_waiting, then per group: sequence, items, oldest version; its payload has just arrived under a temporary key.
+-- Stop at the first group without room: a group that is overtaken would count as a repetition.
+pass_when_full()  -- Redis had room for the payloads; they must not stay without their entries
 local actor, max_waiting = ARGV[1], tonumber(ARGV[2])
 local waiting = num_waiting()
 local last = tonumber(redis.call('HGET', ACTORS, actor)) or 0
@@ -237,7 +236,7 @@ for i = 3, #ARGV, 3 do
     end
     done = done + 1
   end
-  redis.call('UNLINK', arriving)  -- still there if it is a repetition, or found no room
+  redis.call('UNLINK', arriving)  -- still there after a repetition, or without room
 end
 local in_progress = (redis.call('HGET', BEATS, actor) or '0 0'):match('^%d+ (%d+)$') or '0'
 redis.call('HSET', BEATS, actor, whole(now_ms()) .. ' ' .. in_progress)
@@ -248,8 +247,8 @@ return done
 TAKE = (
     _PRELUDE
     + """
--- 8 items wanted, 9 bytes a payload may have, 10 bytes after which the answer ends, 11 entries to look at, 12 learners that may
--- die of an entry, 13 where to go on among our own unacknowledged entries ('' for new ones only), 14… which of those we hold.
+-- 8 items wanted, 9 max bytes of a payload, 10 max bytes of the answer, 11 max entries to read, 12 max failed tries of an entry,
+-- 13 cursor in the learner's own unacknowledged entries ('' for new ones only), 14… the entries that it holds.
 local lost = learner_calls()
 if lost then return lost end
 local name, version, max_lag = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[5])
@@ -263,12 +262,12 @@ local groups, stale, items, bytes, dead, looked = {}, {}, 0, 0, {}, 0
 
 local function set_aside(id, fields, reason)
   dead[#dead + 1] = reason
-  dead[#dead + 1] = bury(id, fields, reason)
+  dead[#dead + 1] = dead_letter(id, fields, reason)
 end
 
 local function look_at(id, fields)
   looked = looked + 1
-  if not fields then  -- somebody deleted it; there is nothing to acknowledge but its name
+  if not fields then  -- another program deleted the entry; only its id is left to acknowledge
     remove(id)
     return
   end
@@ -289,8 +288,8 @@ local function look_at(id, fields)
     return set_aside(id, fields, 'it was being trained on when a learner died, ' .. times)
   end
   local lag = v ~= '' and version and version - tonumber(v)
-  -- A version of the future is of a life that ended after the checkpoint we began with: another policy than ours. One ahead
-  -- is our own next: weights are published before the learner says so.
+  -- A future version comes from a run that went on after the checkpoint we resumed from: another policy than ours. One version
+  -- ahead is our own: weights are published before the learner announces the version.
   if lag and max_lag and (lag > max_lag or -lag > max_lag + 1) then
     if remove(id) then
       count('stale', n)
@@ -353,7 +352,7 @@ return settled
 """
 )
 
-BURY = (
+DEAD_LETTER = (
     _PRELUDE
     + """
 -- Then per entry: id, reason.
@@ -363,7 +362,7 @@ ensure_group()
 local dead = 0
 for i = 8, #ARGV, 2 do
   local entries = redis.call('XRANGE', STREAM, ARGV[i], ARGV[i])
-  if entries[1] then dead = dead + bury(ARGV[i], entries[1][2], ARGV[i + 1]) end
+  if entries[1] then dead = dead + dead_letter(ARGV[i], entries[1][2], ARGV[i + 1]) end
 end
 return dead
 """
@@ -381,8 +380,8 @@ return 1
 HAND_OUT = (
     _PRELUDE
     + """
--- 8 how many entries follow whose update is over, then these, then the entries that an update begins with now. A life counts
--- once for an entry, however often this is sent.
+-- 8 number of entries whose update is over, then these entries, then the entries whose update starts now. A learner process
+-- counts once per entry, also if the call is repeated.
 local lost = learner_calls()
 if lost then return lost end
 local token, num_over = ARGV[2], tonumber(ARGV[8])
@@ -398,9 +397,9 @@ return 1
 ACQUIRE = (
     _PRELUDE
     + """
--- name, token, how long a lease holds, the lease as the caller saw it so long ago. Answers whose it is, for how long still
--- where that is not the caller, and the lease itself. One that has not changed since has not been renewed, whatever Redis's
--- clock says: that may have been set back.
+-- name, token, lease duration, the lease record as the caller read it one duration ago. Returns the holder and, if that is
+-- another learner, the time left and the record. An unchanged record was not renewed, whatever Redis's clock says: the clock may
+-- have been set back.
 local name, token, lease_ms, seen = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local holder, time = read_lease(name)
 local lease = redis.call('HGET', LEASES, name) or ''
@@ -430,14 +429,14 @@ return redis.call('HDEL', LEASES, name)
 RECLAIM = (
     _PRELUDE
     + """
--- 8 how long a lease holds, 9 number of learners, 10 entries at most. Entries of names that are nobody's in this world go to
--- the caller. A rank of this world is left alone: it comes back under its own name, and knows what it has trained on.
+-- 8 lease duration, 9 number of learners, 10 max entries. Moves entries of dead learners whose rank does not exist in this world
+-- size to the caller. Ranks of this world keep theirs: they come back under their name and know what they have trained on.
 local lost = learner_calls()
 if lost then return lost end
 ensure_group()
 local name, lease_ms, num_learners, left = ARGV[1], tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 
--- A lease of the future was written before the clock was set back; a learner that lives has renewed it by now.
+-- A lease in the future was written before the clock was set back; a live learner has renewed it by now.
 local function is_gone(other)
   local rank = tonumber(other:match('^learner%-(%d+)$'))
   if rank and rank < num_learners then return false end
@@ -455,7 +454,7 @@ for _, row in ipairs(redis.call('XINFO', 'CONSUMERS', STREAM, GROUP)) do
     for _, entry in ipairs(pending) do
       redis.call('XCLAIM', STREAM, GROUP, name, '0', entry[1], 'JUSTID')
     end
-    -- Whoever had it learns from its next call that it is not its own any more.
+    -- If the old holder calls again, it gets LEASELOST.
     redis.call('HSET', LEASES, other, 'reclaimed 0')
     redis.call('HDEL', LEARNER, 'waiting:' .. other, 'in_hand:' .. other)
     moved, left = moved + #pending, left - #pending
@@ -469,8 +468,8 @@ return moved
 )
 
 _LOOK_AROUND = """
--- Actors heard of lately, and the items they are making; those of long ago are forgotten. A time of the future was written
--- before the clock was set back: an actor that lives overwrites it within a second.
+-- Number of live actors and their items in progress; removes actors whose heartbeat is older than forget_ms. A time in the future
+-- was written before the clock was set back: a live actor overwrites it within a second.
 local function living_actors(living_ms, forget_ms)
   local now, num, in_progress = now_ms(), 0, 0
   local beats = redis.call('HGETALL', BEATS)
@@ -489,7 +488,7 @@ end
 
 local function counted(name) return tonumber(redis.call('HGET', COUNTS, name)) or 0 end
 
--- What should be in the queue.
+-- Items that should be in the queue.
 local function accounted()
   return counted('produced') - counted('trained') - counted('stale') - counted('filtered') - counted('dead')
 end
@@ -499,7 +498,7 @@ BEAT_ACTOR = (
     _PRELUDE
     + _LOOK_AROUND
     + """
--- actor, items it is making, for how long a beat counts, after how long an actor is forgotten, how long a lease holds
+-- actor, its items in progress, heartbeat duration, time after which an actor is removed, lease duration
 pass_when_full()
 redis.call('HSET', BEATS, ARGV[1], whole(now_ms()) .. ' ' .. ARGV[2])
 local num_actors, in_progress = living_actors(tonumber(ARGV[3]), tonumber(ARGV[4]))
@@ -545,11 +544,11 @@ return redis.call('UNLINK', unpack(KEYS))
 """
 )
 
-CENSUS = (
+COUNT_ITEMS = (
     _PRELUDE
     + _LOOK_AROUND
     + """
--- for how long a beat counts. What is in the queue is summed from its entries, not worked out from the counts.
+-- heartbeat duration. Sums the entries in the queue instead of deriving them from the counts.
 pass_when_full()
 ensure_group()
 local last = '0-0'
@@ -578,7 +577,7 @@ local waiting_groups, waiting_items, waiting_foreign, oldest = sum('(' .. last, 
 local age_ms = 0
 if oldest ~= '' then age_ms = math.max(0, now_ms() - tonumber(oldest:match('^%d+'))) end
 local num_actors, in_progress = living_actors(tonumber(ARGV[1]), nil)
--- Actors must not wait for items that somebody has deleted.
+-- Actors must not wait for items that another program has deleted.
 local missing = whole(accounted() - taken_items - waiting_items)
 if (redis.call('HGET', LEARNER, 'missing') or '0') ~= missing then redis.call('HSET', LEARNER, 'missing', missing) end
 return {counted('produced'), counted('trained'), counted('stale'), counted('filtered'), counted('dead'),

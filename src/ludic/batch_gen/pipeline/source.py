@@ -1,8 +1,8 @@
 """`PipelineBatchSource`: the learner's end of the pipeline.
 
-It keeps the learner's name (lease.py), fetches groups (queue.py), reads them (wire.py), hands out batches of whole groups, and
-acknowledges them when the trainer says that they are trained on and saved (ledger.py). The next batch is fetched and read
-while the last one is trained on.
+It holds the learner's lease (lease.py), fetches groups (queue.py), decodes them (wire.py), returns batches of whole groups, and
+acknowledges them when the trainer reports that they are trained on and saved (ledger.py). It prefetches the next batch during
+training.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from ludic.batch_gen.pipeline.ledger import Acknowledge, Ledger
 from ludic.batch_gen.pipeline.queue import (
     MAX_TRIES,
     START,
-    Census,
     ExperienceQueue,
+    QueueCounts,
     Settlement,
     TakenGroup,
     hand_out_arguments,
-    read_census,
+    read_counts,
     settle_arguments,
 )
 from ludic.batch_gen.pipeline.stats import PipelineStats
@@ -51,28 +51,27 @@ _LIMITS = WireLimits()
 _FIRST_PAUSE_S = 0.005
 _LOOKS_PER_POLL = 20
 _LEASES_TO_WAIT = 4
-"""A learner that is still alive after so many lease times is no dead predecessor."""
+"""If the holder still renews its lease after this many lease durations, it is alive."""
 _CLOSING_PATIENCE_S = 5.0
 _NUMBERS = re.compile(r"-?\b\d[\w.,+-]*|\bnan\b|\binf\b")
 _MAX_KINDS = 100
-"""Kinds of bad groups that are told apart; reasons may hold any text."""
+"""Maximum number of kinds of bad groups; reasons may hold any text."""
 _REFRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ReadyGroup:
-    """A group that can be handed out."""
+    """A decoded group."""
 
     id: str
     items: list[SAWItem]
     oldest_version: int | None
     is_alone: bool = False
-    """Learners have died while they trained on its batch. It is handed out alone, so that a further death costs no other group."""
+    """Learners have died while they trained on its batch, so it gets its own batch: a further death costs no other group."""
 
 
 class DeadLetters:
-    """Warns of each kind of bad group: of the first, the tenth, the hundredth. Reasons that differ in their numbers alone are of
-    one kind."""
+    """Logs the first, tenth, hundredth … bad group of each kind. Reasons that differ only in numbers are one kind."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -94,7 +93,7 @@ class DeadLetters:
                 )
 
     def summary(self) -> str | None:
-        """All of them, most frequent first."""
+        """Counts per kind, most frequent first."""
         if not self._counts:
             return None
         kinds = "; ".join(f"{num} × {kind}" for kind, num in self._counts.most_common(10))
@@ -104,12 +103,11 @@ class DeadLetters:
 class PipelineBatchSource:
     """Batches of whole groups from a queue that actors fill.
 
-    `batch_size` is items per update over all ranks; a rank's batch has its share of them or more, since groups stay together.
-    `poll_timeout`: an empty queue is looked at 20 times in so many seconds. `max_lag`: groups with any token of a policy that
-    is more versions away are dropped. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from any thread;
-    `acknowledge` says which of the last two removes a group from the queue. The trainer also says what it can train on
-    (`use_sample_check`); a group that it could not, and one that `max_tries` learners died of, goes to the dead letters. Use
-    `async with`, which knows whether the trainer failed.
+    `batch_size` counts items per update over all ranks; a rank's batch has at least its share, because groups stay together. The
+    source polls an empty queue 20 times per `poll_timeout` seconds. It drops groups with a token more than `max_lag` versions
+    away. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from any thread; `acknowledge` says which of
+    the last two removes a group from the queue. Groups that fail the trainer's check (`use_sample_check`), and groups on which
+    `max_tries` learners died, go to the dead letters. Use `async with`, which detects whether the trainer failed.
     """
 
     def __init__(
@@ -136,14 +134,14 @@ class PipelineBatchSource:
         self._batch_size, self._poll_timeout, self._max_lag = batch_size, poll_timeout, max_lag
         self._world_size, self._limits, self._max_tries = world_size, limits, max_tries
         self._share = math.ceil(batch_size / world_size)
-        # With several ranks a group that one has fetched ahead is one that another waits for.
+        # With several ranks, a group that one rank prefetches is missing for another.
         self._prefetches = prefetch and world_size == 1
         self._lease = Lease(f"learner-{rank}")
         self._ledger = Ledger(Acknowledge(acknowledge))
         self._heartbeat = Heartbeat(self._queue.address, self._queue.keys, self._lease, lease_times, self._beat)
         self._is_named = self._has_begun = self._is_closed = self._has_failed = False
         self._sample_check: SampleCheck | None = None
-        self._buried = DeadLetters()
+        self._dead_letters = DeadLetters()
         self._version: int | None = None
         self._is_waiting = False
         self._ready: list[_ReadyGroup] = []
@@ -152,15 +150,15 @@ class PipelineBatchSource:
         self._reclaim_at = self._refresh_at = 0.0
         self._num_batches = 0
         self._seen = threading.Lock()
-        """Of the census and the histograms, which are also read from the trainer's thread."""
-        self._census: Census | None = None
+        """Guards the counts and histograms, which the trainer's thread also reads."""
+        self._queue_counts: QueueCounts | None = None
         self._lags: Counter[int] = Counter()
         self._dropped_lags: Counter[int] = Counter()
 
     # --- batches ---
 
     async def next_batch(self) -> SAWBatch:
-        """Waits, without holding up the event loop, until there are enough items that are fresh."""
+        """Wait, without blocking the event loop, until there are enough fresh items."""
         await self._begin()
         await self.flush()
         await self._refresh_if_due()
@@ -182,10 +180,10 @@ class PipelineBatchSource:
         alone = [group for group in self._ready if group.is_alone]
         groups = alone[:1] or await asyncio.to_thread(self._trained_together, list(self._ready))
         num_items = sum(len(group.items) for group in groups)
-        # Redis confirms that the lease is still ours before these are trained on. The learner has survived the batch before.
+        # This call also confirms the lease before training. The previous batch is over: the trainer asks for another.
         begun, over = [group.id for group in groups], self._ledger.over(with_out=True)
         await self._queue.hand_out(self._lease, self._status(extra_in_hand=num_items), begun=begun, over=over)
-        self._ledger.told_over(over)
+        self._ledger.mark_over(over)
         self._ledger.hand_out((group.id, len(group.items)) for group in groups)
         self._ready = [group for group in self._ready if group not in groups]
         lags = self._lags_of(groups)
@@ -204,13 +202,13 @@ class PipelineBatchSource:
         return SAWBatch(items=[item for group in groups for item in group.items], meta=meta)
 
     def _trained_together(self, groups: list[_ReadyGroup]) -> list[_ReadyGroup]:
-        """All of these, or the first alone where the trainer could train on each of them, but not on all at once."""
+        """All groups, or only the first if the trainer can train on each of them but not on all in one batch."""
         if self._sample_check is None or len(groups) == 1:
             return groups
         try:
             self._sample_check([item for group in groups for item in group.items])
-        except Exception as error:  # noqa: BLE001 - what the trainer would raise, whatever it is
-            logger.info("groups of one batch are trained on one by one: %s", _in_one_line(error))
+        except Exception as error:  # noqa: BLE001 - any error that the trainer would raise
+            logger.info("the groups of a batch are trained on one by one: %s", _in_one_line(error))
             return groups[:1]
         return groups
 
@@ -228,14 +226,14 @@ class PipelineBatchSource:
         return self._version - group.oldest_version
 
     def _is_stale(self, group: _ReadyGroup) -> bool:
-        """As the script `take` has it."""
+        """The same rule as in the script TAKE."""
         lag = self._lag(group)
         if lag is None or self._max_lag is None:
             return False
         return lag > self._max_lag or -lag > self._max_lag + 1
 
     async def _drop_stale(self) -> None:
-        """What was fetched ahead may have become too old."""
+        """Drop prefetched groups that have become too old."""
         stale = [group for group in self._ready if self._is_stale(group)]
         if not stale:
             return
@@ -256,7 +254,7 @@ class PipelineBatchSource:
 
     @property
     def _num_missing(self) -> int:
-        """Items until there is a batch."""
+        """Number of items missing for a batch."""
         if any(group.is_alone for group in self._ready):
             return 0
         return self._share - sum(len(group.items) for group in self._ready)
@@ -266,7 +264,7 @@ class PipelineBatchSource:
         return self._filling
 
     async def _fill_in_background(self) -> None:
-        """Wait for what is being fetched, or begin to. A task of an event loop that has ended is begun anew."""
+        """Wait for the prefetch task; start one if there is none, or if its event loop has ended."""
         task, self._filling = self._filling, None
         if task is None or task.cancelled() or task.get_loop() is not asyncio.get_running_loop():
             task = self._start_filling()
@@ -286,20 +284,20 @@ class PipelineBatchSource:
                 pause_s = min(2 * pause_s, self._poll_timeout / _LOOKS_PER_POLL)
 
     async def _take(self, num_items: int) -> bool:
-        """Fetch and read once; False when there is nothing in the queue."""
+        """Fetch and decode once; False if the queue is empty."""
         held = self._ledger.ids() | {group.id for group in self._ready}
-        # Until what it gives is in our hands: whoever interrupts us leaves it among our unacknowledged ones.
+        # Reset until the answer is here: after an interruption the groups are among our unacknowledged ones.
         cursor, self._cursor = self._cursor, START
         taken = await self._queue.take(
             self._lease, self._status(), max_items=num_items, cursor=cursor, held=held, max_tries=self._max_tries
         )
-        self._buried.add(taken.buried)
-        # Redis may have been killed and have lost its last moments: it offers as new what we hold, or have acknowledged.
+        self._dead_letters.add(taken.dead_letters)
+        # A killed Redis may have lost its last writes and offer groups that we hold or have acknowledged.
         new = [group for group in taken.groups if group.id not in held and not self._ledger.forgotten(group.id)]
         groups, reasons = await asyncio.to_thread(self._read, new)
         if reasons:
-            self._buried.add(Counter(reasons.values()))
-            await self._queue.bury(self._lease, self._status(), reasons)
+            self._dead_letters.add(Counter(reasons.values()))
+            await self._queue.move_to_dead_letters(self._lease, self._status(), reasons)
         self._ready += groups
         self._cursor = taken.cursor
         with self._seen:
@@ -307,19 +305,19 @@ class PipelineBatchSource:
         return bool(taken.groups) or not taken.is_empty
 
     def _read(self, taken: Sequence[TakenGroup]) -> tuple[list[_ReadyGroup], dict[str, str]]:
-        """The groups, and why the others cannot be trained on."""
+        """The decoded groups, and the reasons why the others cannot be trained on."""
         groups: list[_ReadyGroup] = []
         reasons: dict[str, str] = {}
         for group in taken:
             try:
                 is_alone = 0 < group.num_tries == self._max_tries - 1
                 groups.append(_ReadyGroup(group.id, self._items_of(group), group.oldest_version, is_alone))
-            except Exception as error:  # noqa: BLE001 - the trainer would raise the same, and die of it after every restart
+            except Exception as error:  # noqa: BLE001 - the trainer would raise it too, after every restart
                 reasons[group.id] = _in_one_line(error)
         return groups, reasons
 
     def _items_of(self, group: TakenGroup) -> list[SAWItem]:
-        """Where wire items become samples: their form is the wire format's matter, their meaning the trainer's."""
+        """Decode and check a group: the wire format checks its form, the trainer's check its content."""
         items = decode_group(group.payload, self._limits)
         facts = group_facts(items)
         if facts != (group.num_items, group.oldest_version):
@@ -334,23 +332,23 @@ class PipelineBatchSource:
             return
         num_moved = await self._queue.reclaim(self._lease, self._status(), num_learners=self._world_size)
         if num_moved:
-            logger.info("%d groups of a learner that is gone are ours now", num_moved)
+            logger.info("took over %d groups of a dead learner", num_moved)
             self._cursor = START
         else:
             self._reclaim_at = time.monotonic() + self._queue.lease_times.holds_s
 
-    # --- what the trainer tells, from any thread ---
+    # --- called by the trainer, from any thread ---
 
     def use_sample_check(self, check: SampleCheck) -> None:
-        """From the next group that is read on. It is called from a thread, one group at a time."""
+        """Check every group decoded from now on. The check runs in a thread, one group at a time."""
         self._sample_check = check
 
     def notify_version(self, version: int) -> None:
-        """The policy is this one now."""
+        """Set the policy version."""
         self._version = version
 
     def notify_trained(self, step: int, num_items: int) -> None:
-        """The optimizer's step number `step` has used so many of the items that were handed out since the last one."""
+        """Optimizer step `step` has used `num_items` of the items returned since the last step."""
         self._ledger.trained(step, num_items)
         self._version = step
 
@@ -361,22 +359,22 @@ class PipelineBatchSource:
     # --- acknowledging ---
 
     async def flush(self) -> None:
-        """Acknowledge what may be."""
+        """Acknowledge all groups that are due."""
         due = self._ledger.due()
         if due:
             await self._queue.settle(self._lease, self._status(leaving=due), due)
             self._ledger.settled(due)
 
     def _beat(self, call: CallScript) -> None:
-        """From the heartbeat's thread: a sign of life, what is to be acknowledged, and a look at the queue."""
+        """Called in the heartbeat's thread: renew the lease, acknowledge due groups, read the queue's counts."""
         due = self._ledger.due()[: scripts.CHUNK]
         call(scripts.SETTLE, [*self._status(leaving=due).arguments(self._lease), *settle_arguments(due)])
         self._ledger.settled(due)
         over = self._ledger.over()
         if over:
             call(scripts.HAND_OUT, [*self._status().arguments(self._lease), *hand_out_arguments(begun=(), over=over)])
-            self._ledger.told_over(over)
-        self._note(read_census(call(scripts.CENSUS, self._queue.census_arguments)))
+            self._ledger.mark_over(over)
+        self._note(read_counts(call(scripts.COUNT_ITEMS, self._queue.counts_arguments)))
 
     def _status(self, *, leaving: Sequence[Settlement] = (), extra_in_hand: int = 0) -> LearnerStatus:
         return LearnerStatus(
@@ -390,31 +388,31 @@ class PipelineBatchSource:
     # --- stats ---
 
     def stats(self) -> PipelineStats:
-        """As of the last heartbeat, or of the end. Costs nothing; from any thread."""
+        """As of the last heartbeat or refresh; makes no call. May be called from any thread."""
         with self._seen:
-            if self._census is None:
+            if self._queue_counts is None:
                 return PipelineStats()
-            return PipelineStats.of(self._census, self._lags, self._dropped_lags)
+            return PipelineStats.of(self._queue_counts, self._lags, self._dropped_lags)
 
     async def _refresh_if_due(self) -> None:
-        """So that a console is live in a fast run, too."""
+        """Refresh at most once a second, so that a fast run shows live numbers."""
         if time.monotonic() >= self._refresh_at:
             self._refresh_at = time.monotonic() + _REFRESH_S
             await self.refresh_stats()
 
     async def refresh_stats(self) -> PipelineStats:
-        """As of now."""
-        self._note(await self._queue.census())
+        """Read the counts from Redis now."""
+        self._note(await self._queue.counts())
         return self.stats()
 
-    def _note(self, census: Census) -> None:
+    def _note(self, counts: QueueCounts) -> None:
         with self._seen:
-            self._census = census
+            self._queue_counts = counts
 
     # --- resume ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that are in the weights already, and not yet acknowledged."""
+        """The groups that the weights include and that are not acknowledged yet."""
         return {"num_batches": self._num_batches, "trained": self._ledger.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -423,23 +421,23 @@ class PipelineBatchSource:
         self._num_batches = state["num_batches"]
         self._ledger.load(state["trained"])
 
-    # --- beginning and end ---
+    # --- start and end ---
 
     async def _begin(self) -> None:
         if self._is_closed:
             raise ConfigError("This PipelineBatchSource is closed; make a new one.")
         if self._has_begun:
             return
-        self._is_named = True  # or will be, whatever interrupts us
+        self._is_named = True  # before the call: if it is interrupted, the lease may still be ours
         await self._acquire()
         await self._queue.announce(self._lease, self._status())
         self._has_begun = True
         self._heartbeat.start()
 
     async def _acquire(self) -> None:
-        """Our name; if a learner that may be dead has it, wait until its lease has run out.
+        """Acquire the lease; if another learner holds it, wait until it expires.
 
-        By our own clock, too, as long as it is not renewed: Redis's may have been set back.
+        An unrenewed lease also expires by the local clock, because Redis's clock may have been set back.
         """
         holds_s = self._queue.lease_times.holds_s
         give_up_at = time.monotonic() + _LEASES_TO_WAIT * holds_s
@@ -454,10 +452,10 @@ class PipelineBatchSource:
             if time.monotonic() > give_up_at:
                 raise LeaseHeld(
                     f"{self._lease.name!r} of queue {self._queue.keys.queue_key!r} belongs to another learner ({holder}), which "
-                    "is alive. Stop that one, or use another queue_key (or rank, if both belong to one run)."
+                    "is alive. Stop it, or use another queue_key (or rank, if both belong to one run)."
                 )
             logger.warning(
-                "%s belongs to %s, which was heard of lately; waiting %.1f s for its lease to run out",
+                "%s belongs to %s; waiting %.1f s for its lease to expire",
                 self._lease.name,
                 holder,
                 left_s,
@@ -465,7 +463,7 @@ class PipelineBatchSource:
             await asyncio.sleep(left_s + 0.01)
 
     async def close(self) -> None:
-        """Acknowledge what may be, and free the name. What was not trained on stays in the queue."""
+        """Acknowledge due groups and release the lease. Groups that were not trained on stay in the queue."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -476,10 +474,10 @@ class PipelineBatchSource:
         if self._has_begun:
             await asyncio.to_thread(self._heartbeat.stop)
         if self._is_named:
-            await self._say_goodbye()
+            await self._release()
         await self._queue.close()
 
-    async def _say_goodbye(self) -> None:
+    async def _release(self) -> None:
         self._queue.patience_s = min(self._queue.patience_s, _CLOSING_PATIENCE_S)
         try:
             if self._has_begun:
@@ -489,8 +487,8 @@ class PipelineBatchSource:
             await self.refresh_stats()
             await self._queue.release(self._lease)
         except (LeaseLost, RedisGone) as error:
-            logger.warning("closed without a last word to Redis; a resume settles what is open: %s", error)
-        if (summary := self._buried.summary()) is not None:
+            logger.warning("closed without releasing the lease; a resume settles open groups: %s", error)
+        if (summary := self._dead_letters.summary()) is not None:
             logger.warning("%s; see the stream %s", summary, self._queue.keys.dead)
 
     async def __aenter__(self) -> "PipelineBatchSource":
@@ -499,13 +497,13 @@ class PipelineBatchSource:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # An update that raised counts against its groups as one that a kill has ended.
+        # An update that raised counts as a failed try of its groups, like a killed one.
         self._has_failed = isinstance(error, Exception) and not isinstance(error, (LeaseLost, RedisGone))
         await self.close()
 
 
 def _in_one_line(error: Exception) -> str:
-    """Parts of it may have been written by the actor."""
+    """The error as printable text: parts of it may come from the actor's data."""
     said = str(error) if isinstance(error, UnreadableGroup) else f"{type(error).__name__}: {error}"
     return "".join(letter if letter.isprintable() else " " for letter in said[:500])
 
@@ -522,12 +520,12 @@ def _check(
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} of world_size={world_size}; ranks go from 0 to world_size - 1.")
     if batch_size < world_size:
-        raise ConfigError(f"batch_size={batch_size}, but there are {world_size} ranks; each needs an item at least.")
+        raise ConfigError(f"batch_size={batch_size}, but there are {world_size} ranks; each needs at least one item.")
     if not poll_timeout > 0:
         raise ConfigError(f"poll_timeout={poll_timeout}; it must be more than 0 seconds.")
     if max_lag is not None and max_lag < 0:
         raise ConfigError(f"max_lag={max_lag}; it must be 0 or more, or None for no limit.")
     if max_tries < 1:
-        raise ConfigError(f"max_tries={max_tries}; a group is tried once at least.")
+        raise ConfigError(f"max_tries={max_tries}; it must be at least 1.")
     if acknowledge not in list(Acknowledge):
         raise ConfigError(f"acknowledge={acknowledge!r}; it must be one of {', '.join(Acknowledge)}.")

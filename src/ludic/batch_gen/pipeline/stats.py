@@ -1,79 +1,79 @@
-"""`PipelineStats`: how a queue and its learner stand, and whether every item is accounted for."""
+"""`PipelineStats`: counts of the queue and its learner, and whether every item is accounted for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ludic.batch_gen.pipeline.queue import Census
+from ludic.batch_gen.pipeline.queue import QueueCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStats:
-    """The queue at one moment, and what this learner has seen of it in its life."""
+    """The queue at one moment, and the lags that this learner has seen."""
 
     produced: int = 0
-    """Items that were ever pushed. This and the next four are of the queue's whole life, over all learners."""
+    """Items pushed. This and the next four counts cover the queue's whole lifetime and all learners."""
     trained: int = 0
-    """Trained on and acknowledged: by the learner's setting, once the update is done or in a checkpoint."""
+    """Items trained on and acknowledged (after the update or after a checkpoint, by the learner's setting)."""
     stale: int = 0
-    """Older than max_lag, or of a policy that was never resumed."""
+    """Items older than max_lag, or of a policy that was not resumed."""
     filtered: int = 0
-    """Left out by the trainer: its filters, its length limit."""
+    """Items dropped by the trainer's filters or length limit."""
     dead: int = 0
-    """Could not be read or trained on, or learners died of them."""
+    """Items of dead letters: unreadable, untrainable, or learners died on them."""
     in_queue: int = 0
-    """Items of all entries in the queue, counted one by one: those that wait, and those not yet acknowledged."""
+    """Items of all entries in the queue, summed over the entries: waiting or not acknowledged yet."""
     queue_groups: int = 0
     """Groups that no learner has fetched."""
     queue_items: int = 0
     """Their items."""
     unacknowledged_items: int = 0
-    """Fetched, and not yet acknowledged: in training, or waiting for a checkpoint."""
+    """Items fetched and not acknowledged yet: in training, or waiting for a checkpoint."""
     oldest_waiting_s: float = 0.0
-    """How long the oldest group that nobody has fetched has been waiting."""
+    """Age of the oldest group that no learner has fetched."""
     num_foreign: int = 0
-    """Entries that no actor of ours has written; they will be buried."""
+    """Entries not written by an actor; they will become dead letters."""
     num_dead_letters: int = 0
-    """Kept for somebody to look at."""
+    """Dead letters kept for inspection."""
     num_actors: int = 0
-    """Heard of lately."""
+    """Live actors."""
     in_progress_items: int = 0
-    """Being made by them."""
+    """Items in progress at the actors."""
     version: int | None = None
-    """The learner's."""
+    """The learner's policy version."""
     lags: Mapping[int, int] = field(default_factory=dict)
-    """Lag → items that this learner was given to train on with it."""
+    """Lag → items that this learner trained on."""
     dropped_lags: Mapping[int, int] = field(default_factory=dict)
-    """Lag → items that this learner dropped because of it."""
+    """Lag → items that this learner dropped."""
 
     @classmethod
-    def of(cls, census: Census, lags: Mapping[int, int], dropped_lags: Mapping[int, int]) -> "PipelineStats":
+    def of(cls, counts: QueueCounts, lags: Mapping[int, int], dropped_lags: Mapping[int, int]) -> "PipelineStats":
         return cls(
-            produced=census.produced,
-            trained=census.trained,
-            stale=census.stale,
-            filtered=census.filtered,
-            dead=census.dead,
-            in_queue=census.in_queue,
-            queue_groups=census.waiting_groups,
-            queue_items=census.waiting_items,
-            unacknowledged_items=census.taken_items,
-            oldest_waiting_s=census.oldest_waiting_s,
-            num_foreign=census.num_foreign,
-            num_dead_letters=census.num_dead_letters,
-            num_actors=census.num_actors,
-            in_progress_items=census.in_progress_items,
-            version=census.version,
+            produced=counts.produced,
+            trained=counts.trained,
+            stale=counts.stale,
+            filtered=counts.filtered,
+            dead=counts.dead,
+            in_queue=counts.in_queue,
+            queue_groups=counts.waiting_groups,
+            queue_items=counts.waiting_items,
+            unacknowledged_items=counts.taken_items,
+            oldest_waiting_s=counts.oldest_waiting_s,
+            num_foreign=counts.num_foreign,
+            num_dead_letters=counts.num_dead_letters,
+            num_actors=counts.num_actors,
+            in_progress_items=counts.in_progress_items,
+            version=counts.version,
             lags=dict(sorted(lags.items())),
             dropped_lags=dict(sorted(dropped_lags.items())),
         )
 
     @property
     def balance(self) -> int:
-        """0 when every item that was produced is accounted for."""
+        """0 if every produced item is accounted for."""
         return self.produced - (self.trained + self.stale + self.filtered + self.dead + self.in_queue)
 
     def identity(self) -> str:
-        """The account in one line; it names what is missing, if anything is."""
+        """The account in one line, with the number of missing items, if any."""
         line = (
             f"produced {self.produced} = {self.trained} acknowledged + {self.stale} stale + {self.filtered} filtered + "
             f"{self.dead} dead + {self.unacknowledged_items} fetched + {self.in_queue - self.unacknowledged_items} waiting"
@@ -81,7 +81,7 @@ class PipelineStats:
         return line if self.balance == 0 else f"{line} + {self.balance} UNACCOUNTED FOR"
 
     def metrics(self) -> dict[str, float]:
-        """As numbers for a logger."""
+        """The numbers for a logger."""
         return {
             "queue_groups": float(self.queue_groups),
             "queue_items": float(self.queue_items),

@@ -59,17 +59,17 @@ _HEADER = struct.Struct("<4sBBB")
 _ZSTD = 1
 """A flag: the body is a zstd frame."""
 _RESHAPED = 2
-"""A flag: what a sampler ruled out is said. A reader that does not know of it would take wrong ratios, and so must refuse."""
+"""A flag: the group holds candidate sets. A reader without them would compute wrong ratios, and so must refuse the group."""
 _KNOWN = _ZSTD | _RESHAPED
 _LIMITS = WireLimits()
 
 
 class GroupFacts(NamedTuple):
-    """What a queue wants to know of a group without reading it."""
+    """Facts of a group that the queue stores beside the payload."""
 
     num_items: int
     oldest_version: int | None
-    """Of any token of any item; None when it is not known."""
+    """Oldest version of any token of any item; None if unknown."""
 
 
 def group_facts(items: Sequence[SAWItem]) -> GroupFacts:
@@ -106,7 +106,7 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     """float64 per item, NaN where an item has none; None when no item has one."""
     candidates: CandidateColumn | None = None
     untrainable_sampling: list[str | None] | None = None
-    """Per item; None when nothing stands in the way of any."""
+    """Reason per item; None if every item is trainable."""
     run_counts: memoryview | None = None
     """Version runs of each item, uint32; None when no item has any."""
     run_versions: memoryview = memoryview(b"")
@@ -123,9 +123,9 @@ _decoder = msgspec.msgpack.Decoder(_Group)
 
 
 def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: WireLimits = _LIMITS) -> bytes:
-    """The group as bytes; UnwritableGroup says which item or key stands in the way.
+    """The group as bytes; UnwritableGroup names the item or key that cannot be written.
 
-    `limits` are those of the learner: what it would only bury is refused here, where the cause can be seen.
+    `limits` are those of the learner: a group that it would move to the dead letters is refused here, where the cause is known.
     """
     _check_size(items, limits)
     group = _Group(
@@ -181,7 +181,7 @@ def _token_fields(items: Sequence[SAWItem], limits: WireLimits) -> dict[str, Any
 
 
 def _largest(ids: TokenArray) -> int:
-    """A negative id is a very large one: one look finds both."""
+    """The largest id as unsigned: a negative id becomes very large, so one check finds both."""
     return int(ids.view(np.uint32).max(initial=0))
 
 
@@ -261,7 +261,7 @@ def _body(data: bytes, limits: WireLimits) -> bytes | memoryview:
         raise UnreadableGroup(f"The group has {len(data)} bytes; the limit is {limits.max_bytes}.")
     if len(data) < _HEADER.size or not data.startswith(_MARK):
         raise UnreadableGroup(
-            f"{len(data)} bytes that do not begin like a group; does another program write to this queue?"
+            f"{len(data)} bytes that do not begin like a group; did another program write to this queue?"
         )
     _, major, minor, flags = _HEADER.unpack_from(data)
     if major != MAJOR:
@@ -287,7 +287,7 @@ def _decompressed(body: memoryview, limits: WireLimits) -> bytes:
             "push uncompressed groups."
         ) from None
     try:
-        # A frame says its size; the library allocates what it says, so it is asked first.
+        # The library allocates the size that the frame declares, so check that size first.
         size = zstandard.get_frame_parameters(body).content_size
         if size > limits.max_bytes:
             raise UnreadableGroup(f"The group unpacks to {size} bytes; the limit is {limits.max_bytes}.")
@@ -438,10 +438,10 @@ _SETTERS = {
 
 
 def _made(kind: type[_Made], *columns: Sequence[Any]) -> list[_Made]:
-    """Objects with these values of their fields, in the fields' order, as the constructor would leave them.
+    """Build objects from columns of field values, in field order, equal to what the constructor builds.
 
-    The constructors check and copy one item at a time, which takes several times as long as all the rest of reading. What
-    they ask for has been checked above for the whole group at once; tests hold the two against each other.
+    The constructors check and copy one item at a time, which takes several times as long as the rest of decoding. The code above
+    makes the same checks for the whole group at once; tests compare the two.
     """
     made = [object.__new__(kind) for _ in columns[0]]
     for put, column in zip(_SETTERS[kind], columns, strict=True):

@@ -16,13 +16,9 @@ import numpy.typing as npt
 
 from ludic.types import CandidateSets, ConfigError, FloatArray, LudicError, TokenArray
 
-# ----------------------------------------------------------------------------------------------------
-# How large a group may be on the wire, and the two errors of its format.
-# ----------------------------------------------------------------------------------------------------
-
 
 class UnreadableGroup(LudicError, ValueError):
-    """Bytes that are not a group which this learner can read. The learner that popped them buries them and goes on."""
+    """Bytes that this learner cannot read as a group; it moves them to the dead letters."""
 
 
 class UnwritableGroup(LudicError, ValueError):
@@ -31,7 +27,7 @@ class UnwritableGroup(LudicError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireLimits:
-    """What is refused before anything is allocated for it."""
+    """Limits that are checked before memory is allocated."""
 
     max_bytes: int = 64 << 20
     """Of one group, and of what a compressed one unpacks to."""
@@ -43,7 +39,7 @@ class WireLimits:
     max_version_runs: int = 262_144
     """Of all items of a group; each becomes a Python object."""
     vocab_size: int | None = None
-    """Ids from here on are refused: an embedding that is asked for them ends the process. None leaves that to the reader."""
+    """Ids from here on are refused: an embedding lookup with them would crash the process. None: no check."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -215,9 +211,7 @@ def _float_values(column: FloatColumn, length: int, name: str, *, must_be_finite
     return values
 
 
-# ----------------------------------------------------------------------------------------------------
-# Candidates on the wire: the candidates that each action token of a group was drawn from, as three arrays.
-# ----------------------------------------------------------------------------------------------------
+# --- candidate sets ---
 
 
 class CandidateColumn(msgspec.Struct, gc=False, omit_defaults=True):

@@ -1,7 +1,7 @@
-"""Inter-batch control: which tasks come next, given how the earlier ones went.
+"""Curricula: choose the tasks of the next batch from the results of earlier ones.
 
-A task is a request; tasks of one curriculum may belong to different envs. Curricula here keep a success rate per task,
-which follows the policy: it is a mean at first and forgets slowly later.
+A task is a request; tasks of one curriculum may belong to different envs. Each curriculum keeps a success rate per task: a
+plain mean at first, then an exponential moving average, so that it follows the policy.
 """
 
 import random
@@ -14,12 +14,12 @@ from ludic.types import ConfigError, Rollout, RolloutRequest, derive_seed, promp
 
 
 class Curriculum(Protocol):
-    """Chooses the requests of the next batch and is told how they went."""
+    """Chooses the requests of the next batch and observes their rollouts."""
 
     def next_requests(self) -> list[RolloutRequest]: ...
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Finished rollouts of requests that it chose."""
+        """Record finished rollouts of requests that this curriculum chose."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -39,14 +39,14 @@ class TaskCurriculum(ABC):
         success_at: float = 1.0,
         forget: float = 0.1,
     ) -> None:
-        """`success_at`: the total reward from which a rollout counts as a success. `forget`: the least share that a new
-        rollout has in the rate."""
+        """`success_at`: the smallest total reward that counts as a success. `forget`: the minimum weight of a new rollout in
+        the moving average."""
         if not tasks:
             raise ConfigError(f"{type(self).__name__} needs at least one task.")
         if not 1 <= batch_size <= len(tasks):
             raise ConfigError(
                 f"batch_size={batch_size} of {len(tasks)} tasks; a batch holds each task at most once. "
-                "Use a strategy to play a task several times."
+                "Use a strategy to run a task several times."
             )
         if not 0 < forget <= 1:
             raise ConfigError(f"forget={forget}; it must lie in (0, 1].")
@@ -75,8 +75,8 @@ class TaskCurriculum(ABC):
             index = rollout.request_meta.get("task_index")
             if index is None:
                 raise ConfigError(
-                    f"{type(self).__name__} was told of rollout {rollout.id}, whose request it did not choose: its "
-                    "request_meta has no task_index."
+                    f"{type(self).__name__} did not choose the request of rollout {rollout.id}: its request_meta has no "
+                    "task_index. Pass only rollouts of next_requests()."
                 )
             self.num_seen[index] += 1
             share = max(1 / self.num_seen[index], self._forget)
@@ -102,14 +102,14 @@ class TaskCurriculum(ABC):
 
 
 class UniformCurriculum(TaskCurriculum):
-    """Every task as likely as any other."""
+    """Draws every task with the same probability."""
 
     def choose(self, rng: random.Random) -> list[int]:
         return rng.sample(range(len(self._tasks)), self.batch_size)
 
 
 class EasiestFirstCurriculum(TaskCurriculum):
-    """The easiest tasks first; once those are mastered on average, harder ones join them."""
+    """Starts with the easiest tasks and adds harder ones when the mean success rate is high enough."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class EasiestFirstCurriculum(TaskCurriculum):
         advance_at: float = 0.8,
         **settings: Any,
     ) -> None:
-        """`advance_at`: the mean success rate of the open tasks at which another `batch_size` of them is opened."""
+        """`advance_at`: the mean success rate of the open tasks at which the next `batch_size` tasks open."""
         super().__init__(tasks, batch_size=batch_size, **settings)
         if not 0 <= advance_at <= 1:
             raise ConfigError(f"advance_at={advance_at}; it is a success rate, from 0 to 1.")
@@ -146,9 +146,9 @@ class EasiestFirstCurriculum(TaskCurriculum):
 
 
 class SuccessBandCurriculum(TaskCurriculum):
-    """Tasks that are neither hopeless nor solved: those whose success rate lies in a band, and those not tried yet.
+    """Prefers tasks whose success rate lies in a band, and tasks not tried yet.
 
-    The others stay possible with a small weight, since the policy changes.
+    Tasks outside the band keep a small weight, because the policy changes.
     """
 
     def __init__(
@@ -163,7 +163,9 @@ class SuccessBandCurriculum(TaskCurriculum):
     ) -> None:
         super().__init__(tasks, batch_size=batch_size, **settings)
         if not 0 <= low <= high <= 1:
-            raise ConfigError(f"The band from low={low} to high={high} is none; 0 <= low <= high <= 1 is needed.")
+            raise ConfigError(
+                f"The band low={low} to high={high} is empty or out of range; it needs 0 <= low <= high <= 1."
+            )
         if outside_weight <= 0:
             raise ConfigError(f"outside_weight={outside_weight}; it must be above 0, or a task is never tried again.")
         self._low, self._high, self._outside_weight = low, high, outside_weight
@@ -177,31 +179,26 @@ class SuccessBandCurriculum(TaskCurriculum):
 
 
 def choose_weighted(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
-    """`count` different indices, each drawn in proportion to its weight among those that are left."""
-    # Efraimidis and Spirakis, 2006: the largest u^(1/w) win.
+    """Draw `count` different indices in proportion to their weights, without replacement."""
+    # Efraimidis and Spirakis, 2006: the largest values of u^(1/w) are such a draw.
     keys = [rng.random() ** (1 / weight) for weight in weights]
     return sorted(range(len(keys)), key=lambda index: -keys[index])[:count]
 
 
-# ----------------------------------------------------------------------------------------------------
-# `PrioritisedCurriculum`: more of the prompts whose outcome is open (SPO, arXiv 2509.13232).
-# ----------------------------------------------------------------------------------------------------
-
-
 class KnowsSuccess(Protocol):
-    """Somebody who follows how well each prompt goes, such as the tracker of `make_spo`."""
+    """Tracks the success rate of each prompt, such as the value tracker of `make_spo`."""
 
     def success_of(self, key: str) -> float:
-        """Between 0 and 1, by the prompt's key."""
+        """Success rate between 0 and 1 of the prompt with this key."""
         ...
 
 
 class PrioritisedCurriculum(TaskCurriculum):
-    """Tasks with weight √(v(1 − v)) + eps, where v is the success that `values` knows of.
+    """Draws tasks with weight √(v(1 − v)) + eps, where v is the success rate in `values` (SPO, arXiv 2509.13232).
 
-    That is the standard deviation of the task's outcome: a task that is always or never solved teaches little. It only
-    reads `values`. Whoever assigns credit counts the rewards, and does so after reading the values of a batch; counting
-    them here, before credit is assigned, would bias it.
+    √(v(1 − v)) is the standard deviation of the task's outcome: a task that is always or never solved teaches little. The
+    curriculum only reads `values`. The credit assigner updates them after it has read the values of a batch; an update
+    here, before credit is assigned, would bias the baseline.
     """
 
     def __init__(
@@ -213,7 +210,7 @@ class PrioritisedCurriculum(TaskCurriculum):
         eps: float = 0.05,
         **settings: Any,
     ) -> None:
-        """`eps`: what a task weighs that seems solved or hopeless; the policy changes, so it is tried again."""
+        """`eps`: added to every weight, so that solved and unsolved tasks are still tried: the policy changes."""
         super().__init__(tasks, batch_size=batch_size, **settings)
         if eps <= 0:
             raise ConfigError(f"PrioritisedCurriculum.eps={eps}; it must be above 0, or a task is never tried again.")
@@ -225,6 +222,6 @@ class PrioritisedCurriculum(TaskCurriculum):
         return choose_weighted([self.weight_of(index) for index in range(len(self._tasks))], self.batch_size, rng)
 
     def weight_of(self, index: int) -> float:
-        """How likely a task is, compared with the others."""
+        """Sampling weight of a task."""
         success = self._values.success_of(self._keys[index])
         return float((success * (1 - success)) ** 0.5) + self._eps

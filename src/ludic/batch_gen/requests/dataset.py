@@ -1,7 +1,7 @@
-"""Where requests come from: functions that return the requests of the next batch.
+"""Request functions: each call returns the requests of the next batch.
 
-Made from a queue (each sample once) or from a sequence (over and over, in a new order each pass). What they return can
-be resumed where it has a position: see `DatasetRequests`.
+They read a queue (each sample once) or a sequence (endless epochs, optionally shuffled). `DatasetRequests`, which reads a
+sequence, saves its position in checkpoints.
 """
 
 import asyncio
@@ -24,13 +24,9 @@ from ludic.types import (
     derive_seed,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# In which order the samples of a dataset are drawn: pass after pass, each shuffled by its own seed.
-# ----------------------------------------------------------------------------------------------------
-
 
 class EpochOrder:
-    """Positions in a dataset, for ever; where it stands survives a resume."""
+    """Endless sampler over dataset indices, shuffled per epoch by a derived seed; its position is checkpointed."""
 
     def __init__(self, num_samples: int, *, shuffle: bool, seed: int) -> None:
         if num_samples < 1:
@@ -41,7 +37,7 @@ class EpochOrder:
 
     @property
     def epoch(self) -> int:
-        """How many passes are complete."""
+        """Number of complete epochs."""
         return self.num_drawn // self._num_samples
 
     def next_index(self) -> int:
@@ -77,12 +73,9 @@ Sample: TypeAlias = Any
 
 
 class TakesItems(Protocol[T_co]):
-    """`queue.Queue` and `asyncio.Queue` both are such a thing."""
+    """Non-blocking side of `queue.Queue` and `asyncio.Queue`."""
 
     def get_nowait(self) -> T_co: ...
-
-
-# --- from a queue ---
 
 
 def make_requests_fn_from_queue(
@@ -93,7 +86,7 @@ def make_requests_fn_from_queue(
     strategy: RequestStrategy | None = None,
     on_empty: OnEmpty = "raise",
 ) -> RequestsFn:
-    """Up to `batch_size` items per call, never waiting; the last batch may be smaller."""
+    """Requests for up to `batch_size` items per call, without waiting; the last batch may be smaller."""
     _check_batch_size(batch_size)
     if on_empty not in ("raise", "return_empty"):
         raise ConfigError(f"on_empty={on_empty!r}; it must be 'raise' or 'return_empty'.")
@@ -118,9 +111,6 @@ def _take(q: TakesItems[T], limit: int) -> list[T]:
     return items
 
 
-# --- from a dataset ---
-
-
 def _as_sample(sample: Sample) -> Mapping[str, Any]:
     return {"sample": sample}
 
@@ -134,7 +124,7 @@ def _index(index: int, sample: Sample = None) -> int:
 
 
 SeedFn: TypeAlias = Callable[[int, Sample], int] | Callable[[int], int]
-"""(index, sample) -> seed; one that takes the index alone is given that."""
+"""(index, sample) -> seed, or (index) -> seed."""
 
 
 def _seed(seed_fn: Callable[..., int], index: int, sample: Sample) -> int:
@@ -149,7 +139,7 @@ def _seed(seed_fn: Callable[..., int], index: int, sample: Sample) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestBuilder:
-    """How a sample of a dataset becomes a request."""
+    """Builds the request of a dataset sample."""
 
     env_kind: str
     protocol_kind: str
@@ -157,11 +147,10 @@ class RequestBuilder:
     env_kwargs_fn: Callable[[Sample], Mapping[str, Any]] = _as_sample
     protocol_kwargs: Mapping[str, Any] = field(default_factory=dict)
     request_meta_fn: Callable[[int, Sample], Mapping[str, Any]] = _no_meta
-    """(index, sample) -> facts for the rollout's meta; `sample_index` is always among them."""
+    """(index, sample) -> facts for the rollout's meta, in addition to `sample_index`."""
     env_seed_fn: SeedFn = _index
-    """(index, sample) -> the env's seed, or (index) alone."""
     sampling_seed_fn: SeedFn | None = None
-    """The same for sampling. None: a new seed each time the sample is drawn, so that a second pass does not repeat the first."""
+    """None: a new seed each time the sample is drawn, so that the second epoch differs from the first."""
 
     def build(self, index: int, sample: Sample, *, fresh_seed: int) -> RolloutRequest:
         return RolloutRequest(
@@ -189,7 +178,7 @@ def make_dataset_queue_requests_fn(
     group_size: int = 1,
     on_empty: OnEmpty = "raise",
 ) -> RequestsFn:
-    """Requests from a queue of (index, sample); a group size other than 1 expands each into a group."""
+    """Requests from a queue of (index, sample); a group size above 1 expands each into a group."""
     builder = RequestBuilder(
         env_kind=env_kind,
         protocol_kind=protocol_kind,
@@ -225,7 +214,7 @@ def make_dataset_sequence_requests_fn(
     shuffle: bool = False,
     rng_seed: int = 0,
 ) -> "DatasetRequests":
-    """Requests from a sequence, for ever; with `shuffle` in a new order each pass."""
+    """Endless requests from a sequence; `shuffle` draws a new order each epoch."""
     builder = RequestBuilder(
         env_kind=env_kind,
         protocol_kind=protocol_kind,
@@ -247,7 +236,7 @@ def make_dataset_sequence_requests_fn(
 
 
 class DatasetRequests:
-    """Goes through a sequence of samples again and again; its position survives a resume."""
+    """Endless requests over a sequence of samples; its position is checkpointed."""
 
     def __init__(
         self,
@@ -265,33 +254,33 @@ class DatasetRequests:
         self._batch_size = batch_size
         self._strategy = strategy
         self._rng_seed = rng_seed
-        self._passes = EpochOrder(len(samples), shuffle=shuffle, seed=rng_seed)
+        self._order = EpochOrder(len(samples), shuffle=shuffle, seed=rng_seed)
 
     @property
     def epoch(self) -> int:
-        """How many passes are complete."""
-        return self._passes.epoch
+        """Number of complete epochs."""
+        return self._order.epoch
 
     def __call__(self) -> list[RolloutRequest]:
         return self._strategy.expand([self._next() for _ in range(self._batch_size)])
 
     def _next(self) -> RolloutRequest:
-        fresh_seed = derive_seed(self._rng_seed, self._passes.num_drawn)
-        index = self._passes.next_index()
+        fresh_seed = derive_seed(self._rng_seed, self._order.num_drawn)
+        index = self._order.next_index()
         return self._builder.build(index, self._samples[index], fresh_seed=fresh_seed)
 
     def state_dict(self) -> dict[str, Any]:
         strategy = self._strategy.state_dict() if isinstance(self._strategy, Stateful) else {}
-        return {**self._passes.state_dict(), "strategy": strategy}
+        return {**self._order.state_dict(), "strategy": strategy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._passes.load_state_dict(state)
+        self._order.load_state_dict(state)
         if isinstance(self._strategy, Stateful):
             self._strategy.load_state_dict(state["strategy"])
 
 
 class MixedRequests:
-    """Several request functions side by side: every batch holds requests of each, so it may mix envs."""
+    """Concatenates several request functions, so that one batch can mix envs."""
 
     def __init__(self, *parts: RequestsFn) -> None:
         if not parts:

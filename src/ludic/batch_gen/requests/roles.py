@@ -1,4 +1,4 @@
-"""Which policy plays which seat, request by request (see `ludic.interaction.policies`)."""
+"""Assigns policies to the roles of each request (see `ludic.interaction.policies`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,21 +8,21 @@ from ludic.batch_gen.requests.dataset import RequestsFn
 from ludic.interaction import Policies, RoleAssignment
 from ludic.types import ConfigError, RolloutRequest, Stateful, derive_seed
 
-_WHICH_SEATING, _WHICH_VERSION = 0, 1
+_ASSIGNMENT_SEEDS, _VERSION_SEEDS = 0, 1
 
 
-def assign_roles(request: RolloutRequest, seating: RoleAssignment) -> RolloutRequest:
-    """The request with these policies in its seats. Its meta says so too: every rollout knows who the others were."""
-    who = {"policies": dict(seating)}
-    protocol = replace(request.protocol, kwargs={**request.protocol.kwargs, **who})
-    return replace(request, protocol=protocol, meta={**request.meta, **who})
+def assign_roles(request: RolloutRequest, assignment: RoleAssignment) -> RolloutRequest:
+    """The request with these policies in its roles. Its meta records them, so each rollout names its opponents."""
+    policies = {"policies": dict(assignment)}
+    protocol = replace(request.protocol, kwargs={**request.protocol.kwargs, **policies})
+    return replace(request, protocol=protocol, meta={**request.meta, **policies})
 
 
 class AssignedRequests:
-    """Requests with a seating each, one of `seatings`; a league's name becomes one of its members.
+    """Requests with one of `seatings` (role assignments) each; a league's name is replaced by one of its members.
 
-    Both are drawn by the request's env seed and nothing else: the members of a group, which share it, meet the same
-    opponent in the same seats, and a resumed run draws what it would have drawn.
+    Both draws depend only on the request's env seed. So the members of a group, which share that seed, meet the same
+    opponent in the same roles, and a resumed run draws the same.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class AssignedRequests:
         self._seed = seed
 
     def __call__(self) -> list[RolloutRequest]:
-        return [assign_roles(request, self._assignment(request)) for request in self._requests_fn()]
+        return [assign_roles(request, self._draw(request)) for request in self._requests_fn()]
 
-    def _assignment(self, request: RolloutRequest) -> RoleAssignment:
+    def _draw(self, request: RolloutRequest) -> RoleAssignment:
         if request.env_seed is None:
             raise ConfigError(
-                "AssignedRequests draws seats by a request's env_seed, and this request has none. Give it one."
+                "AssignedRequests draws roles by a request's env_seed, and this request has none. Give it one."
             )
         seed = derive_seed(self._seed, request.env_seed)
-        chosen = self._seatings[derive_seed(seed, _WHICH_SEATING) % len(self._seatings)]
+        chosen = self._seatings[derive_seed(seed, _ASSIGNMENT_SEEDS) % len(self._seatings)]
         return {
-            agent_id: self._policies.draw(name, derive_seed(seed, _WHICH_VERSION, index))
+            agent_id: self._policies.draw(name, derive_seed(seed, _VERSION_SEEDS, index))
             for index, (agent_id, name) in enumerate(chosen.items())
         }
 

@@ -1,4 +1,4 @@
-"""Samples that envs ask about: lines of a JSONL file, a JSON list, a Parquet file, or a dataset of the hub.
+"""Reads task samples from a JSONL file, a JSON list, a Parquet file or a Hugging Face dataset.
 
 A dataset is written `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, such as hub:openai/gsm8k:main:train; NAME may also be a
 folder that `datasets` can read.
@@ -15,7 +15,7 @@ HUB = "hub:"
 
 
 def read_samples(place: str | Path, flag: str = "--data") -> list[Sample]:
-    """All of them; `flag` is what messages call the place."""
+    """All samples at `place`; error messages name `flag`."""
     if is_on_hub(place):
         return _from_hub(str(place), flag)
     path = Path(place)
@@ -31,7 +31,7 @@ def is_on_hub(place: str | Path) -> bool:
 
 
 def read_lines(path: Path, flag: str = "--data") -> list[tuple[int, str]]:
-    """The lines of a JSONL file that are not empty, each with its number, not yet decoded."""
+    """Number and text of each non-empty line of a JSONL file."""
     try:
         lines = [
             (number, line)
@@ -61,7 +61,7 @@ def read_sample(line: str, number: int, path: Path) -> Sample:
 
 
 def _from_json_list(path: Path, flag: str) -> list[Sample] | None:
-    """None where the file holds one object per line after all."""
+    """The samples, or None if the file holds one object per line."""
     text = "\n".join(line for _, line in read_lines(path, flag))
     if not text.lstrip().startswith("["):
         return None

@@ -1,4 +1,4 @@
-"""Intra-batch control: how the rollouts of one batch relate to each other."""
+"""Request strategies: expand the requests of one batch, for example into groups."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,23 +10,23 @@ _ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
 
 
 class RequestStrategy(Protocol):
-    """Expands what a curriculum asked for into what is played."""
+    """Expands the requests of a batch before they run."""
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]: ...
 
 
 class IdentityStrategy:
-    """Every request as it is."""
+    """Returns the requests unchanged."""
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         return list(requests)
 
 
 class GRPORequestStrategy:
-    """Every request `group_size` times: the same env seed, each its own sampling seed, one group id.
+    """Repeats every request `group_size` times with one env seed, one group id and different sampling seeds.
 
-    A request's own seeds are the base of the group's; without them they come from `seed` and the number of groups made so
-    far, which `state_dict` keeps. `num_episodes` of the request is not used: the group is its episodes.
+    A request's own seeds are the base of the group's seeds; otherwise they derive from `seed` and the number of groups made so
+    far, which `state_dict` keeps. `num_episodes` of the request is ignored.
     """
 
     def __init__(self, group_size: int, *, seed: int = 0) -> None:
@@ -48,7 +48,7 @@ class GRPORequestStrategy:
             base = derive_seed(self._seed, _SAMPLING_SEEDS, number)
         meta = {**request.meta, "group_id": new_id()}
         return [
-            # Mixed, not counted up: neighbours whose base seeds are neighbours must not share any.
+            # Hashed and not base + member: groups with adjacent base seeds must not share sampling seeds.
             replace(request, env_seed=env_seed, sampling_seed=derive_seed(base, member), num_episodes=1, meta=meta)
             for member in range(self.group_size)
         ]

@@ -1,7 +1,7 @@
-"""Requests by the group, drawn a batch at a time.
+"""A stream of request groups, drawn one batch at a time.
 
-Who takes fewer groups than a draw brought (to refill a batch) finds the rest next time, also after a resume: the state
-is that of the parts before the last draw and how much of it was taken.
+A source that takes fewer groups than a draw returned (to refill a batch) gets the rest next time, also after a resume: the
+saved state is that of the parts before the last draw and the number of groups taken from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ RequestGroup = list[RolloutRequest]
 
 
 class RequestStream:
-    """What a request function and a strategy bring, group by group."""
+    """The groups of a request function and a strategy."""
 
     def __init__(
         self, requests_fn: RequestsFn, strategy: RequestStrategy | None, stateful: Mapping[str, object]
@@ -29,17 +29,17 @@ class RequestStream:
         self._before: dict[str, Any] = {}
 
     def take_draw(self) -> list[RequestGroup]:
-        """Everything that is left of a draw, or else a new one."""
+        """The groups left of the last draw, or all groups of a new one."""
         return self.take(self.num_next())
 
     def num_next(self) -> int:
-        """How many groups `take_draw` would bring."""
+        """How many groups `take_draw` would return."""
         if not self._left:
             self._draw()
         return len(self._left)
 
     def take(self, num_groups: int) -> list[RequestGroup]:
-        """That many groups, or fewer when a draw brings none."""
+        """`num_groups` groups, or fewer if a draw is empty."""
         taken: list[RequestGroup] = []
         while len(taken) < num_groups:
             if not self._left:
@@ -81,7 +81,7 @@ class RequestStream:
 
 
 def group_requests(requests: Sequence[RolloutRequest]) -> list[RequestGroup]:
-    """Neighbours with one group id together; a request without one is a group by itself."""
+    """Group adjacent requests by group id; a request without one is a group by itself."""
     groups: list[RequestGroup] = []
     last: str | None = None
     for request in requests:

@@ -1,8 +1,8 @@
-"""`AsyncRolloutBatchSource`: generation runs ahead of training, by a bounded number of policy versions.
+"""`AsyncRolloutBatchSource`: generation runs ahead of training by a bounded number of policy versions.
 
-A batch that is begun while `k` others wait or are being trained on will be trained `k` updates later: that is its lag.
-So a new batch is begun only when `k` updates are within `max_lag`. This is pacing: nothing is generated to be thrown away.
-When the trainer waits and nothing is ready, `k` is 0: a batch is begun in any case, and could not be any fresher.
+A batch started while `k` others are waiting or in training is trained on `k` updates later: that is its lag. The source
+therefore starts a batch only while `k` updates are within `max_lag`, and never discards one. If the trainer waits and no batch
+is ready, `k` is 0 and a batch starts in any case.
 """
 
 import asyncio
@@ -15,21 +15,21 @@ from ludic.types import BatchSource, ConfigError, FollowsVersions, SAWBatch, Sta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Begun:
-    """A batch that is being made or is ready."""
+class _BatchStart:
+    """State at the start of a batch's generation."""
 
     version: int
-    """Policy version at the start of its generation."""
+    """Policy version."""
     source_state: dict[str, Any]
-    """Position of the inner source before it: where a resume has to begin to make it again."""
+    """State of the inner source; a resume generates the batch again from it."""
 
 
 class AsyncRolloutBatchSource:
-    """Batches of `source`, made in a background task.
+    """Generates the batches of `source` in a background task.
 
     The trainer calls `notify_version` after each update. `versions_per_batch` is how far the version moves per batch (more
-    than 1 where a batch is trained on in several optimizer steps, or weights are published only every few). Training must
-    leave the event loop free while it computes (a thread), or nothing overlaps. Close it, or use `async with`.
+    than 1 if a batch takes several optimizer steps, or weights are published only every few). Training must run in a thread
+    to leave the event loop free, or nothing overlaps. Close the source, or use `async with`.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class AsyncRolloutBatchSource:
         self._max_batches = max_batches
         self._versions_per_batch = versions_per_batch
         self._version = 0
-        self._ready: deque[tuple[_Begun, SAWBatch]] = deque()
-        self._in_progress: _Begun | None = None
+        self._ready: deque[tuple[_BatchStart, SAWBatch]] = deque()
+        self._in_progress: _BatchStart | None = None
         self._is_training = False
         self._go = asyncio.Event()
-        """Something changed on the trainer's side; generation looks again whether it may begin."""
+        """Set when the trainer's state changes; generation checks again whether it may start a batch."""
         self._filled = asyncio.Event()
-        """A batch is ready, or generation has ended."""
+        """Set when a batch is ready or generation has ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -60,13 +60,13 @@ class AsyncRolloutBatchSource:
     # --- the trainer's side ---
 
     async def next_batch(self) -> SAWBatch:
-        """The oldest finished batch; its meta says at which version it was begun and how many updates ago that was."""
+        """The oldest finished batch; its meta holds the version at which its generation started, and its lag in updates."""
         if self._is_closed:
             raise ConfigError("This AsyncRolloutBatchSource is closed; make a new one.")
         if self._task is not None and self._loop is not asyncio.get_running_loop():
             self._forget_loop()
         task = self._task or self._start()
-        self._is_training = False  # whoever asks for the next batch is done with the last one
+        self._is_training = False  # a trainer that asks for the next batch has finished the last one
         self._go.set()
         begun, batch = await self._wait_for_batch(task)
         self._is_training = True
@@ -79,16 +79,16 @@ class AsyncRolloutBatchSource:
     get_next_batch = next_batch
 
     def notify_version(self, version: int) -> None:
-        """The policy that generates now is this one. May be called from any thread."""
+        """Set the version of the policy that generates now. May be called from any thread."""
         self._version = version
         self._is_training = False
-        if isinstance(self._source, FollowsVersions):  # a replay inside would never find anything too old
+        if isinstance(self._source, FollowsVersions):  # a replay buffer inside expires samples by version
             self._source.notify_version(version)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._go.set)
 
     async def close(self) -> None:
-        """Cancel what is being generated, and wait until it has ended."""
+        """Cancel generation and wait until it has ended."""
         self._is_closed = True
         task, self._task = self._task, None
         if task is not None:
@@ -103,15 +103,15 @@ class AsyncRolloutBatchSource:
     ) -> None:
         await self.close()
 
-    async def _wait_for_batch(self, task: asyncio.Task[None]) -> tuple[_Begun, SAWBatch]:
+    async def _wait_for_batch(self, task: asyncio.Task[None]) -> tuple[_BatchStart, SAWBatch]:
         while not self._ready:
             if task.done():
-                task.result()  # raises what ended it; RequestsExhausted too, after the last batch
+                task.result()  # re-raises its error; after the last batch this is RequestsExhausted
             self._filled.clear()
             await self._filled.wait()
         return self._ready.popleft()
 
-    # --- the background's side ---
+    # --- the background task ---
 
     def _start(self) -> asyncio.Task[None]:
         self._loop = asyncio.get_running_loop()
@@ -120,7 +120,7 @@ class AsyncRolloutBatchSource:
         return self._task
 
     def _forget_loop(self) -> None:
-        """The event loop has ended (`train_sync` once more), and with it what was being made: it is made again."""
+        """Reset after the event loop has ended (a second `train_sync`); the unfinished batch is generated again."""
         self._task = None
         self._go, self._filled = asyncio.Event(), asyncio.Event()
         if self._in_progress is not None and isinstance(self._source, Stateful):
@@ -132,7 +132,7 @@ class AsyncRolloutBatchSource:
             while not self._may_begin():
                 self._go.clear()
                 await self._go.wait()
-            self._in_progress = _Begun(version=self._version, source_state=self._source_state())
+            self._in_progress = _BatchStart(version=self._version, source_state=self._source_state())
             batch = await self._source.next_batch()
             self._ready.append((self._in_progress, batch))
             self._in_progress = None
@@ -148,7 +148,7 @@ class AsyncRolloutBatchSource:
         return self._source.state_dict() if isinstance(self._source, Stateful) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the first batch that was not handed out begins: batches made ahead are made again after a resume."""
+        """State at the start of the oldest batch not returned yet; a resume generates prefetched batches again."""
         pending = self._ready[0][0] if self._ready else self._in_progress
         return {
             "version": self._version,

@@ -1,7 +1,7 @@
-"""Dynamic sampling: replace groups that teach nothing until the batch is full.
+"""Dynamic sampling: replaces groups without a learning signal until the batch is full.
 
-A group whose rollouts all earned the same has no advantage to learn from (DAPO, arXiv 2503.14476, section 3.2). Failed
-groups are replaced in the same way. The number of rounds is bounded; what is there then is the batch.
+A group whose rollouts all have the same reward has zero advantage (DAPO, arXiv 2503.14476, section 3.2). Failed groups are
+replaced in the same way. The number of rounds is bounded; after the last one the batch may be smaller.
 """
 
 import logging
@@ -16,17 +16,17 @@ from ludic.types import ConfigError, GroupKey, RequestsExhausted, rounding_of
 logger = logging.getLogger(__name__)
 
 Take = Callable[[int], list[RequestGroup]]
-Play = Callable[[list[RequestGroup]], Awaitable[list[Episode]]]
+RunEpisodes = Callable[[list[RequestGroup]], Awaitable[list[Episode]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicSampling:
-    """How far to go for a full batch."""
+    """Settings of dynamic sampling."""
 
     max_rounds: int = 4
     """Rounds of generation for one batch, the first included."""
     eps: float = 1e-6
-    """Rewards of a group that differ by no more than this, or than rounding, are the same."""
+    """Rewards of a group that differ by at most this, or by rounding, count as equal."""
 
     def __post_init__(self) -> None:
         if self.max_rounds < 1:
@@ -37,18 +37,18 @@ class DynamicSampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refilled:
-    """A batch's episodes, and what it took to get them."""
+    """The episodes of a batch, and counts of the replaced ones."""
 
     episodes: list[Episode]
     failed: list[Episode]
-    """Of groups that failed; they are here to be counted."""
+    """Episodes of failed groups, for the statistics."""
     num_rounds: int
     num_zero_variance: int
-    """Groups that were played and replaced because their rewards did not differ."""
+    """Groups that were replaced because their rewards were equal."""
 
 
-async def refill(num_groups: int, *, take: Take, play: Play, settings: DynamicSampling) -> Refilled:
-    """`num_groups` groups that teach something, or as many as the rounds brought."""
+async def refill(num_groups: int, *, take: Take, run: RunEpisodes, settings: DynamicSampling) -> Refilled:
+    """`num_groups` groups with different rewards, or fewer if `max_rounds` rounds do not give so many."""
     kept: list[list[Episode]] = []
     failed: list[Episode] = []
     num_rounds = num_zero_variance = 0
@@ -62,10 +62,10 @@ async def refill(num_groups: int, *, take: Take, play: Play, settings: DynamicSa
         if not groups:
             break
         num_rounds += 1
-        for episodes in by_group(await play(groups)):
+        for episodes in by_group(await run(groups)):
             if any(episode.failure for episode in episodes):
                 failed += episodes
-            elif _teaches(episodes, settings.eps):
+            elif _rewards_differ(episodes, settings.eps):
                 kept.append(episodes)
             else:
                 num_zero_variance += 1
@@ -79,8 +79,8 @@ async def refill(num_groups: int, *, take: Take, play: Play, settings: DynamicSa
     )
 
 
-def _teaches(episodes: Sequence[Episode], eps: float) -> bool:
-    """True when some agent's rewards differ within the group. A single episode has nothing to be compared with."""
+def _rewards_differ(episodes: Sequence[Episode], eps: float) -> bool:
+    """True if some agent's rewards differ within the group, or the group has only one episode."""
     if len(episodes) == 1:
         return True
     rewards: dict[GroupKey | None, list[float]] = {}

@@ -1,8 +1,8 @@
-"""`MixedBatchSource`: one batch from several sources, in given shares.
+"""`MixedBatchSource`: builds each batch from several sources in given shares.
 
-The first source sets the pace: each batch holds one whole batch of it, so what it samples is trained on at once. Of every
-other source there are as many samples as its share asks for, counted over the whole run: where 8 to 3 does not come out
-even, one batch has a sample more. What another source has brought too many of waits for the next batch.
+Each batch holds one whole batch of the first source, so that its fresh samples are trained on at once. Every other source
+contributes its share of samples, counted over the whole run: if a ratio such as 8 to 3 does not divide evenly, some batches
+have one sample more. Surplus samples of these sources wait for the next batch.
 """
 
 import math
@@ -15,7 +15,7 @@ from ludic.batch_gen.sources.wrapper import StoredItem, load_into, refuse_accoun
 from ludic.types import BatchSource, ConfigError, RequestsExhausted, SAWBatch, SAWItem
 
 _MAX_EMPTY = 16
-"""Batches without a sample that one source may give in a row."""
+"""Empty batches in a row after which a source counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,31 +23,31 @@ class MixedPart:
     """One source of a mixture."""
 
     name: str
-    """Of the source; numbers about it are logged under it."""
+    """Prefix of its logged metrics."""
     source: BatchSource
     share: float
-    """How many of its samples there are, in proportion to the other parts' shares."""
+    """Relative number of its samples, compared with the shares of the other parts."""
     objective: str | None = None
-    """What its samples are trained for (see mix_objectives); None leaves the objectives that they have."""
+    """Objective tag of its samples (see mix_objectives); None keeps their tags."""
 
     def __post_init__(self) -> None:
         if not (self.share > 0 and math.isfinite(self.share)):
             raise ConfigError(
-                f"MixedPart {self.name!r} has share={self.share}; it must be above 0. Leave the part out."
+                f"MixedPart {self.name!r} has share={self.share}; it must be above 0. To disable a part, leave it out."
             )
         refuse_accounts("MixedBatchSource", self.source)
 
 
 class MixedBatchSource:
-    """Whole batches of the first part, and of every other part its share of samples."""
+    """Whole batches of the first part, plus the share of samples of every other part."""
 
     def __init__(self, parts: Sequence[MixedPart]) -> None:
         names = [part.name for part in parts]
         if not parts or len(set(names)) != len(names):
-            raise ConfigError(f"MixedBatchSource has the parts {names}; it needs one at least, and each name once.")
+            raise ConfigError(f"MixedBatchSource has the parts {names}; it needs at least one, with different names.")
         self._lead, *self._others = parts
         self._num_lead = 0
-        """Samples that the first part has given."""
+        """Samples of the first part so far."""
         self._num_given = {part.name: 0 for part in self._others}
         self._waiting: dict[str, deque[StoredItem]] = {part.name: deque() for part in self._others}
 
@@ -68,7 +68,7 @@ class MixedBatchSource:
             tell_version(part.source, version)
 
     def _num_due(self, part: MixedPart) -> int:
-        # The small number is for shares such as 0.3 / 0.1, whose quotient is just below 3.
+        # 1e-9 corrects shares such as 0.3 / 0.1, whose quotient is just below 3.
         wanted = math.floor(self._num_lead * part.share / self._lead.share + 1e-9)
         return wanted - self._num_given[part.name]
 
@@ -87,7 +87,7 @@ class MixedBatchSource:
     # --- resume ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Take it between batches. It holds the samples that wait: less than one batch of each part."""
+        """Call it between batches. It includes the waiting samples, less than one batch of each part."""
         return {
             "num_lead": self._num_lead,
             "num_given": dict(self._num_given),

@@ -1,7 +1,7 @@
 """`OfflineBatchSource`: training items from rollouts on disk.
 
-Files are indexed once (where each rollout lies, which group it belongs to) and then read a chunk at a time, so memory
-holds a chunk and not the data. A chunk consists of whole groups, so that credit can compare siblings.
+It indexes the files once (offset and group of each rollout) and then reads one chunk at a time, so that memory holds only a
+chunk. A chunk consists of whole groups, so that credit can compare siblings.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ _ORDER, _WITHIN_CHUNK = 0, 1
 
 
 def acts_on_env(step: Step) -> bool:
-    """The default selector: env steps, and replies to the env that could not be read."""
+    """The default selector: env steps, and replies to the env that failed to parse."""
     return step.kind == "env" or is_parse_failure(step)
 
 
 class OfflineBatchSource:
-    """Endless passes over stored rollouts, in a new order each time.
+    """Endless epochs over stored rollouts, shuffled per epoch.
 
-    Without `step_to_item` the items are those that an online run would have made of the rollouts' own tokens. With it,
-    each step that `step_selector` picks becomes an item (for instance rendered with another model's chat template).
+    By default the items are stitched from the rollouts' own tokens, as in an online run. With `step_to_item`, each step that
+    `step_selector` picks becomes an item (for instance rendered with another model's chat template).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OfflineBatchSource:
         per_turn: bool = False,
         chunk_rollouts: int = 64,
     ) -> None:
-        """`chunk_rollouts`: how many rollouts (at least) are credited, shuffled and held at a time."""
+        """`chunk_rollouts`: minimum number of rollouts that are credited, shuffled and held in memory at a time."""
         if batch_size < 1 or chunk_rollouts < 1:
             raise ConfigError(f"batch_size={batch_size}, chunk_rollouts={chunk_rollouts}; both must be at least 1.")
         if step_selector is not None and step_to_item is None:
@@ -78,18 +78,18 @@ class OfflineBatchSource:
         paths = [jsonl_paths] if isinstance(jsonl_paths, (str, Path)) else list(jsonl_paths)
         self._groups = _index(paths)
         self._num_items: int | None = None
-        # Where the next batch begins: pass, group within its order, item within the chunk that starts there.
+        # Position of the next batch: epoch, group within its order, item within the chunk that starts there.
         self._epoch, self._group, self._item = 0, 0, 0
         self._kept_chunk: tuple[tuple[int, int], tuple[list[SAWItem], int]] | None = None
 
     @property
     def epoch(self) -> int:
-        """The pass that the next batch begins in."""
+        """The epoch of the next batch."""
         return self._epoch
 
     @property
     def num_rollouts(self) -> int:
-        """Usable rollouts in the files; failed ones are left out."""
+        """Usable rollouts in the files, without failed ones."""
         return sum(map(len, self._groups))
 
     @property
@@ -97,7 +97,7 @@ class OfflineBatchSource:
         return self.num_rollouts
 
     def __len__(self) -> int:
-        """Items of one pass. Counting them takes a pass over the files, once."""
+        """Items of one epoch. The first call reads all files."""
         if self._num_items is None:
             order = self._order(0)
             self._num_items, position = 0, 0
@@ -112,26 +112,26 @@ class OfflineBatchSource:
         return whole + (rest > 0 and not self._drop_last)
 
     async def next_batch(self) -> SAWBatch:
-        for _ in range(2):  # the current pass may be at its end
+        for _ in range(2):  # the current epoch may be at its end
             batch = await self._next_in_epoch()
             if batch is not None:
                 return batch
         raise ValueError(
-            "A whole pass over the rollouts gave no batch: no item passed the sample_filter, or drop_last dropped what "
-            f"there was (batch_size={self._batch_size})."
+            "A whole epoch over the rollouts gave no batch: no item passed the sample_filter, or drop_last dropped an "
+            f"incomplete batch (batch_size={self._batch_size})."
         )
 
     get_next_batch = next_batch
 
     async def iter_epoch(self) -> AsyncGenerator[SAWBatch, None]:
-        """The batches that are left of the current pass."""
+        """The remaining batches of the current epoch."""
         while (batch := await self._next_in_epoch()) is not None:
             yield batch
 
     # --- one batch ---
 
     async def _next_in_epoch(self) -> SAWBatch | None:
-        """The next batch of this pass; None at its end, and the next pass has begun then."""
+        """The next batch of this epoch; at its end start the next epoch and return None."""
         epoch, order = self._epoch, self._order(self._epoch)
         items: list[SAWItem] = []
         while self._group < len(order) and len(items) < self._batch_size:
@@ -148,7 +148,7 @@ class OfflineBatchSource:
         return SAWBatch(items=items, meta=self._meta(items, epoch))
 
     async def _chunk(self, order: list[int]) -> tuple[list[SAWItem], int]:
-        """The items of the chunk that begins at the current group, and where the next one begins."""
+        """The items of the chunk at the current group, and the first group of the next chunk."""
         place = (self._epoch, self._group)
         if self._kept_chunk is None or self._kept_chunk[0] != place:
             self._kept_chunk = (place, await asyncio.to_thread(self._read_chunk, order, *place))
@@ -219,7 +219,7 @@ class OfflineBatchSource:
 
 
 def _index(paths: Sequence[str | Path]) -> list[list[Line]]:
-    """Where the rollouts lie, those of one group together."""
+    """The lines of the rollouts, grouped."""
     groups: dict[str, list[Line]] = {}
     num_failed = 0
     for path in map(Path, paths):
@@ -234,6 +234,6 @@ def _index(paths: Sequence[str | Path]) -> list[list[Line]]:
     if not groups:
         raise ConfigError(
             f"There are no usable rollouts in {', '.join(map(str, paths)) or 'no files at all'} "
-            f"({num_failed} failed ones were left out)."
+            f"({num_failed} failed ones were skipped)."
         )
     return list(groups.values())

@@ -1,8 +1,8 @@
-"""`ReplayBatchSource`: samples are used more than once, within limits of age.
+"""`ReplayBatchSource`: a replay buffer with an age limit.
 
-Each batch is a fresh one of the source behind it and some samples of earlier ones. A sample is kept as it was made, with the
-log-probs of the policy that sampled it and the weight it was given then: ratios and corrections work on it as on any
-stale sample. It is forgotten when it is more than `max_lag` versions behind, or when newer ones need its room.
+Each batch is a fresh batch of the inner source plus samples of earlier ones. The buffer stores a sample unchanged, with the
+log-probs of the policy that sampled it and its original weight, so ratios and corrections work as on any stale sample. It
+drops samples that are more than `max_lag` versions behind, and the oldest ones when it is full.
 """
 
 import math
@@ -21,14 +21,14 @@ from ludic.types import BatchSource, ConfigError, SAWBatch, SAWItem, derive_seed
 class _Kept:
     stored: StoredItem
     version: int
-    """The oldest policy version behind any of its tokens; where that is not known, the one that was trained when it came."""
+    """The oldest policy version of its tokens; if the sample names none, the trainer's version when it was added."""
 
 
 class ReplayBatchSource:
-    """Batches of `source`, and `num_replayed` samples of earlier ones with each.
+    """Batches of `source`, each with `num_replayed` samples of earlier ones.
 
-    `capacity` is in samples; the oldest go first. `half_life` draws newer samples more often: one that is so many versions
-    older is half as likely; None draws all alike. With `fresh_every=4`, three batches after each fresh one are all replay.
+    `capacity` counts samples. `half_life` makes newer samples more likely: a sample that many versions older is half as likely;
+    None draws uniformly. With `fresh_every=4`, three replay-only batches follow each fresh one.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReplayBatchSource:
         if max_lag is not None and max_lag < 0:
             raise ConfigError(f"max_lag={max_lag}; it must be 0 or more, or None for no limit.")
         if half_life is not None and not half_life > 0:
-            raise ConfigError(f"half_life={half_life}; it must be above 0, or None to draw all alike.")
+            raise ConfigError(f"half_life={half_life}; it must be above 0, or None to draw uniformly.")
         refuse_accounts("ReplayBatchSource", source)
         self._source = source
         self._capacity, self._num_replayed, self._fresh_every = capacity, num_replayed, fresh_every
@@ -60,11 +60,11 @@ class ReplayBatchSource:
         self._kept: deque[_Kept] = deque()
 
     def __len__(self) -> int:
-        """Samples that are kept."""
+        """Samples in the buffer."""
         return len(self._kept)
 
     async def next_batch(self) -> SAWBatch:
-        num_expired = self._forget_expired()
+        num_expired = self._drop_expired()
         is_fresh_due = self._num_batches % self._fresh_every == 0
         fresh = await self._source.next_batch() if is_fresh_due or not self._kept else SAWBatch(items=[])
         drawn = self._draw()
@@ -75,22 +75,22 @@ class ReplayBatchSource:
         if drawn:
             numbers["replay_lag_mean"] = fmean(self._lag(kept) for kept in drawn)
         meta = {**fresh.meta, "source": "replay", **numbers}
-        return SAWBatch(items=[*fresh.items, *(_again(kept.stored.item) for kept in drawn)], meta=meta)
+        return SAWBatch(items=[*fresh.items, *(_replayed(kept.stored.item) for kept in drawn)], meta=meta)
 
     get_next_batch = next_batch
 
     def notify_version(self, version: int) -> None:
-        """The policy that is trained next is this one."""
+        """Set the version of the policy that is trained next."""
         self._version = version
         tell_version(self._source, version)
 
-    # --- what is kept ---
+    # --- the buffer ---
 
     def _lag(self, kept: _Kept) -> int:
         return self._version - kept.version
 
-    def _forget_expired(self) -> int:
-        """How many were too old."""
+    def _drop_expired(self) -> int:
+        """Drop samples that are too old and return their number."""
         num_before = len(self._kept)
         if self._max_lag is not None:
             self._kept = deque(kept for kept in self._kept if self._lag(kept) <= self._max_lag)
@@ -104,9 +104,9 @@ class ReplayBatchSource:
             self._kept.popleft()
 
     def _draw(self) -> list[_Kept]:
-        """Without replacement; by position in the run and not by a generator's state, so that a resume draws the same."""
+        """Draw without replacement. The seed depends on the batch number, so a resumed run draws the same."""
         rng = random.Random(derive_seed(self._seed, self._num_batches))
-        # Log-weight plus Gumbel noise: the largest k are a weighted draw of k, and no weight underflows.
+        # Gumbel top-k: the k largest values of log-weight plus noise are a weighted draw, and no weight underflows.
         keyed = [(self._log_weight(kept) - math.log(rng.expovariate(1.0)), kept) for kept in self._kept]
         keyed.sort(key=lambda pair: -pair[0])
         return [kept for _, kept in keyed[: self._num_replayed]]
@@ -117,7 +117,7 @@ class ReplayBatchSource:
     # --- resume ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Take it between batches. It holds the samples that are kept, at most `capacity`."""
+        """Call it between batches. It includes the samples of the buffer, at most `capacity`."""
         return {
             "version": self._version,
             "num_batches": self._num_batches,
@@ -132,6 +132,6 @@ class ReplayBatchSource:
         load_into(self._source, state["source"])
 
 
-def _again(item: SAWItem) -> SAWItem:
+def _replayed(item: SAWItem) -> SAWItem:
     """Its siblings are not all here: filters that compare a group's members must not take some for the whole."""
     return item.with_origin(group_id=None, is_replayed=True)

@@ -1,4 +1,4 @@
-"""`RolloutBatchSource`: the next batch is played when it is asked for."""
+"""`RolloutBatchSource`: generates the next batch on demand."""
 
 import time
 from typing import Any, TypeVar
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class RolloutBatchSource:
-    """Asks for requests, plays them, turns them into a batch.
+    """Runs the episodes of the next requests and builds a batch from them.
 
-    Requests come from `requests_fn` (also spelt `request_fn`) or from a `curriculum`, which is told how the episodes went.
-    `strategy` expands them. With `dynamic_sampling`, groups without any difference in reward are replaced.
+    Requests come from `requests_fn` (alias `request_fn`) or from a `curriculum`, which observes the rollouts. `strategy`
+    expands them. With `dynamic_sampling`, groups with equal rewards are replaced.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class RolloutBatchSource:
         dynamic_sampling: DynamicSampling | None = None,
         per_turn: bool = False,
     ) -> None:
-        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # a wrong limit is named here, not at the first batch
-        self._engine = _the_one(engine=engine, orchestrator=orchestrator)
+        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # checks the limits before the first batch
+        self._engine = _exactly_one(engine=engine, orchestrator=orchestrator)
         self._curriculum = curriculum
         next_requests = None if curriculum is None else curriculum.next_requests
-        requests_fn = _the_one(requests_fn=requests_fn, request_fn=request_fn, curriculum=next_requests)
+        requests_fn = _exactly_one(requests_fn=requests_fn, request_fn=request_fn, curriculum=next_requests)
         parts: dict[str, object] = {"requests": requests_fn} if curriculum is None else {"curriculum": curriculum}
         self._requests = RequestStream(requests_fn, strategy, parts)
         credit = credit_of(credit_assigner, algorithm)
-        self._assembly = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        self._builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._max_steps = max_steps
         self._timeout_s = timeout_s
@@ -62,7 +62,7 @@ class RolloutBatchSource:
     async def next_batch(self) -> SAWBatch:
         started = time.perf_counter()
         if self._dynamic_sampling is None:
-            batch = self._assembly.batch(await self._play(self._requests.take_draw()))
+            batch = self._builder.batch(await self._run_episodes(self._requests.take_draw()))
         else:
             batch = await self._refilled_batch(self._dynamic_sampling)
         self._num_batches += 1
@@ -74,20 +74,21 @@ class RolloutBatchSource:
     get_next_batch = next_batch
 
     async def _refilled_batch(self, settings: DynamicSampling) -> SAWBatch:
-        if not self._groups_per_batch:  # a first draw may have been empty
+        if not self._groups_per_batch:  # the first draw may be empty
             self._groups_per_batch = self._requests.num_next()
-        refilled = await refill(self._groups_per_batch, take=self._requests.take, play=self._play, settings=settings)
-        batch = self._assembly.batch([*refilled.episodes, *refilled.failed])
+        take, run = self._requests.take, self._run_episodes
+        refilled = await refill(self._groups_per_batch, take=take, run=run, settings=settings)
+        batch = self._builder.batch([*refilled.episodes, *refilled.failed])
         counts = {"num_sampling_rounds": refilled.num_rounds, "num_zero_variance_groups": refilled.num_zero_variance}
         batch.meta |= counts
         batch.meta["rollout_metrics"] |= {name: float(value) for name, value in counts.items()}
         return batch
 
-    async def _play(self, groups: list[RequestGroup]) -> list[Episode]:
+    async def _run_episodes(self, groups: list[RequestGroup]) -> list[Episode]:
         requests = [request for group in groups for request in group]
         first_index = self._num_episodes
         self._num_episodes += sum(request.num_episodes for request in requests)
-        episodes = await self._engine.play(
+        episodes = await self._engine.run_episodes(
             requests,
             max_steps=self._max_steps,
             timeout_s=self._timeout_s,
@@ -99,14 +100,14 @@ class RolloutBatchSource:
         return episodes
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of everything that has one; take it between batches."""
+        """Position of all stateful parts; call it between batches."""
         state = {
             "num_batches": self._num_batches,
             "num_episodes": self._num_episodes,
             "groups_per_batch": self._groups_per_batch,
             "requests": self._requests.state_dict(),
         }
-        # A batch that is made again must be credited as if it had not been made: what a rule has counted is undone too.
+        # A resumed run generates unsaved batches again, so the credit rule must forget what it counted for them.
         return state if self._stateful_credit is None else {**state, "credit": self._stateful_credit.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,8 +119,8 @@ class RolloutBatchSource:
         self._requests.load_state_dict(state["requests"])
 
 
-def _the_one(**spellings: T | None) -> T:
-    """The argument that was given under one of several names."""
+def _exactly_one(**spellings: T | None) -> T:
+    """The argument that was passed under one of several names."""
     given = [name for name, value in spellings.items() if value is not None]
     if len(given) != 1:
         raise ConfigError(
@@ -127,5 +128,5 @@ def _the_one(**spellings: T | None) -> T:
             f"it was given {' and '.join(given) or 'none of them'}."
         )
     found = spellings[given[0]]
-    assert found is not None, "that is how it was chosen"
+    assert found is not None, "only names with a value are in `given`"
     return found

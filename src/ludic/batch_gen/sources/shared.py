@@ -1,8 +1,8 @@
-"""One stream of episodes for several trainers: each gets what its own policy has played, credited by its own rule.
+"""One stream of episodes for several trainers: each gets its own policy's rollouts, credited by its own rule.
 
-A round of episodes is played when one of the trainers asks and has none waiting; all of them get their part of it. A policy
-without a trainer (a frozen opponent, a league) is played and not trained on. Failed episodes and broken groups are left out
-first, for all trainers alike.
+When a trainer asks for a batch and none is waiting, `SharedRollouts` runs a round of episodes and offers it to every trainer.
+Policies without a trainer (a frozen opponent, a league) take part and are not trained. Failed episodes and incomplete groups are
+dropped for all trainers, before the rollouts are split by policy.
 """
 
 import logging
@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Round:
-    """Episodes that were played together."""
+    """The episodes of one round."""
 
     number: int
     before: dict[str, Any]
-    """Where the stream stood: a resume plays the round again from here."""
+    """Position of the stream before the round; a resume runs the round again from it."""
     episodes: list[Episode]
     generation_s: float
 
     @property
-    def players(self) -> list[str]:
-        """By name, as they were seated."""
+    def policies(self) -> list[str]:
+        """Names of the policies that took part."""
         return sorted({str(rollout.policy) for episode in self.episodes for rollout in episode.rollouts})
 
 
 class SharedRollouts:
-    """Plays rounds; `batches_for` gives one batch source per trained policy.
+    """Runs rounds of episodes; `batches_for` returns one batch source per trained policy.
 
     The trainers take turns (`ludic.training.train_policies`).
     """
@@ -54,16 +54,16 @@ class SharedRollouts:
         timeout_s: float | None = None,
         concurrency: int = 8,
     ) -> None:
-        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # a wrong limit is named here, not at the first batch
+        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # checks the limits before the first batch
         self._engine = engine
         self._requests = RequestStream(requests_fn, strategy, {"requests": requests_fn})
         self._max_steps, self._timeout_s, self._concurrency = max_steps, timeout_s, concurrency
         self._num_rounds = 0
         self._num_episodes = 0
-        self._is_playing = False
+        self._is_running = False
         self._sources: dict[str, PolicyBatchSource] = {}
         self._resumed: list[dict[str, Any]] = []
-        """Where each policy that was loaded since the last round has to go on."""
+        """Positions of the policies loaded since the last round."""
 
     def batches_for(
         self,
@@ -75,40 +75,40 @@ class SharedRollouts:
         per_turn: bool = False,
         followers: Sequence[FollowsVersions] = (),
     ) -> "PolicyBatchSource":
-        """What `policy` plays, for its trainer. `followers` (a league) are told of its versions, and saved with it."""
+        """Batches of `policy` for its trainer. `followers` (a league) get its version updates and are saved with it."""
         if policy in self._sources:
             raise ConfigError(f"The policy {policy!r} has a batch source already; one trainer trains one policy.")
         credit = credit_of(credit_assigner, algorithm)
-        assembly = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
-        self._sources[policy] = PolicyBatchSource(policy, self, assembly, followers)
+        builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        self._sources[policy] = PolicyBatchSource(policy, self, builder, followers)
         return self._sources[policy]
 
-    async def play_round(self) -> None:
-        """Play the next episodes and deal them out. One that is broken off has not been begun."""
-        if self._is_playing:
+    async def run_round(self) -> None:
+        """Run the next episodes and offer them to every policy. An interrupted round resets the position."""
+        if self._is_running:
             raise ConfigError(
                 "Two trainers asked one SharedRollouts for a batch at the same time. Let them take turns: train_policies."
             )
         before, started = self.position(), time.perf_counter()
-        self._is_playing, self._resumed = True, []
+        self._is_running, self._resumed = True, []
         try:
-            episodes = await self._play()
+            episodes = await self._run_episodes()
         except BaseException:
             self._go_to(before)
             raise
         finally:
-            self._is_playing = False
+            self._is_running = False
         generation_s = time.perf_counter() - started
-        played = _Round(number=self._num_rounds, before=before, episodes=episodes, generation_s=generation_s)
+        finished = _Round(number=self._num_rounds, before=before, episodes=episodes, generation_s=generation_s)
         self._num_rounds += 1
         for source in self._sources.values():
-            source.offer(played)
+            source.offer(finished)
 
-    async def _play(self) -> list[Episode]:
+    async def _run_episodes(self) -> list[Episode]:
         requests = [request for group in self._requests.take_draw() for request in group]
         first_index = self._num_episodes
         self._num_episodes += sum(request.num_episodes for request in requests)
-        return await self._engine.play(
+        return await self._engine.run_episodes(
             requests,
             max_steps=self._max_steps,
             timeout_s=self._timeout_s,
@@ -124,7 +124,7 @@ class SharedRollouts:
         }
 
     def resume_at(self, position: dict[str, Any]) -> None:
-        """Where one policy has to go on; the stream does where the first of them has to."""
+        """Resume one policy at `position`; the stream resumes at the earliest position of all policies."""
         self._resumed.append(position)
         self._go_to(min(self._resumed, key=lambda resumed: resumed["num_rounds"]))
 
@@ -136,55 +136,55 @@ class SharedRollouts:
 class PolicyBatchSource:
     """One policy's part of every round.
 
-    Where it needs a second round (nothing in the first to train on), the others find that one waiting. Only the newest waits:
-    older ones are dropped and counted, or they would fall further behind with every such round.
+    If a policy needs a second round (nothing to train on in the first), that round waits for the other policies. Only the
+    newest round waits: older ones are dropped and counted, or the other policies would fall further behind each time.
     """
 
     def __init__(
-        self, policy: str, shared: SharedRollouts, assembly: BatchBuilder, followers: Sequence[FollowsVersions]
+        self, policy: str, shared: SharedRollouts, builder: BatchBuilder, followers: Sequence[FollowsVersions]
     ) -> None:
         self.policy = policy
         self._shared = shared
-        self._assembly = assembly
+        self._builder = builder
         self._followers = list(followers)
-        credit = assembly.credit_assigner
+        credit = builder.credit_assigner
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._waiting: _Round | None = None
         self._next_round = 0
         self._num_skipped = 0
 
     async def next_batch(self) -> SAWBatch:
-        while (played := self._waiting) is None:  # after a resume the stream may be several rounds behind this policy
-            await self._shared.play_round()
+        while (finished := self._waiting) is None:  # after a resume the stream may be several rounds behind this policy
+            await self._shared.run_round()
         self._waiting = None
-        self._next_round = played.number + 1
-        batch = self._assembly.batch(played.episodes, policy=self.policy)
+        self._next_round = finished.number + 1
+        batch = self._builder.batch(finished.episodes, policy=self.policy)
         if not batch.meta["num_rollouts"]:
-            logger.warning("%r played nothing in round %d; who did: %s", self.policy, played.number, played.players)
-        counts = {"round": played.number, "num_rounds_skipped": self._num_skipped}
+            logger.warning("%r has no rollouts in round %d of %s.", self.policy, finished.number, finished.policies)
+        counts = {"round": finished.number, "num_rounds_skipped": self._num_skipped}
         batch.meta |= {
             "source": "shared_rollouts",
             "policy": self.policy,
             **counts,
-            "generation_s": played.generation_s,
+            "generation_s": finished.generation_s,
         }
         batch.meta["rollout_metrics"] |= {name: float(value) for name, value in counts.items()}
         return batch
 
     get_next_batch = next_batch
 
-    def offer(self, played: _Round) -> None:
-        """From SharedRollouts. After a resume a round may come again that this policy was trained on."""
-        if played.number >= self._next_round:
+    def offer(self, finished: _Round) -> None:
+        """Called by SharedRollouts. After a resume a round may come again that this policy has been trained on."""
+        if finished.number >= self._next_round:
             self._num_skipped += self._waiting is not None
-            self._waiting = played
+            self._waiting = finished
 
     def notify_version(self, version: int) -> None:
         for follower in self._followers:
             follower.notify_version(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Take it between batches. A round that waits is played again after a resume."""
+        """Call it between batches. A resume runs a waiting round again."""
         state: dict[str, Any] = {
             "position": self._shared.position() if self._waiting is None else self._waiting.before,
             "num_skipped": self._num_skipped,
@@ -196,7 +196,7 @@ class PolicyBatchSource:
         if len(state["followers"]) != len(self._followers):
             raise ConfigError(
                 f"The checkpoint of {self.policy!r} has {len(state['followers'])} followers (leagues), batches_for was given "
-                f"{len(self._followers)}. Give it the same as then, in the same order."
+                f"{len(self._followers)}. Give it the same followers in the same order."
             )
         self._waiting, self._num_skipped = None, state["num_skipped"]
         self._next_round = state["position"]["num_rounds"]

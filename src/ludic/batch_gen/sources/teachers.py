@@ -1,4 +1,8 @@
-"""Who scores a sample: the interface behind one teacher for all, one per domain, one that is told more."""
+"""Teachers for distillation: one for all samples, one per domain, or one with a privileged prompt.
+
+`TeacherAnnotatedBatchSource` attaches a teacher's log-probs to every sample of another source. The algorithm decides how to use
+them (`ludic.training.make_opd`). Inside an AsyncRolloutBatchSource, scoring overlaps with training.
+"""
 
 import asyncio
 import time
@@ -35,7 +39,7 @@ class Teachers(Protocol):
     def teacher_for(self, item: SAWItem) -> TeacherScorer: ...
 
     def require_tokenizer(self, fingerprint: str) -> None:
-        """ConfigError if a teacher's ids mean something else than the student's."""
+        """Raise ConfigError if a teacher's tokenizer differs from the student's."""
         ...
 
 
@@ -53,7 +57,7 @@ class OneTeacher:
 
 
 def require_same_tokenizer(name: str, teacher: TeacherScorer, fingerprint: str) -> None:
-    """`name` is what the message calls the teacher."""
+    """Raise ConfigError if the teacher `name` has another tokenizer."""
     if teacher.tokenizer_fingerprint != fingerprint:
         raise ConfigError(
             f"The teacher {name!r} has another tokenizer ({teacher.tokenizer_fingerprint:.12}…) than the student "
@@ -61,15 +65,8 @@ def require_same_tokenizer(name: str, teacher: TeacherScorer, fingerprint: str) 
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# `TeacherAnnotatedBatchSource`: batches of another source, with a teacher's log-probs on every sample.
-# ----------------------------------------------------------------------------------------------------
-# What becomes of them is the algorithm's business (`ludic.training.make_opd`). Inside an AsyncRolloutBatchSource, scoring
-# overlaps with training.
-
-
 class TeacherAnnotatedBatchSource:
-    """Attaches `teacher_logps` to every sample of `inner`; nothing else changes, and none is left out."""
+    """Attaches `teacher_logps` to every sample of `inner`; keeps all samples and everything else unchanged."""
 
     def __init__(
         self,
@@ -79,9 +76,9 @@ class TeacherAnnotatedBatchSource:
         *,
         tokenizer_fingerprint: str,
     ) -> None:
-        """`tokenizer_fingerprint` is the student's (`ludic.inference.templates.fingerprint`); a teacher with another is refused.
+        """`tokenizer_fingerprint` is the student's (`ludic.inference.templates.fingerprint`); the teacher's must be equal.
 
-        `teacher_chunk_size` is how many samples are scored at a time; None: all of a batch.
+        `teacher_chunk_size` is how many samples are scored at a time; None: the whole batch.
         """
         if teacher_chunk_size is not None and teacher_chunk_size < 1:
             raise ConfigError(f"teacher_chunk_size={teacher_chunk_size}; it must be at least 1, or None for all.")
@@ -90,7 +87,8 @@ class TeacherAnnotatedBatchSource:
         self._teachers.require_tokenizer(tokenizer_fingerprint)
         self._chunk_size = teacher_chunk_size
         if isinstance(inner, AccountsForItems):
-            # Had every annotated source these, it would be taken for one that keeps accounts, and refused in a mixture.
+            # Set only here: with methods of the class, every annotated source would be an AccountsForItems, which a
+            # mixture refuses.
             self.notify_trained = inner.notify_trained
             self.notify_saved = inner.notify_saved
 
@@ -108,14 +106,12 @@ class TeacherAnnotatedBatchSource:
 
     get_next_batch = next_batch
 
-    # --- what the trainer tells its source, and what a resume needs ---
-
     def notify_version(self, version: int) -> None:
         if isinstance(self._inner, FollowsVersions):
             self._inner.notify_version(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner source's: teachers do not change."""
+        """State of the inner source; teachers have none."""
         return {"inner": self._inner.state_dict() if isinstance(self._inner, Stateful) else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,14 +131,12 @@ async def _teacher_logps(item: SAWItem, teacher: TeacherScorer) -> LogprobArray:
     if not len(where):
         return np.zeros(0, dtype=np.float32)
     first, end = int(where[0]), int(where[-1]) + 1
-    # From the first action on: what lies between two actions is scored with them, and left out afterwards.
+    # Score from the first action token to the last; drop the tokens between actions afterwards.
     scores = await teacher.score_tokens(ids[:first], ids[first:end], temperature=item.attachments.temperature or 1.0)
     return np.asarray(scores, dtype=np.float32)[where - first]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which teacher scores which sample: several experts for one student, chosen by the sample's domain.
-# ----------------------------------------------------------------------------------------------------
+# --- one teacher per domain ---
 
 DomainOf: TypeAlias = Callable[[SAWItem], str]
 
@@ -182,18 +176,17 @@ class DomainTeachers:
             require_same_tokenizer(domain, teacher, fingerprint)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Self-distillation from a privileged prompt: a teacher that is told more than the student was.
-# ----------------------------------------------------------------------------------------------------
-# The teacher scores the student's very tokens, but after another prompt: with the right answer in it, or a long instruction. It may
-# be the same model, frozen or as it is now: what the prompt does to it is what the student learns to do without the prompt.
+# --- self-distillation from a privileged prompt ---
+#
+# The teacher scores the student's own tokens after another prompt, which holds for example the right answer or a long
+# instruction. It may be the same model, frozen or current: the student learns to behave without the prompt as with it.
 
 PromptOf: TypeAlias = Callable[[SAWItem], TokenIds]
-"""The prompt that the teacher sees of a sample, instead of all that stands before the sample's first action token."""
+"""The teacher's prompt for a sample; it replaces all tokens before the sample's first action token."""
 
 
 class PrivilegedTeacher:
-    """`teacher`, asked about every sample after the prompt that `prompt_of` makes for it."""
+    """Lets `teacher` score each sample after the prompt that `prompt_of` returns for it."""
 
     def __init__(self, teacher: TeacherScorer, prompt_of: PromptOf) -> None:
         self._teacher, self._prompt_of = teacher, prompt_of
@@ -202,8 +195,8 @@ class PrivilegedTeacher:
         prompt = token_array(self._prompt_of(item))
         if not len(prompt):
             raise ConfigError(
-                f"prompt_of gave an empty prompt for a sample (rollout {item.origin.rollout_id}); a teacher needs at least "
-                "one token to go on from."
+                f"prompt_of gave an empty prompt for a sample (rollout {item.meta.get('rollout_id')}); a teacher needs at least "
+                "one prompt token."
             )
         return _HintedTeacher(self._teacher, prompt)
 
@@ -213,7 +206,7 @@ class PrivilegedTeacher:
 
 @dataclass(frozen=True, slots=True)
 class _HintedTeacher:
-    """A teacher of one sample."""
+    """The teacher of one sample, with a fixed prompt."""
 
     teacher: TeacherScorer
     prompt: TokenArray
@@ -228,20 +221,17 @@ class _HintedTeacher:
         return await self.teacher.score_tokens(self.prompt, completion_token_ids, temperature=temperature)
 
 
-# --- prompts with more in them ---
-
-
 def hint_first(template: ChatTemplate, hint_of: Callable[[SAWItem], str] | None = None) -> PromptOf:
-    """A system message with the sample's hint, and then the tokens that the student saw.
+    """Prompts that put a system message with the sample's hint before the student's prompt.
 
-    For templates whose conversations are their messages one after the other. The hint is what the request said
-    (`RolloutRequest.meta["hint"]`), unless `hint_of` knows another.
+    For templates that render a conversation as the concatenation of its messages. The hint is the request's `meta["hint"]`,
+    unless `hint_of` is given.
     """
     hint_of = hint_of if hint_of is not None else hint_in_request
 
     def prompt_of(item: SAWItem) -> TokenArray:
-        told = template.apply([{"role": "system", "content": hint_of(item)}], add_generation_prompt=False)
-        return np.concatenate([told.prompt_token_ids, prompt_of_student(item)])
+        hint = template.apply([{"role": "system", "content": hint_of(item)}], add_generation_prompt=False)
+        return np.concatenate([hint.prompt_token_ids, prompt_of_student(item)])
 
     return prompt_of
 
@@ -257,6 +247,6 @@ def hint_in_request(item: SAWItem) -> str:
 
 
 def prompt_of_student(item: SAWItem) -> TokenArray:
-    """All that stands before the first action token."""
+    """The tokens before the first action token."""
     ids, where = item.input_ids[item.attention_mask], np.flatnonzero(item.action_mask[item.attention_mask])
     return ids[: where[0] if len(where) else len(ids)]

@@ -1,4 +1,4 @@
-"""What batch sources around other sources share: passing on versions and state, and samples in a checkpoint."""
+"""Helpers of batch sources that wrap other sources: forward versions and state, store samples in a checkpoint."""
 
 import base64
 from typing import Any
@@ -7,9 +7,9 @@ from ludic.types import AccountsForItems, BatchSource, ConfigError, FollowsVersi
 
 
 class StoredItem:
-    """A sample, and the text that a checkpoint keeps of it.
+    """A sample and its encoded text in a checkpoint.
 
-    A trainer asks for the state at every step: each sample is written once, and not once a step.
+    The trainer asks for the state at every step, so each sample is encoded once and cached.
     """
 
     def __init__(self, item: SAWItem, text: str | None = None) -> None:
@@ -18,7 +18,7 @@ class StoredItem:
 
     @classmethod
     def read(cls, text: str) -> "StoredItem":
-        from ludic.batch_gen.pipeline.wire import decode_group  # only who saves samples needs the extra 'pipeline'
+        from ludic.batch_gen.pipeline.wire import decode_group  # only saved samples need the extra 'pipeline'
 
         (item,) = decode_group(base64.b64decode(text))
         return cls(item, text)
@@ -33,11 +33,11 @@ class StoredItem:
 
 
 def refuse_accounts(who: str, source: BatchSource) -> None:
-    """A source that keeps accounts has to hear which of its samples were trained on; a mixture cannot tell it."""
+    """Raise ConfigError if `source` needs to know which of its samples were trained on; a wrapper cannot report that."""
     if isinstance(source, AccountsForItems):
         raise ConfigError(
-            f"{who} was given a {type(source).__name__}, which has to know what became of every sample; samples that are "
-            "mixed, held back or used again cannot be told apart. Give that source to the Trainer itself."
+            f"{who} was given a {type(source).__name__}, which must know which of its samples were trained on; {who} mixes, "
+            "delays or repeats samples and cannot report that. Give the source to the Trainer directly."
         )
 
 

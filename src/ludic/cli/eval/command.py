@@ -1,4 +1,4 @@
-"""`ludic eval`: how good a model is at an env, or several models side by side. See docs/evaluation.md."""
+"""`ludic eval`: evaluates one or several models on an env. See docs/evaluation.md."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

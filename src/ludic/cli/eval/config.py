@@ -131,11 +131,11 @@ MAY_CHANGE_ON_RESUME = frozenset(
     {"model", "dtype", "device", "threads", "concurrency", "timeout_s", "num_tasks", "samples", "pass_k", "majority_k",
      "success_reward", "name", "out", "api_key_env", "episode_timeout", "env_timeout"}
 )  # fmt: skip
-"""What the episodes that are there already do not depend on: more tasks, samples or models add to them."""
+"""Settings that do not affect finished episodes; more tasks, samples or models add to them."""
 
 
 def of_run(folder: Path) -> EvalConfig:
-    """The evaluation of a training run: its env, its way of playing, its first and its newest weights."""
+    """The evaluation of a training run: its env and agent settings, its first and its newest weights."""
     run = read_toml(RunConfig, folder / "config.toml")
     return EvalConfig(
         env=replace(run.env, data=run.eval.eval_data or run.env.data),
@@ -151,13 +151,13 @@ def of_run(folder: Path) -> EvalConfig:
 
 
 def trains_on(folder: Path, data: Path | None) -> bool:
-    """Are these the samples that the run was trained on?"""
+    """True if these are the samples that the run was trained on."""
     trained = read_toml(RunConfig, folder / "config.toml").env.data
     return data is not None and trained is not None and data.resolve() == trained.resolve()
 
 
 def resolve(config: EvalConfig, found: EnvFactory) -> EvalConfig:
-    """The config with what the env suggests filled in, and checked."""
+    """The config with the env's suggestions filled in, checked."""
     check_data(found, config.env.data, config.env.set, "--data")
     if config.measure.num_tasks == 0 and config.env.data is None:
         raise ConfigError("--num-tasks 0 takes all of --data, but there is none. Give a number.")

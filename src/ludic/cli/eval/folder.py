@@ -2,7 +2,7 @@
 
     runs/eval/<name>/  config.toml  metrics.json  rollouts/<model>-<hash of its path>.jsonl.gz  samples/<model>.jsonl
 
-Rollouts are written as episodes finish, and are what `--resume` goes on from; the rest can be made again from them.
+Rollouts are written as episodes finish; `--resume` continues from them, and the other files are derived from them.
 """
 
 import json
@@ -22,7 +22,7 @@ CONFIG = "config.toml"
 
 
 def choose_folder(config: EvalConfig, labels: Sequence[str], *, resume: bool) -> Path:
-    """The folder to write to; an error if it holds another evaluation. Nothing is written yet."""
+    """The folder to write to; raises ConfigError if it holds another evaluation. Writes nothing."""
     folder = _find(config, labels, resume=resume)
     if resume:
         _require_same(folder, config)
@@ -30,7 +30,7 @@ def choose_folder(config: EvalConfig, labels: Sequence[str], *, resume: bool) ->
 
 
 def prepare_folder(folder: Path, config: EvalConfig) -> None:
-    """Make it, with the config in it."""
+    """Create the folder with its config."""
     named = with_values(config, {"name": folder.name})
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,12 +73,12 @@ def _require_same(folder: Path, config: EvalConfig) -> None:
 
 
 def rollouts_file(folder: Path, stem: str) -> Path:
-    plain = folder / "rollouts" / f"{stem}.jsonl"  # what older versions wrote is resumed as it is
+    plain = folder / "rollouts" / f"{stem}.jsonl"  # written by older versions
     return plain if plain.exists() else plain.with_name(f"{stem}.jsonl.gz")
 
 
 def write_results(folder: Path, columns: Sequence[Column]) -> None:
-    """One line per sample and model, and all numbers in one file."""
+    """Write one line per sample and model, and all metrics in one file."""
     (folder / "samples").mkdir(exist_ok=True)
     for column in columns:
         lines = [json.dumps(asdict(outcome), default=json_number) for outcome in column.report.outcomes]

@@ -1,7 +1,7 @@
-"""Who is evaluated: a model of this machine on the embedded engine, or an endpoint of another program.
+"""The evaluated models: on the embedded engine of this process, or at an endpoint.
 
-Both come out as a client, a chat template for it, and a way to let go of it. What loads torch is imported where a model of this
-machine is meant: an endpoint is evaluated without it.
+Both become a client and a chat template inside a context manager. torch is imported only for a model of this process: an
+endpoint is evaluated without it.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class EvaluatedModel:
 
     label: str
     source: str
-    """What was typed, or where it led."""
+    """The argument, or the checkpoint that it resolved to."""
 
     @property
     def identity(self) -> str:
-        """The model, however it was typed: another folder whose name ends the same is another model."""
+        """The resolved path or name, so that two folders with the same last part are different models."""
         path = Path(self.source)
         return str(path.resolve()) if path.exists() else self.source
 
     @property
     def file_stem(self) -> str:
-        """The name of its file of episodes, whatever it is compared with."""
+        """Stem of its rollouts file, independent of the other models."""
         return f"{slug(_label(self.source))}-{hashlib.sha256(self.identity.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenPolicy:
-    """A candidate that can be asked."""
+    """A loaded model or an open endpoint."""
 
     client: ChatClient
     template: ChatTemplate
@@ -59,7 +59,7 @@ class OpenPolicy:
 
 
 def evaluated_models(settings: PolicySettings) -> list[EvaluatedModel]:
-    """In the order in which they were given; no two are called the same, nor are their files."""
+    """The models in the given order, with unique labels and files."""
     sources = list(settings.model or (DEFAULT_MODEL,))
     if settings.base_url is None:
         need_extras("local", "ludic eval without --base-url")
@@ -75,7 +75,7 @@ def evaluated_models(settings: PolicySettings) -> list[EvaluatedModel]:
 
 
 def _resolved(source: str) -> str:
-    """A run folder means its newest checkpoint now, and not what is the newest when the evaluation is resumed."""
+    """Resolve a run folder to its newest checkpoint now, so that a resumed evaluation uses the same one."""
     from ludic.run.model import checkpoint_in
 
     checkpoint = checkpoint_in(Path(source))
@@ -91,7 +91,7 @@ def _label(source: str) -> str:
 
 
 async def endpoint_models(settings: PolicySettings) -> PolicySettings:
-    """Ask the endpoint: is it there, and what does it call its model? (Where it can say: not all list their models.)"""
+    """Check that the endpoint answers, and fill in its model's name if it lists its models."""
     if settings.base_url is None:
         return settings
     client = _endpoint(settings, settings.base_url)
@@ -123,7 +123,7 @@ def _check_served(models: Sequence[str], served: Sequence[str], base_url: str) -
 async def opened(
     candidate: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int
 ) -> AsyncIterator[OpenPolicy]:
-    """The candidate, ready to be asked until the end of the block."""
+    """The candidate as a client, until the end of the block."""
     if settings.base_url is not None:
         client = _endpoint(settings, settings.base_url)
         try:
@@ -157,7 +157,7 @@ def _endpoint(settings: PolicySettings, base_url: str) -> OpenAIChatClient:
 
 
 def load(settings: ModelSettings, *, seed: int) -> LoadedModel:
-    """What `ludic train` can load, and an adapter that somebody else has trained, on the base that it names."""
+    """Load a model of `ludic train`, or a foreign adapter on the base model that it names."""
     from ludic.models.loading import LoadedModel
     from ludic.run.model import load_policy
     from ludic.training.checkpoint.manifest import read_object

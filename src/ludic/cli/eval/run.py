@@ -1,4 +1,4 @@
-"""An evaluation from its first line to its last: play with each model in turn, then say what came of it."""
+"""Runs an evaluation: episodes with each model in turn, then the results."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def run(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
-    """Evaluate every model on the same tasks; the exit code of the command."""
+    """Evaluate every model on the same tasks; returns the exit code."""
     samples = None if config.env.data is None else read_samples(config.env.data)
     env = found.make(env_arguments(config.env, None if samples is None else samples[0]))
     grading = config.measure.grading(env.full_reward)
@@ -45,7 +45,7 @@ def run(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
         console.print(escape(f"\nStopped.{advice}"))
         return 130
     finally:
-        if columns:  # also when it is the next model that failed
+        if columns:  # also if the next model failed
             console.print(make_table(columns))
             console.print(escape(f"\nEpisodes, samples and numbers are in {folder}"))
     return 0
@@ -65,8 +65,8 @@ async def _measure(
         setup = make_episode_setup(config.env, config.agent, found, policy.client, policy.template, policy.model)
         setup = replace(setup, player=candidate.identity)
         requests = make_requests(setup, config, samples)
-        prepare_folder(folder, config)  # now that all is well: a mistake should leave nothing behind
-        # What an earlier evaluation of this name has played is in the file; without --resume the file is new.
+        prepare_folder(folder, config)  # after all checks, so that a mistake leaves no folder
+        # With --resume the file holds the episodes of the earlier evaluation; otherwise it is new.
         engine = setup.engine(jsonl_path=rollouts_file(folder, candidate.file_stem), resume=True, seed=measure.seed)
         began = time.perf_counter()
         with _progress(candidate.label, len(requests), grading) as on_rollouts:
@@ -98,7 +98,7 @@ def make_requests(
 
 @contextmanager
 def _progress(label: str, num_episodes: int, grading: Grading) -> Iterator[Any]:
-    """A bar with the mean so far; it is told the rollouts of every episode."""
+    """A progress bar with the mean so far; yields the callback for the rollouts of each episode."""
     scores: list[float] = []
     num_failed = 0
     bar = Progress(

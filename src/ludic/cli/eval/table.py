@@ -1,4 +1,4 @@
-"""What an evaluation came to, as a table: a column per model, a row per number, each with its interval."""
+"""The results table of an evaluation: a column per model, a row per metric, with intervals."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ludic.eval import Estimate, EvalReport, paired_difference
 
 _PLAIN = {"mean_reward": "reward"}
 _COUNTED = (
-    # A reply that was cut off is unreadable for that reason alone: it counts as truncated, and only there.
+    # A cut-off reply counts as truncated and not as unreadable.
     ("unreadable replies", "unreadable_rate"),
     ("truncated", "over_limit_rate"),
     ("failed", "failed_rate"),

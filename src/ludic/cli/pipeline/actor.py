@@ -1,4 +1,4 @@
-"""`ludic actor`: plays episodes for the learner of a pipeline, with the settings of its `ludic train`. See docs/pipeline.md."""
+"""`ludic actor`: runs episodes for the learner of a pipeline, with the settings of its `ludic train`. See docs/pipeline.md."""
 
 import asyncio
 import contextlib
@@ -41,18 +41,18 @@ _SAY_EVERY_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorPolicy:
-    """What answers this actor's agents."""
+    """The policy of this actor's agents."""
 
     client: ChatClient
     setup: EpisodeSetup
     first_version: Callable[[], Coroutine[Any, Any, object]] | None = None
     """Waited for before the first episode."""
     follow: Callable[[], Awaitable[None]] | None = None
-    """Runs while episodes are played and brings new weights; None where the learner brings them."""
+    """Background task that loads new weights; None if the learner pushes them to the servers."""
 
 
 def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
-    """Play until stopped; the exit code of the command."""
+    """Run episodes until stopped; returns the exit code."""
     run = resolve(with_fixed_checkpoints(config), env)
     require_redis("ludic actor")
     url = redis_url(run.config.pipeline)
@@ -63,14 +63,18 @@ def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
         with contextlib.ExitStack() as stack:
             make = _on_servers if run.config.samples_on_vllm else _with_an_engine
             report, code = asyncio.run(_until_stopped(run, make(run, stack), index))
-    except (PolicyGone, RedisGone, TooManyFailures) as error:  # the last: perhaps a server was away for too long
+    except (
+        PolicyGone,
+        RedisGone,
+        TooManyFailures,
+    ) as error:  # TooManyFailures: a server may have been away for too long
         print(f"ludic: {error}", file=sys.stderr)
         return TRY_AGAIN
-    _say("Stopped before it had weights to play with." if report is None else f"{report_line(report)}.")
+    _say("Stopped before it had weights." if report is None else f"{report_line(report)}.")
     return code
 
 
-# --- the policy ------------------------------------------------------------------------------------------------
+# --- the policy ---
 
 
 def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
@@ -103,37 +107,37 @@ def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
     )
 
 
-# --- playing ---------------------------------------------------------------------------------------------------
+# --- running episodes ---
 
 
 def actor_seed(seed: int, index: int, life: int) -> int:
-    """Of one life of one actor: no two actors play the same tasks, and a restarted one does not begin with its first again."""
+    """Seed of one actor process: actors draw different tasks, and a restarted actor does not repeat its first ones."""
     return derive_seed(seed, _ACTOR_SEEDS, index, life)
 
 
 async def _until_stopped(run: ResolvedRun, policy: ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
-    """What it has done, and the exit code. The first signal lets what is being pushed arrive, the second does not wait."""
+    """The report and the exit code. The first signal lets a running push finish, the second cancels."""
     stop, signals, requests = asyncio.Event(), list[int](), StopRequests()
-    playing = asyncio.create_task(_play(run, policy, index, stop))
+    running = asyncio.create_task(_run_episodes(run, policy, index, stop))
 
     def on_signal(number: int) -> None:
         signals.append(number)
         stop.set()
         if requests.hear() and requests.num > 1:
-            playing.cancel()
+            running.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     report = None
     try:
-        report = await playing
+        report = await running
     except asyncio.CancelledError:
         if not signals:
             raise
     return report, 128 + signals[0] if signals else 0
 
 
-async def _play(run: ResolvedRun, policy: ActorPolicy, index: int, stop: asyncio.Event) -> ActorReport | None:
+async def _run_episodes(run: ResolvedRun, policy: ActorPolicy, index: int, stop: asyncio.Event) -> ActorReport | None:
     if policy.first_version is not None and not await _comes_before(stop, policy.first_version()):
         return None
     life = secrets.randbits(32)
@@ -159,7 +163,7 @@ async def _play(run: ResolvedRun, policy: ActorPolicy, index: int, stop: asyncio
 
 
 async def _comes_before(stop: asyncio.Event, event: Coroutine[Any, Any, object]) -> bool:
-    """Whether it has come; False when we are to stop first."""
+    """True if the event came, False if `stop` was set first."""
     awaited, stopping = asyncio.create_task(event), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({awaited, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,11 +181,11 @@ def _rollouts_file(folder: Path, index: int, life: int) -> Path:
     return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl.gz"
 
 
-# --- what is said ----------------------------------------------------------------------------------------------
+# --- output ---
 
 
 class Progress:
-    """A line now and then."""
+    """Prints a report line at most every `every_s` seconds."""
 
     def __init__(self, every_s: float = _SAY_EVERY_S) -> None:
         self._every_s = every_s

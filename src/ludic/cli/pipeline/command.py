@@ -1,4 +1,4 @@
-"""`ludic actor` and `ludic launch`: their arguments. What they do loads torch and is imported when they are called."""
+"""The arguments of `ludic actor` and `ludic launch`; their bodies load torch and are imported on call."""
 
 from dataclasses import dataclass, replace
 

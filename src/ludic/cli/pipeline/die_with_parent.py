@@ -1,8 +1,8 @@
-"""Runs one command and never lets it outlive whoever asked for it: `python tether.py --pipe FD … -- COMMAND`.
+"""Runs one command that does not outlive its parent: `python die_with_parent.py --pipe FD … -- COMMAND`.
 
-The one who asked holds the other end of the pipe and never writes. When it is gone, however it ended, the system closes
-that end, and the command is stopped with all its children. A file by itself, standard library only: it is started by
-path, and takes 20 ms. Other ends of pipes that it was given it only holds: what waits at those outlives this command.
+The parent holds the other end of the pipe and never writes. When the parent ends in any way, the system closes
+that end, and this program stops the command and its children. It uses only the standard library, because it is started by
+path in 20 ms. It only holds the other pipe ends that it was given: processes that wait at those outlive this command.
 """
 
 import argparse
@@ -20,28 +20,28 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    words, command = _read(sys.argv[1:])
-    tether = ProcessGuard(command)
+    options, command = _read(sys.argv[1:])
+    guard = ProcessGuard(command)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, tether.on_signal)
-    tether.start()
-    if words.pid_file is not None:
-        words.pid_file.write_text(f"{tether.pid}\n")
-    threading.Thread(target=tether.watch, args=(words.pipe, words.grace), daemon=True).start()
-    return tether.wait()
+        signal.signal(number, guard.on_signal)
+    guard.start()
+    if options.pid_file is not None:
+        options.pid_file.write_text(f"{guard.pid}\n")
+    threading.Thread(target=guard.watch, args=(options.pipe, options.grace), daemon=True).start()
+    return guard.wait()
 
 
 def _read(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="tether")
-    parser.add_argument("--pipe", type=int, required=True, help="descriptor at which the end is waited for")
-    parser.add_argument("--grace", type=float, default=60.0, help="seconds from SIGTERM to SIGKILL when it has come")
+    parser = argparse.ArgumentParser(prog="die_with_parent")
+    parser.add_argument("--pipe", type=int, required=True, help="descriptor whose end signals that the parent is gone")
+    parser.add_argument("--grace", type=float, default=60.0, help="seconds from SIGTERM to SIGKILL after that")
     parser.add_argument("--pid-file", type=Path)
     split = arguments.index("--")
     return parser.parse_args(arguments[:split]), arguments[split + 1 :]
 
 
 class ProcessGuard:
-    """The command as a child that leads a session of its own, so that its children can be found when it is gone."""
+    """The command as the leader of a new session, so that its children can be found after it ends."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
@@ -58,13 +58,13 @@ class ProcessGuard:
         )
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        """What we are told, the command is told."""
+        """Forward the signal to the command."""
         if self._child is None:
             sys.exit(128 + number)
         self._child.send_signal(number)
 
     def watch(self, pipe: int, grace: float) -> None:
-        while os.read(pipe, 1):  # returns nothing when every other end is closed
+        while os.read(pipe, 1):  # returns b"" when all other ends are closed
             pass
         child = self._started()
         child.terminate()
@@ -73,7 +73,7 @@ class ProcessGuard:
         self._sweep()
 
     def wait(self) -> int:
-        """The command's exit code, 128 + n for signal n, when nothing of it is left."""
+        """Wait for the command, kill its remaining children, and return its exit code (128 + n for signal n)."""
         code = self._started().wait()
         self._sweep()
         return code if code >= 0 else 128 - code
@@ -90,7 +90,7 @@ class ProcessGuard:
 
 
 def _die_with_parent() -> None:
-    """Where Linux can: should this very process be killed, the command goes too."""
+    """On Linux, kill the command also when this process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

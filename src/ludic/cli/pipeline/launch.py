@@ -1,4 +1,4 @@
-"""`ludic launch`: prepares the run folder, starts the roles on this machine or on a Ray cluster, watches over them."""
+"""`ludic launch`: prepares the run folder, starts the roles on this machine or on a Ray cluster, and supervises them."""
 
 import asyncio
 import shlex
@@ -21,7 +21,7 @@ from ludic.types import ConfigError
 
 
 def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
-    """Start all roles and watch over them until the learner is done; the exit code of the command."""
+    """Start all roles and supervise them until the learner is done; returns the exit code."""
     run = resolve(with_fixed_checkpoints(config), env)
     start = resume_point(run, resume=args.resume)
     plan = plan_lines(run, start)
@@ -55,7 +55,7 @@ def _check_for_ray(config: RunConfig) -> None:
 
 
 def prepare(run: ResolvedRun, start: ResumePoint, *, resume: bool) -> None:
-    """Make the run folder as the roles expect it; a new run finds nothing of an earlier one with the same name."""
+    """Prepare the run folder for the roles; a new run removes leftovers of an earlier one with the same name."""
     prepare_folder(run, start)
     if not resume:
         for left_over in (REDIS, WEIGHTS, LOGS):

@@ -1,7 +1,7 @@
-"""Roles as processes of this machine: output into a file each, none outlives us or what it needs.
+"""Roles as local processes: each writes to its own log file, and none outlives this process or the roles it needs.
 
-A file and not a pipe: a child whose reader was killed could not even say goodbye. See tether.py for how a child learns
-that this process is gone.
+Output goes to a file and not to a pipe, because a child could not write its last lines after its reader was killed. See
+die_with_parent.py for how a child learns that this process is gone.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ludic.cli.pipeline.supervisor import Role, Running
 
-_TETHER = Path(__file__).with_name("die_with_parent.py")
+_GUARD = Path(__file__).with_name("die_with_parent.py")
 
 
 class LocalProcesses:
@@ -26,22 +26,22 @@ class LocalProcesses:
         self._pipes: dict[str, tuple[int, int]] = {}
 
     def start(self, role: Role) -> Running:
-        """As the tether's child; the tether holds the pipes of what the role needs, which is what keeps those alive."""
+        """Start the role under die_with_parent.py, which holds the pipes of the roles it needs and so keeps those alive."""
         self._logs.mkdir(parents=True, exist_ok=True)
         ours, _ = self._pipe(role.name)
         held = [self._pipe(name)[1] for name in role.needs]
         log, pid = (self._logs / f"{role.name}.{ending}" for ending in ("log", "pid"))
-        pid.unlink(missing_ok=True)  # the one of its last life may belong to somebody else by now
-        tether = [sys.executable, "-I", "-S", str(_TETHER), "--pipe", str(ours), "--grace", str(role.stop_within_s)]
+        pid.unlink(missing_ok=True)  # the old pid may belong to another process now
+        guard = [sys.executable, "-I", "-S", str(_GUARD), "--pipe", str(ours), "--grace", str(role.stop_within_s)]
         with log.open("ab") as file:
             begin = file.tell()
             process = subprocess.Popen(
-                [*tether, "--pid-file", str(pid), "--", *role.command],
+                [*guard, "--pid-file", str(pid), "--", *role.command],
                 env={**self._environment, **role.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is ours; we tell them in the right order
+                start_new_session=True,  # this process gets Ctrl-C and stops the roles in order
                 pass_fds=(ours, *held),
             )
         return LocalProcess(process, log, begin)
@@ -59,7 +59,7 @@ class LocalProcesses:
 
 
 class LocalProcess:
-    """One life of a role."""
+    """One process of a role."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path, begin: int) -> None:
         self._process = process
@@ -80,7 +80,7 @@ class LocalProcess:
         self._process.terminate()
 
     def kill(self) -> None:
-        """The tether dies, and takes the command along."""
+        """Kill the guard and the command's process group."""
         with contextlib.suppress(ValueError, OSError):
             pid = int(self._log.with_suffix(".pid").read_text())
             os.killpg(pid, signal.SIGKILL)

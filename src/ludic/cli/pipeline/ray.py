@@ -1,6 +1,6 @@
-"""Roles on a Ray cluster: each is a Ray actor that runs the role's command where Ray has found room for it.
+"""Roles on a Ray cluster: each is a Ray actor that runs the role's command on a machine of Ray's choice.
 
-Which machine that is, is Ray's business; restarting, stopping and showing output is the supervisor's, as on one machine. All
+The supervisor restarts and stops the roles and shows their output, as on one machine. All
 machines need the run folder under the same path (a shared disk), and this Python environment or Ray's runtime environments.
 """
 
@@ -17,15 +17,15 @@ from ludic.types import ConfigError, MissingExtra
 from ludic.types.urls import LOGINS_VARIABLE
 
 _NODE_LOST = 134
-"""Exit code of a role whose Ray actor has gone: its machine, or its worker, was lost."""
+"""Exit code of a role whose Ray actor is lost, with its machine or its worker."""
 _ANSWER_WITHIN_S = 60.0
 _NO_ROOM_AFTER_S = 30.0
 _FROM_US = ("PYTHONPATH", "LUDIC_REDIS_URL", "LUDIC_SERVER", "LUDIC_CONTROL_TOKEN", LOGINS_VARIABLE, "OMP_NUM_THREADS")
-"""Variables of the launcher that the roles get wherever they run."""
+"""Environment variables that the roles get from the launcher."""
 
 
 class RoleRunner:
-    """Runs one life of a role; as a Ray actor. Should its worker be killed, the tether ends the command."""
+    """A Ray actor that runs one process of a role. If its worker is killed, die_with_parent.py ends the command."""
 
     def __init__(self, folder: str) -> None:
         os.chdir(folder)  # settings may hold relative paths
@@ -36,7 +36,7 @@ class RoleRunner:
         self._running = self._processes.start(role)
 
     def look(self) -> tuple[int | None, bytes]:
-        """Exit code and new output, at once: this is asked ten times a second."""
+        """Exit code and new output in one call, because the supervisor polls ten times a second."""
         running = self._started()
         code = running.poll()
         return code, running.read()
@@ -93,17 +93,17 @@ class RayProcesses:
 
 
 class RayProcess:
-    """One life of a role, on some machine."""
+    """One process of a role on the cluster."""
 
     def __init__(self, ray: Any, runner: Any, started: Any, log: Path) -> None:
         self._ray, self._runner, self._started, self._log = ray, runner, started, log
         self._code: int | None = None
         self._output = b""
         self._say_at: float | None = time.monotonic() + _NO_ROOM_AFTER_S
-        """When to say that there is still no room; None: it has been said, or there is."""
+        """When to report that Ray finds no machine; None: reported, or the role has started."""
 
     def poll(self) -> int | None:
-        """None also while Ray looks for room: that is not the role's fault, and no death."""
+        """The exit code; None also while Ray looks for a machine, which is not a failure of the role."""
         if self._code is None:
             self._look()
         return self._code
@@ -122,7 +122,7 @@ class RayProcess:
             self.kill()
 
     def kill(self) -> None:
-        """The worker goes, and the tether sees to the command."""
+        """Kill the worker; die_with_parent.py then ends the command."""
         self._ray.kill(self._runner)
         self._code = self._code if self._code is not None else 128 + 9
 
@@ -132,7 +132,7 @@ class RayProcess:
 
     def _look(self) -> None:
         if not self._has_started():
-            self._say_that_it_waits()
+            self._report_waiting()
             return
         self._say_at = None
         try:
@@ -142,7 +142,7 @@ class RayProcess:
             new, self._code = f"ray: {error}\n".encode(), _NODE_LOST
         self._output += new
 
-    def _say_that_it_waits(self) -> None:
+    def _report_waiting(self) -> None:
         if self._say_at is not None and time.monotonic() > self._say_at:
             self._say_at = None
             self._output += b"ray: waiting for a machine with room for it (see `ray status`)\n"

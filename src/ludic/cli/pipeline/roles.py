@@ -1,4 +1,4 @@
-"""Which roles a pipeline has, as commands: what a scheduler starts by hand, `ludic launch` starts from here."""
+"""The roles of a pipeline as commands, for `ludic launch` and for schedulers."""
 
 import contextlib
 import os
@@ -17,23 +17,23 @@ from ludic.run.resolve import ResolvedRun
 from ludic.types import ConfigError
 
 _MISTAKE = frozenset({2})
-"""Exit code of our own commands for what the user has to correct."""
+"""Exit code of `ludic` commands for a user's mistake."""
 _LONGEST_SOCKET = 100
-"""Characters of a socket's path; systems allow a little more."""
+"""Maximum characters of a socket's path; systems allow a little more."""
 LUDIC = (sys.executable, "-P", "-m", "ludic.cli.main")
-"""-P, as for the command itself: modules of the current folder do not come before those beside a user's file."""
+"""-P, as for the command itself: modules of the current folder must not shadow those beside a user's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What learner and actors ask a scheduler for."""
+    """GPUs that learner and actors request from a scheduler."""
 
     learner_gpus: float = 0.0
     actor_gpus: float = 0.0
 
 
 def make_roles(run: ResolvedRun, sizes: Sizes | None = None, *, socket: Path | None = None) -> list[Role]:
-    """In the order in which they are started; each names those that have to outlive it. `socket`: of our own Redis."""
+    """The roles in start order; each names the roles that must outlive it. `socket`: of the Redis that is started."""
     sizes, config = sizes or Sizes(), run.config
     helpers: list[Role] = []
     environment = _threads(run)
@@ -62,7 +62,7 @@ def make_roles(run: ResolvedRun, sizes: Sizes | None = None, *, socket: Path | N
     ]
     learner = Role(
         name="learner",
-        command=(*LUDIC, "train", folder, "--resume"),  # from nothing too: launch has written the folder's config
+        command=(*LUDIC, "train", folder, "--resume"),  # also for a new run: launch has written the folder's config
         environment=environment,
         needs=needs,
         when_done=WhenDone.ENDS_ALL,
@@ -74,7 +74,7 @@ def make_roles(run: ResolvedRun, sizes: Sizes | None = None, *, socket: Path | N
 
 
 def redis_role(folder: Path, socket: Path) -> Role:
-    """On a socket that only this user can open. It answers when a write is on disk: with `everysec` a kill -9 loses some."""
+    """Redis on a socket of this user only. appendfsync=always: with `everysec`, kill -9 loses acknowledged writes."""
     program = shutil.which("redis-server")
     if program is None:
         raise ConfigError(
@@ -105,7 +105,7 @@ def own_socket(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def reachable_socket(folder: Path) -> Iterator[Path]:
-    """In the run folder; or, if that lies too deep for a socket, in a temporary one, which is removed in the end."""
+    """A socket path in the run folder or, if that is too long, in a temporary folder."""
     if len(str(own_socket(folder))) <= _LONGEST_SOCKET:
         yield own_socket(folder)
         return
@@ -114,7 +114,7 @@ def reachable_socket(folder: Path) -> Iterator[Path]:
 
 
 def _threads(run: ResolvedRun) -> dict[str, str]:
-    """Processes that each took all cores would spend their time on waiting for each other."""
+    """Divide the cores among the processes, which would otherwise compete for all of them."""
     if "OMP_NUM_THREADS" in os.environ or run.config.model.threads is not None:
         return {}
     share = (os.cpu_count() or 1) // (run.config.pipeline.actors + 1)

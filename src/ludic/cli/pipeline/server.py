@@ -1,6 +1,6 @@
 """The vLLM server of a launched pipeline: `python -m ludic.cli.pipeline.server RUN_FOLDER PORT`.
 
-Saves the run's model for vLLM, and becomes the server. What it serves first is replaced by the learner's weights at once.
+It saves the run's model for vLLM and becomes the server. The learner replaces the served weights at its start.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Gymnasium environments with discrete or text actions, played in words.
+"""Gymnasium environments with discrete or text actions, as text envs.
 
-An observation becomes text through a renderer: the env's own `ansi` picture where it has one, else its numbers, else a
-function of yours. The seed goes to the env's `reset`; termination and truncation stay what they are there.
+A renderer turns an observation into text: the env's `ansi` picture if it has one, else its numbers, or a
+given function. The seed goes to the env's `reset`; termination and truncation are passed through.
 """
 
 from collections.abc import Callable, Mapping, Sequence

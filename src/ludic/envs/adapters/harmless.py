@@ -1,4 +1,4 @@
-"""May this text be given to code that evaluates it as Python? Literals and plain arithmetic may; nothing else."""
+"""Decides whether a text may be passed to code that evaluates it as Python: only literals and plain arithmetic may."""
 
 import ast
 

@@ -1,6 +1,6 @@
-"""PettingZoo games with discrete actions, played in words: turn by turn (AEC) or all at once (parallel).
+"""PettingZoo games with discrete actions, as text envs: turn by turn (AEC) or all at once (parallel).
 
-Every agent hears of every step, so a reward that comes with another agent's move is credited at once. In a parallel
+Every agent gets an outcome for every step, so a reward from another agent's move is credited at once. In a parallel
 game only the agent whose reply was no action is asked again; the actions of the others wait for it.
 """
 

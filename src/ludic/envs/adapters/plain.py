@@ -1,4 +1,4 @@
-"""Values of other people's envs as plain JSON, and as text that a model can read. Numpy arrays are all they know of."""
+"""Converts values of third-party envs (numpy arrays at most) to plain JSON and to text for a model."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -66,9 +66,7 @@ def _colour(codes: str) -> str:
     return "coloured"
 
 
-# ----------------------------------------------------------------------------------------------------
-# `Choices`: the actions of a discrete space by name, and reading one out of a reply.
-# ----------------------------------------------------------------------------------------------------
+# --- `Choices`: names of the actions of a discrete space, and parsing one from a reply ---
 
 
 class Choices:

@@ -1,7 +1,7 @@
-"""reasoning-gym's puzzles and scorers, made repeatable and kept from doing harm.
+"""reasoning-gym's puzzles and scorers, made reproducible and safe.
 
-A scorer is given whatever a model wrote. Four call `eval` on it and five sympy's `parse_expr`, which is `eval` too: they
-would run the model's code, or compute for hours. They get nothing but literals and arithmetic, and the five run in a
+Scorers get untrusted model output. Four call `eval` on it and five sympy's `parse_expr`, which is `eval` too: they
+would run the model's code, or compute for hours. They get only literals and arithmetic, and the five run in a
 child with a time limit. The child, whose hash seed is fixed, also makes the puzzles of generators that iterate over sets.
 """
 
@@ -21,9 +21,7 @@ import numpy as np
 from ludic.envs import worker
 from ludic.envs.adapters.harmless import is_harmless, is_python
 
-# ----------------------------------------------------------------------------------------------------
-# Answers that scorers of reasoning-gym pay for and should not: each was found by trying, and a policy would find it, too.
-# ----------------------------------------------------------------------------------------------------
+# --- Wrong answers that scorers of reasoning-gym reward; each was found by trying, and a policy would find them too ---
 
 Entry = Mapping[str, Any]
 
@@ -127,14 +125,14 @@ def puzzle(task: str, config: str, seed: int) -> Puzzle:
 def _made(task: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
     from reasoning_gym.factory import DATASETS
 
-    with _dice_of_their_own(seed):
+    with _global_seed(seed):
         dataset = DATASETS[task][0](config=checked_settings(task, {**json.loads(config), "seed": seed, "size": 1}))
         return dataset, dataset[0]
 
 
 @contextmanager
-def _dice_of_their_own(seed: int) -> Iterator[None]:
-    """list_functions draws from Python's global dice and pool_matrix seeds numpy's: nobody else may notice."""
+def _global_seed(seed: int) -> Iterator[None]:
+    """list_functions uses Python's global generator and pool_matrix seeds numpy's; seed both here and restore them."""
     python, arrays = random.getstate(), np.random.get_state()
     random.seed(seed)
     try:

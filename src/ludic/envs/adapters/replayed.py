@@ -1,7 +1,7 @@
-"""`ReplayedEnv`: the base of envs that drive somebody else's, whose inner state cannot be copied.
+"""`ReplayedEnv`: base of adapters whose inner env cannot be copied.
 
-An episode is its seed and its actions. So a pickle or a snapshot holds just these, and the copy plays them again; an
-env without a seed draws one. What it costs is one more pass over the episode, and only when a copy is made.
+A pickle or a snapshot holds only the seed and the actions, and the copy replays them; an
+env without a seed draws one. A copy costs one more pass over the episode.
 """
 
 import random

@@ -1,8 +1,8 @@
 """TextArena's games, for one player or several, taking turns.
 
-The game speaks through messages; each player is told what is new to it at every step, so history is the business of
+The game sends messages; each player gets the new ones at every step, so history is kept by
 the agent's context (TextArena's own wrappers, which repeat it in every observation, are left out). Rewards come at the
-end, as TextArena gives them. What an invalid move costs is the game's rule: one is forgiven, as a rule, the next loses.
+end, as TextArena gives them. The game decides the cost of an invalid move: usually one is forgiven and the next loses.
 """
 
 import importlib
@@ -118,9 +118,9 @@ _TABLE = threading.RLock()
 class _Dice:
     """An episode's own dice.
 
-    TextArena draws from the process-wide generators of `random` and numpy. These are lent the episode's state while
-    the game computes and get their own back afterwards: episodes do not disturb each other, nor anybody else. Only a
-    foreign thread that draws from them at that very moment would.
+    TextArena draws from the process-wide generators of `random` and numpy. They get the episode's state while
+    the game computes and are restored afterwards, so episodes do not disturb each other or other code. Only a
+    foreign thread that draws from them at that moment is affected.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""verifiers environments (its `v1` API), played by our agents and scored by their own rewards.
+"""verifiers environments (its `v1` API) with Ludic agents, scored by their own rewards.
 
 A verifiers env is a program: `run(task, agents)` asks agents and waits for what they say. It runs here as it is, with
 seats (verifiers_seat.py) in place of its agents: what a seat is asked becomes an observation, and the next action is
@@ -19,9 +19,7 @@ from ludic.envs.adapters.verifiers_seat import VerifiersRole, api, refuse_what_i
 from ludic.envs.env import LudicEnv
 from ludic.types import ConfigError, Info, Observation, StepOutcome
 
-# ----------------------------------------------------------------------------------------------------
-# Where the tasks of a verifiers environment come from: its own loaders, asked once per source.
-# ----------------------------------------------------------------------------------------------------
+# --- Loading the tasks of a verifiers environment: its own loaders, called once per source ---
 
 
 @lru_cache(maxsize=16)
@@ -134,7 +132,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         await self._until_asked()
 
     async def _until_asked(self) -> None:
-        """Let the program go on until it wants somebody's reply, or is through."""
+        """Run the program until it asks for a reply or ends."""
         assert self._running is not None, "only called while it runs"
         ring = asyncio.create_task(self._bell.wait())
         await asyncio.wait({self._running, ring}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,9 +148,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         if not self._over or trace is None:
             return StepOutcome(self._view(role), 0.0, terminated=self._over)
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        trainable = self._seats[
-            role
-        ].trainable  # verifiers marks simulated users; whoever makes samples may leave them out
+        trainable = self._seats[role].trainable  # verifiers marks simulated users; filters may drop their samples
         info: Info = {"rewards": plain(rewards), "metrics": plain(trace.metrics), "trainable": trainable}
         cut = bool(trace.is_truncated)
         return StepOutcome(self._view(role), float(trace.reward), truncated=cut, terminated=not cut, info=info)

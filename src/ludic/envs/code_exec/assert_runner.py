@@ -1,6 +1,6 @@
-"""Running tests that are Python asserts, without ever putting the asserts and the program into one process.
+"""Runs tests that are Python asserts; the asserts and the program are never in one process.
 
-The program sits in its sandbox and is asked to make the calls; it answers with plain data. The assertions are judged
+The program runs in its sandbox, makes the calls and answers with plain data. The assertions are judged
 outside: expressions here (`assertions`), anything more by a test program in a separate sandbox run, where the tested
 program never was (`program_judge`). Rounds of calls go on until no judge needs another answer.
 """

@@ -1,4 +1,4 @@
-"""Judging `assert f(1, 2) == 3` without running the test's code: a small evaluator of expressions over plain data.
+"""Judges `assert f(1, 2) == 3` without running the test's code: a small evaluator of expressions over plain data.
 
 The calls of the functions under test are not made here. They are looked up among the answers that the candidate gave in
 its sandbox, or reported as missing. The rest (literals, arithmetic, comparisons, a few builtins) is computed on the

@@ -1,7 +1,7 @@
 """Many tests of one program in one run of a sandbox: sends `inside/serve_tests.py` with the job, and reads its reports.
 
-The reports come from inside, so they are believed only as far as a program could not gain by forging them. They hold
-what the program answered, never a verdict: a program that forges a pass must know the right answer. Each test must be
+The reports come from inside the sandbox, so they are trusted only where forging them gains nothing. They hold
+what the program answered, never a verdict: forging a pass needs the right answer. Each test must be
 reported exactly once and in order, and the run must end cleanly; otherwise no report of that run counts.
 """
 

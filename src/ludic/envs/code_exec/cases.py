@@ -1,4 +1,4 @@
-"""Test cases of a programming problem, and what came of them. Pure data."""
+"""Test cases of a programming problem and their results. Pure data."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""How programs are run and paid for."""
+"""Settings of program runs and rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

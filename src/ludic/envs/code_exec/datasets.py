@@ -1,4 +1,4 @@
-"""From a dataset's sample to a problem: what is asked, which tests decide, how an answer becomes a program."""
+"""Dataset adapters: turn a sample into a problem (prompt, tests) and an answer into a program."""
 
 import ast
 import builtins
@@ -110,9 +110,7 @@ def as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-# ----------------------------------------------------------------------------------------------------
-# APPS: programs that read stdin, from competitive programming sites.
-# ----------------------------------------------------------------------------------------------------
+# --- APPS: programs that read stdin, from competitive programming sites ---
 
 APPS_SYSTEM_PROMPT = PROGRAM_PROMPT
 
@@ -171,9 +169,7 @@ class APPSTestAdapter(TestAdapter):
         return str(unpacked[0]) if unpacked else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# HumanEval: complete a function from its signature and docstring.
-# ----------------------------------------------------------------------------------------------------
+# --- HumanEval: complete a function from its signature and docstring ---
 
 
 class HumanEvalTestAdapter(TestAdapter):
@@ -247,9 +243,7 @@ class _Renamed(ast.NodeTransformer):
         return ast.copy_location(ast.Name(self.new, node.ctx), node) if node.id == self.old else node
 
 
-# ----------------------------------------------------------------------------------------------------
-# MBPP: short functions from a sentence, tested by three asserts.
-# ----------------------------------------------------------------------------------------------------
+# --- MBPP: short functions from a sentence, tested by three asserts ---
 
 
 class MBPPTestAdapter(TestAdapter):
@@ -286,7 +280,7 @@ class MBPPTestAdapter(TestAdapter):
         functions = called & defined or {name for name in called if not hasattr(builtins, name)}
         if not functions:
             raise ConfigError(
-                f"The test {test!r} of MBPP {self.get_problem_id(sample)} calls no function of the solution."
+                f"The test {test!r} of MBPP {self.get_problem_id(sample)} calls no function of the program."
             )
         return functions
 

@@ -1,4 +1,4 @@
-"""`CodeExecEnv`: the agent hands in a program, tests in a sandbox decide."""
+"""`CodeExecEnv`: the agent submits a program, and tests in a sandbox grade it."""
 
 import re
 from collections.abc import Mapping
@@ -14,9 +14,7 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.sandbox import RunStatus, SandboxError, SandboxPool, shared_pool
 from ludic.types import ConfigError, Info, Observation, StepOutcome
 
-# ----------------------------------------------------------------------------------------------------
-# What an agent is told about its program, in words.
-# ----------------------------------------------------------------------------------------------------
+# --- Feedback texts about a program ---
 
 _LINE = re.compile(r'(File "solution\.py", line )(\d{1,9})(?!\d)')
 

@@ -1,4 +1,4 @@
-"""Plain data as JSON: all that passes between a candidate program and its judge.
+"""Plain data as JSON: the only values that pass between a candidate program and its judge.
 
 None, truth values, numbers, text, bytes, and lists, tuples, sets and dictionaries of them. None of it carries code, so
 reading a hostile program's answer runs nothing, and `==` on it means what Python says. Anything else arrives as an

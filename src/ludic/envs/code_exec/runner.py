@@ -1,4 +1,4 @@
-"""Running a program's tests in a sandbox and comparing outside of it: programs that read stdin and write stdout."""
+"""Runs the tests of a stdin/stdout program in a sandbox and compares its output outside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class StdinStdoutRunner:
         return batch_result(code, tests, results, stop_on_first_failure=stop_on_first_failure)
 
     def _chunks(self, tests: Sequence[TestCase], stop_on_first_failure: bool) -> list[Sequence[TestCase]]:
-        """What is run before anybody looks: all, or, if it may be over soon, few tests first and then more."""
+        """Tests per run: all at once, or, with an early stop, few tests first and then more."""
         if not stop_on_first_failure:
             return [tests] if tests else []
         if not self.use_batch_execution:
@@ -131,7 +131,7 @@ def batch_result(
     code: str, tests: Sequence[TestCase], results: Sequence[TestResult], *, stop_on_first_failure: bool
 ) -> BatchTestResult:
     """All results in order. After an early stop, tests behind the first failure are NOT_RUN, also if some were run:
-    how many those are depends on how tests are grouped into runs, which must not show in the result."""
+    how many those are depends on how tests are grouped into runs, which must not show."""
     kept = list(results)
     failed = next((i for i, result in enumerate(kept) if not result.passed), None)
     if stop_on_first_failure and failed is not None:

@@ -1,4 +1,4 @@
-"""The tasks that are registered by name: a dataset's adapter and a sample make an env."""
+"""The registered tasks: an env from a dataset's adapter and a sample."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Is this output the right one? Outside the sandbox, where the program cannot reach it."""
+"""Compares a program's output with the expected one, outside the sandbox."""
 
 import math
 from dataclasses import dataclass

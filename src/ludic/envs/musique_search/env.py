@@ -1,8 +1,8 @@
-"""MuSiQue as a search task: a question, and a knowledge base of its own that can only be searched.
+"""MuSiQue as a search task: a question and a knowledge base that can only be searched.
 
 Each sample brings some twenty paragraphs, of which two to four lead to the answer, one after the other. The env offers
-`search` as a tool of the episode (see `LudicEnv.episode_tools`) and takes one action, the answer. Ranking is the
-business of the registered tool `search`; reading samples and grading are in the files beside this one.
+`search` as a tool of the episode (see `LudicEnv.episode_tools`) and takes one action, the answer. The registered
+tool `search` ranks; reading samples and grading are in the other files of this folder.
 """
 
 from collections.abc import Callable, Mapping, Sequence

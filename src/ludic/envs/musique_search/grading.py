@@ -1,4 +1,4 @@
-"""How right a short answer is: exact match and token F1 against several accepted answers.
+"""Grades a short answer: exact match and token F1 against several accepted answers.
 
 Both compare normalised texts as SQuAD's evaluation does, which MuSiQue's follows: lower case, ASCII punctuation and the
 articles a, an, the removed, white space collapsed.

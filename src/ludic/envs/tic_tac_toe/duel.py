@@ -1,7 +1,7 @@
 """Tic-tac-toe for two agents, "X" and "O": turn-based and zero-sum. X moves first.
 
-Both agents hear of every move, so the loser gets its −1 in the very step in which the winner gets its +1.
-There is no chance in it, unless the first plies are drawn by the seed. Rules and perfect play are in board.py.
+Both agents get an outcome for every move, so the loser gets its −1 in the same step as the winner its +1.
+It is deterministic, unless the seed draws the first plies. Rules and perfect play are in board.py.
 """
 
 import random
@@ -43,7 +43,7 @@ class TicTacToeDuel(LudicEnv[str, Observation, str]):
     blocking = False
 
     def __init__(self, *, view: View = "text", random_plies: int = 0) -> None:
-        """`view="compact"` shows ten words to whoever is to move, as in TicTacToeEnv: its mark, then the nine cells.
+        """`view="compact"` shows ten words to the player to move, as in TicTacToeEnv: its mark, then the nine cells.
 
         `random_plies`: so many marks stand on the board when the game begins, placed at random in turn: players who learn from
         each other do not get stuck in one game.

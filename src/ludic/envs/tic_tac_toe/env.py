@@ -1,6 +1,6 @@
 """Tic-tac-toe against a built-in opponent.
 
-X moves first: the agent is X when it starts and O when it does not. The opponent's dice belong to the episode,
+X moves first: the agent is X when it starts and O when it does not. The opponent's random numbers belong to the episode,
 so all rollouts of a group (one env seed) meet the same opponent. Rules and perfect play are in board.py.
 """
 

@@ -55,16 +55,15 @@ SHOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Who is trained on what, and how."""
+    """Settings of the run."""
 
     model_name: str = "smollm2-135m"
     """A folder, a hub id, smollm2-135m, or tiny (random weights)."""
     backend: Literal["local", "tinker"] = "local"
-    """In this process, or by the Tinker service (TINKER_API_KEY)."""
+    """This process, or the Tinker service (TINKER_API_KEY)."""
     data: str = "hub:openai/gsm8k:main:train"
-    """What to train on: hub:NAME:SPLIT, or a JSON, JSONL or Parquet file with `question` and `answer` (… #### 42)."""
+    """Training data: hub:NAME:SPLIT, or a JSON, JSONL or Parquet file with `question` and `answer` (… #### 42)."""
     eval_data: str = "hub:openai/gsm8k:main:test"
-    """What to evaluate on."""
     run_dir: Path = Path("runs/minimal_gsm8k")
     """metrics.jsonl, TensorBoard events, the best checkpoint."""
     tensorboard: bool = True
@@ -82,7 +81,7 @@ class Settings:
     temperature: float = 1.0
     learning_rate: float = 1e-5
     format_reward: float = 0.1
-    """For a wrong answer that is boxed: a model that rarely boxes would otherwise have nothing to compare. Accuracy ignores it."""
+    """Reward of a wrong boxed answer, so that groups of a model that rarely boxes differ. Accuracy ignores it."""
 
     eval_on_start: bool = False
     eval_every_steps: int = 10
@@ -94,7 +93,7 @@ class Settings:
 
 
 class GSM8KEnv:
-    """A worked problem, so that the model sees the format before it must use it; the question; one answer."""
+    """One question and one answer; the prompt starts with a worked problem that shows the format."""
 
     def __init__(self, example: Example) -> None:
         self.question = str(example["question"])
@@ -126,7 +125,7 @@ class GSM8KReward:
 
 
 def make_model(settings: Settings) -> "LocalModel | TinkerModel":
-    """The back ends are imported where they are chosen: one loads torch, the other the Tinker SDK."""
+    """Import only the chosen back end: one loads torch, the other the Tinker SDK."""
     common: dict[str, Any] = {
         "model_name": settings.model_name,
         "learning_rate": settings.learning_rate,
@@ -180,7 +179,7 @@ def main(settings: Settings) -> None:
 
 
 def checked(examples: Sequence[Example]) -> Sequence[Example]:
-    """One of another form is named now, and not in the middle of the run."""
+    """Raise ConfigError for an example in another format, before the run starts."""
     for number, example in enumerate(examples):
         try:
             LibraryEnv(example)

@@ -1,4 +1,4 @@
-r"""MuSiQue in one file: multi-hop questions, each with a knowledge base of its own, one search tool (BM25), GRPO over turns.
+r"""MuSiQue in one file: multi-hop questions, each with its own knowledge base, one search tool (BM25), GRPO over turns.
 
     python -m ludic.minimal.examples.musique_search --model-name Qwen/Qwen3.5-4B --batch-size 4 --samples-per-prompt 2 \
         --max-turns 2 --learning-rate 8e-5 --max-tokens 256 --train-limit 32 --eval-limit 16 --run-dir runs/musique_search
@@ -57,24 +57,24 @@ SHOWN = (
     "perf/step_s",
 )
 LOOP_PENALTY = 0.1
-"""Taken off for each search that asked the same again."""
+"""Subtracted for each repeated search."""
 read_answer = xml_tag_parser("answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Who is trained on what, and how."""
+    """Settings of the run."""
 
     model_name: str = "Qwen/Qwen3.5-4B"
     """A folder or a hub id whose chat template shows tools, or tiny (random weights)."""
     backend: Literal["local", "tinker"] = "local"
-    """In this process, or by the Tinker service (TINKER_API_KEY)."""
+    """This process, or the Tinker service (TINKER_API_KEY)."""
     lora_rank: int = 16
-    """Of the adapter that is trained. With the local back end 0 trains all weights, which want a lower rate, such as 1e-6."""
+    """Rank of the adapter. With the local back end 0 trains all weights; use a lower learning rate then, such as 1e-6."""
     data: str = "hub:dgslibisey/MuSiQue:train"
     """Questions in MuSiQue's form: hub:NAME:SPLIT, or a JSON, JSONL or Parquet file."""
     eval_data: str | None = None
-    """Other questions; without it those of --data that are not trained on."""
+    """Evaluation questions; by default those of --data that are not trained on."""
     run_dir: Path = Path("runs/minimal_musique_search")
     """metrics.jsonl, TensorBoard events, the best checkpoint."""
     tensorboard: bool = True
@@ -104,7 +104,7 @@ class Settings:
 
 
 class SearchEnv:
-    """A question; as long as the model searches it is shown what it finds, and anything else is its answer."""
+    """A question; a reply with search calls gets their results, any other reply is the answer."""
 
     def __init__(self, example: Example) -> None:
         sample = MuSiQueSample.read(example)
@@ -141,7 +141,7 @@ class SearchEnvBuilder:
 
 
 class AnswerReward:
-    """Half for the exact answer, half for the words that it shares with it, less what searching in circles costs."""
+    """Mean of exact match and token F1, minus a penalty for repeated searches."""
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         calls = [call for step in trajectory.steps for call in step.action.tool_calls]
@@ -157,7 +157,7 @@ class AnswerReward:
 
 
 def query_of(call: ToolCall) -> str | None:
-    """What a call searches for; None if it is no proper search."""
+    """The query of a call; None if it is not a valid search."""
     arguments = json.loads(call["function"]["arguments"])
     query = arguments.get("query")
     is_proper = call["function"]["name"] == "search" and arguments.keys() == {"query"} and isinstance(query, str)
@@ -169,7 +169,7 @@ def is_answerable(example: Example) -> bool:
 
 
 def make_model(settings: Settings) -> "LocalModel | TinkerModel":
-    """The back ends are imported where they are chosen: one loads torch, the other the Tinker SDK."""
+    """Import only the chosen back end: one loads torch, the other the Tinker SDK."""
     common: dict[str, Any] = {
         "model_name": settings.model_name,
         "learning_rate": settings.learning_rate,
@@ -218,7 +218,7 @@ def main(settings: Settings) -> None:
         others = list(filter(is_answerable, read_samples(settings.eval_data, "--eval-data")))
     held_out = others[: settings.eval_limit]
     for example in (*loader.examples, *held_out):
-        MuSiQueSample.read(example)  # one of another form is named now, and not in the middle of the run
+        MuSiQueSample.read(example)  # raises for another format before the run starts
     steps = settings.max_steps
     config = GRPOConfig(
         samples_per_prompt=settings.samples_per_prompt,

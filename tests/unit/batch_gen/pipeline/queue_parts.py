@@ -101,7 +101,7 @@ def payload_keys(client: redis.Redis, queue_key: str) -> list[bytes]:
 
 
 def kill_connections(server: RedisServer) -> int:
-    """Of everybody but us."""
+    """Of all clients but us."""
     with raw_client(server) as client:
         return client.client_kill_filter(_type="normal", skipme=True)
 

@@ -51,9 +51,9 @@ class Learner:
 
     async def until(self, condition):
         async with asyncio.timeout(30):
-            while not condition(census := await self.queue.census()):
+            while not condition(counts := await self.queue.counts()):
                 await asyncio.sleep(POLL_S)
-        return census
+        return counts
 
 
 @pytest.fixture
@@ -120,14 +120,14 @@ async def test_every_group_arrives_whole_with_its_credit_and_the_counts_agree(le
     credit = TotalReward()
     report = await actor(learner, credit_assigner=credit, max_groups=5)
     assert (report.num_groups, report.num_items, report.num_failed, report.num_abandoned) == (5, 20, 0, 0)
-    census = await learner.queue.census()
-    assert (census.produced, census.waiting_groups, census.balance) == (20, 5, 0)
+    counts = await learner.queue.counts()
+    assert (counts.produced, counts.waiting_groups, counts.balance) == (20, 5, 0)
     groups = await learner.take(max_items=100)
     assert [len(items) for items in groups] == [4] * 5
     for items in groups:
-        assert len({item.origin.group_id for item in items}) == 1
-        assert len({item.origin.rollout_id for item in items}) == 4
-    assert set(credit.seen) == {4}, "siblings are compared with each other, and with nobody else"
+        assert len({item.meta["group_id"] for item in items}) == 1
+        assert len({item.meta["rollout_id"] for item in items}) == 4
+    assert set(credit.seen) == {4}, "siblings are compared with each other only"
     assert {item.weight for items in groups for item in items} == {0.1, 1.1}, (
         "what the reply's form and its answer earned"
     )
@@ -147,9 +147,9 @@ async def test_groups_share_the_places_and_never_use_more(learner):
     await learner.say(max_lag=None)
     client = HeldClient()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), concurrency=6, max_groups=4))
-    await learner.until(lambda census: client.num_running == 6)
+    await learner.until(lambda counts: client.num_running == 6)
     await learner.until(
-        lambda census: census.in_progress_items == 8
+        lambda counts: counts.in_progress_items == 8
     )  # two groups of four: the second one waits in part
     client.open.set()
     assert (await running).num_groups == 4
@@ -168,7 +168,7 @@ async def test_a_filter_that_leaves_nothing_makes_an_empty_group(learner):
 
     report = await actor(learner, requests_fn=until_used_up, sample_filter=lambda item: False)
     assert (report.num_groups, report.num_empty) == (0, 3)
-    assert (await learner.queue.census()).produced == 0
+    assert (await learner.queue.counts()).produced == 0
 
 
 async def test_an_actor_says_after_each_group_how_far_it_is(learner):
@@ -185,7 +185,7 @@ async def test_nothing_is_begun_before_a_learner_has_announced_itself(learner):
     client = HeldClient()
     client.open.set()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), max_groups=1))
-    await learner.until(lambda census: census.num_actors == 1)
+    await learner.until(lambda counts: counts.num_actors == 1)
     await asyncio.sleep(20 * POLL_S)
     assert client.most_running == 0
     await learner.say()
@@ -198,11 +198,11 @@ async def test_as_much_is_made_as_will_be_fresh_and_no_more(learner, is_waiting,
     await learner.say(is_waiting=is_waiting)
     stop = asyncio.Event()
     running = asyncio.create_task(actor(learner, stop=stop))
-    await learner.until(lambda census: census.waiting_groups == num_groups)
+    await learner.until(lambda counts: counts.waiting_groups == num_groups)
     await asyncio.sleep(20 * POLL_S)
-    assert (await learner.queue.census()).produced == 4 * num_groups
+    assert (await learner.queue.counts()).produced == 4 * num_groups
     await learner.take(max_items=8)  # two groups less
-    await learner.until(lambda census: census.produced == 4 * (num_groups + 2))
+    await learner.until(lambda counts: counts.produced == 4 * (num_groups + 2))
     stop.set()
     assert (await running).num_groups == num_groups + 2
 
@@ -212,12 +212,12 @@ async def test_many_actors_together_make_no_more_than_one_would(learner):
     stop = asyncio.Event()
     clients = [HeldClient() for _ in range(4)]
     running = [asyncio.create_task(actor(learner, engine=make_engine(client), stop=stop)) for client in clients]
-    await learner.until(lambda census: census.in_progress_items == 24)
+    await learner.until(lambda counts: counts.in_progress_items == 24)
     await asyncio.sleep(20 * POLL_S)
     assert sum(client.num_running for client in clients) == 24
     for client in clients:
         client.open.set()
-    await learner.until(lambda census: census.waiting_items == 24 and census.in_progress_items == 0)
+    await learner.until(lambda counts: counts.waiting_items == 24 and counts.in_progress_items == 0)
     stop.set()
     assert sum(report.num_items for report in await asyncio.gather(*running)) == 24
 
@@ -227,7 +227,7 @@ async def test_nothing_is_begun_with_weights_that_are_too_old(learner):
     client = HeldClient(version=2)
     client.open.set()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), client=client, max_groups=1))
-    await learner.until(lambda census: census.num_actors == 1)
+    await learner.until(lambda counts: counts.num_actors == 1)
     await asyncio.sleep(20 * POLL_S)
     assert client.most_running == 0
     client.version = 3
@@ -247,7 +247,7 @@ async def test_a_policy_that_is_being_restarted_is_waited_for_and_that_is_said_o
 
     client.get_policy_version = restarting
     assert (await actor(learner, engine=make_engine(client), client=client, max_groups=1)).num_groups == 1
-    assert caplog.text.count("until the policy can be asked for its version: no connection") == 1
+    assert caplog.text.count("until the policy returns its version: no connection") == 1
 
 
 async def test_a_full_queue_holds_the_actor_up_and_loses_nothing(learner):
@@ -255,13 +255,13 @@ async def test_a_full_queue_holds_the_actor_up_and_loses_nothing(learner):
     client = HeldClient()
     client.open.set()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), max_waiting=2, max_groups=7))
-    await learner.until(lambda census: census.waiting_groups == 2)
+    await learner.until(lambda counts: counts.waiting_groups == 2)
     await asyncio.sleep(20 * POLL_S)
-    assert client.num_running == 0 and (await learner.queue.census()).waiting_groups == 2
+    assert client.num_running == 0 and (await learner.queue.counts()).waiting_groups == 2
     assert len(await learner.take_groups(7)) == 7
     report = await running
-    census = await learner.queue.census()
-    assert (report.num_items, census.produced, census.trained, census.balance) == (28, 28, 28, 0)
+    counts = await learner.queue.counts()
+    assert (report.num_items, counts.produced, counts.trained, counts.balance) == (28, 28, 28, 0)
 
 
 # --- giving up ---
@@ -274,18 +274,18 @@ async def test_a_group_that_can_not_be_used_any_more_is_given_up(learner, monkey
     running = asyncio.create_task(
         actor(learner, engine=make_engine(client), client=client, concurrency=4, max_groups=1)
     )
-    await learner.until(lambda census: client.num_running == 4)
+    await learner.until(lambda counts: client.num_running == 4)
     await learner.say(version=2)
     await asyncio.sleep(20 * POLL_S)
     assert client.num_running == 4, "two updates late is still good"
     client.version = 3
     asked = client.num_asked
     await learner.say(version=3)
-    await learner.until(lambda census: client.num_asked == asked + 4)
+    await learner.until(lambda counts: client.num_asked == asked + 4)
     client.open.set()
     report = await running
     assert (report.num_groups, report.num_abandoned) == (1, 1)
-    assert (await learner.queue.census()).produced == 4, "what was given up was never produced"
+    assert (await learner.queue.counts()).produced == 4, "what was given up was never produced"
 
 
 async def test_a_learner_that_was_resumed_earlier_gets_nothing_of_the_life_before(learner, monkeypatch):
@@ -295,9 +295,9 @@ async def test_a_learner_that_was_resumed_earlier_gets_nothing_of_the_life_befor
     running = asyncio.create_task(
         actor(learner, engine=make_engine(client), client=client, concurrency=4, max_groups=1)
     )
-    await learner.until(lambda census: client.num_running == 4)
+    await learner.until(lambda counts: client.num_running == 4)
     await learner.say(version=40)
-    await learner.until(lambda census: client.num_running == 0)
+    await learner.until(lambda counts: client.num_running == 0)
     await asyncio.sleep(20 * POLL_S)
     assert client.num_running == 0, "the weights of version 57 play no more"
     client.version = 40
@@ -414,11 +414,11 @@ async def test_an_actor_that_is_stopped_ends_its_episodes_and_is_not_counted_on_
     await learner.say()
     client, stop = HeldClient(), asyncio.Event()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), stop=stop))
-    await learner.until(lambda census: client.num_running == 8)
+    await learner.until(lambda counts: client.num_running == 8)
     stop.set()
     report = await running
     assert (report.num_groups, report.num_abandoned, client.num_running) == (0, 2, 0)
-    assert (await learner.queue.census()).in_progress_items == 0
+    assert (await learner.queue.counts()).in_progress_items == 0
     assert other_tasks() == set()
 
 
@@ -426,12 +426,12 @@ async def test_an_actor_that_is_cancelled_leaves_nothing_running(learner):
     await learner.say()
     client = HeldClient()
     running = asyncio.create_task(actor(learner, engine=make_engine(client)))
-    await learner.until(lambda census: client.num_running == 8)
+    await learner.until(lambda counts: client.num_running == 8)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert client.num_running == 0 and other_tasks() == set()
-    assert (await learner.queue.census()).in_progress_items == 0
+    assert (await learner.queue.counts()).in_progress_items == 0
 
 
 async def test_requests_that_are_used_up_end_the_actor_when_all_is_pushed(learner):
@@ -457,14 +457,14 @@ async def test_an_actor_lives_through_a_redis_that_is_killed(redis_server, key):
     client = HeldClient()
     client.open.set()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), max_waiting=4, max_groups=12))
-    await learner.until(lambda census: census.waiting_groups == 4)
+    await learner.until(lambda counts: counts.waiting_groups == 4)
     await asyncio.to_thread(redis_server.kill)
     await asyncio.sleep(20 * POLL_S)
     await asyncio.to_thread(redis_server.start)
     groups = await learner.take_groups(12)
     report = await running
-    census = await learner.queue.census()
-    assert report.num_items == census.produced == 48 and census.balance == 0
+    counts = await learner.queue.counts()
+    assert report.num_items == counts.produced == 48 and counts.balance == 0
     rollouts = [item.origin.rollout_id for items in groups for item in items]
     assert len(rollouts) == len(set(rollouts)) == 48, "none twice, none missing"
     await learner.queue.close()
@@ -486,7 +486,7 @@ async def test_an_actor_can_be_stopped_while_redis_is_away(redis_server, key, mo
     await learner.say()
     client, stop = HeldClient(), asyncio.Event()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), stop=stop))
-    await learner.until(lambda census: client.num_running == 8)
+    await learner.until(lambda counts: client.num_running == 8)
     await learner.queue.close()
     await asyncio.to_thread(redis_server.kill)
     stop.set()

@@ -41,7 +41,7 @@ async def test_an_item_that_crosses_an_update_carries_both_versions_through_redi
         await queue.acquire(lease)
         await queue.announce(lease, status)
         gate = Gate(old, at_call=7)
-        server.release_cache()  # its modules are made anew, with the gate
+        server.release_cache()  # its modules are built again, with the gate
         playing = asyncio.create_task(
             run_pipeline_actor(
                 make_engine(server),

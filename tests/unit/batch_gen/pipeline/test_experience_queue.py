@@ -63,8 +63,8 @@ async def test_a_group_of_an_unknown_version_comes_without_one(queue):
 async def test_a_repeated_push_is_answered_and_changes_nothing(shared_redis, queue, key):
     for _ in range(3):
         assert await queue.push(ACTOR, 1, b"x", num_items=2, oldest_version=0)
-    census = await queue.census()
-    assert (census.produced, census.waiting_groups, census.balance) == (2, 1, 0)
+    counts = await queue.counts()
+    assert (counts.produced, counts.waiting_groups, counts.balance) == (2, 1, 0)
     with raw_client(shared_redis) as client:
         assert len(payload_keys(client, key)) == 1
 
@@ -77,7 +77,7 @@ async def test_a_push_that_is_repeated_after_its_group_was_settled_leaves_nothin
     assert await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
     with raw_client(shared_redis) as client:
         assert not payload_keys(client, key)
-    assert (await queue.census()).in_queue == 0
+    assert (await queue.counts()).in_queue == 0
 
 
 async def test_redis_may_forget_the_scripts_at_any_time(shared_redis, queue):
@@ -97,25 +97,25 @@ async def test_a_push_whose_answer_was_lost_is_in_the_queue_once(shared_redis, k
         assert await queue.push_many(ACTOR, [group(1), group(2)]) == 2
         assert proxy.num_lost == 2
         assert await queue.push(ACTOR, 3, b"x", num_items=1, oldest_version=0)
-        assert (await queue.census()).produced == 3
+        assert (await queue.counts()).produced == 3
 
 
 async def test_actors_number_their_groups_each_for_itself(queue):
     for actor in (new_actor_id(), new_actor_id()):
         assert await queue.push(actor, 1, b"x", num_items=1, oldest_version=0)
-    assert (await queue.census()).waiting_groups == 2
+    assert (await queue.counts()).waiting_groups == 2
 
 
 async def test_a_full_queue_refuses_and_takes_the_same_number_later(shared_redis, key):
     async with ExperienceQueue(shared_redis.url, key, max_waiting=2) as queue:
         assert await queue.push_many(ACTOR, [group(n) for n in (1, 2, 3, 4)]) == 2
         assert not await queue.push(ACTOR, 3, b"x", num_items=1, oldest_version=0)
-        assert (await queue.census()).produced == 2, "what was refused is not counted"
+        assert (await queue.counts()).produced == 2, "what was refused is not counted"
         with raw_client(shared_redis) as client:
             assert len(payload_keys(client, key)) == 2, "nor kept"
         await Learner(queue).take()
         assert await queue.push_many(ACTOR, [group(3), group(4)]) == 1
-        assert (await queue.census()).produced == 3
+        assert (await queue.counts()).produced == 3
 
 
 async def test_groups_that_wait_for_a_checkpoint_only_do_not_hold_up_actors(shared_redis, key):
@@ -124,7 +124,7 @@ async def test_groups_that_wait_for_a_checkpoint_only_do_not_hold_up_actors(shar
         for start in range(1, 21, 2):
             assert await queue.push_many(ACTOR, [group(start), group(start + 1)]) == 2
             assert len((await learner.take(2)).groups) == 2
-        assert (await queue.census()).taken_groups == 20
+        assert (await queue.counts()).taken_groups == 20
 
 
 async def test_a_group_that_is_refused_does_not_let_a_later_one_overtake_it(shared_redis, key):
@@ -177,8 +177,8 @@ async def test_what_is_settled_is_counted_once_however_often_it_is_said(queue):
     first = Settlement(id=one.id, trained=3, filtered=2)
     assert await learner.settle(first) == 1
     assert await learner.settle(first, Settlement(id=two.id, stale=4)) == 1
-    census = await queue.census()
-    assert (census.trained, census.filtered, census.stale, census.in_queue, census.balance) == (3, 2, 4, 0, 0)
+    counts = await queue.counts()
+    assert (counts.trained, counts.filtered, counts.stale, counts.in_queue, counts.balance) == (3, 2, 4, 0, 0)
 
 
 async def test_settling_leaves_nothing_behind(shared_redis, queue, key):
@@ -191,12 +191,12 @@ async def test_settling_leaves_nothing_behind(shared_redis, queue, key):
         assert not payload_keys(client, key)
 
 
-async def test_what_nobody_was_given_cannot_be_settled(shared_redis, queue, key):
+async def test_groups_that_were_not_taken_cannot_be_settled(shared_redis, queue, key):
     await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
     with raw_client(shared_redis) as client:
         ((id_, _),) = client.xrange(f"{{{key}}}")
     assert await Learner(queue).settle(Settlement(id=id_.decode(), trained=1)) == 0
-    assert (await queue.census()).waiting_groups == 1
+    assert (await queue.counts()).waiting_groups == 1
 
 
 async def test_what_is_too_old_is_dropped_without_being_sent(queue):
@@ -205,8 +205,8 @@ async def test_what_is_too_old_is_dropped_without_being_sent(queue):
     taken = await Learner(queue, version=6, max_lag=1).take(100)
     assert [g.oldest_version for g in taken.groups] == [5, 6, 7]
     assert taken.stale == {3: 1, 2: 2}
-    census = await queue.census()
-    assert (census.stale, census.in_queue, census.balance) == (3, 12, 0)
+    counts = await queue.counts()
+    assert (counts.stale, counts.in_queue, counts.balance) == (3, 12, 0)
 
 
 async def test_a_group_of_a_life_that_was_not_resumed_is_stale(queue):
@@ -252,8 +252,8 @@ async def test_a_settlement_whose_answer_was_lost_counts_once(shared_redis, key)
         (taken,) = (await learner.take()).groups
         proxy.num_to_lose = 1
         await learner.settle(Settlement(id=taken.id, trained=2))
-        census = await queue.census()
-        assert (proxy.num_lost, census.trained, census.balance) == (1, 2, 0)
+        counts = await queue.counts()
+        assert (proxy.num_lost, counts.trained, counts.balance) == (1, 2, 0)
 
 
 async def test_connections_that_are_killed_in_between_are_made_again(shared_redis, queue):
@@ -265,8 +265,8 @@ async def test_connections_that_are_killed_in_between_are_made_again(shared_redi
         kill_connections(shared_redis)
         await learner.settle(Settlement(id=taken.id, trained=2))
         kill_connections(shared_redis)
-    census = await queue.census()
-    assert (census.trained, census.in_queue, census.balance) == (10, 0, 0)
+    counts = await queue.counts()
+    assert (counts.trained, counts.in_queue, counts.balance) == (10, 0, 0)
 
 
 async def test_ones_own_groups_come_page_by_page_and_then_new_ones(queue):
@@ -288,12 +288,12 @@ async def test_a_restart_of_redis_loses_nothing_that_was_acknowledged(redis_serv
         learner = Learner(queue)
         taken = (await learner.take(4)).groups
         await learner.settle(Settlement(id=taken[0].id, trained=1))
-        before = await queue.census()
+        before = await queue.counts()
         redis_server.kill()
         pushing = asyncio.create_task(queue.push(ACTOR, 11, b"11", num_items=1, oldest_version=0))
         await asyncio.to_thread(redis_server.start)
         assert await pushing
-        after = await queue.census()
+        after = await queue.counts()
         assert (after.trained, after.taken_groups, after.in_queue) == (1, 3, before.in_queue + 1)
         assert after.balance == 0
         again = (await learner.take_again(100)).groups
@@ -303,12 +303,12 @@ async def test_a_restart_of_redis_loses_nothing_that_was_acknowledged(redis_serv
 async def test_a_call_that_is_cancelled_ends(queue):
     """Before Python 3.12 asyncio.wait_for can swallow a cancellation; a learner that is told to stop must stop."""
 
-    async def ask_for_ever() -> None:
+    async def ask_endlessly() -> None:
         while True:
-            await queue.census()
+            await queue.counts()
 
     for moment in range(100):
-        task = asyncio.create_task(ask_for_ever())
+        task = asyncio.create_task(ask_endlessly())
         for _ in range(moment % 23):
             await asyncio.sleep(0)
         task.cancel()
@@ -333,16 +333,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
 async def test_an_entry_that_push_has_not_written_is_buried_and_the_next_is_taken(shared_redis, queue, key, fields):
-    await queue.census()
+    await queue.counts()
     with raw_client(shared_redis) as client:
         client.xadd(f"{{{key}}}", fields)
-    before = await queue.census()
+    before = await queue.counts()
     assert (before.num_foreign, before.in_queue, before.balance) == (1, 0, 0)
     await queue.push(ACTOR, 1, b"x", num_items=4, oldest_version=0)
     taken = await Learner(queue).take()
     assert [g.num_items for g in taken.groups] == [4]
     assert taken.num_dead == 1
-    after = await queue.census()
+    after = await queue.counts()
     assert (after.produced, after.dead, after.num_foreign, after.num_dead_letters, after.balance) == (5, 1, 0, 1, 0)
 
 
@@ -351,8 +351,8 @@ async def test_a_group_whose_payload_is_gone_is_buried(shared_redis, queue, key)
     with raw_client(shared_redis) as client:
         client.delete(*payload_keys(client, key))
     assert (await Learner(queue).take()).num_dead == 4
-    census = await queue.census()
-    assert (census.produced, census.dead, census.balance) == (4, 4, 0)
+    counts = await queue.counts()
+    assert (counts.produced, counts.dead, counts.balance) == (4, 4, 0)
 
 
 async def test_a_group_whose_payload_is_something_else_is_buried(shared_redis, queue, key):
@@ -373,7 +373,7 @@ async def test_a_payload_above_the_limit_is_never_fetched(shared_redis, key):
         await actors.push_many(ACTOR, [group(1, data=b"x" * 1001), group(2, data=b"y" * 1000)])
         taken = await Learner(learners).take()
         assert [g.payload for g in taken.groups] == [b"y" * 1000]
-        assert (await learners.census()).dead == 1
+        assert (await learners.counts()).dead == 1
         with raw_client(shared_redis) as client:
             ((_, letter),) = client.xrange(f"{{{key}}}:dead")
         assert letter[b"reason"] == b"the payload has 1001 bytes, the limit is 1000"
@@ -383,8 +383,11 @@ async def test_a_dead_letter_says_what_it_was_and_keeps_a_small_payload_only(sha
     await queue.push_many(ACTOR, [group(1, data=b"small", num_items=2), group(2, data=b"x" * 70_000)])
     learner = Learner(queue)
     small, large = (await learner.take(3)).groups
-    assert await queue.bury(learner.lease, learner.status, {small.id: "no sense", large.id: "r" * 5000}) == 3
-    assert await queue.bury(learner.lease, learner.status, {small.id: "once more"}) == 0
+    assert (
+        await queue.move_to_dead_letters(learner.lease, learner.status, {small.id: "no sense", large.id: "r" * 5000})
+        == 3
+    )
+    assert await queue.move_to_dead_letters(learner.lease, learner.status, {small.id: "once more"}) == 0
     with raw_client(shared_redis) as client:
         letters = [letter for _, letter in client.xrange(f"{{{key}}}:dead")]
     assert letters[0] == {
@@ -394,7 +397,7 @@ async def test_a_dead_letter_says_what_it_was_and_keeps_a_small_payload_only(sha
 
 
 async def test_dead_letters_are_bounded(shared_redis, queue, key):
-    await queue.census()
+    await queue.counts()
     with raw_client(shared_redis) as client, client.pipeline() as pipe:
         for _ in range(3000):
             pipe.xadd(f"{{{key}}}", {"junk": "1"})
@@ -402,27 +405,27 @@ async def test_dead_letters_are_bounded(shared_redis, queue, key):
     learner = Learner(queue)
     while not (await learner.take()).is_empty:
         pass
-    census = await queue.census()
-    assert census.dead == 3000
-    assert census.num_dead_letters < 1200
-    assert census.balance == 0
+    counts = await queue.counts()
+    assert counts.dead == 3000
+    assert counts.num_dead_letters < 1200
+    assert counts.balance == 0
 
 
-async def test_an_entry_that_somebody_deleted_does_not_come_again(shared_redis, queue, key):
+async def test_a_deleted_entry_does_not_come_again(shared_redis, queue, key):
     await queue.push_many(ACTOR, [group(1, data=b"1"), group(2, data=b"2")])
     learner = Learner(queue)
     first, _ = (await learner.take(2)).groups
     with raw_client(shared_redis) as client:
         client.xdel(f"{{{key}}}", first.id)
     assert [g.payload for g in (await learner.take_again(2)).groups] == [b"2"]
-    assert (await queue.census()).balance == 1, "what was taken out of the account is missing in it"
+    assert (await queue.counts()).balance == 1, "what was taken out of the account is missing in it"
 
 
-async def test_actors_do_not_wait_for_items_that_somebody_deleted(shared_redis, queue, key):
+async def test_actors_do_not_wait_for_deleted_items(shared_redis, queue, key):
     await queue.push_many(ACTOR, [group(1, num_items=8), group(2, num_items=3)])
     with raw_client(shared_redis) as client:
         client.xtrim(f"{{{key}}}", maxlen=1, approximate=False)
-    assert (await queue.census()).balance == 8
+    assert (await queue.counts()).balance == 8
     assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 3
 
 
@@ -451,7 +454,7 @@ async def test_a_name_is_taken_over_only_after_its_lease_has_run_out(shared_redi
     assert (await queue.acquire(new))[0] == new.token
 
 
-async def test_a_lease_that_has_run_out_is_still_ours_while_nobody_wanted_it(shared_redis, queue, key):
+async def test_an_expired_lease_stays_with_its_holder_until_another_learner_takes_it(shared_redis, queue, key):
     learner = Learner(queue)
     await queue.acquire(learner.lease)
     let_lease_run_out(shared_redis, key)
@@ -459,7 +462,7 @@ async def test_a_lease_that_has_run_out_is_still_ours_while_nobody_wanted_it(sha
     assert (await queue.acquire(Lease("learner-0")))[0] == learner.lease.token, "and any call renews it"
 
 
-async def test_whoever_lost_its_name_can_neither_take_nor_settle_nor_bury(shared_redis, queue, key):
+async def test_a_learner_without_its_lease_cannot_take_settle_or_dead_letter(shared_redis, queue, key):
     await queue.push_many(ACTOR, [group(1), group(2)])
     old, new = Learner(queue), Learner(queue)
     await queue.acquire(old.lease)
@@ -471,11 +474,11 @@ async def test_whoever_lost_its_name_can_neither_take_nor_settle_nor_bury(shared
     with pytest.raises(LeaseLost):
         await old.settle(Settlement(id=taken.id, trained=1))
     with pytest.raises(LeaseLost):
-        await queue.bury(old.lease, old.status, {taken.id: "x"})
+        await queue.move_to_dead_letters(old.lease, old.status, {taken.id: "x"})
     with pytest.raises(LeaseLost):
         await queue.announce(old.lease, old.status)
     assert [g.id for g in (await new.take_again()).groups] == [taken.id]
-    assert (await queue.census()).trained == 0
+    assert (await queue.counts()).trained == 0
 
 
 async def test_a_released_name_is_free_at_once(queue):
@@ -515,7 +518,7 @@ async def test_groups_that_a_stranger_took_come_back(shared_redis, key):
     async with ExperienceQueue(shared_redis.url, key, lease_times=times) as queue:
         await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
         with raw_client(shared_redis) as client:
-            client.xreadgroup("learners", "somebody", {f"{{{key}}}": ">"})
+            client.xreadgroup("learners", "another", {f"{{{key}}}": ">"})
         await asyncio.sleep(0.05)
         learner = Learner(queue)
         assert await queue.reclaim(learner.lease, learner.status, num_learners=1) == 1
@@ -578,10 +581,10 @@ async def test_a_cleared_queue_is_a_new_one(shared_redis, queue, key):
     await queue.clear()
     with raw_client(shared_redis) as client:
         assert not client.keys(f"{{{key}}}*")
-    census = await queue.census()
-    assert (census.produced, census.in_queue, census.version) == (0, 0, None)
+    counts = await queue.counts()
+    assert (counts.produced, counts.in_queue, counts.version) == (0, 0, None)
     assert await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
-    assert (await queue.census()).produced == 1
+    assert (await queue.counts()).produced == 1
 
 
 # --- reaching Redis ---
@@ -590,14 +593,14 @@ async def test_a_cleared_queue_is_a_new_one(shared_redis, queue, key):
 async def test_a_redis_that_is_not_there_is_given_up_after_the_patience(tmp_path):
     async with ExperienceQueue(f"unix://user:hunter2@{tmp_path}/none.sock", patience_s=0.1) as queue:
         with pytest.raises(RedisGone, match="has not answered") as failure:
-            await queue.census()
+            await queue.counts()
     assert "hunter2" not in str(failure.value)
 
 
 async def test_a_redis_that_comes_later_is_waited_for(redis_server):
     redis_server.kill()
     async with ExperienceQueue(redis_server.url) as queue:
-        asking = asyncio.create_task(queue.census())
+        asking = asyncio.create_task(queue.counts())
         await asyncio.to_thread(redis_server.start)
         assert (await asking).produced == 0
 
@@ -607,11 +610,11 @@ async def test_passwords_work_and_are_never_shown(caplog):
     caplog.set_level(logging.DEBUG)
     try:
         async with ExperienceQueue(f"unix://:right-secret@{server.socket}") as queue:
-            assert (await queue.census()).produced == 0
+            assert (await queue.counts()).produced == 0
             assert "secret" not in repr(queue) + str(queue.address) + repr(queue.address)
         async with ExperienceQueue(f"unix://:wrong-secret@{server.socket}") as queue:
             with pytest.raises(ConfigError, match="refuses the login") as failure:
-                await queue.census()
+                await queue.counts()
     finally:
         end_redis(server)
     chain = [failure.value, failure.value.__cause__]
@@ -635,10 +638,10 @@ async def test_a_server_with_tls_is_reached(tmp_path):
         url = f"rediss://:secret@127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
         async with ExperienceQueue(url, patience_s=1) as queue:
             assert await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
-            assert (await queue.census()).produced == 1
+            assert (await queue.counts()).produced == 1
         async with ExperienceQueue(f"rediss://:secret@127.0.0.1:{port}/0", patience_s=0.1) as queue:
             with pytest.raises(RedisGone, match="certificate"):
-                await queue.census()
+                await queue.counts()
     finally:
         end_redis(server)
 
@@ -700,7 +703,7 @@ def test_a_queue_outlives_its_event_loop(shared_redis, key):
     queue = ExperienceQueue(shared_redis.url, key)
     assert asyncio.run(queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0))
     assert asyncio.run(queue.push(ACTOR, 2, payload([2]), num_items=1, oldest_version=0))
-    assert asyncio.run(queue.census()).produced == 2
+    assert asyncio.run(queue.counts()).produced == 2
 
 
 def test_a_beat_that_is_too_slow_for_its_lease_is_refused():
@@ -719,8 +722,8 @@ async def use_everything(queue: ExperienceQueue) -> None:
     await queue.acquire(learner.lease)
     taken = await learner.take()
     await queue.hand_out(learner.lease, learner.status, begun=[group.id for group in taken.groups], over=[])
-    await queue.bury(learner.lease, learner.status, {group.id: "as a test" for group in taken.groups})
-    await queue.census()
+    await queue.move_to_dead_letters(learner.lease, learner.status, {group.id: "as a test" for group in taken.groups})
+    await queue.counts()
 
 
 @pytest.mark.parametrize("name", ["", ":counts", ":actors", ":beats", ":learner", ":leases", ":tries", ":dead"])
@@ -742,7 +745,7 @@ async def test_payloads_of_another_type_are_buried(shared_redis, queue, key):
         [name] = payload_keys(client, key)
         client.delete(name)
         client.lpush(name, "something else")
-    assert list((await Learner(queue).take()).buried) == [
+    assert list((await Learner(queue).take()).dead_letters) == [
         "the payload is missing; if Redis evicts keys, set its maxmemory-policy to noeviction"
     ]
 
@@ -755,13 +758,13 @@ def test_a_version_that_is_none_is_refused_where_it_is_pushed(version):
 
 @pytest.mark.parametrize("version", ["-1", "nan", "text", "1e3", "9" * 16, "1.5", " 1"])
 async def test_an_entry_with_a_forged_version_is_buried_and_says_so(shared_redis, queue, key, version):
-    await queue.census()
+    await queue.counts()
     with raw_client(shared_redis) as client:
         client.xadd(f"{{{key}}}", {"n": "1", "v": version, "p": "1"})
-    [reason] = (await Learner(queue).take()).buried
+    [reason] = (await Learner(queue).take()).dead_letters
     assert f"1 items of version {version}" in reason and "whole number from 0 on" in reason
-    census = await queue.census()
-    assert (census.balance, census.dead) == (0, 1)
+    counts = await queue.counts()
+    assert (counts.balance, counts.dead) == (0, 1)
 
 
 @pytest.mark.parametrize("version", ["-3", "nan", "text", "", "9" * 30, "1e9"])
@@ -771,7 +774,7 @@ async def test_a_forged_version_of_the_learner_lasts_until_it_speaks_again(share
     with raw_client(shared_redis) as client:
         client.hset(f"{{{key}}}:learner", "version", version)
     await queue.beat_actor(ACTOR, 0)
-    await queue.census()
+    await queue.counts()
     await queue.announce(learner.lease, learner.status)
     assert (await queue.beat_actor(ACTOR, 0)).version == 3
 
@@ -781,10 +784,10 @@ async def test_counts_that_another_program_overwrote_stop_nothing(shared_redis, 
         client.hset(f"{{{key}}}:counts", "produced", "many")
         client.hset(f"{{{key}}}:actors", ACTOR, "the last one")
         client.hset(f"{{{key}}}:tries", "0-1", "often")
-    assert (await queue.census()).produced == 0
+    assert (await queue.counts()).produced == 0
     await use_everything(queue)
-    census = await queue.census()
-    assert (census.produced, census.dead, census.balance) == (1, 1, 0)
+    counts = await queue.counts()
+    assert (counts.produced, counts.dead, counts.balance) == (1, 1, 0)
 
 
 async def test_at_maxmemory_pushes_wait_and_the_learner_makes_room(redis_server, caplog):
@@ -800,15 +803,15 @@ async def test_at_maxmemory_pushes_wait_and_the_learner_makes_room(redis_server,
             [taken] = (await learner.take()).groups
             await other.hand_out(learner.lease, learner.status, begun=[taken.id], over=[])
             assert await learner.settle(Settlement(id=taken.id, trained=1)) == 1
-            census = await other.census()
-            assert (census.balance, census.trained) == (0, 1)
+            counts = await other.counts()
+            assert (counts.balance, counts.trained) == (0, 1)
             await other.release(learner.lease)
             await asyncio.sleep(0.3)
             assert not pushing.done(), "beyond its patience"
             client.config_set("maxmemory", 0)
         assert await pushing
-        census = await other.census()
-    assert (census.produced, census.waiting_groups, census.balance) == (2, 1, 0)
+        counts = await other.counts()
+    assert (counts.produced, counts.waiting_groups, counts.balance) == (2, 1, 0)
     assert "no memory left (maxmemory)" in caplog.text and "checkpoint_every" in caplog.text
     assert caplog.text.count("no memory left") == 1, "not at every try"
 
@@ -829,8 +832,8 @@ async def test_a_push_that_fills_the_memory_leaves_nothing_half_done(redis_serve
             assert len(names) == client.xlen("{ludic_queue}") and not any(b"arriving" in name for name in names)
             client.config_set("maxmemory", 0)
         assert await pushing == 2
-        census = await queue.census()
-    assert (census.produced, census.waiting_groups, census.balance) == (2, 2, 0)
+        counts = await queue.counts()
+    assert (counts.produced, counts.waiting_groups, counts.balance) == (2, 2, 0)
 
 
 async def test_a_replica_is_waited_for_until_it_is_a_master_again(redis_server, caplog):

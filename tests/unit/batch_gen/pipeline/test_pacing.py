@@ -64,9 +64,7 @@ def test_nothing_is_begun_with_weights_of_a_life_that_was_not_resumed():
 
 
 @given(items_per_update=st.integers(1, 64), max_lag=st.integers(0, 5), group_size=st.integers(1, 16), data=st.data())
-def test_paced_groups_are_never_stale_and_never_leave_the_learner_waiting_for_ever(
-    items_per_update, max_lag, group_size, data
-):
+def test_paced_groups_are_never_stale_and_never_starve_the_learner(items_per_update, max_lag, group_size, data):
     """A queue in order, groups finished at once: who begins only when he may is never dropped, in any order of events."""
     learner = Learner(version=0, items_per_update=items_per_update, max_lag=max_lag, is_waiting=True)
     queue: list[int] = []
@@ -93,5 +91,5 @@ def test_a_group_is_too_late_when_its_first_version_is_out_of_reach():
     assert not is_too_late(Learner(version=12), 10)
     assert is_too_late(Learner(version=13), 10)
     assert not is_too_late(Learner(version=13, max_lag=None), 10)
-    assert not is_too_late(Learner(version=13), None), "nobody knows how old it is"
+    assert not is_too_late(Learner(version=13), None), "its age is unknown"
     assert not is_too_late(Learner(version=None), 10)

@@ -84,7 +84,7 @@ class Pipeline(RuleBasedStateMachine):
         self.pusher.num_pushed += self.run(pushed)
 
     @rule()
-    def somebody_else_writes(self) -> None:
+    def another_program_writes(self) -> None:
         self.redis.xadd(self.stream, {"n": "1", "junk": "x"})
 
     # --- the learner ---

@@ -110,21 +110,21 @@ async def test_the_next_batch_is_fetched_while_this_one_is_trained_on(queue, pus
     await make_source(batch_size=2).next_batch()
 
     async def is_ahead() -> bool:
-        return (await queue.census()).taken_groups == 2
+        return (await queue.counts()).taken_groups == 2
 
     await until(is_ahead)
     assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 4, "fetched ahead is not begun"
 
 
 @pytest.mark.parametrize("settings", [{"prefetch": False}, {"batch_size": 4, "world_size": 2}])
-async def test_without_prefetch_nothing_is_taken_that_nobody_asked_for(queue, pusher, make_source, settings):
+async def test_without_prefetch_groups_are_taken_only_on_request(queue, pusher, make_source, settings):
     """Nor with several ranks: what one fetches ahead, another waits for."""
     for _ in range(3):
         await pusher.push()
     source = make_source(**{"batch_size": 2, **settings})
     await source.next_batch()
     await asyncio.sleep(0.05)
-    assert (await queue.census()).taken_groups == 1
+    assert (await queue.counts()).taken_groups == 1
 
 
 async def test_actors_hear_that_the_learner_waits_and_that_it_does_not(queue, pusher, make_source):
@@ -160,7 +160,7 @@ async def test_two_ranks_take_disjoint_groups_and_the_same_number_of_batches(pus
     assert set(seen) <= set(pushed)
 
 
-# --- what becomes of the items ---
+# --- acknowledging items ---
 
 
 async def test_a_group_stays_in_the_queue_until_a_checkpoint_has_it(queue, pusher, make_source):
@@ -170,14 +170,14 @@ async def test_a_group_stays_in_the_queue_until_a_checkpoint_has_it(queue, pushe
         await source.next_batch()
         source.notify_trained(step, 2)
         await source.flush()
-    assert ((await queue.census()).trained, (await queue.census()).taken_groups) == (0, 2)
+    assert ((await queue.counts()).trained, (await queue.counts()).taken_groups) == (0, 2)
     source.notify_saved(1)
     await source.flush()
-    assert ((await queue.census()).trained, (await queue.census()).taken_groups) == (2, 1)
+    assert ((await queue.counts()).trained, (await queue.counts()).taken_groups) == (2, 1)
     source.notify_saved(5)
     await source.flush()
-    census = await queue.census()
-    assert (census.trained, census.in_queue, census.balance) == (4, 0, 0)
+    counts = await queue.counts()
+    assert (counts.trained, counts.in_queue, counts.balance) == (4, 0, 0)
 
 
 async def test_by_policy_a_group_leaves_with_the_step_that_used_it(queue, pusher, make_source):
@@ -186,7 +186,7 @@ async def test_by_policy_a_group_leaves_with_the_step_that_used_it(queue, pusher
     await source.next_batch()
     source.notify_trained(1, 2)
     await source.flush()
-    assert (await queue.census()).trained == 2
+    assert (await queue.counts()).trained == 2
 
 
 async def test_what_the_trainer_left_out_is_counted_as_filtered(queue, pusher, make_source):
@@ -198,8 +198,8 @@ async def test_what_the_trainer_left_out_is_counted_as_filtered(queue, pusher, m
     source.notify_trained(1, 5)
     source.notify_saved(1)
     await source.flush()
-    census = await queue.census()
-    assert (census.trained, census.filtered, census.balance) == (5, 2, 0)
+    counts = await queue.counts()
+    assert (counts.trained, counts.filtered, counts.balance) == (5, 2, 0)
 
 
 async def test_the_heartbeat_acknowledges_while_the_trainer_is_busy(queue, pusher, make_source):
@@ -210,7 +210,7 @@ async def test_the_heartbeat_acknowledges_while_the_trainer_is_busy(queue, pushe
     source.notify_saved(1)
 
     async def is_settled() -> bool:
-        return (await queue.census()).trained == 2
+        return (await queue.counts()).trained == 2
 
     await until(is_settled)
 
@@ -241,7 +241,7 @@ async def test_what_was_fetched_ahead_and_became_too_old_is_not_handed_out(queue
     await pusher.push(version=0)
 
     async def is_ahead() -> bool:
-        return (await queue.census()).taken_groups == 2
+        return (await queue.counts()).taken_groups == 2
 
     await until(is_ahead)
     source.notify_trained(1, 2)
@@ -281,7 +281,7 @@ async def test_a_group_beyond_the_limits_is_never_fetched(queue, pusher, make_so
     small = await pusher.push(2)
     source = make_source(batch_size=1, limits=WireLimits(max_bytes=len(payload([50, 51])) + 8))
     assert tags_of(await source.next_batch()) == small
-    assert (await queue.census()).dead == 50
+    assert (await queue.counts()).dead == 50
 
 
 # --- crashes and resumes ---
@@ -313,8 +313,8 @@ async def test_what_is_in_the_checkpoint_is_not_trained_on_again_and_what_is_not
     new = make_source(batch_size=2)
     new.load_state_dict(checkpoint)
     assert [tags_of(await new.next_batch()) for _ in range(4)] == groups[2:]
-    census = await queue.census()
-    assert (census.trained, census.filtered, census.balance) == (2, 2, 0)
+    counts = await queue.counts()
+    assert (counts.trained, counts.filtered, counts.balance) == (2, 2, 0)
     assert new.state_dict()["num_batches"] == 6
 
 
@@ -333,7 +333,7 @@ async def test_a_checkpoint_that_redis_has_heard_of_changes_nothing_twice(
     new = make_source(batch_size=2)
     new.load_state_dict(checkpoint)
     assert tags_of(await new.next_batch()) == groups[1]
-    assert ((await queue.census()).trained, (await queue.census()).balance) == (2, 0)
+    assert ((await queue.counts()).trained, (await queue.counts()).balance) == (2, 0)
 
 
 async def test_a_cancelled_wait_loses_nothing_and_gives_nothing_twice(pusher, make_source):
@@ -367,8 +367,8 @@ async def test_lost_replies_lose_nothing_and_give_nothing_twice(shared_redis, ke
             source.notify_saved(step)
         assert seen == groups
         assert proxy.num_lost >= 7
-    census = await queue.census()
-    assert (census.trained, census.in_queue, census.balance) == (16, 0, 0)
+    counts = await queue.counts()
+    assert (counts.trained, counts.in_queue, counts.balance) == (16, 0, 0)
 
 
 async def test_killed_connections_lose_nothing(shared_redis, key, pusher, make_source):
@@ -419,7 +419,7 @@ async def test_what_redis_has_not_confirmed_is_still_in_the_state(redis_server):
         redis_server.start()
         await source.flush()
         assert source.state_dict()["trained"] == []
-        assert (await queue.census()).trained == 2
+        assert (await queue.counts()).trained == 2
 
 
 async def test_a_redis_that_has_lost_its_last_moments_gives_nothing_twice(redis_server):
@@ -431,25 +431,25 @@ async def test_a_redis_that_has_lost_its_last_moments_gives_nothing_twice(redis_
         pusher = Pusher(queue)
         groups = [await pusher.push() for _ in range(4)]
         before = redis_server.folder.with_suffix(".before")
-        await queue.census()
+        await queue.counts()
         shutil.copytree(redis_server.folder / "appendonlydir", before)
         seen = [tags_of(await source.next_batch()) for _ in range(2)]
         source.notify_trained(1, 4)
         source.notify_saved(1)
         seen.append(tags_of(await source.next_batch()))
-        assert (await queue.census()).trained == 4
+        assert (await queue.counts()).trained == 4
         redis_server.kill()
         shutil.rmtree(redis_server.folder / "appendonlydir")
         before.rename(redis_server.folder / "appendonlydir")
         redis_server.start()
-        assert (await queue.census()).waiting_items == 8, "Redis knows of nothing"
+        assert (await queue.counts()).waiting_items == 8, "Redis knows of nothing"
         seen.append(tags_of(await source.next_batch()))
         assert seen == groups
         source.notify_trained(2, 3)
         source.notify_saved(2)
         await source.flush()
-        census = await queue.census()
-        assert (census.trained, census.filtered, census.in_queue, census.balance) == (7, 1, 0, 0)
+        counts = await queue.counts()
+        assert (counts.trained, counts.filtered, counts.in_queue, counts.balance) == (7, 1, 0, 0)
 
 
 # --- leases ---
@@ -462,7 +462,7 @@ async def test_a_new_learner_waits_until_the_lease_of_a_dead_one_has_run_out(pus
     await crash(old)
     new = make_source(batch_size=2, lease_times=SHORT)
     assert tags_of(await new.next_batch()) == tags
-    assert "for its lease to run out" in caplog.text
+    assert "for its lease to expire" in caplog.text
 
 
 @pytest.mark.parametrize("set_back_s", [60, 3600, 10**9])
@@ -508,7 +508,7 @@ async def test_a_learner_that_was_taken_for_dead_is_told(shared_redis, key, queu
     assert tags_of(await old.next_batch()) == groups[0]
 
     async def is_ahead() -> bool:
-        return (await queue.census()).taken_groups == 2
+        return (await queue.counts()).taken_groups == 2
 
     await until(is_ahead)
     let_lease_run_out(shared_redis, key)
@@ -518,7 +518,7 @@ async def test_a_learner_that_was_taken_for_dead_is_told(shared_redis, key, queu
     old.notify_saved(1)
     with pytest.raises(LeaseLost, match="Resume from the last checkpoint"):
         await old.next_batch()  # although it has a batch ready
-    assert (await queue.census()).trained == 0
+    assert (await queue.counts()).trained == 0
     assert [tags_of(await new.next_batch()) for _ in range(2)] == groups[1:]
 
 
@@ -589,8 +589,8 @@ async def test_the_trainer_may_tell_from_other_threads(queue, pusher, make_sourc
         reader.join()
     source.notify_saved(20)
     await source.close()
-    census = await queue.census()
-    assert (census.trained, census.in_queue, census.balance) == (40, 0, 0)
+    counts = await queue.counts()
+    assert (counts.trained, counts.in_queue, counts.balance) == (40, 0, 0)
 
 
 def test_a_source_outlives_its_event_loop(shared_redis, key):

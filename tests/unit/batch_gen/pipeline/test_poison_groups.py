@@ -305,13 +305,13 @@ async def train_through(
                     raise AssertionError(f"{where}: the learner died of {error!r} after {since}; {held}") from error
         trained = [name for name in source.handed_out if name in wanted]
         assert sorted(trained) == sorted(wanted), f"{where}: each good sample once"
-        census = await queue.census()
-        assert census.balance == 0, f"{where}: {source.stats().identity()}"
-        assert census.num_foreign == 0, where
+        counts = await queue.counts()
+        assert counts.balance == 0, f"{where}: {source.stats().identity()}"
+        assert counts.num_foreign == 0, where
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters()), where
     with raw_client_of(url) as client:
         letters = [fields for _, fields in client.xrange(f"{{{key}}}:dead")]
-    assert sum(int(letter[b"items"]) for letter in letters) == census.dead, where
+    assert sum(int(letter[b"items"]) for letter in letters) == counts.dead, where
     reasons = [letter[b"reason"].decode() for letter in letters]
     assert all(reasons), where
     return {reason: reasons.count(reason) for reason in reasons}
@@ -427,7 +427,7 @@ async def test_a_version_of_the_future_is_stale(shared_redis, key):
     bad = Poison(encode_group(items), *group_facts(items))
     assert await train_through(shared_redis.url, key, [bad], Random(0), "grpo") == {}
     async with ExperienceQueue(shared_redis.url, key) as queue:
-        assert (await queue.census()).stale == 2
+        assert (await queue.counts()).stale == 2
 
 
 async def test_a_group_without_log_probs_is_trained_on_where_the_algorithm_needs_none(shared_redis, key):
@@ -466,12 +466,12 @@ def test_the_check_knows_a_models_vocabulary_and_its_learned_positions():
 
 def test_each_kind_is_warned_of_once_and_again_ten_times_as_many_later(caplog):
     caplog.set_level(logging.WARNING)
-    buried = DeadLetters()
+    letters = DeadLetters()
     for number in range(250):
-        buried.add({f"temperature {number / 7}e-9": 1, "no log-probs": 2})
+        letters.add({f"temperature {number / 7}e-9": 1, "no log-probs": 2})
     said = [record.getMessage().split(" of this kind")[0] for record in caplog.records]
     assert said == ["1 group", "2 groups", "10 groups", "10 groups", "100 groups", "100 groups"]
-    assert buried.summary().startswith("750 groups could not be trained on: 500 × no log-probs; 250 × temperature #")
+    assert letters.summary().startswith("750 groups could not be trained on: 500 × no log-probs; 250 × temperature #")
     assert DeadLetters().summary() is None
 
 
@@ -535,8 +535,8 @@ async def test_a_group_that_three_learners_died_of_is_buried_and_the_next_goes_o
         assert [life[-1] for life in lives] == ["fatal-1", "fatal-1", "fatal-1", "last-1"]
         assert lives[0] == ["first-0", "first-1", "fatal-0", "fatal-1"]
         assert lives[3] == ["second-0", "second-1", "last-0", "last-1"]
-        census = await queue.census()
-    assert (census.balance, census.dead, census.trained) == (0, 2, 6)
+        counts = await queue.counts()
+    assert (counts.balance, counts.dead, counts.trained) == (0, 2, 6)
     with raw_client(shared_redis) as client:
         [(_, letter)] = client.xrange(f"{{{key}}}:dead")
         assert b"was being trained on when a learner died, 3 times" in letter[b"reason"]
@@ -557,8 +557,8 @@ async def test_groups_beside_one_that_kills_its_learner_are_trained_on_once(shar
             trained += [name for name in life if name[:5] in ("good-", "fine-")]
             let_lease_run_out(shared_redis, key)
         assert life[-1] == "last-1"
-        census = await queue.census()
-    assert (census.balance, census.dead, census.trained) == (0, 2, 10)
+        counts = await queue.counts()
+    assert (counts.balance, counts.dead, counts.trained) == (0, 2, 10)
     assert Counter(trained[-4:]) == {"good-0": 1, "good-1": 1, "fine-0": 1, "fine-1": 1}
 
 
@@ -573,8 +573,8 @@ async def test_the_count_of_deaths_goes_with_a_group_to_another_learner(shared_r
         assert (await fatal_life(shared_redis.url, key, how="kill", acknowledge="trained"))[-1] == "fatal-1"
         let_lease_run_out(shared_redis, key)
         assert await fatal_life(shared_redis.url, key, how="kill", acknowledge="trained") == ["last-0", "last-1"]
-        census = await queue.census()
-    assert (census.balance, census.dead, census.trained) == (0, 2, 2)
+        counts = await queue.counts()
+    assert (counts.balance, counts.dead, counts.trained) == (0, 2, 2)
 
 
 async def test_only_the_update_that_was_under_way_counts_against_a_group(shared_redis, key):
@@ -594,7 +594,7 @@ async def test_only_the_update_that_was_under_way_counts_against_a_group(shared_
             assert len(source.handed_out) == 6
             await crash(source)
             let_lease_run_out(shared_redis, key)
-        assert (await queue.census()).dead == 0
+        assert (await queue.counts()).dead == 0
 
 
 def sync_call(server, source):
@@ -613,4 +613,4 @@ async def test_a_learner_that_is_stopped_has_not_died_of_what_it_held(shared_red
                     waiting = asyncio.create_task(source.next_batch())
                     await asyncio.sleep(0)
                     waiting.cancel()
-        assert (await queue.census()).dead == 0
+        assert (await queue.counts()).dead == 0

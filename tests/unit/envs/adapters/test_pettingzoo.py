@@ -16,7 +16,7 @@ BOARD = "classic.tictactoe_v3"
 
 
 class Duel(ParallelEnv):
-    """Three agents at once; who plays 0 is out, and everybody is cut off in the third round."""
+    """Three agents at once; who plays 0 is out, and all are cut off in the third round."""
 
     metadata = {"name": "duel_v0"}
     possible_agents = ["ann", "bob", "eve"]
@@ -94,7 +94,7 @@ def started(game, *, seed=0, **settings):
 
 
 def play(env, *moves):
-    """Moves of whoever is to act, one by one."""
+    """Moves of the agents to act, one by one."""
     return [env.step({env.active_agents[0]: move}) for move in moves][-1]
 
 

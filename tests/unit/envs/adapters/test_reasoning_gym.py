@@ -175,7 +175,7 @@ def test_an_integral_is_not_solved_by_writing_it_down_again():
     assert dataset.score_answer(trick, entry) == 1.0 and reward(ReasoningGymEnv("simple_integration"), trick) == 0.0
 
 
-def test_an_answer_that_computes_for_ever_is_given_up_and_the_next_one_is_scored(monkeypatch):
+def test_an_endless_answer_is_given_up_and_the_next_one_is_scored(monkeypatch):
     monkeypatch.setattr(puzzles, "_SCORE_S", 0.3)
     env = ReasoningGymEnv("countdown")
     assert reward(env, "9**9**9**9") == 0.0
@@ -223,7 +223,7 @@ def test_a_probability_may_be_rounded_and_written_as_a_fraction():
     assert [reward(env, text, seed=3) for text in (f"{right:.4f}", str(right), f"{right + 0.01}")] == [1.0, 1.0, 0.0]
 
 
-def test_turning_a_cube_for_ever_is_given_up(monkeypatch):
+def test_endless_turns_of_a_cube_are_given_up(monkeypatch):
     monkeypatch.setattr(puzzles, "_SCORE_S", 0.5)
     env = ReasoningGymEnv("rubiks_cube")
     assert reward(env, "R4000000") == 0.0

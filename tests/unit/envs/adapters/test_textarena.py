@@ -21,7 +21,7 @@ def started(game, *, seed=0, **settings):
 
 
 def play(env, *moves):
-    """Moves of whoever is to act, one by one; what all of them were told."""
+    """Moves of the agents to act, one by one; returns all observations."""
     return [env.step({env.active_agents[0]: move}) for move in moves]
 
 

@@ -104,7 +104,7 @@ def test_anything_beyond_expressions_over_plain_data_is_left_to_the_test_program
     ],
     ids=["product", "power", "text", "list", "format"],
 )
-def test_no_answer_makes_the_judge_compute_for_ever(assertion, value):
+def test_no_answer_makes_the_judge_compute_endlessly(assertion, value):
     assert not judge(assertion, F, answered(*[Answer(value)] * assertion.count("f(1)"))).passed
 
 

@@ -52,7 +52,7 @@ def test_anything_else_keeps_its_truth_value_and_equals_nothing():
     "text",
     ['{"eval": "1"}', '{"a": 1, "b": 2}', "{}", '{"set": [[1]]}', '{"int": "zz"}', '{"bytes": "q"}', '{"dict": [1]}'],
 )
-def test_what_nobody_encoded_is_refused_with_an_ordinary_error(text):
+def test_foreign_text_is_refused_with_an_ordinary_error(text):
     with pytest.raises((ValueError, TypeError, LookupError)):
         decode(json.loads(text))
 

@@ -1,7 +1,7 @@
 """Reinforcement learning on programming problems: CISPO, a program that passes all tests earns 1, in one process.
 
 Shows: programs of a model run in sandboxes (one per core), several attempts with the failing test shown in between, data that
-is filtered first, metrics of one's own. Every flag of `ludic train` works here, too.
+is filtered first, your own metrics. Every flag of `ludic train` works here, too.
 Needs: a model; bubblewrap, docker or podman; problems from a file, or from the hub through `datasets`.
 Takes: an estimated hour or more per step of 64 programs with smollm2-135m on two CPU cores; meant for a GPU.
 

@@ -1,6 +1,6 @@
 """Delegation on MuSiQue: a parent that cannot search hands the steps of a question to children that can.
 
-Shows: DelegatingProtocol, children with an env and tools of their own, rollouts of a whole family, and a credit rule by
+Shows: DelegatingProtocol, children with their own env and tools, rollouts of a whole family, and a credit rule by
 which children share the fate of their parent; played by an oracle without a model, by a model, or trained.
 Needs: the extra search and a JSONL file of questions; a model with native tool calling for --player model and train.
 Takes: seconds for the oracle; with a model, a parent and its two to four children per episode.

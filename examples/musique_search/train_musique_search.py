@@ -1,4 +1,4 @@
-"""A search agent on MuSiQue: GRPO on multi-hop questions, each with a small knowledge base of its own, in one process.
+"""A search agent on MuSiQue: GRPO on multi-hop questions, each with its own small knowledge base, in one process.
 
 Shows: tools that belong to the task (a search over the question's paragraphs), several model calls per episode, a
 reward for the answer less a penalty for searching in circles, held-out accuracy before and after.

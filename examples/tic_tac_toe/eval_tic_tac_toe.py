@@ -1,6 +1,6 @@
 """How well models play: results, mistakes and optimal moves, each with a 95 % confidence interval.
 
-Shows: `Run.play` and ludic.eval on held-out games, and a metric of one's own (optimal moves) from the rollouts.
+Shows: `Run.play` and ludic.eval on held-out games, and your own metric (optimal moves) from the rollouts.
 Needs: a model; several are compared on the same games.
 Takes: two to three seconds per game with smollm2-135m after some SFT, on two busy CPU cores.
 

@@ -260,5 +260,5 @@ PACKAGES: Mapping[str, Mapping[str, str]] = {
     "env": {"game_boy": "ludic-game-boy", "rustorio": "ludic-rustorio"},
     "agent": {"game_boy": "ludic-game-boy"},
 }
-"""Parts of this repository in packages of their own: kind -> id -> distribution. The package of `ludic-x-y` is in
+"""Parts of this repository in separate packages: kind -> id -> distribution. The package of `ludic-x-y` is in
 environments/x_y; its parts are found through entry points, as those of any package, but keep their short ids."""

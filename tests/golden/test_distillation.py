@@ -81,7 +81,7 @@ def test_settings_that_make_no_sense_are_refused(settings):
 def computed(algorithm, logits, item):
     """The algorithm's loss of one sample whose reply is predicted by these logits, [tokens, vocabulary]."""
     prepared = algorithm.preprocess(SAWBatch(items=[item]))
-    padded = torch.cat([logits, torch.zeros_like(logits[:1])])[None]  # what follows the last token is nobody's business
+    padded = torch.cat([logits, torch.zeros_like(logits[:1])])[None]  # the row after the last token is not used
     return algorithm.loss.compute(padded, collate_saw_items(prepared.items, pad_token_id=0))[0]
 
 

@@ -157,7 +157,7 @@ def test_hindsight_may_not_touch_tokens_or_drop_steps():
 
 # --- unbiased or not, by enumeration --------------------------------------------------------------------------
 # At each of three turns the policy goes on (1) with probability P[t], or stops (0). The score of action a at turn t is
-# a - P[t], in a logit of its own. All groups of episodes are enumerated; E[score * weight] is the expected gradient.
+# a - P[t], in a separate logit. All groups of episodes are enumerated; E[score * weight] is the expected gradient.
 
 P = (0.6, 0.5, 0.25)
 REACHED = (1.0, 0.6, 0.3)

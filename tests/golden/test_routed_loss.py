@@ -96,7 +96,7 @@ def test_more_samples_of_one_objective_do_not_dilute_another():
     assert mixed.logps.grad[[0, 1, 4]].tolist() == alone.logps.grad.tolist()
 
 
-def test_a_term_that_centres_weights_uses_the_mean_of_its_own_samples():
+def test_a_term_that_centres_weights_uses_the_mean_of_its_samples():
     tokens = batch()
     inner = BatchNormalized(MaskedCausalLMCrossEntropyLoss(length_normalize=False))
     terms = [LossTerm(name="rl", loss=inner), *TERMS[1:]]

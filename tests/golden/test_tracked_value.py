@@ -153,7 +153,7 @@ def test_a_prompt_without_a_name_is_refused():
         TrackedValueReturn(BetaValueTracker()).compute([rollout([1.0])])
 
 
-def test_roles_may_have_values_of_their_own():
+def test_roles_may_have_separate_values():
     rule = TrackedValueReturn(BetaValueTracker(), key=lambda r: r.meta["agent_id"])
     x, o = rollout([1.0], agent_id="x"), rollout([0.0], agent_id="o")
     rule.compute([x, o])

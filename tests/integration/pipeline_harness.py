@@ -247,7 +247,7 @@ class Pipeline:
         return steps
 
     def check(self, queue_key: str = QUEUE_KEY) -> Account:
-        """All that has to hold when everybody has ended, whatever was killed before:
+        """All that has to hold when all processes have ended, whatever was killed before:
 
         the counts add up, to what can be counted in Redis by hand; nothing that Redis acknowledged to an actor is lost; no
         learner's life has applied an item twice, nor have two; nothing is in the weights and in the queue.
@@ -262,10 +262,10 @@ class Pipeline:
         where = Counter([*account.learned, *account.left_out, *account.queued, *account.dead_letters])
         assert not twice(list(where.elements())), "an item is in two places"
         lost = account.kept - where.keys()
-        # Nobody writes down which items were stale; but there are as many as are nowhere else.
+        # No process records which items were stale; their number is what remains.
         num_gone = len(account.sent - where.keys())
         assert len(lost) <= counts["stale"] <= num_gone, f"{len(lost)} to {num_gone} items are gone: {account}"
-        assert where.keys() <= account.sent, "there is something that nobody has sent"
+        assert where.keys() <= account.sent, "there is something that no actor has sent"
         return account
 
 
@@ -295,8 +295,8 @@ def readable_ids(payload: bytes) -> list[str]:
 
 
 class Network:
-    """A way to Redis that can stand still (what is sent meanwhile arrives later, and nobody is told) and lose replies, each time
-    with the connection: then nobody can know whether Redis has done what it was asked to."""
+    """A way to Redis that can stand still (what is sent meanwhile arrives later, and no side is told) and lose replies, each time
+    with the connection: then neither side can know whether Redis has done what it was asked to."""
 
     def __init__(self, server: RedisServer) -> None:
         self._target, path = str(server.socket), server.folder / "network.sock"
@@ -378,7 +378,7 @@ def pipeline_on(server: RedisServer, folder: Path) -> Iterator[Pipeline]:
 
 
 class Launched:
-    """`ludic launch` with a small task, in a folder of its own."""
+    """`ludic launch` with a small task, in a new folder."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._folder, self.run = folder, folder / "runs" / "run"

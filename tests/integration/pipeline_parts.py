@@ -3,7 +3,7 @@ was trained on, and the example's own actor and trainer, which also write down w
 
     python -m tests.integration.pipeline_parts actor|learner|example_actor|example_trainer SETTINGS_AS_JSON
 
-Each life of each program has a record of its own (JSON lines): an actor's of what it sent and what Redis has acknowledged, a
+Each life of each program has its own record (JSON lines): an actor's of what it sent and what Redis has acknowledged, a
 learner's of what went into which step. A record outlives a kill -9; its last line may be torn.
 """
 
@@ -168,7 +168,7 @@ class LearnerSettings:
     hold_at: int | None = None
     """At this step it stops moving, until it is killed."""
     hold_where: str = "in_step"
-    """Or after_step (trained, not saved), or after_checkpoint (saved, nobody has been told)."""
+    """Or after_step (trained, not saved), or after_checkpoint (saved, not reported yet)."""
     filter_every: int = 0
     """Every so manieth item of a batch is left out of the step."""
     fatal: str | None = None

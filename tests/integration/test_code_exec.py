@@ -152,7 +152,7 @@ async def test_outputs_that_do_not_fit_into_one_run_of_the_sandbox_all_arrive(sa
     assert passes(await run(sandbox, "print('\\x01' * 900_000 + input())", tests)) == "++++"
 
 
-async def test_a_daemon_that_a_program_leaves_behind_holds_nobody_up(sandbox):
+async def test_a_daemon_that_a_program_leaves_behind_delays_no_run(sandbox):
     code = (
         "import os, time\nprint(2 * int(input()), flush=True)\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
     )
@@ -181,7 +181,7 @@ with open(f"/proc/{{os.getppid()}}/fd/1", "w") as reports:
         ("import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')", "runtime_error"),
         (f"print('{FORGED}' % 0)\nprint('{{\"done\": true}}')", "success"),  # a wrong answer like any other
     ],
-    ids=["ends it", "ends everybody", "stops it", "writes reports", "writes its memory", "prints reports"],
+    ids=["ends it", "ends all processes", "stops it", "writes reports", "writes its memory", "prints reports"],
 )
 async def test_no_program_passes_by_meddling_with_the_harness(sandbox, code, status):
     brief = {"timeout_s": 1.0}
@@ -323,7 +323,7 @@ async def test_a_death_in_one_test_leaves_the_others_their_chance(sandbox):
     assert passes(result) == "+-+" and result.results[1].execution.signal == 6
 
 
-async def test_a_test_that_is_broken_itself_is_nobody_s_failure(sandbox):
+async def test_a_test_that_is_broken_itself_is_no_failure_of_the_program(sandbox):
     with pytest.raises(ConfigError, match=r"'bad' fails by itself.*ModuleNotFoundError"):
         test = TestCase("", "for x in []: pass", id="bad", metadata={"functions": ["f"], "setup": "import not_there"})
         await run(sandbox, "def f(x): return x", [test], ASSERTS)

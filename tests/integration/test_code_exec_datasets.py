@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 PATIENT = CodeExecConfig(timeout_per_test_s=60.0)  # one MBPP reference takes seconds on a machine that others use too
-BRIEF = CodeExecConfig(timeout_per_test_s=3.0)  # a mutant may loop for ever
+BRIEF = CodeExecConfig(timeout_per_test_s=3.0)  # a mutant may loop without end
 MAX_MUTANTS = 6  # tried until one is caught; some are no mistakes at all
 
 

@@ -164,7 +164,7 @@ def test_the_groups_of_a_learner_that_never_comes_back_go_to_the_others(pipeline
     pipeline.until(lambda: taken_over <= set(alone.ids("trained")), "what rank 1 had", alive=(alone, actor))
     pipeline.stop(actor, alone)
     assert set(ranks[0].ids("trained")) <= set(alone.ids("trained"))
-    pipeline.lives.remove(ranks[1])  # its weights are nobody's
+    pipeline.lives.remove(ranks[1])  # its weights belong to no rank
     pipeline.check()
 
 
@@ -229,7 +229,7 @@ def test_a_network_that_stands_still_for_ten_seconds(pipeline):
 
 
 def test_redis_itself_stands_still_for_longer_than_a_lease(pipeline):
-    """A name that nobody else asks for stays with its learner."""
+    """A name that no other learner asks for stays with its learner."""
     learner, actor = pipeline.learner(lease_s=1.5), pipeline.actor()
     pipeline.until_step(learner, 3, actor)
     with pipeline.redis() as client:
@@ -344,7 +344,7 @@ def test_what_is_too_old_for_a_learner_that_comes_back_is_dropped_and_counted(pi
 
 
 @pytest.mark.slow
-def test_everybody_is_killed_at_random_moments_for_a_while(pipeline):
+def test_all_processes_are_killed_at_random_moments_for_a_while(pipeline):
     moments = random.Random(3)
     learner = pipeline.learner()
     actors = [pipeline.actor(turn_s=0.005), pipeline.actor(turn_s=0.005)]

@@ -83,7 +83,7 @@ async def test_input_can_be_opened_as_a_file(sandbox):
     assert (await sandbox.execute("print(open('/dev/stdin').read())", stdin="by name")).stdout == "by name\n"
 
 
-async def test_a_program_is_a_main_module_of_its_own(sandbox):
+async def test_a_program_is_a_separate_main_module(sandbox):
     code = """
 import __main__, sys
 print(__name__, __main__.__dict__ is globals(), sys.argv == [__file__], [m for m in ("ctypes", "json") if m in globals()])
@@ -292,7 +292,7 @@ async def test_packages_can_be_shown_to_programs(tmp_path):
 
 
 async def test_another_python_can_be_asked_for():
-    """The one that runs this test, wherever it lives; in somebody's home, for instance."""
+    """The one that runs this test, wherever it lives; in a home folder, for instance."""
     async with BubblewrapSandboxPool(BubblewrapConfig(python=sys.executable), n_workers=1) as pool:
         sandbox = await pool.checkout()
         result = await sandbox.execute("import sys\nprint(sys.version)")

@@ -310,7 +310,7 @@ print(facts["NoNewPrivs"], int(facts["CapPrm"], 16), int(facts["CapBnd"], 16), b
 # --- the harness --------------------------------------------------------------------------------------------
 
 
-async def test_killing_everybody_kills_nobody_but_itself(said):
+async def test_killing_all_processes_kills_only_the_program(said):
     code = """
 import os, signal
 for pid in (1, os.getppid(), -1):

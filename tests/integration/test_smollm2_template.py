@@ -114,7 +114,7 @@ async def test_a_two_player_game_is_token_exact_for_both(smollm2_tokenizer):
             (s.trace.prompt_token_ids.tolist(), s.trace.completion_token_ids.tolist()) for s in rollout.agent_steps
         ]
         assert segments(rollout) == 1 and len(calls) == 4
-    assert clients["player_0"].calls[0][1] != clients["player_1"].calls[0][1]  # seeds of their own
+    assert clients["player_0"].calls[0][1] != clients["player_1"].calls[0][1]  # different seeds
 
 
 def test_the_continuation_equals_a_fresh_rendering(smollm2_tokenizer):

@@ -1,4 +1,4 @@
-"""Tinker's built-in losses as its documentation states them: plain sums over tokens, normalised by nobody.
+"""Tinker's built-in losses as its documentation states them: plain sums over tokens, not normalised.
 
 Written from those formulas alone, and not from ludic.training.losses, which tests compare them with.
 """

@@ -1,4 +1,4 @@
-"""`FakeTinker`: the service's HTTP protocol, as the official SDK speaks it, in a thread of its own.
+"""`FakeTinker`: the service's HTTP protocol, as the official SDK speaks it, in a separate thread.
 
 Requests that compute are answered with a promise, which is then asked for its result (`retrieve_future`). Requests of one
 training run are carried out in the order of their sequence numbers, whatever order they arrive in, and a request that comes

@@ -26,7 +26,7 @@ from ludic.types import LudicError
 
 @dataclass(frozen=True)
 class ScriptFlags:
-    """What to do. A script with flags of its own inherits from it."""
+    """What to do. A script with more flags inherits from it."""
 
     dry_run: Switch = False
     """Check everything and show the settings and the plan; train nothing."""

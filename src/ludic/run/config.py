@@ -199,7 +199,7 @@ class RolloutSettings:
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind. Default: 0; in a
     pipeline 4."""
     engine: Engine = "local"
-    """What generates: local is the engine inside this process; vllm a server, or several; pipeline actors of their own
+    """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor processes
     (`ludic actor`, or `ludic launch` for all of it)."""
     server: tuple[str, ...] = ()
     """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
@@ -272,7 +272,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """For engine = pipeline: actors of their own, and the queue between them and the learner."""
+    """For engine = pipeline: separate actor processes, and the queue between them and the learner."""
 
     redis: str | None = None
     """URL of the queue's Redis. Default: $LUDIC_REDIS_URL, which may hold a password; else `ludic launch` starts a Redis."""
@@ -281,7 +281,7 @@ class PipelineSettings:
     actors: int = 2
     """How many actors `ludic launch` starts."""
     actor_engine: Literal["local", "vllm"] = "local"
-    """What actors sample with: local is an engine with weights of its own in each; vllm the servers."""
+    """What actors sample with: local is an engine with its own weights in each; vllm the servers."""
     max_waiting: int | None = None
     """Groups that may wait in the queue; when it is full, actors wait. Default: four updates' worth, at least 64."""
     acknowledge: Literal["saved", "trained"] = "saved"
@@ -400,7 +400,7 @@ def given_redis(settings: PipelineSettings) -> str | None:
 
 
 def redis_url(settings: PipelineSettings) -> str:
-    """Where the queue is; an error where nobody said."""
+    """URL of the queue; ConfigError if none was given."""
     url = given_redis(settings)
     if url is None:
         raise ConfigError(

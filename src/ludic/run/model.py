@@ -76,7 +76,7 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
 
 
 def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
-    """A checkpoint of an adapter means something on the base of its own run only; the run folder knows which."""
+    """An adapter fits only the base of the run that made it; that run's folder names the base."""
     run = _run_of(folder, settings)
     loaded = load_policy(_held_as(run.model, settings), seed=run.trainer.seed)
     read_weights(loaded.model, folder)

@@ -1,7 +1,7 @@
 """Bubblewrap: Linux namespaces without a daemon, the default backend. What it isolates: docs/sandbox.md.
 
 A cell is a process tree with its own user, process, network, IPC and host name spaces, a read-only view of /usr, and one
-writable folder in memory. As root the tree first becomes a user of its own, so that the program is nobody on the host
+writable folder in memory. As root the tree first changes to an unused user, so that the program has no rights on the host
 either; where the kernel lets us, its memory is limited as a whole (ludic.sandbox.cgroup).
 """
 
@@ -62,7 +62,7 @@ class Interpreter:
 def find_interpreter(wanted: str = "auto") -> Interpreter:
     """`wanted`: a version like "3.11" (3.9 or newer), the path of an interpreter, or "auto": this version if the system has it.
 
-    The system's own Pythons come first: everybody may read them, which a Python in somebody's home does not promise.
+    The system's Pythons come first: every user may read them, which a Python in a home folder does not promise.
     """
     if "/" in wanted:
         found = _ask(Path(wanted))
@@ -122,7 +122,7 @@ class BubblewrapConfig:
     binds: tuple[Bind, ...] = ()
     """What every program sees of the host besides /usr; packages, for instance (name them in PYTHONPATH)."""
     uid: int = 64_999
-    """The user that programs become when we are root. Nobody else should use it."""
+    """The user that programs become when we are root. No other program should use it."""
 
 
 class BubblewrapLauncher:
@@ -213,13 +213,13 @@ class NamespaceIsolation:
                 await readable(status_fd)
             self._leader = _leader(os.read(status_fd, 4096))
         except (TimeoutError, ProcessLookupError):
-            pass  # bwrap hangs, or its child is gone: there is nobody to end but bwrap
+            pass  # bwrap hangs, or its child is gone: only bwrap is left to end
         finally:
             os.close(status_fd)
 
     async def end(self) -> None:
         # Also in the middle of the start: bwrap alone, killed before it has let its child go on, would leave that child
-        # waiting for ever. So the child's number is waited for, and the child goes first.
+        # waiting without end. So the child's number is waited for, and the child goes first.
         await self.identify()
         leader, self._leader = self._leader, None
         try:

@@ -77,7 +77,7 @@ class MemoryGroup:
     def read(self) -> tuple[int | None, bool]:
         """Peak bytes since `begin` (None where this kernel does not say), and whether a process was killed for memory."""
         peak = self.folder / self._dialect.peak
-        is_ours = self._dialect.peak_reset and peak.exists()  # else it is that of whoever had the group before
+        is_ours = self._dialect.peak_reset and peak.exists()  # else it is the peak of the group's previous user
         return (int(peak.read_text()) if is_ours else None), self._kills() > self._kills_before
 
     async def remove(self) -> None:
@@ -130,7 +130,7 @@ class MemoryGroups:
         self._free.append(group)
 
     async def remove_all(self) -> None:
-        """Remove the groups that nobody has."""
+        """Remove the groups that no run uses."""
         while self._free:
             await self._free.pop().remove()
 

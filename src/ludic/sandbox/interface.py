@@ -1,6 +1,6 @@
 """What a sandbox and a pool of sandboxes promise; backends implement it, envs and tools ask for it.
 
-A sandbox runs programs that nobody trusts. Whatever the program does, a run ends by its limits, says how it ended, and
+A sandbox runs untrusted programs. Whatever the program does, a run ends by its limits, says how it ended, and
 leaves nothing behind that a later run could see.
 """
 

@@ -62,7 +62,7 @@ class Process:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Until it has ended. Afterwards its output can be read to the end, if nobody else holds the pipes."""
+        """Until it has ended. Afterwards its output can be read to the end, if no other process holds the pipes."""
         if self._popen.returncode is None:
             await readable(self._pidfd)
             self._popen.wait()

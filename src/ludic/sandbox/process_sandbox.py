@@ -1,4 +1,4 @@
-"""A sandbox that runs each program in a cell of its own, and keeps the next cell ready.
+"""A sandbox that runs each program in a new runner process, and keeps the next one ready.
 
 All backends are this class with another launcher. Nothing is shared between two runs but the launcher, so the state that
 a reset has to undo is: runs that are still going.
@@ -172,7 +172,7 @@ class ProcessSandbox:
         }
 
     async def _run(self, job: Job, binds: Sequence[Bind] = ()) -> RawRun:
-        """In a task of its own, so that a reset can end it."""
+        """In a separate task, so that a reset can end it."""
         if self._closed:
             raise SandboxError("This sandbox is closed. Check another one out of the pool.")
         task = asyncio.create_task(self._run_in_runner(job, binds))

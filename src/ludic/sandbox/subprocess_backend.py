@@ -34,7 +34,7 @@ class SubprocessConfig:
 
 
 class SubprocessLauncher:
-    """Starts cells that are plain processes in folders of their own."""
+    """Starts runners that are plain processes, each in its own folder."""
 
     def __init__(self, config: SubprocessConfig) -> None:
         self._interpreter = find_interpreter(config.python)

@@ -228,7 +228,7 @@ class Streams:
         return bool(data) and not self.overflow
 
     def drain(self) -> None:
-        """What is in the pipes at the end. Survivors of the program may hold them open; nobody waits for those."""
+        """What is in the pipes at the end. Survivors of the program may hold them open; those are not waited for."""
         for fd in self.letters:
             os.set_blocking(fd, False)
             while not self.overflow and self.forward(fd):
@@ -329,7 +329,7 @@ def write_files(job: dict) -> None:
 
 def supervise() -> None:
     """The whole life of this process. Comes back in the child only."""
-    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # whoever started the harness may have had it ignored
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # the harness may have been started with it ignored
     guard(0)
     send(b"R", b"%d.%d" % sys.version_info[:2])
     job = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "big")))

@@ -1,6 +1,6 @@
 """`TinkerChatClient`: weights at Tinker as a policy. Token ids in; token ids, log-probs and the version out.
 
-It samples from whatever sampling client it was handed last; whoever trains hands it a new one with every version. A request
+It samples from the sampling client it was handed last; the learner hands it a new one with every version. A request
 that is under way when that happens stays with the weights it began with, so a completion has one version throughout.
 """
 
@@ -131,7 +131,7 @@ class TinkerChatClient:
         """Tinker takes texts or tokens but not both, and what is given takes the place of the model's own end."""
         ends = sorted(self._end_ids(sampling))
         if sampling.stop:
-            # A special token that has no text of its own is found in the tokens afterwards.
+            # A special token without text is found in the tokens afterwards.
             marks = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ends]
             return [*_stop_texts(sampling), *(mark for mark in marks if mark)]
         return ends if sampling.ignore_eos or sampling.stop_token_ids else None

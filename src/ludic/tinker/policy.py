@@ -74,7 +74,7 @@ class TinkerPolicy:
     def train(self, rows: Sequence[TrainRow], loss: BuiltInLoss | CustomLoss, adam: Mapping[str, float]) -> Trained:
         """The gradient of one batch, and one step of AdamW with these settings (those of `tinker.AdamParams`).
 
-        A custom loss is computed here, from log-probs that the service gives in a forward pass of its own.
+        A custom loss is computed here, from log-probs that the service gives in a separate forward pass.
         """
         data = [_datum(row) for row in rows]
         step = sdk().AdamParams(**adam)
@@ -106,7 +106,7 @@ class TinkerPolicy:
         return saved.path
 
     def load_state(self, path: str) -> None:
-        """Go on from what `save_state` kept, in a new training run; `publish` before anybody samples."""
+        """Go on from what `save_state` kept, in a new training run; `publish` before sampling."""
         with tinker_errors(f"load {path}", self.config):
             self._run = self._service.create_training_client_from_state_with_optimizer(path)
 

@@ -1,6 +1,6 @@
 """The connection to Tinker (remote LoRA training and sampling) through its official SDK, and its errors in our words.
 
-The SDK is an extra. It imports torch where that is installed, so it is imported when somebody connects and not before.
+The SDK is an extra. It imports torch where that is installed, so it is imported on the first connection.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def connect(config: TinkerConfig) -> "tinker.ServiceClient":
 
 
 def context_length(service: "tinker.ServiceClient", config: TinkerConfig) -> int | None:
-    """How many tokens a conversation may have, as far as anybody says. The quickest way to see whether the key is taken."""
+    """How many tokens a conversation may have, as far as the service says. The quickest way to see whether the key is taken."""
     with tinker_errors("ask what it offers"):
         offered = service.get_server_capabilities().supported_models
     limits = [model.max_context_length for model in offered if model.model_name == config.base_model]

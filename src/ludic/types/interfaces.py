@@ -1,4 +1,4 @@
-"""The interfaces between the parts. Whoever has these methods fits; nothing needs to inherit."""
+"""The interfaces between the parts. A class with these methods fits; nothing needs to inherit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -57,7 +57,7 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Has something that a resumed run must get back: a position, a tracker, a generator of its own."""
+    """Has something that a resumed run must get back: a position, a tracker, a random generator."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -82,7 +82,7 @@ class FollowsDrift(Protocol):
 
 @runtime_checkable
 class AccountsForItems(Protocol):
-    """Hands out samples that must neither be lost nor used twice, and has to know what became of them.
+    """Hands out samples that must neither be lost nor used twice, and has to know which were trained on.
 
     Both may be called from a thread, and must not take long.
     """
@@ -137,7 +137,7 @@ class ChecksServers(PolicyPublisher, Protocol):
 
 @runtime_checkable
 class AdapterPublisher(PolicyPublisher, Protocol):
-    """Reads the adapter that it sends from the model itself: nobody has to merge weights for it; it is handed none."""
+    """Reads the adapter that it sends from the model itself: no merged weights are handed to it."""
 
     def require_trained(self, model: Any) -> None:
         """ConfigError if it is another model whose adapter it sends."""

@@ -104,8 +104,8 @@ def drawn(requests) -> list[dict[str, str]]:
 
 
 def test_members_of_a_group_sit_alike_and_groups_differ():
-    everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
-    seats = drawn(AssignedRequests(requests_fn(), SEATINGS, everybody)())
+    all_policies = policies(one=says("A1"), past=Past([0, 5, 9]))
+    seats = drawn(AssignedRequests(requests_fn(), SEATINGS, all_policies)())
     groups = [seats[start : start + 3] for start in range(0, len(seats), 3)]
     assert all(group == [group[0]] * 3 for group in groups)
     met = {(group[0]["X"], group[0]["O"]) for group in groups}
@@ -114,17 +114,17 @@ def test_members_of_a_group_sit_alike_and_groups_differ():
 
 
 def test_a_resumed_run_draws_what_it_would_have_drawn():
-    everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
-    whole = AssignedRequests(requests_fn(), SEATINGS, everybody)
+    all_policies = policies(one=says("A1"), past=Past([0, 5, 9]))
+    whole = AssignedRequests(requests_fn(), SEATINGS, all_policies)
     first, state, second = whole(), whole.state_dict(), whole()
-    again = AssignedRequests(requests_fn(), SEATINGS, everybody)
+    again = AssignedRequests(requests_fn(), SEATINGS, all_policies)
     again.load_state_dict(state)
     assert drawn(again()) == drawn(second) != drawn(first)
 
 
 def test_seats_are_drawn_before_a_group_is_made_as_well():
-    everybody = policies(one=says("A1"), past=Past([0, 5, 9]))
-    asked = AssignedRequests(lambda: [GAME], SEATINGS, everybody)
+    all_policies = policies(one=says("A1"), past=Past([0, 5, 9]))
+    asked = AssignedRequests(lambda: [GAME], SEATINGS, all_policies)
     assert len({str(seats) for seats in drawn(GRPORequestStrategy(4).expand(asked()))}) == 1
 
 

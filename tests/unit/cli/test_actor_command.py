@@ -101,7 +101,7 @@ async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_wis
         await asyncio.sleep(0.05)
         return report
 
-    monkeypatch.setattr(run_actor, "_play", play)
+    monkeypatch.setattr(run_actor, "_run_episodes", play)
     monkeypatch.setattr(stopping, "SAME_WISH_S", same_wish_s)
     try:
         found = await run_actor._until_stopped(None, None, 0)
@@ -131,7 +131,7 @@ def actors_beside(run: ResolvedRun, *indices: int):
         async def play() -> None:
             stop = asyncio.Event()
             started.append((asyncio.get_running_loop(), stop))
-            reports.append(await run_actor._play(run, policy, index, stop))
+            reports.append(await run_actor._run_episodes(run, policy, index, stop))
 
         with contextlib.ExitStack() as stack:
             policy = run_actor._with_an_engine(run, stack)

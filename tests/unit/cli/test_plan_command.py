@@ -89,7 +89,7 @@ def test_mistakes_are_named(arguments, message):
 @pytest.mark.parametrize("flag", ["--concurrency", "--table", "--training-tokens-per-s", "--offload"])
 def test_flags_that_are_gone_are_refused_by_name(flag):
     done = run("7b", flag, "1")
-    assert done.exit_code == 2 and f"No such option: {flag}" in done.output
+    assert done.exit_code == 2 and flag in done.output and "Unrecognized" in done.output
 
 
 def test_planning_loads_no_torch():

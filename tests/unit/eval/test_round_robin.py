@@ -23,8 +23,8 @@ def first_free(request) -> str:
 
 
 def play(requests, **players: ScriptedClient) -> list:
-    everybody = Policies(players, lambda client, name: make_agent(client, model=name))
-    engine = RolloutEngine(protocol_registry={"duel": everybody.protocol})
+    all_players = Policies(players, lambda client, name: make_agent(client, model=name))
+    engine = RolloutEngine(protocol_registry={"duel": all_players.protocol})
     return asyncio.run(engine.generate_rollouts(requests, max_steps=9, concurrency=16))
 
 

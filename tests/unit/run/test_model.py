@@ -132,7 +132,7 @@ class FakeWandb:
     def close(self) -> None: ...
 
 
-def test_a_run_is_the_same_one_for_wandb_when_it_is_resumed_and_another_when_it_begins_anew(tmp_path, monkeypatch):
+def test_a_run_is_the_same_one_for_wandb_when_it_is_resumed_and_another_when_it_starts_over(tmp_path, monkeypatch):
     FakeWandb.ids = []
     monkeypatch.setattr(assemble, "WandbLogger", FakeWandb)
     for start in (ResumePoint(), ResumePoint(first_step=2), ResumePoint(restarts=True)):

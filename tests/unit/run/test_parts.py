@@ -72,7 +72,7 @@ GREEDY = InferenceSpec(sampling=SamplingParams(temperature=0.0), return_=ReturnS
 # --- playing ---
 
 
-async def test_an_env_is_played_and_every_request_is_a_task_of_its_own():
+async def test_an_env_is_played_and_every_request_is_a_new_task():
     config = resolved("tic_tac_toe", set={"opponent": "minimax"})
     play = scripted_play(config)
     requests = fixed_requests(play, 3, GREEDY)
@@ -90,7 +90,7 @@ async def test_an_env_with_several_roles_is_played_by_copies_of_the_agent():
     assert len(rollouts) == 2 and {r.total_reward for r in rollouts} == {2.0}
 
 
-def test_each_episode_gets_agents_of_its_own():
+def test_each_episode_gets_new_agents():
     play = scripted_play(resolved("tic_tac_toe"))
     first, second = play.make_protocol(play.client), play.make_protocol(play.client)
     assert isinstance(first, SingleAgentProtocol) and first.agent.ctx is not second.agent.ctx

@@ -43,7 +43,7 @@ class Learning:
     lr: float = 1e-5
     """Learning rate."""
     kind: Literal["constant", "linear"] = "constant"
-    """What becomes of it."""
+    """Its schedule."""
     fast: bool = False
     """Faster."""
     shown: tuple[str, ...] = ("rich",)

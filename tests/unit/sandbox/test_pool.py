@@ -229,7 +229,7 @@ async def test_shutdown_closes_lent_sandboxes_and_can_be_called_again():
     await pool.shutdown()
     await pool.shutdown()
     assert lent.is_closed
-    await pool.release(lent)  # whoever held it may still say goodbye
+    await pool.release(lent)  # its holder may still release it
     with pytest.raises(SandboxError, match="shut down"):
         await pool.checkout()
 

@@ -1,4 +1,4 @@
-"""The uploader, as a process of its own, with the real hub client, against a hub on loopback.
+"""The uploader, as a separate process, with the real hub client, against a hub on loopback.
 
 The hub keeps what it is sent in memory and speaks the parts of the protocol that an upload takes: repositories, branches,
 preupload, LFS, commits. It does not speak Xet, so HF_HUB_DISABLE_XET=1 makes the client use LFS.
@@ -142,7 +142,7 @@ class FakeHub:
 
 @pytest.fixture
 def hub():
-    """A hub in a thread of its own, gone when the test is over."""
+    """A hub in a separate thread, gone when the test is over."""
     fake, loop, started = FakeHub(), asyncio.new_event_loop(), threading.Event()
 
     async def serve() -> web.AppRunner:
@@ -299,7 +299,7 @@ def refused(capsys):
     sys.modules[spec.name] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
 
-    def run(*arguments, endpoint="http://127.0.0.1:9"):  # nobody listens there
+    def run(*arguments, endpoint="http://127.0.0.1:9"):  # no server listens there
         assert script.main([*map(str, arguments), "--endpoint", endpoint]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         return line

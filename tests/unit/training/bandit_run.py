@@ -1,4 +1,4 @@
-"""A training run in a process of its own, to be killed: `python -m tests.unit.training.bandit_run FOLDER STEPS [PAUSE_S]`.
+"""A training run in a separate process, to be killed: `python -m tests.unit.training.bandit_run FOLDER STEPS [PAUSE_S]`.
 
 It resumes from the newest checkpoint if there is one, saves every fifth step and writes metrics.jsonl.
 """

@@ -1,7 +1,7 @@
 """An env in which credit for whole episodes fails: first luck, then skill.
 
-The first turn is a lottery with a high stake: every text is a ticket, and which tickets win is drawn anew for every seed
-and shown to nobody. So siblings with other tickets are far apart and nothing can be learned of it. Then come easy questions,
+The first turn is a lottery with a high stake: every text is a ticket, and which tickets win is drawn again for every seed
+and not shown. So siblings with other tickets are far apart and nothing can be learned of it. Then come easy questions,
 worth 1 each.
 A rule that judges every turn by the whole episode blames right answers for lost tickets; one that judges a turn by what
 followed it, or by others who stood before the same question, does not see the lottery.
@@ -14,7 +14,7 @@ from ludic.types import Info, StepOutcome, derive_seed
 
 
 def ignore(is_right: bool) -> None:
-    """Nobody keeps the score."""
+    """No score is kept."""
 
 
 class LuckThenSkill(SingleAgentEnv):

@@ -163,7 +163,7 @@ async def test_rollouts_of_a_real_protocol_are_covered():
 # --- turns ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_without_a_turn_id_is_a_turn_of_its_own():
+def test_a_step_without_a_turn_id_is_a_separate_turn():
     r = Rollout(steps=[agent_step(0, turn=None), env_step(1, turn=None, reward=1.0)])
     weights = MonteCarloReturn(0.5).compute([r])
     assert weights == {(r.id, 0): 0.5, (r.id, 1): 1.0}

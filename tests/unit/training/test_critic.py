@@ -192,7 +192,7 @@ def test_the_output_layer_of_a_separate_critic_is_not_trained():
     assert id(model.lm_head.weight) not in trained and id(model.model.embed_tokens.weight) in trained
 
 
-async def test_the_critic_may_have_a_learning_rate_of_its_own():
+async def test_the_critic_may_have_its_own_learning_rate():
     """Adam's first steps move a weight by about the rate, whatever its gradient. The trunk's first gradient is zero: so is
     the head."""
     cfg = {"lr": 1e-4, "critic_lr": 1e-2, "weight_decay": 0.0}

@@ -126,7 +126,7 @@ def test_two_different_kls_in_one_loss_are_refused():
             kind(terms)
 
 
-def test_beside_a_loss_on_rewards_it_is_a_term_of_its_own():
+def test_beside_a_loss_on_rewards_it_is_a_separate_term():
     items = random_items(LENGTHS)
     parts = [make_grpo().loss, DistillationLoss(coeff=0.5)]
     both, _ = gradient(CompositeLoss([LossTerm(name=str(i), loss=loss) for i, loss in enumerate(parts)]), items)
@@ -214,7 +214,7 @@ def test_weights_that_are_spread_over_ranks_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
-async def test_a_student_learns_from_whole_distributions_what_nobody_rewards(kl):
+async def test_a_student_learns_from_whole_distributions_what_is_not_rewarded(kl):
     engine = taught(x=ASCII, y=OTHERS)
     engine.close()
     trainer, served = bandit_trainer(

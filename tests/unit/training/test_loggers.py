@@ -98,7 +98,7 @@ def test_half_a_line_is_never_read_and_never_continued(tmp_path: Path):
     assert without_time(path) == [{"step": 1}, {"step": 2, "train/x": 1.0}]
 
 
-def _log_for_ever(path: Path) -> None:
+def _log_without_end(path: Path) -> None:
     logger = JSONLLogger(path)
     step = 0
     while True:
@@ -106,11 +106,11 @@ def _log_for_ever(path: Path) -> None:
         logger.log(step, {f"train/stat_{i}": step / (i + 1) for i in range(200)})
 
 
-def test_a_killed_run_leaves_whole_lines_but_perhaps_the_last_which_nobody_reads(tmp_path: Path):
+def test_a_killed_run_leaves_whole_lines_but_perhaps_the_last_which_is_not_read(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     context = multiprocessing.get_context("fork")
     for _ in range(5):
-        writer = context.Process(target=_log_for_ever, args=(path,))
+        writer = context.Process(target=_log_without_end, args=(path,))
         writer.start()
         size = path.stat().st_size if path.exists() else 0
         while not path.exists() or path.stat().st_size < size + 20_000:
@@ -285,7 +285,7 @@ def test_wandb_offline_writes_a_run_with_the_steps(tmp_path: Path, offline_wandb
     assert (rows[0]["train/loss"], rows[0]["eval/accuracy"], rows[1]["train/loss"]) == (0.5, 0.25, 0.125)
 
 
-def test_the_wandb_project_is_ludic_unless_somebody_says_otherwise(monkeypatch):
+def test_the_wandb_project_is_ludic_unless_another_is_given(monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     assert project_name() == "Ludic"
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
@@ -315,7 +315,7 @@ class BrokenLogger:
         raise RuntimeError("no network")
 
 
-def test_a_failing_child_is_reported_once_and_harms_nobody(tmp_path: Path, caplog):
+def test_a_failing_child_is_reported_once_and_harms_no_other(tmp_path: Path, caplog):
     broken, path = BrokenLogger(), tmp_path / "metrics.jsonl"
     jsonl = JSONLLogger(path)
     tee = TeeLogger(broken, jsonl)

@@ -87,7 +87,7 @@ def test_ungrouped_items_and_members_left_alone_pass():
 
 
 def test_several_segments_of_one_rollout_are_one_member():
-    # equal weights on three items, but of one rollout: there is nobody to compare it with
+    # equal weights on three items, but of one rollout: there is no other to compare it with
     alone = [member(0.5, rollout_id="a") for _ in range(3)]
     assert filter_zero_variance_groups(batch(*alone)).items == alone
     # two members alike, one cut into three segments
@@ -113,7 +113,7 @@ def test_roles_of_one_group_are_looked_at_apart():
     assert filter_zero_variance_groups(batch(*x, *o)).items == o
 
 
-def test_items_that_name_no_rollout_are_members_of_their_own():
+def test_items_that_name_no_rollout_are_separate_members():
     assert filter_zero_variance_groups(batch(item(0.0, group_id="g"), item(0.0, group_id="g"))).items == []
 
 

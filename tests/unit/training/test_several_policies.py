@@ -84,7 +84,7 @@ def test_a_base_with_an_adapter_and_names_given_twice_are_refused():
         adapters_on(base, ("b", "b"), config)
 
 
-# --- nobody sees the other ---
+# --- each policy sees only its own side ---
 
 
 def test_training_one_changes_nothing_of_the_other_nor_of_the_base():
@@ -150,7 +150,7 @@ def test_both_learn_and_both_agree_with_their_samplers_at_every_step(tmp_path):
         assert max(row[f"{name}/train/lag_max"] for row in rows) == 0
 
 
-def test_nobody_trains_on_what_the_frozen_one_played():
+def test_no_policy_trains_on_what_the_frozen_one_played():
     seatings = [{"left": "ann", "right": "past"}]
     with players(seatings=seatings) as table:
         before = trained_weights(table.models["bob"])
@@ -193,7 +193,7 @@ def test_a_member_is_never_replaced():
 
 
 @pytest.mark.parametrize(("every", "max_size"), [(0, 1), (1, 0)])
-def test_a_league_has_room_for_somebody(every, max_size):
+def test_a_league_has_room_for_a_version(every, max_size):
     from ludic.inference.local.league import League
 
     with pytest.raises(ConfigError, match="at least 1"):
@@ -303,6 +303,6 @@ def test_trainers_that_evaluate_by_themselves_are_refused():
             asyncio.run(train_policies(table.trainers, 1))
 
 
-def test_somebody_has_to_be_trained():
+def test_at_least_one_policy_has_to_be_trained():
     with pytest.raises(ConfigError, match="at least one trainer"):
         asyncio.run(train_policies({}, 1))

@@ -141,7 +141,7 @@ CHANCES = [(index + 0.5) / NUM_PROMPTS for index in range(NUM_PROMPTS)]
 
 
 class Table(torch.nn.Module):
-    """A policy with logits of its own for each prompt; answer 1 is right."""
+    """A policy with separate logits for each prompt; answer 1 is right."""
 
     def __init__(self):
         super().__init__()

@@ -66,7 +66,7 @@ REWARD, KL = "train/avg_total_reward", "train/teacher_kl"
 
 
 @pytest.mark.slow
-async def test_a_student_learns_from_its_teacher_what_nobody_rewards():
+async def test_a_student_learns_from_its_teacher_what_is_not_rewarded():
     engine = taught(x=ASCII, y=OTHERS)
     history = await distilled(make_opd(), LocalTeacher(engine), 40, group_size=1, num_prompts=64)
     engine.close()

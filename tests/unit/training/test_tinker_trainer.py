@@ -303,7 +303,7 @@ def test_a_session_can_be_ended(fake: FakeTinker):
     assert fake.asked(name)[0]["reason"] == {"type": "success"}
 
 
-def test_evaluations_see_the_new_weights_and_sources_hear_what_became_of_their_samples(
+def test_evaluations_see_the_new_weights_and_sources_are_told_which_samples_were_trained(
     fake: FakeTinker, tmp_path: Path
 ):
     policy, told = policy_at(fake), []

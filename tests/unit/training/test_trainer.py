@@ -323,7 +323,8 @@ async def test_steps_whose_gradient_was_cut_are_counted():
     assert (await cut.train_step())["train/grad_clipped"] == 1.0
     stats = await free.train_step()
     assert stats["train/grad_clipped"] == 0.0 and stats["train/grad_norm"] > 1e-6
-    assert (await hand_trainer(items, cfg={"max_grad_norm": None}).train_step())["train/grad_clipped"] == 0.0
+    for off in (None, 0.0):
+        assert (await hand_trainer(items, cfg={"max_grad_norm": off}).train_step())["train/grad_clipped"] == 0.0
 
 
 async def test_a_sampler_of_another_model_is_noticed(caplog):
@@ -357,7 +358,7 @@ def test_the_seeds_spelling_of_the_learning_rate():
     assert TrainerConfig(learning_rate=2e-5).lr == 2e-5
 
 
-# --- stopping and resuming, in processes of their own ---
+# --- stopping and resuming, in separate processes ---
 
 
 def start(folder, steps, pause_s=0.0):
@@ -552,7 +553,7 @@ class AdapterServer(ForgetfulServer):
             raise ConfigError("made for another model")
 
 
-async def test_nobody_merges_weights_for_a_publisher_that_sends_the_adapter():
+async def test_no_weights_are_merged_for_a_publisher_that_sends_the_adapter():
     model = tiny_llama()
     server = AdapterServer(model)
     batches = [random_items([12, 9], vocab=64) for _ in range(2)]
@@ -575,7 +576,7 @@ def test_a_publisher_that_sends_another_models_adapter_is_refused():
     ("name", "value"),
     [
         *((name, value) for name in ("lr", "learning_rate", "critic_lr") for value in (0.0, -1.0, math.nan, math.inf)),
-        *(("max_grad_norm", value) for value in (0.0, -1.0, math.nan)),
+        *(("max_grad_norm", value) for value in (-1.0, math.nan)),
         *(("weight_decay", value) for value in (-0.1, math.nan, math.inf)),
         *(("eps", value) for value in (0.0, math.nan)),
         *(("betas", value) for value in ((0.9, 1.0), (math.nan, 0.9), (-0.1, 0.9))),

@@ -78,7 +78,7 @@ def unrecorded(item):
     return replace(item, attachments=replace(item.attachments, candidates=None, untrainable_sampling="top_p=0.6"))
 
 
-async def test_log_probs_of_a_distribution_that_nobody_recorded_are_refused_before_anything_is_trained():
+async def test_log_probs_of_an_unrecorded_distribution_are_refused_before_anything_is_trained():
     trainer, engine = trainer_of(make_grpo(group_size=4))
     trainer.batch_source = Unrecorded(trainer.batch_source)
     before = [parameter.clone() for parameter in trainer.model.parameters()]

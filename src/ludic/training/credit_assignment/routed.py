@@ -34,7 +34,7 @@ class RoutedCredit:
         if name is None or name not in self.assigners:
             raise ConfigError(
                 f"Rollout {rollout.id} has the objective {name!r}; there are {', '.join(self.assigners)}. Name one in "
-                'RolloutRequest(meta={"objective": …}), or give each source the algorithm of its own objective.'
+                'RolloutRequest(meta={"objective": …}), or give each source the algorithm for its objective.'
             )
         return name
 

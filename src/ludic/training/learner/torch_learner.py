@@ -219,7 +219,7 @@ class TorchLearner(Learner):
 
     def _apply_gradients(self, step: int) -> dict[str, float]:
         """One optimizer step; the norms that the gradients had, and whether one was above the limit."""
-        limit = self.cfg.max_grad_norm if self.cfg.max_grad_norm is not None else math.inf
+        limit = self.cfg.max_grad_norm or math.inf
         norms = self._clip_gradients(limit)
         schedule = self.cfg.lr_schedule
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class JSONLLogger:
-    """Appends to a file that anybody may read meanwhile."""
+    """Appends to a file that may be read meanwhile."""
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
         """`resume_step`: lines of later steps are removed, as by `resume`."""

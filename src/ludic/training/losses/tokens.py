@@ -114,7 +114,7 @@ class ActionTokens:
         return self.old_logps
 
     def select(self, chosen: Sequence[int], facts: BatchFacts) -> "ActionTokens":
-        """Some of its samples, as if they were a micro-batch of their own, of a batch with these facts."""
+        """Some of its samples, as if they were a separate micro-batch, of a batch with these facts."""
         place_B = self.item_index.new_full((self.num_items,), -1)
         place_B[list(chosen)] = torch.arange(len(chosen), device=place_B.device)
         where_A = (self.spread(place_B) >= 0).nonzero()[:, 0]

@@ -87,9 +87,9 @@ def test_the_oldest_version_of_a_group_is_that_of_its_oldest_token():
     later = dataclasses.replace(
         plain_item(), attachments=SampleAttachments(version_runs=(VersionRun(9, 1), VersionRun(7, 3)))
     )
-    nobody_said = dataclasses.replace(plain_item(), attachments=SampleAttachments())
-    assert group_facts([later, plain_item(version=8), nobody_said]) == (3, 7)
-    assert group_facts([nobody_said]) == (1, None)
+    without_version = dataclasses.replace(plain_item(), attachments=SampleAttachments())
+    assert group_facts([later, plain_item(version=8), without_version]) == (3, 7)
+    assert group_facts([without_version]) == (1, None)
 
 
 # --- meta ---

@@ -137,7 +137,7 @@ def test_mbpp_knows_the_function_under_test_from_the_reference_or_from_what_is_n
 
 
 def test_mbpp_refuses_what_cannot_be_asked():
-    with pytest.raises(ConfigError, match="calls no function of the solution"):
+    with pytest.raises(ConfigError, match="calls no function of the program"):
         MBPPTestAdapter().get_tests({"prompt": "", "test_list": ["assert len([]) == 0"]})
     with pytest.raises(ConfigError, match="num_shown_tests=0"):
         MBPPTestAdapter(num_shown_tests=0)

@@ -26,10 +26,10 @@ def text(length, num_prompt=1, temperature=1.0):
 )
 def test_a_batch_is_of_one_temperature_and_within_its_limits(limits, taken):
     waiting = [text(5, 4), text(4, 2), text(3, 1, temperature=0.5), text(6, 3)]
-    everybody = list(waiting)
+    all_of_them = list(waiting)
     batch = take_batch(waiting, **limits)
-    assert batch == [everybody[i] for i in taken]
-    assert waiting == [scoring for scoring in everybody if scoring not in batch]
+    assert batch == [all_of_them[i] for i in taken]
+    assert waiting == [scoring for scoring in all_of_them if scoring not in batch]
 
 
 def test_an_empty_queue_gives_an_empty_batch():

@@ -112,10 +112,10 @@ _ONLY_AS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that are not supported, and those of their values that ask for nothing."""
 _TAKES = {"role": " It is system, user, assistant or tool.", "type": " This server reads only text."}
-AnyBody = TypeVar("AnyBody", bound=Body)
+RequestBody = TypeVar("RequestBody", bound=Body)
 
 
-def read_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
+def read_body(data: bytes, kind: type[RequestBody]) -> RequestBody:
     """The body, typed; every field that is unknown, unsupported or of another type is refused by name."""
     asked = {name: value for name, value in parse_object(data).items() if value is not None}
     known = kind.__struct_fields__
@@ -126,7 +126,7 @@ def read_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
             raise ConfigError(f"Unknown field {name!r:.80}.{hint}")
         if asked[name] not in _ONLY_AS[name]:
             raise ConfigError(f"{name}={_shown(asked[name])} is not supported by this server; leave it out.")
-    body: AnyBody = typed({name: asked[name] for name in asked.keys() & {*known}}, kind)
+    body: RequestBody = typed({name: asked[name] for name in asked.keys() & {*known}}, kind)
     return body
 
 

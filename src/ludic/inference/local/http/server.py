@@ -17,11 +17,11 @@ from typing import Any, Protocol, TypeVar
 
 from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
 from ludic.inference.local.http.request import (
-    AnyBody,
     ChatBody,
     CompletionBody,
     JSONObject,
     Options,
+    RequestBody,
     RequestRefused,
     check_num_logprobs,
     read_body,
@@ -312,7 +312,7 @@ class _Server:
     # --- from a body to requests ---
 
     @contextlib.asynccontextmanager
-    async def _body(self, request: web.Request, kind: type[AnyBody]) -> AsyncIterator[AnyBody]:
+    async def _body(self, request: web.Request, kind: type[RequestBody]) -> AsyncIterator[RequestBody]:
         # A web page can post to this machine without asking, but only as a form or as plain text.
         if request.content_type != "application/json":
             raise ConfigError(f"The body must be application/json, not {request.content_type!r:.80}.")

@@ -195,7 +195,7 @@ class PrivilegedTeacher:
         prompt = token_array(self._prompt_of(item))
         if not len(prompt):
             raise ConfigError(
-                f"prompt_of gave an empty prompt for a sample (rollout {item.meta.get('rollout_id')}); a teacher needs at least "
+                f"prompt_of gave an empty prompt for a sample (rollout {item.origin.rollout_id}); a teacher needs at least "
                 "one prompt token."
             )
         return _HintedTeacher(self._teacher, prompt)

@@ -175,3 +175,34 @@ def test_system_packages_are_installed_without_questions_and_only_where_missing(
         if missing
         else []
     )
+
+
+def test_where_to_change_names_files_that_exist():
+    """A name without a folder is in the folder of the name before it."""
+    for row in (ROOT / "docs" / "where-to-change.md").read_text().splitlines():
+        folder = ROOT
+        for name in re.findall(r"`([\w/.]+(?:\.py|/))`", row):
+            places = [ROOT / "src" / name, ROOT / "src" / "ludic" / name, ROOT / name, folder / name]
+            found = [place for place in places if place.exists()]
+            assert found, f"{name} in: {row}"
+            folder = found[0] if found[0].is_dir() else found[0].parent
+
+
+def test_the_picture_of_the_packages_shows_their_imports():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "draw_structure.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_folder_of_the_library_has_more_than_14_files():
+    counts = {
+        folder: len(list(folder.glob("*.py"))) for folder in (ROOT / "src" / "ludic").rglob("*") if folder.is_dir()
+    }
+    assert not {folder.name: count for folder, count in counts.items() if count > 14}
+
+
+def test_every_folder_says_what_lives_there():
+    for init in (ROOT / "src" / "ludic").rglob("__init__.py"):
+        text = init.read_text()
+        assert not text or text.lstrip().startswith('"""'), f"{init} has no docstring"

@@ -87,6 +87,7 @@ def parse_with_settings(
         dataclasses.make_dataclass("typed", fields, frozen=True), rest, prog=prog, description=description
     )
     values = {s.name: getattr(getattr(typed, s.section), s.name) for s in settings_of(type(default)) if _is_flag(s)}
+    check_numbers(values)
     config = with_values(default, values)
     config = with_values(config, _merged_pairs(config, default, pairs))
     check_numbers(values_of(config))

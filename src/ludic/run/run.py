@@ -74,6 +74,7 @@ class Run:
         self.generation: Generation | None = None
         self._logger: TeeLogger | None = None
         self._loaded: LoadedModel
+        self._start: tuple[ResolvedRun, bool, ResumePoint] | None = None
         self._closing = contextlib.ExitStack()
 
     @property
@@ -91,7 +92,12 @@ class Run:
 
     def start(self, *, resume: bool = False) -> ResumePoint:
         """Where the run would begin; ConfigError if its folder holds another run. Nothing is written."""
-        return resume_point(self.resolved, resume=resume)
+        if self._start is None or self._start[:2] != (
+            self.resolved,
+            resume,
+        ):  # checkpoints are checked, and warned of, once
+            self._start = (self.resolved, resume, resume_point(self.resolved, resume=resume))
+        return self._start[2]
 
     def plan(self, *, resume: bool = False) -> list[str]:
         """What the run is going to do, in sentences. Most mistakes are found here, without loading weights."""

@@ -64,7 +64,7 @@ def test_a_run_folder_and_a_config_file_are_targets_and_flags_win(ludic, tmp_pat
     ludic("train", *RUN)
     assert ludic("train", "runs/first/config.toml", "--name", "second", "--steps", "1").code == 0
     again = read_toml(RunConfig, tmp_path / "runs" / "second" / "config.toml")
-    assert (again.train.steps, again.train.lr, again.model.model) == (1, 1e-2, "tiny")
+    assert (again.train.steps, again.trainer.lr, again.model.model) == (1, 1e-2, "tiny")
     assert rewards(tmp_path / "runs" / "second") == rewards(tmp_path / "runs" / "first")[:1]
 
 

@@ -182,8 +182,8 @@ def trainer_of_both(**settings):
 
     def later():
         class Later:
-            async def play(self, *arguments, **named):
-                return await rollout_engine(client[0]).play(*arguments, **named)
+            async def run_episodes(self, *arguments, **named):
+                return await rollout_engine(client[0]).run_episodes(*arguments, **named)
 
         return Later()
 

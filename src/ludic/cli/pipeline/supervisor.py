@@ -1,7 +1,7 @@
 """Supervises long-running roles: starts them, shows their output, restarts dead ones, stops them in order.
 
 A role is a process of the pipeline: Redis, a server, the learner, an actor. roles.py says what they run, processes.py and ray.py
-start them. One thread polls all of them ten times a second. A role that dies too often ends everything: a restart does not help then.
+start them. One thread polls all of them ten times a second. A role that dies too often ends the whole pipeline.
 """
 
 import contextlib

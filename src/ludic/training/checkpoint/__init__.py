@@ -3,6 +3,20 @@
 `training`, `tinker`, `run` and `cli` import it. Start with manager.py (the only rank), then sharded.py (several ranks).
 """
 
-from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from typing import TYPE_CHECKING, Any
+
+from ludic.training.config import CheckpointConfig
+
+if TYPE_CHECKING:
+    from ludic.training.checkpoint.manager import CheckpointManager
 
 __all__ = ["CheckpointConfig", "CheckpointManager"]
+
+
+def __getattr__(name: str) -> Any:
+    """`CheckpointManager` loads torch, so it is imported when it is asked for."""
+    if name != "CheckpointManager":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ludic.training.checkpoint.manager import CheckpointManager
+
+    return CheckpointManager

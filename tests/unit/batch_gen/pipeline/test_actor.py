@@ -125,8 +125,8 @@ async def test_every_group_arrives_whole_with_its_credit_and_the_counts_agree(le
     groups = await learner.take(max_items=100)
     assert [len(items) for items in groups] == [4] * 5
     for items in groups:
-        assert len({item.meta["group_id"] for item in items}) == 1
-        assert len({item.meta["rollout_id"] for item in items}) == 4
+        assert len({item.origin.group_id for item in items}) == 1
+        assert len({item.origin.rollout_id for item in items}) == 4
     assert set(credit.seen) == {4}, "siblings are compared with each other only"
     assert {item.weight for items in groups for item in items} == {0.1, 1.1}, (
         "what the reply's form and its answer earned"

@@ -26,6 +26,7 @@ from ludic.run.folder import (
     CONFIG,
     ResumePoint,
     how_to_resume,
+    latest_checkpoint,
     prepare_folder,
     resume_point,
     saved_step,
@@ -68,13 +69,15 @@ class Run:
     Methods may be called from a script and from a notebook, where an event loop runs already; `train_async` is for async code.
     """
 
-    def __init__(self, resolved: ResolvedRun) -> None:
+    def __init__(self, resolved: ResolvedRun, *, is_stored: bool = False) -> None:
+        """`is_stored`: the settings come from a run folder, so trained weights may be there."""
         self.resolved = resolved
+        self._is_stored = is_stored
         self.trainer: Trainer | None = None
         self.generation: Generation | None = None
         self._logger: TeeLogger | None = None
         self._loaded: LoadedModel
-        self._start: tuple[ResolvedRun, bool, ResumePoint] | None = None
+        self._start: tuple[bool, ResumePoint] | None = None
         self._closing = contextlib.ExitStack()
 
     @property
@@ -92,12 +95,9 @@ class Run:
 
     def start(self, *, resume: bool = False) -> ResumePoint:
         """Where the run would begin; ConfigError if its folder holds another run. Nothing is written."""
-        if self._start is None or self._start[:2] != (
-            self.resolved,
-            resume,
-        ):  # checkpoints are checked, and warned of, once
-            self._start = (self.resolved, resume, resume_point(self.resolved, resume=resume))
-        return self._start[2]
+        if self._start is None or self._start[0] != resume:  # a damaged checkpoint is warned of once
+            self._start = (resume, resume_point(self.resolved, resume=resume))
+        return self._start[1]
 
     def plan(self, *, resume: bool = False) -> list[str]:
         """What the run is going to do, in sentences. Most mistakes are found here, without loading weights."""
@@ -143,15 +143,15 @@ class Run:
 
         Before the first update these are the weights that the run begins with; nothing is written to the run folder.
         """
-        return self._sync(self._generation(ResumePoint()).evaluate())
+        return self._sync(self._generation_to_evaluate().evaluate())
 
     async def evaluate_async(self) -> EvalReport:
         """`evaluate` for async code."""
-        return await (await asyncio.to_thread(self._generation, ResumePoint())).evaluate()
+        return await (await asyncio.to_thread(self._generation_to_evaluate)).evaluate()
 
     def play(self) -> list[Rollout]:
         """Play the run's evaluation tasks with the current weights, as `evaluate` does, and return the episodes."""
-        return self._sync(self._generation(ResumePoint()).play())
+        return self._sync(self._generation_to_evaluate().play())
 
     # --- life ---
 
@@ -185,6 +185,7 @@ class Run:
         if self.trainer is not None:
             return
         run, start = self.resolved, self.start(resume=resume)
+        self._start = None  # training changes the answer
         generation = self._generation(start)
         prepare_folder(run, start)
         generation.begin(resume=resume, first_step=start.first_step)
@@ -206,6 +207,16 @@ class Run:
                 tokenizer=self._loaded.tokenizer,
             )
 
+    def _generation_to_evaluate(self) -> Generation:
+        """ConfigError for a run of `load` that was not resumed: its trained weights are not loaded yet."""
+        saved = latest_checkpoint(self.folder) if self._is_stored and self.generation is None else None
+        if saved is not None:
+            raise ConfigError(
+                f"The weights of {saved} are not loaded. Call resume() first, or use `ludic eval {self.folder}`, which compares "
+                "the first and the newest weights."
+            )
+        return self._generation(ResumePoint())
+
     def _generation(self, start: ResumePoint) -> Generation:
         if self.generation is None:
             kind = GENERATIONS[self.config.rollouts.engine]
@@ -226,6 +237,7 @@ class Run:
             )
         config = with_values(self.config, {"steps": steps})
         self.resolved = resolve(config, self.resolved.env, self.resolved.parts)
+        self._start = None
         if is_running:
             write_config(self.resolved)
 
@@ -329,11 +341,11 @@ def build(
 
 
 def load(folder: str | Path, *, env: str | Callable[..., Any] | None = None, **settings: Any) -> Run:
-    """The run in a folder, to be resumed or evaluated; `env` and settings as for `build`."""
+    """The run in a folder, to be resumed; `env` and settings as for `build`."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ConfigError(f"{folder} holds no run: there is no {path}.")
-    return build(read_toml(RunConfig, path), env=env, **settings)
+    return Run(build(read_toml(RunConfig, path), env=env, **settings).resolved, is_stored=True)
 
 
 def _factory(config: RunConfig, env: str | Callable[..., Any] | EnvFactory | None) -> EnvFactory:

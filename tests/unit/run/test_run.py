@@ -153,6 +153,25 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted():
     assert torch.equal(whole, parts)
 
 
+def test_weights_that_are_not_loaded_are_not_evaluated():
+    with build(env=Letter, **SMALL, name="trained") as run:
+        run.train(steps=1)
+    with load("runs/trained", env=Letter) as run:
+        with pytest.raises(ConfigError, match=r"step_000001 are not loaded. Call resume\(\) first"):
+            run.evaluate()
+        run.resume(steps=1)
+        assert run.evaluate().metrics["num_samples"] == 200
+
+
+def test_a_run_that_was_closed_goes_on_from_its_newest_checkpoint():
+    run = build(env=Letter, **SMALL, name="again")
+    run.train(steps=1)
+    for step in (2, 3):
+        run.close()
+        assert run.resume(steps=1).step == step
+    run.close()
+
+
 def test_a_schedule_cannot_be_extended():
     with build(env=Letter, **SMALL, schedule="linear", steps=2) as run:
         run.train()

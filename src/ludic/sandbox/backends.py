@@ -145,9 +145,7 @@ def _named(backend: SandboxBackend | str) -> SandboxBackend:
         raise UnknownName.among("sandbox backend", str(backend), [one.value for one in SandboxBackend]) from None
 
 
-# ----------------------------------------------------------------------------------------------------
 # One pool per event loop for callers without one: envs and tools share its processes and its cache.
-# ----------------------------------------------------------------------------------------------------
 
 _pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[BaseSandboxPool]]" = WeakKeyDictionary()
 

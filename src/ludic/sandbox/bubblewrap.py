@@ -29,9 +29,7 @@ from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
 from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
-# ----------------------------------------------------------------------------------------------------
 # Which Python of the host runs inside a sandbox that shares the host's files.
-# ----------------------------------------------------------------------------------------------------
 
 _FACTS = """
 import sys

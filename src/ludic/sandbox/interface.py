@@ -12,9 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from ludic.types import ConfigError
 from ludic.types.errors import LudicError
 
-# ----------------------------------------------------------------------------------------------------
 # What came of a program: did it compile, how did it end, what did it say, what did it use.
-# ----------------------------------------------------------------------------------------------------
 # Pure data. Everything here was observed from outside the program (exit status, streams, kernel counters) or recorded
 # before its first line ran (the compile result), so nothing a program prints can change it.
 
@@ -231,9 +229,7 @@ class SandboxPool(Protocol):
         ...
 
 
-# ----------------------------------------------------------------------------------------------------
 # What a program may use. Every backend enforces these; a run may ask for other time and memory.
-# ----------------------------------------------------------------------------------------------------
 
 MB = 1 << 20
 

@@ -236,9 +236,7 @@ async def start_runner(
     return RunnerProcess(process, enclosure, workspace=workspace, limit_processes=limit_processes)
 
 
-# ----------------------------------------------------------------------------------------------------
 # From what was seen of a run to its result: the one place where a status is chosen.
-# ----------------------------------------------------------------------------------------------------
 
 
 def compile_verdict(seen: RawRun) -> CompileResult:

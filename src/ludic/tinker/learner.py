@@ -41,9 +41,7 @@ from ludic.types import (
 
 logger = logging.getLogger(__name__)
 
-# ----------------------------------------------------------------------------------------------------
 # Checkpoints of a policy that is trained elsewhere: its weights stay there, and a folder here says where, and all the rest.
-# ----------------------------------------------------------------------------------------------------
 #     output_dir/step_000100/   trainer_state.json (with the tinker:// path), ranks/, manifest.json
 #
 # The folder is written after the service has saved, so one that is there can be resumed from. Removing a folder removes
@@ -72,9 +70,7 @@ class RemoteCheckpoints(CheckpointManager):
         return state.pop("remote_path"), state
 
 
-# ----------------------------------------------------------------------------------------------------
 # One optimizer step at Tinker, and the same statistics of it that a local step reports.
-# ----------------------------------------------------------------------------------------------------
 
 
 _LOSS_TOLERANCE = 1e-2

@@ -142,9 +142,7 @@ def _check_eps(function: str, eps: float) -> None:
         raise ConfigError(f"{function}(eps={eps}); it must be 0 or more.")
 
 
-# ----------------------------------------------------------------------------------------------------
 # Rejection: which samples are good enough to be imitated. Preprocess hooks; the batch that they are given stays as it was.
-# ----------------------------------------------------------------------------------------------------
 
 
 def keep_rewarded(batch: SAWBatch, *, min_reward: float = 1.0) -> SAWBatch:

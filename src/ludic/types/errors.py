@@ -127,9 +127,7 @@ class RequestsExhausted(LudicError, RuntimeError):
     """There are no more requests: the data has been used up. A trainer ends its run there."""
 
 
-# ----------------------------------------------------------------------------------------------------
 # A failure as data: what is stored of an episode that raised.
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

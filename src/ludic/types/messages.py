@@ -59,9 +59,7 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-# ----------------------------------------------------------------------------------------------------
 # Reading LaTeX out of a model's text: the last `\boxed{…}`.
-# ----------------------------------------------------------------------------------------------------
 # It lives on the floor because two packages need it that may not know each other: parsers (an answer in a reply)
 # and envs (a reference answer in a worked solution).
 

@@ -69,9 +69,7 @@ def prompt_key(request_meta: Mapping[str, Any]) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Seeds: one number per episode, and everything else derived from it.
-# ----------------------------------------------------------------------------------------------------
 # Adding an index to a base seed makes neighbours collide (seed 7, call 1 = seed 8, call 0). Mixing does not. The embedded engine
 # computes the same function on tensors and in its GPU kernel (ludic.inference.local.sampling), from the constants here.
 

@@ -257,9 +257,7 @@ class ChatResponse:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
 # What a trainer can repeat of how a token was drawn, and what it cannot.
-# ----------------------------------------------------------------------------------------------------
 # A ratio compares the probability of a token now with that when it was drawn, and both must be of the same kind. Temperature
 # is repeated, and so are top-p, top-k and min-p where the sampler recorded what they left (`CandidateSets`). Penalties change
 # with every token that was written, and are not.

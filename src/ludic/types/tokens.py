@@ -14,9 +14,7 @@ import numpy.typing as npt
 
 from ludic.types.arrays import LogprobArray, TokenArray, TokenIds, float_array, token_array
 
-# ----------------------------------------------------------------------------------------------------
 # Which tokens could have been drawn at each place of a completion, where a sampler ruled some out.
-# ----------------------------------------------------------------------------------------------------
 # Top-p, top-k and min-p leave a part of the vocabulary and renormalise it. A trainer that wants the probability of a token
 # under the distribution that it was drawn from needs exactly that part, so it is recorded and travels with the sample.
 

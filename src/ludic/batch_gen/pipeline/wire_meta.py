@@ -15,9 +15,7 @@ import msgspec
 from ludic.batch_gen.pipeline.wire_columns import UnreadableGroup, UnwritableGroup
 from ludic.types import SampleOrigin
 
-# ----------------------------------------------------------------------------------------------------
 # Origins: one column per field, left out where every item has the field's default.
-# ----------------------------------------------------------------------------------------------------
 
 MAX_NAME = 1024
 """Characters of a text in an origin: ids, names and the like."""
@@ -62,9 +60,7 @@ def decode_origins(data: memoryview, num_items: int) -> list[Sequence[Any]]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
 # Metas.
-# ----------------------------------------------------------------------------------------------------
 
 MAX_DEPTH = 32
 """Lists and maps inside one another. Readers of meta recurse; this keeps them far from Python's own limit."""

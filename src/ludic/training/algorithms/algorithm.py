@@ -49,9 +49,7 @@ class RLAlgorithm:
         return self.loss.compute(whole_logits(model, batch["input_ids"], batch["attention_mask"]), batch)
 
 
-# ----------------------------------------------------------------------------------------------------
 # What the presets share: which checks and filters run before a batch is used.
-# ----------------------------------------------------------------------------------------------------
 
 
 def checked(

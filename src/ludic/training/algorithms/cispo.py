@@ -30,9 +30,7 @@ def make_cispo(
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # ScaleRL (arXiv 2510.13786): CISPO with weights scaled by the whole batch and groups without variance left out.
-# ----------------------------------------------------------------------------------------------------
 
 
 def make_scalerl(

@@ -36,9 +36,7 @@ def make_grpo(
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the division by the group's deviation and by length.
-# ----------------------------------------------------------------------------------------------------
 
 
 def make_dr_grpo(
@@ -69,9 +67,7 @@ def make_dr_grpo(
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # DAPO (arXiv 2503.14476): GRPO with a higher upper clip, a token mean, and no groups that all did the same.
-# ----------------------------------------------------------------------------------------------------
 # Its dynamic sampling (fresh prompts in place of such groups) is a matter of the batch source: see
 # `ludic.batch_gen.sources.dynamic_sampling`; here they are at least filtered out.
 

@@ -98,9 +98,7 @@ def make_grpo_opd(
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # MOPD, multi-teacher on-policy distillation (MiMo-V2-Flash, arXiv 2601.02780): each domain has its own teacher.
-# ----------------------------------------------------------------------------------------------------
 # Which teacher scores a sample is the source's business (`ludic.batch_gen.DomainTeachers`). Here: the teacher's advantage of each
 # token plus α times the group's, and ratios between trainer and sampler that count only inside a band.
 

@@ -50,9 +50,7 @@ def make_reinforce_baseline(
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # REINFORCE++ (arXiv 2501.03262): no groups; weights are normalised over the whole batch, under PPO's clip.
-# ----------------------------------------------------------------------------------------------------
 # The KL to a frozen reference, if asked for, is k2: the same gradient as subtracting it from the reward.
 
 
@@ -74,9 +72,7 @@ def make_reinforce_pp(
     return RLAlgorithm(name=name, credit_assigner=MonteCarloReturn(gamma), loss=policy, preprocess=checked())
 
 
-# ----------------------------------------------------------------------------------------------------
 # RLOO (arXiv 2402.14740): each sample against the mean of the others in its group; no clip, no deviation.
-# ----------------------------------------------------------------------------------------------------
 
 
 def make_rloo(

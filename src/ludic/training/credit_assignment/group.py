@@ -53,9 +53,7 @@ class GroupNormalizedReturn:
         return [float(a) for a in advantages_G]
 
 
-# ----------------------------------------------------------------------------------------------------
 # `HybridNormalizedReturn`: centred on the group, scaled by the batch (ScaleRL).
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +94,7 @@ class HybridNormalizedReturn:
         return weights
 
 
-# ----------------------------------------------------------------------------------------------------
 # `LeaveOneOutReturn`: compared with the others only (RLOO).
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +127,7 @@ def _against_others(reward: float, total: float, size: int) -> float:
     return reward - (total - reward) / (size - 1) if size > 1 else 0.0
 
 
-# ----------------------------------------------------------------------------------------------------
 # `RoleBaselineReturn`: what a role usually earns, for self-play without groups (SPIRAL, arXiv:2506.24119).
-# ----------------------------------------------------------------------------------------------------
 # In a game of two sides the one who begins may win more often, whatever it does. One baseline for both would praise
 # every move of one side and blame every move of the other; here each role is measured by its own past.
 

@@ -37,9 +37,7 @@ class MonteCarloReturn:
         return weights
 
 
-# ----------------------------------------------------------------------------------------------------
 # `ConstantCredit`: everything that was done counts alike.
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +57,7 @@ class ConstantCredit:
         return weights
 
 
-# ----------------------------------------------------------------------------------------------------
 # `EpisodicReturn`: the whole episode's reward, everywhere.
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +71,7 @@ class EpisodicReturn:
         return weights
 
 
-# ----------------------------------------------------------------------------------------------------
 # `PerStepReward`: the immediate reward, and nothing of what came later.
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +86,7 @@ class PerStepReward:
         return {(r.id, step.index): float(step.reward) for r in finished(rollouts) for step in r.steps}
 
 
-# ----------------------------------------------------------------------------------------------------
 # `ScaledCredit`: the weights of another rule times a number, where credit of several kinds is added up.
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

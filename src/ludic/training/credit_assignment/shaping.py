@@ -33,9 +33,7 @@ from ludic.types import (
     is_parse_failure,
 )
 
-# ----------------------------------------------------------------------------------------------------
 # `Relabelled`: judge rollouts by other rewards than they were paid (hindsight, shaping), then assign credit.
-# ----------------------------------------------------------------------------------------------------
 # The hook sees a rollout when it is over and hands back a copy with other rewards. What was played, logged and counted
 # keeps the rewards of the env: only the weights change.
 #
@@ -154,9 +152,7 @@ def info_potential(key: str, *, start: float = 0.0) -> PotentialFn:
     return potential
 
 
-# ----------------------------------------------------------------------------------------------------
 # Credit modifiers: what is added to the weights of samples that have been credited already, token by token.
-# ----------------------------------------------------------------------------------------------------
 # A modifier takes a batch and returns one, as every preprocess hook does; an algorithm runs it before a batch becomes tensors.
 
 

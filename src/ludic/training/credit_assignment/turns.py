@@ -75,9 +75,7 @@ class TurnGroupReturn:
         return weights
 
 
-# ----------------------------------------------------------------------------------------------------
 # `TurnLeaveOneOutReturn`: return-to-go against the siblings that were still playing, at any mix of lengths.
-# ----------------------------------------------------------------------------------------------------
 # Why it is unbiased though the policy decides when to stop. A baseline may know everything but the action that it is
 # subtracted from, and what came of it. Here it is made of the other rollouts and of the turn's number alone: who of
 # them was still playing, and what they earned from there on. Whether the rollout itself got to turn t was settled

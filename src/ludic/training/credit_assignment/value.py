@@ -103,9 +103,7 @@ class GAE:
         return values[:num_turns], float(values[-1]) if cut_off else 0.0
 
 
-# ----------------------------------------------------------------------------------------------------
 # `TrackedValueReturn`: better or worse than this prompt went before (SPO).
-# ----------------------------------------------------------------------------------------------------
 
 
 def prompt_of(rollout: Rollout) -> str:

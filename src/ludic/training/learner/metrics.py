@@ -212,9 +212,7 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(listed) / len(listed) if listed else None
 
 
-# ----------------------------------------------------------------------------------------------------
 # How far one update moved the policy: KL per token between the weights before and after it.
-# ----------------------------------------------------------------------------------------------------
 # The mismatch that every step logs (`kl_actor_policy`) is taken before the update, so on-policy it is about 0 however fast
 # the policy moves. This looks at the same tokens once more afterwards. One micro-batch is enough for an average, and costs
 # two forward passes of it.

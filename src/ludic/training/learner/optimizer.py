@@ -39,9 +39,7 @@ def make_adamw(policy: Sequence[nn.Parameter], critic: Sequence[nn.Parameter], c
     return optimizer
 
 
-# ----------------------------------------------------------------------------------------------------
 # AdamW on the part of a sharded weight that is on this rank.
-# ----------------------------------------------------------------------------------------------------
 # AdamW is elementwise, so every rank can update its own part by itself. Over DTensors torch dispatches tensor by tensor, in
 # Python: a hundred times what the arithmetic takes. The state stays made of DTensors, so that checkpoints know how it is cut.
 

@@ -73,9 +73,7 @@ def describe(
     return stats | ({"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))} if lags else {})
 
 
-# ----------------------------------------------------------------------------------------------------
 # Refuses samples whose probabilities the trainer cannot compute as the sampler did: a wrong ratio teaches silently.
-# ----------------------------------------------------------------------------------------------------
 
 _FULL = "Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no penalties"
 
@@ -104,9 +102,7 @@ def _name(item: SAWItem) -> str:
     return f"A sample (rollout {item.origin.rollout_id})"
 
 
-# ----------------------------------------------------------------------------------------------------
 # Where the data of a run stands: the state of what makes batches.
-# ----------------------------------------------------------------------------------------------------
 
 
 def data_states(algo: RLAlgorithm, source: BatchSource | None) -> dict[str, Any]:

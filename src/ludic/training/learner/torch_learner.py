@@ -309,9 +309,7 @@ class TorchLearner(Learner):
         return state
 
 
-# ----------------------------------------------------------------------------------------------------
 # Before training: all ranks have the same settings, and each knows its part.
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,9 +220,7 @@ def require_positive(**values: float | None) -> None:
             raise ConfigError(f"{name}={value}; it must be above 0.")
 
 
-# ----------------------------------------------------------------------------------------------------
 # Statistics that every policy-gradient loss reports.
-# ----------------------------------------------------------------------------------------------------
 
 
 def common_stats(tokens: ActionTokens) -> Stats:
@@ -235,9 +233,7 @@ def common_stats(tokens: ActionTokens) -> Stats:
     }
 
 
-# ----------------------------------------------------------------------------------------------------
 # Weights centred and scaled by the whole batch before another loss sees them.
-# ----------------------------------------------------------------------------------------------------
 
 
 class BatchNormalized(Loss):

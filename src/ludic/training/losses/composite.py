@@ -55,9 +55,7 @@ class CompositeLoss(Loss):
         return total, stats
 
 
-# ----------------------------------------------------------------------------------------------------
 # Several objectives in one batch: each sample goes to the loss of the objective that it is tagged with.
-# ----------------------------------------------------------------------------------------------------
 # A term sees its own samples as if they were a separate batch: what it divides by, and compares with, are the facts of
 # all samples of its objective, over all micro-batches and ranks. So the result is the weighted sum of the losses that separate
 # batches would have had, however the batch was cut, and adding samples of one objective does not dilute another.

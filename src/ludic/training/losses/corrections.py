@@ -14,9 +14,7 @@ from ludic.training.losses.base import Loss, as_loss, require_positive
 from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, over_items, over_tokens
 from ludic.types import ConfigError
 
-# ----------------------------------------------------------------------------------------------------
 # How far the policy that sampled is from the policy that is trained: what every step reports of it.
-# ----------------------------------------------------------------------------------------------------
 # Even at the same version the two differ a little (other kernels, other precision); when data is older they differ more. What
 # can be done about it is in `corrections`.
 

@@ -105,9 +105,7 @@ def anchor(tokens: ActionTokens, to: Literal["actor", "reference"], who: str) ->
     return tokens.ref_logps
 
 
-# ----------------------------------------------------------------------------------------------------
 # A reward for being undecided.
-# ----------------------------------------------------------------------------------------------------
 
 
 class EntropyBonus(Loss):

@@ -21,14 +21,14 @@ from tests.fakes import CountingEnv
 from tests.unit.batch_gen.parts import SeededEnv, Threaded, make_engine, request, summary
 
 ENOUGH = threading.Event()
-"""Set at the end of a test: what hangs, ends."""
+"""Set at the end of a test: what hangs, ends. Each test has a new one, so no thread waits for an event that was cleared."""
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(threads, "_FINISH_S", 0.05)
+    monkeypatch.setitem(globals(), "ENOUGH", threading.Event())
     threads._hung.clear()
-    ENOUGH.clear()
     yield
     ENOUGH.set()
 
@@ -194,9 +194,10 @@ async def test_all_calls_of_an_env_run_in_one_thread_and_one_context():
 
 
 async def test_threads_end_with_their_episodes():
+    before = set(threading.enumerate())  # another test's env may still be in use
     await make_engine(env_registry={"seeded": Threaded}).generate_rollouts([request() for _ in range(20)], max_steps=1)
     for _ in range(100):
-        left = [t for t in threading.enumerate() if t.name == "ludic-env" and t not in threads._hung]
+        left = [t for t in set(threading.enumerate()) - before if t.name == "ludic-env"]
         if not left:
             return
         await asyncio.sleep(0.05)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from ludic.batch_gen.pipeline import PipelineBatchSource
-from ludic.batch_gen.pipeline.queue import ExperienceQueue
+from ludic.batch_gen.pipeline.queue import MAX_TRIES, ExperienceQueue
 from tests.redis_fixtures import RedisServer
 from tests.unit.batch_gen.pipeline.queue_parts import (
     Pusher,
@@ -21,7 +21,6 @@ from tests.unit.batch_gen.pipeline.queue_parts import (
     kill_connections,
     let_lease_run_out,
     payload,
-    payload_keys,
     raw_client,
     tags_of,
 )
@@ -96,11 +95,16 @@ class Pipeline(RuleBasedStateMachine):
         if batch is None:
             return
         tags = tags_of(batch)
-        assert len(tags) >= 3
+        assert len(tags) >= 3 or self.is_last_try(batch)
         assert not self.given & set(tags), "given twice in one life"
         assert all(self.step - item.oldest_version <= MAX_LAG for item in batch.items)
         self.given |= set(tags)
         self.out += tags
+
+    def is_last_try(self, batch) -> bool:
+        """The batch is one group that two crashes have interrupted. Such a group gets a batch to itself, however small."""
+        tries = [int(value.split()[0]) for value in self.redis.hvals(f"{self.stream}:tries")]
+        return batch.meta["num_groups"] == 1 and MAX_TRIES in tries
 
     async def batch_within(self, patience_s: float):
         try:
@@ -150,28 +154,24 @@ class Pipeline(RuleBasedStateMachine):
 
     @invariant()
     def the_account_is_right(self) -> None:
-        entries = self.redis.xrange(self.stream)
+        """One transaction reads everything: the heartbeat's thread may acknowledge groups at any moment."""
+        with self.redis.pipeline(transaction=True) as transaction:
+            transaction.xrange(self.stream).hgetall(f"{self.stream}:counts").keys(f"{self.stream}:*:*")
+            entries, counts, keys = transaction.execute()
         ours = [(id_, int(fields[b"n"])) for id_, fields in entries if b"p" in fields]
-        assert self.balance() == sum(n for _, n in ours)
-        assert {f"{self.stream}:payload:".encode() + id_ for id_, _ in ours} == set(payload_keys(self.redis, self.key))
-
-    def balance(self) -> int:
-        counts = self.counts()
-        return counts.pop("produced", 0) - sum(counts.values())
-
-    def counts(self) -> dict[str, int]:
-        return {name.decode(): int(value) for name, value in self.redis.hgetall(f"{self.stream}:counts").items()}
+        ended = sum(int(counts.get(name, 0)) for name in (b"trained", b"stale", b"filtered", b"dead"))
+        assert int(counts.get(b"produced", 0)) - ended == sum(n for _, n in ours)
+        assert set(keys) == {f"{self.stream}:payload:".encode() + id_ for id_, _ in ours}
 
     def teardown(self) -> None:
         try:
             self.run(self.source.close())
             self.resume(batch_size=1)
             self.run(self.train_on_the_rest())
-            counts = self.counts()
-            assert self.redis.xlen(self.stream) == len(payload_keys(self.redis, self.key)) == 0
-            assert self.balance() == 0
+            self.the_account_is_right()
             # Of all that was pushed, what is not in the weights was counted as something else.
-            assert len(set(self.applied)) == len(self.applied) == counts.get("trained", 0) + counts.get("filtered", 0)
+            trained, filtered = self.redis.hmget(f"{self.stream}:counts", "trained", "filtered")
+            assert len(set(self.applied)) == len(self.applied) == int(trained or 0) + int(filtered or 0)
         finally:
             self.run(self.source.close())
             self.run(self.queue.close())
@@ -179,10 +179,12 @@ class Pipeline(RuleBasedStateMachine):
             self.loop.close()
 
     async def train_on_the_rest(self) -> None:
-        """Until the queue is empty, which it must become."""
-        async with asyncio.timeout(30):
+        """Until the queue is empty, which it must become. The patience doubles: a slow machine may need longer for one batch."""
+        patience_s = 0.1
+        async with asyncio.timeout(120):
             while self.redis.xlen(self.stream):
-                batch = await self.batch_within(0.1)
+                batch = await self.batch_within(patience_s)
+                patience_s *= 2
                 if batch is not None:
                     self.step += 1
                     self.applied += tags_of(batch)

@@ -24,7 +24,7 @@ from engine import make, qwen, smollm2, tiny
 from training import samples, skewed_lengths
 
 from ludic.distributed.fsdp import FSDPSettings, shard_model
-from ludic.distributed.ranks import OneProcess, Ranks, join_ranks, leave_ranks
+from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
 from ludic.models.lora import dense_parameters
 from ludic.training import Trainer, TrainerConfig, make_grpo
 from ludic.training.learner.gradients import accumulate_gradients, batch_facts
@@ -104,7 +104,7 @@ PARTS = {"same": same, "speed": speed}
 def as_rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(torch.get_num_threads() if ON_GPU else 1)
     is_sharded = args.world > 0
-    ranks = join_ranks(device="cpu" if args.part == "same" else None) if is_sharded else OneProcess()
+    ranks = join_ranks(device="cpu" if args.part == "same" else None) if is_sharded else Ranks()
     found = PARTS[args.part](args, ranks, is_sharded)
     if ranks.is_first:
         args.out.write_text(json.dumps(found))

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the train extra is not installed")
 
-from ludic.distributed.ranks import OneProcess  # noqa: E402
+from ludic.distributed.ranks import Ranks  # noqa: E402
 from ludic.types import ConfigError  # noqa: E402
 from tests import forked  # noqa: E402
 
@@ -115,7 +115,7 @@ def test_one_process_is_sent_elsewhere(script, tmp_path):
 
 
 def test_a_run_is_not_overwritten_but_gone_on_with(script, tmp_path):
-    class TwoRanks(OneProcess):
+    class TwoRanks(Ranks):
         world_size = 2
 
     def check(*arguments: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.distributed.ranks import OneProcess
+from ludic.distributed.ranks import Ranks
 from ludic.models import head as head_module
 from ludic.models.head import CandidateMask, Head, chosen_logps
 from ludic.training.learner.gradients import FrozenReference, accumulate_gradients
@@ -153,7 +153,7 @@ LOSS = CompositeLoss(
 )
 
 
-class OneShareOfTwo(OneProcess):
+class OneShareOfTwo(Ranks):
     """A rank beside another that has a micro-batch more."""
 
     def max(self, value):

@@ -18,8 +18,7 @@ from ludic.distributed import (
     WeightPushError,
     create_vllm_publisher,
 )
-from ludic.distributed.publish.adapter import AdapterControlPlane, AdapterFolder
-from ludic.distributed.publish.peft import base_parameters, read_adapter
+from ludic.distributed.publish.adapter import AdapterControlPlane, AdapterFolder, base_parameters, read_adapter
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.integration.conftest import running

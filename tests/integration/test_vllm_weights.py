@@ -18,7 +18,7 @@ from ludic.distributed import (
     WeightPushError,
     create_vllm_publisher,
 )
-from ludic.distributed.publish.staged_transports import SharedMemoryCommunicator
+from ludic.distributed.publish.vllm import SharedMemoryCommunicator
 from ludic.inference.vllm.buckets import describe, split_into_buckets
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.models.lora import dense_parameters

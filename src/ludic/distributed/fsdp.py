@@ -65,8 +65,8 @@ class FSDPSettings:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
-            value = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype}[name]
-            if value is not None and value not in _DTYPES:
+            value = getattr(self, name)
+            if value not in (None, *_DTYPES):
                 raise ConfigError(f"FSDPSettings.{name}={value!r}; choose {', '.join(_DTYPES)} or None.")
         if self.sync_gradients not in ("last", "every"):
             raise ConfigError(f"FSDPSettings.sync_gradients={self.sync_gradients!r}; choose 'last' or 'every'.")
@@ -158,7 +158,7 @@ def _mesh(settings: FSDPSettings, device: str | None) -> DeviceMesh:
     world_size = dist.get_world_size()
     if world_size % settings.replicas:
         raise ConfigError(
-            f"FSDPSettings.replicas={settings.replicas} does not divide the {world_size} ranksevenly. "
+            f"FSDPSettings.replicas={settings.replicas} does not divide the {world_size} ranks evenly. "
             f"Choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}."
         )
     if settings.cpu_offload and kind == "cpu":

@@ -10,8 +10,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,62 +29,30 @@ class RankFailed(LudicError, RuntimeError):
     """Another rank has failed or is gone, and this one cannot continue without it."""
 
 
-class Ranks(Protocol):
-    """The processes of one training run. All of them call every method, in the same order."""
+class Ranks:
+    """The processes of one training run; this class itself is a run in a single process.
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def is_first(self) -> bool: ...
-
-    def gather(self, value: T) -> list[T] | None:
-        """The values of all ranks, by rank, on rank 0; None elsewhere."""
-        ...
-
-    def scatter(self, values: Sequence[T] | None) -> T:
-        """Rank 0 sends one value to each rank."""
-        ...
-
-    def broadcast(self, value: T | None) -> T:
-        """The value of rank 0, on all ranks."""
-        ...
-
-    def sum(self, value: float) -> float: ...
-
-    def max(self, value: float) -> float: ...
-
-    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over ranks, in place."""
-        ...
-
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait for all ranks; raises with the names of those that are missing after the timeout."""
-        ...
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap work that uses collectives: a failure then names the failed rank, here and on the others."""
-        ...
-
-
-class OneProcess:
-    """A run with a single rank."""
+    All ranks call every method, in the same order.
+    """
 
     rank = 0
     world_size = 1
-    is_first = True
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     def gather(self, value: T) -> list[T] | None:
+        """The values of all ranks, by rank, on rank 0; None elsewhere."""
         return [value]
 
     def scatter(self, values: Sequence[T] | None) -> T:
+        """Rank 0 sends one value to each rank."""
         assert values is not None, "rank 0 must pass values"
         return values[0]
 
     def broadcast(self, value: T | None) -> T:
+        """The value of rank 0, on all ranks."""
         assert value is not None, "rank 0 must pass a value"
         return value
 
@@ -96,16 +63,17 @@ class OneProcess:
         return value
 
     def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
-        pass
+        """Sum each tensor over ranks, in place."""
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        pass
+        """Wait for all ranks; raises with the names of those that are missing after the timeout."""
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Wrap work that uses collectives: a failure then names the failed rank, here and on the others."""
         return contextlib.nullcontext()
 
 
-class ProcessRanks:
+class ProcessRanks(Ranks):
     """All ranks of torch's default group."""
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -118,7 +86,6 @@ class ProcessRanks:
             )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.is_first = self.rank == 0
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
         self._shared = dist.PrefixStore("ludic-ranks", dist.distributed_c10d._get_default_store())
@@ -222,8 +189,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """The place of this process in torchrun's group."""
 
     rank: int
@@ -234,16 +200,15 @@ class Launch:
 def launched() -> Launch | None:
     """None outside of torchrun (or a launcher that sets the same variables)."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = {name: os.environ[name] for name in names if name in os.environ}
+    found = [name for name in names if name in os.environ]
     if "RANK" not in found and "WORLD_SIZE" not in found:
         return None
-    missing = [name for name in names if name not in found]
-    if missing:
+    if len(found) < len(names):
         raise ConfigError(
-            f"{', '.join(sorted(found))} are set, but {', '.join(missing)} are not, so this process cannot find its "
-            "group. Start it with torchrun, or unset them."
+            f"{', '.join(sorted(found))} are set, but {', '.join(name for name in names if name not in found)} are not, so "
+            "this process cannot find its group. Start it with torchrun, or unset them."
         )
-    return Launch(int(found["RANK"]), int(found["LOCAL_RANK"]), int(found["WORLD_SIZE"]))
+    return Launch(*(int(os.environ[name]) for name in names[:3]))
 
 
 def join_ranks(*, timeout_s: float = TIMEOUT_S, device: str | None = None) -> Ranks:
@@ -253,7 +218,7 @@ def join_ranks(*, timeout_s: float = TIMEOUT_S, device: str | None = None) -> Ra
     """
     launch = launched()
     if launch is None:
-        return OneProcess()
+        return Ranks()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         _take_gpu(launch)
@@ -315,11 +280,8 @@ def check_together(ranks: Ranks, check: Callable[[], None]) -> None:
     except ConfigError as error:
         own = error
     gathered = ranks.gather("" if own is None else str(own))
-    problem = ranks.broadcast(
-        None
-        if gathered is None
-        else next((f"Rank {rank} cannot start: {text}" for rank, text in enumerate(gathered) if text), "")
-    )
+    problems = (f"Rank {rank} cannot start: {text}" for rank, text in enumerate(gathered or ()) if text)
+    problem = ranks.broadcast(next(problems, ""))
     if own is not None:
         raise own
     if problem:

@@ -1,4 +1,4 @@
-"""Directing servers through a change of adapter: several in step, and what a failure leaves behind."""
+"""The calls of an adapter push: their order on several servers, and the state after a failure."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ludic.distributed import VllmAdapterPublisher, WeightPushError
-from ludic.distributed.publish.peft import base_parameters
+from ludic.distributed.publish.adapter import base_parameters
 from ludic.inference.vllm.buckets import checksum
 from ludic.models.tiny import tiny_llama
 from ludic.types import ConfigError
@@ -95,21 +95,16 @@ def test_an_adapter_is_registered_once_and_then_replaced(model, tmp_path):
     assert servers.registered[FIRST] == {"policy": str(tmp_path / "policy")}
     servers.log.clear()
     publisher.publish({}, version=2)
-    changing = [
-        "/pause",
-        "adopted",
-        "replace_adapter",
-        "received_adapter",
-        "/update_weight_version",
-        "/reset_prefix_cache",
-    ]
-    assert servers.calls(FIRST) == ["lora_limits", "adopted", "unreadable", "try_adapter", *changing, "/resume"]
+    assert servers.calls(FIRST) == [
+        "lora_limits", "adopted", "unreadable", "try_adapter", "/pause", "adopted", "replace_adapter", "received_adapter",
+        "/update_weight_version", "/reset_prefix_cache", "/resume",
+    ]  # fmt: skip
     kinds = [call for _, call in servers.log]
     assert kinds[::2] == kinds[1::2], "each step on both before the next on either"
     assert servers.version == {FIRST: "2", SECOND: "2"}
 
 
-def test_a_restarted_server_gets_the_adapter_registered_again_beside_one_that_has_it(model, tmp_path):
+def test_a_restarted_server_gets_the_adapter_registered_again(model, tmp_path):
     servers = FakeServers(model)
     publisher = make(servers, model, folder=tmp_path)
     publisher.publish({}, version=3)
@@ -130,7 +125,7 @@ def test_a_server_that_fails_once_is_tried_again(model):
     assert servers.version == {FIRST: "1", SECOND: "1"} and not any(servers.paused.values())
 
 
-def test_a_load_that_fails_on_one_server_leaves_the_version_on_none(model):
+def test_a_load_that_fails_on_one_server_changes_no_version(model):
     servers = FakeServers(model)
     publisher = make(servers, model)
     publisher.publish({}, version=1)
@@ -150,14 +145,14 @@ def test_a_load_that_fails_on_one_server_leaves_the_version_on_none(model):
     ],
     ids=["no LoRA", "rank"],
 )
-def test_servers_with_unsuitable_settings_are_named_before_any_pause(model, settings, message):
+def test_error_names_a_server_without_suitable_lora_settings_before_the_pause(model, settings, message):
     servers = FakeServers(model, **settings)
     with pytest.raises(ConfigError, match=message):
         make(servers, model).publish({}, version=1)
     assert "/pause" not in servers.calls(FIRST)
 
 
-def test_a_module_that_a_server_would_leave_out_is_an_error(model):
+def test_a_module_that_a_server_does_not_load_is_an_error(model):
     servers = FakeServers(model)
     servers.left_out = ["model.layers.0.self_attn.q_proj"]
     with pytest.raises(ConfigError, match=r"no place for .* such as model\.layers\.0\.self_attn\.q_proj"):
@@ -172,7 +167,7 @@ def test_a_base_of_another_shape_is_an_error(model):
         make(servers, model).publish({}, version=1)
 
 
-def test_two_versions_are_kept_and_the_name_leads_to_the_newest(model, tmp_path):
+def test_two_versions_are_kept_and_the_link_points_to_the_newest(model, tmp_path):
     publisher = make(FakeServers(model), model, folder=tmp_path)
     for version in range(5):
         publisher.publish({}, version=version)
@@ -182,7 +177,7 @@ def test_two_versions_are_kept_and_the_name_leads_to_the_newest(model, tmp_path)
     )
 
 
-def test_a_failed_push_does_not_take_the_files_that_are_served(model, tmp_path):
+def test_a_failed_push_keeps_the_files_of_the_served_version(model, tmp_path):
     servers = FakeServers(model)
     publisher = make(servers, model, folder=tmp_path)
     publisher.publish({}, version=1)

@@ -1,4 +1,4 @@
-"""The order of an update, what happens when a step fails, and that the trainer's own weights stay what they are."""
+"""The order of a weight push, its retry after a failure, and that it leaves the trainer's weights unchanged."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def make(weights=None, **settings):
     return server, comm, BroadcastPolicyPublisher(MemoryControl(server), comm, **settings)
 
 
-def test_weights_arrive_bit_for_bit_in_order_and_the_version_begins_at_the_end():
+def test_weights_arrive_exactly_and_the_version_changes_last():
     server, _, publisher = make()
     publisher.publish(some_weights(), version=7)
     assert server.log == ["require_fits", *PUSH, "release"]
@@ -33,28 +33,28 @@ def test_weights_arrive_bit_for_bit_in_order_and_the_version_begins_at_the_end()
         assert torch.equal(server.weights[name], weight) and server.weights[name].dtype == weight.dtype
 
 
-def test_small_buckets_bring_the_same_weights():
+def test_small_buckets_send_the_same_weights():
     server, _, publisher = make(bucket_bytes=1)
     publisher.publish(some_weights(), version=1)
     assert server.log.count("broadcast") == 3
     assert all(torch.equal(server.weights[name], weight) for name, weight in some_weights().items())
 
 
-def test_a_type_for_the_way_casts_what_is_sent_and_checks_what_was_cast():
+def test_dtype_casts_before_sending_and_before_the_checksums():
     server, _, publisher = make(dtype=torch.bfloat16)
     publisher.publish(some_weights(), version=1)
     assert torch.equal(server.weights["b"], some_weights()["b"].to(torch.bfloat16))
     assert server.version == 1
 
 
-def test_without_a_version_it_is_the_one_after_the_servers_own():
+def test_default_version_is_the_servers_version_plus_one():
     server, _, publisher = make()
     server.version = 4
     publisher.publish(some_weights())
     assert server.version == 5
 
 
-def test_weights_that_do_not_fit_are_refused_before_any_pause():
+def test_weights_of_another_model_are_refused_before_the_pause():
     server, _, publisher = make()
     with pytest.raises(ConfigError, match="other weights"):
         publisher.publish({"a": torch.zeros(8)}, version=1)
@@ -62,7 +62,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_pause():
 
 
 @pytest.mark.parametrize("step", PUSH)
-def test_a_step_that_fails_once_costs_a_whole_second_push(step):
+def test_a_failed_step_is_retried_with_a_complete_second_push(step):
     server, _, publisher = make()
     server.failing = [step]
     publisher.publish(some_weights(), version=3)
@@ -71,7 +71,7 @@ def test_a_step_that_fails_once_costs_a_whole_second_push(step):
     assert server.version == 3
 
 
-def test_a_push_that_fails_twice_is_an_error_that_says_what_to_do():
+def test_a_push_that_fails_twice_raises_with_advice():
     server, _, publisher = make()
     server.failing = ["broadcast", "broadcast"]
     with pytest.raises(WeightPushError, match=r"Version 3 .* two attempts\. broadcast failed Restart it\."):
@@ -80,7 +80,7 @@ def test_a_push_that_fails_twice_is_an_error_that_says_what_to_do():
     assert server.version == 0
 
 
-def test_one_wrong_bit_on_the_way_is_noticed():
+def test_one_wrong_bit_fails_the_checksum():
     server, comm, publisher = make()
     comm.flip_a_bit = True
     with pytest.raises(WeightPushError, match="other values arrived"):
@@ -98,14 +98,14 @@ def test_a_server_that_was_restarted_or_is_down_is_not_current():
     assert not publisher.is_current(0)
 
 
-def test_another_rank_is_told_to_use_the_wrapper():
+def test_another_source_rank_is_refused():
     server, comm, _ = make()
     with pytest.raises(ConfigError, match="Rank0OnlyPublisher"):
         BroadcastPolicyPublisher(MemoryControl(server), comm, src_rank=1)
 
 
 @pytest.mark.parametrize(("rank", "enabled", "num_made"), [("0", True, 1), ("1", True, 0), ("0", False, 0)])
-def test_only_rank_0_makes_a_publisher_and_only_one(monkeypatch, rank, enabled, num_made):
+def test_rank_0_creates_one_publisher_and_other_ranks_none(monkeypatch, rank, enabled, num_made):
     monkeypatch.setenv("RANK", rank)
     server, _, inner = make()
     made = []
@@ -121,7 +121,7 @@ def test_only_rank_0_makes_a_publisher_and_only_one(monkeypatch, rank, enabled, 
     assert server.version == (2 if num_made else 0)
 
 
-def test_200_publishes_of_an_adapter_leave_the_frozen_weights_as_they_were():
+def test_200_publishes_of_an_adapter_do_not_change_the_frozen_weights():
     peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     model = peft.get_peft_model(
         tiny_llama().to(torch.bfloat16), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

@@ -1,4 +1,4 @@
-"""Flat buffers: nothing is lost, moved or mixed up, whatever the sizes and types are."""
+"""Flat buffers of weights: layout, sampling, checksums."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 @given(shapes=SHAPES, max_bytes=st.integers(1, 400), first=st.integers(0, 3))
-def test_every_weight_comes_out_as_it_went_in(shapes, max_bytes, first):
+def test_unpack_returns_the_packed_weights(shapes, max_bytes, first):
     weights = {
         f"w{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(DTYPES[(first + i) % 4])
         for i, shape in enumerate(shapes)
@@ -46,7 +46,7 @@ def test_a_transposed_weight_is_packed_by_its_values():
     assert torch.equal(unpack(bucket, flat)[0][1], weight)
 
 
-def test_the_sample_has_the_first_and_the_last_and_no_doubles():
+def test_sample_has_the_first_and_last_weight_and_no_duplicates():
     for count in (1, 2, 5, 100):
         (bucket,) = split_into_buckets(describe({f"{i:03}": torch.zeros(1) for i in range(count)}), 1 << 20)
         names = [part.name for part in sampled(bucket)]

@@ -1,10 +1,10 @@
-"""Publishing to an engine that has a copy of the model: what it samples next is the trained weights' answer."""
+"""Publishing to an inference engine that has a copy of the model."""
 
 from ludic.distributed import ClientPublisher
 from tests.unit.inference.local.tiny_models import ask, copy_of, greedy, make_engine, new_model, some_prompt, tokens
 
 
-async def test_a_client_with_a_copy_answers_from_the_published_weights_under_their_version():
+async def test_client_samples_from_the_published_weights_and_reports_their_version():
     served, trained, prompt = new_model("llama-mha-tied"), new_model("llama-mha-tied", seed=9), some_prompt(13)
     async with make_engine(served) as engine:
         before = await ask(engine, prompt, max_tokens=6)

@@ -1,9 +1,10 @@
-"""Weights through a folder: complete or not there, the newest one counts, and the model is touched only by what fits."""
+"""Weights through a folder: files are complete or absent, the newest is loaded, and only weights that fit change the model."""
 
 import asyncio
 import logging
 import os
 import shutil
+from contextlib import contextmanager
 
 import pytest
 
@@ -29,27 +30,16 @@ pytestmark = pytest.mark.slow
 
 
 class StillServer:
-    """As much of an engine as following needs; it notes when the weights were being changed."""
+    """As much of an inference engine as following needs; it records the versions."""
 
     def __init__(self, model):
         self.model = model
         self.updates = []
-        self.is_updating = False
 
+    @contextmanager
     def updating(self, version=None):
-        return _Update(self, version)
-
-
-class _Update:
-    def __init__(self, server, version):
-        self.server, self.version = server, version
-
-    def __enter__(self):
-        self.server.is_updating = True
-
-    def __exit__(self, *error):
-        self.server.is_updating = False
-        self.server.updates.append(self.version)
+        yield
+        self.updates.append(version)
 
 
 def weights_of(model):
@@ -73,7 +63,7 @@ def versions(folder):
 # --- publishing ---
 
 
-def test_the_last_versions_stay_and_nothing_else_does(folder):
+def test_only_the_newest_versions_are_kept(folder):
     publisher = FolderPublisher(folder, keep=2)
     assert isinstance(publisher, ChecksServers)
     for version in (8, 9, 10, 11):
@@ -84,14 +74,14 @@ def test_the_last_versions_stay_and_nothing_else_does(folder):
     assert not publisher.is_current(11), "a version deleted from the folder is gone for followers too"
 
 
-def test_without_a_number_a_version_follows_the_newest(folder):
+def test_default_version_is_the_newest_plus_one(folder):
     publisher = FolderPublisher(folder)
     publisher.publish({"w": torch.zeros(1)})
     publisher.publish({"w": torch.zeros(1)})
     assert versions(folder) == [1, 0]
 
 
-def test_a_resumed_learner_takes_away_what_is_newer_and_what_it_left_unfinished(folder):
+def test_a_resumed_learner_removes_newer_and_unfinished_versions(folder):
     FolderPublisher(folder).publish({"w": torch.zeros(1)}, 57)
     (folder / ".unfinished-weights_58.safetensors").write_bytes(b"half")
     publisher = FolderPublisher(folder)
@@ -100,7 +90,7 @@ def test_a_resumed_learner_takes_away_what_is_newer_and_what_it_left_unfinished(
     assert os.listdir(folder) == ["weights_40.safetensors"] and publisher.is_current(40)
 
 
-def test_a_version_that_could_not_be_written_leaves_the_one_before(folder):
+def test_a_failed_write_keeps_the_version_before(folder):
     publisher = FolderPublisher(folder)
     publisher.publish({"w": torch.ones(1)}, 1)
     (folder / ".unfinished-weights_2.safetensors").mkdir()  # stands in for a disk that is full
@@ -109,13 +99,12 @@ def test_a_version_that_could_not_be_written_leaves_the_one_before(folder):
     assert versions(folder) == [1] and publisher.is_current(1)
 
 
-@pytest.mark.parametrize("wrong", [{"keep": 0}])
-def test_a_publisher_that_keeps_nothing_is_refused(folder, wrong):
+def test_a_publisher_that_keeps_no_version_is_refused(folder):
     with pytest.raises(ConfigError, match="keep at least 1"):
-        FolderPublisher(folder, **wrong)
+        FolderPublisher(folder, keep=0)
 
 
-def test_no_weights_are_no_version(folder):
+def test_publishing_no_weights_is_refused(folder):
     with pytest.raises(ConfigError, match="no weights"):
         FolderPublisher(folder).publish({}, 1)
 
@@ -127,7 +116,7 @@ def test_no_weights_are_no_version(folder):
 @pytest.mark.parametrize("all_names", [True, False], ids=["every-name", "tied-once"])
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_arrive_bit_for_bit_or_rounded_to_the_actors_type(folder, family, all_names, sent, held):
+def test_weights_arrive_exactly_or_rounded_to_the_actors_dtype(folder, family, all_names, sent, held):
     trained = new_model(family, seed=9).to(sent)
     server = StillServer(new_model(family).to(held))
     FolderPublisher(folder).publish(dict(trained.named_parameters(remove_duplicate=not all_names)), 3)
@@ -138,7 +127,7 @@ def test_weights_arrive_bit_for_bit_or_rounded_to_the_actors_type(folder, family
     assert {p.dtype for p in server.model.parameters()} == {held}
 
 
-def test_a_publisher_can_cast_on_the_way(folder):
+def test_publisher_casts_to_its_dtype(folder):
     trained, server = new_model(seed=9), StillServer(new_model())
     FolderPublisher(folder, dtype=torch.bfloat16).publish(dict(trained.named_parameters()), 1)
     FolderFollower(folder, server).update()
@@ -165,7 +154,7 @@ def test_an_adapter_arrives_merged(folder):
 # --- which version is taken ---
 
 
-def test_each_version_is_loaded_once_and_the_newest_wins(folder):
+def test_follower_loads_the_newest_version_once(folder):
     server = StillServer(new_model())
     follower = FolderFollower(folder, server)
     publisher = FolderPublisher(folder)
@@ -188,7 +177,7 @@ def test_a_version_that_is_published_again_is_loaded_again(folder):
     assert are_same(server.model, weights_of(new_model(seed=5)))
 
 
-def test_a_follower_comes_back_with_a_learner_that_resumed_earlier(folder):
+def test_follower_goes_back_with_a_learner_that_resumed_earlier(folder):
     server = StillServer(new_model())
     follower = FolderFollower(folder, server)
     FolderPublisher(folder).publish(weights_of(new_model(seed=1)), 57)
@@ -197,7 +186,7 @@ def test_a_follower_comes_back_with_a_learner_that_resumed_earlier(folder):
     assert follower.update() == 40 and server.updates == [57, 40]
 
 
-def test_half_a_file_is_ignored_until_it_is_whole(folder, caplog):
+def test_an_incomplete_file_is_ignored_until_it_is_complete(folder, caplog):
     server = StillServer(new_model())
     follower = FolderFollower(folder, server)
     publisher = FolderPublisher(folder, keep=3)
@@ -217,7 +206,7 @@ def test_half_a_file_is_ignored_until_it_is_whole(folder, caplog):
     assert follower.update() is None
 
 
-def test_an_unreadable_newest_version_is_no_reason_to_go_back(folder):
+def test_an_unreadable_newest_version_does_not_bring_back_an_old_one(folder):
     server = StillServer(new_model())
     follower, publisher = FolderFollower(folder, server), FolderPublisher(folder, keep=9)
     for version in (1, 2):
@@ -228,7 +217,7 @@ def test_an_unreadable_newest_version_is_no_reason_to_go_back(folder):
     assert follower.update() is None and server.updates == [2]
 
 
-def test_a_version_that_vanished_after_it_was_seen_is_skipped_for_the_newer_one(folder, monkeypatch):
+def test_a_version_deleted_after_listing_is_skipped(folder, monkeypatch):
     import ludic.distributed.publish.folder as module
 
     server = StillServer(new_model())
@@ -255,7 +244,7 @@ def test_a_version_that_vanished_after_it_was_seen_is_skipped_for_the_newer_one(
     ],
     ids=["unknown", "missing", "shape"],
 )
-def test_weights_of_another_model_are_refused_before_anything_changes(folder, change, message):
+def test_weights_of_another_model_are_refused_before_any_change(folder, change, message):
     server = StillServer(new_model())
     before = weights_of(server.model)
     FolderPublisher(folder).publish(change(weights_of(new_model(seed=3))), 1)
@@ -265,7 +254,7 @@ def test_weights_of_another_model_are_refused_before_anything_changes(folder, ch
     assert server.updates == [] and are_same(server.model, before)
 
 
-async def test_waiting_for_a_first_version_ends_with_it_or_says_what_is_missing(folder):
+async def test_first_version_waits_and_times_out_with_advice(folder):
     server = StillServer(new_model())
     follower = FolderFollower(folder, server)
     with pytest.raises(ConfigError, match="No weights appeared in .*weights within 0.05 s"):
@@ -277,10 +266,10 @@ async def test_waiting_for_a_first_version_ends_with_it_or_says_what_is_missing(
     assert server.updates == [7]
 
 
-# --- with a real engine ---
+# --- with a real inference engine ---
 
 
-async def test_an_engine_generates_through_an_update_and_says_which_tokens_are_whose(folder):
+async def test_inference_engine_generates_through_an_update_and_reports_versions(folder):
     model, new = new_model(), new_model(seed=9)
     prompt = some_prompt(9)
     FolderPublisher(folder).publish(dict(new.named_parameters()), 4)

@@ -18,7 +18,7 @@ def alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "lora_tied_from_meta"])
-def test_one_rank_trains_and_publishes_what_no_rank_does(name: str, alone: ProcessRanks):
+def test_one_fsdp_rank_trains_and_publishes_like_the_plain_trainer(name: str, alone: ProcessRanks):
     ours, plain = train(RUNS[name], alone), train(RUNS[name], None)
     assert ours["base_stays"], "publishing has merged an adapter into the frozen weights"
     assert [version for version, _ in ours["published"]] == [version for version, _ in plain["published"]] == [2, 4]

@@ -1,4 +1,4 @@
-"""A process group of a trainer and a worker, beside no default group, on the loopback address."""
+"""A process group of a trainer and a worker without a default group, on the loopback address."""
 
 import threading
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.distributed import WeightPushError
-from ludic.distributed.publish.process_group import finish
+from ludic.distributed.publish.vllm import finish
 from ludic.inference.vllm.worker.group import Meeting, address_towards, broadcast, join, open_store, reach_store
 
 
@@ -29,7 +29,7 @@ def test_a_worker_receives_what_the_trainer_sends():
     assert torch.equal(received, sent)
 
 
-def test_the_store_listens_on_the_address_it_was_given_only():
+def test_store_listens_only_on_the_given_address():
     store = open_store("127.0.0.1", 2, timeout_s=5)
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = [row[1] for row in rows if row[3] == "0A"]
@@ -38,18 +38,18 @@ def test_the_store_listens_on_the_address_it_was_given_only():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_towards_this_machine_it_is_the_loopback_address(host):
+def test_address_towards_this_machine_is_loopback(host):
     assert address_towards(host) == "127.0.0.1"
 
 
-def test_a_server_that_fails_is_noticed_without_waiting_for_the_send_that_now_hangs():
+def test_failure_of_a_server_is_raised_without_waiting_for_a_hanging_send():
     theirs, ours = Future(), Future()
     theirs.set_exception(WeightPushError("http://a:1: 500"))
     with pytest.raises(WeightPushError, match="a:1: 500"):
         finish(theirs, {"http://a:1": ours})
 
 
-def test_a_connection_that_breaks_names_its_server():
+def test_error_of_a_broken_connection_names_the_server():
     theirs, good, bad = Future(), Future(), Future()
     good.set_result(None)
     bad.set_exception(RuntimeError("Connection reset by peer"))

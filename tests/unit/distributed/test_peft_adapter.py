@@ -1,11 +1,10 @@
-"""Which adapters can be published without their base: plain LoRA, and nothing that is trained beside it."""
+"""Which adapters can be published without their base: plain LoRA only."""
 
 import pytest
 import torch
 
 from ludic.distributed import VllmAdapterPublisher
-from ludic.distributed.publish.adapter import fitting_rank
-from ludic.distributed.publish.peft import base_parameters, differing, read_adapter, require_servable
+from ludic.distributed.publish.adapter import base_parameters, differing, fitting_rank, read_adapter, require_servable
 from ludic.models.tiny import tiny_llama
 from ludic.types import ConfigError
 
@@ -17,7 +16,7 @@ def lora(**settings):
     return peft.get_peft_model(tiny_llama(16, width=16, layers=1), peft.LoraConfig(**config))
 
 
-def test_an_adapter_is_written_as_peft_reads_it(tmp_path):
+def test_peft_loads_the_written_adapter(tmp_path):
     model = lora(init_lora_weights=False, rank_pattern={"down_proj": 6})
     adapter = read_adapter(model)
     assert adapter.rank == 6
@@ -28,7 +27,7 @@ def test_an_adapter_is_written_as_peft_reads_it(tmp_path):
         torch.testing.assert_close(again.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
-def test_the_base_has_the_names_that_it_has_without_an_adapter():
+def test_base_parameters_have_the_names_of_the_plain_model():
     plain = tiny_llama(16, width=16, layers=1)
     base = base_parameters(lora())
     assert {name: weight.shape for name, weight in base.items()} == {n: p.shape for n, p in plain.named_parameters()}
@@ -46,7 +45,7 @@ def test_the_base_has_the_names_that_it_has_without_an_adapter():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_vllm_does_not_serve_is_named_with_the_way_out(settings, named):
+def test_error_names_the_setting_that_vllm_does_not_serve(settings, named):
     with pytest.raises(ConfigError, match=rf"{named}.* Publish merged weights instead: create_vllm_publisher"):
         require_servable(lora(**settings))
 
@@ -62,7 +61,7 @@ def test_other_kinds_of_adapters_are_refused():
         require_servable(tiny_llama(16, width=16, layers=1))
 
 
-def test_weights_that_are_trained_beside_the_adapter_would_never_arrive():
+def test_weights_trained_besides_the_adapter_are_refused():
     model = lora()
     require_servable(model)
     model.get_base_model().model.norm.weight.requires_grad_(True)
@@ -79,16 +78,16 @@ def test_two_adapters_at_once_are_refused():
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])
-def test_a_server_needs_the_next_rank_that_vllm_knows(rank, limit):
+def test_fitting_rank_is_the_next_rank_of_vllm(rank, limit):
     assert fitting_rank(rank) == limit
 
 
-def test_a_rank_that_no_server_takes_is_refused():
+def test_a_rank_above_vllms_largest_is_refused():
     with pytest.raises(ConfigError, match="rank 513, but vLLM serves at most 512"):
         fitting_rank(513)
 
 
-def test_values_differ_when_half_precision_does_not_explain_it():
+def test_differing_allows_for_half_precision():
     ours = {"a": torch.linspace(-1, 1, 8), "b": torch.ones(4)}
     theirs = {"a": ours["a"].bfloat16().float().tolist(), "b": [1.0, 1.0, 1.1, 1.0]}
     assert differing(ours, theirs) == ["b"]
@@ -105,7 +104,7 @@ class NoServers:
     control_get = control_post
 
 
-def test_a_publisher_refuses_before_anything_is_sent(tmp_path):
+def test_publisher_checks_its_arguments_before_sending(tmp_path):
     with pytest.raises(ConfigError, match="use_dora"):
         VllmAdapterPublisher(NoServers(), lora(use_dora=True))
     with pytest.raises(ConfigError, match="name='a/b'"):

@@ -1,4 +1,4 @@
-"""Ranks: alone and in a group, what they exchange, and what they say when one of them is missing."""
+"""Ranks: one and three processes, what they exchange, and how they report a missing rank."""
 
 import time
 import traceback
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ludic.distributed.ranks import OneProcess, ProcessRanks, RankFailed, difference, join_ranks, launched, require_same
+from ludic.distributed.ranks import ProcessRanks, RankFailed, Ranks, difference, join_ranks, launched, require_same
 from ludic.training.learner.metrics import MetricSums, merge
 from ludic.training.learner.packing import balanced_shares
 from ludic.training.learner.rank_batches import (
@@ -27,8 +27,8 @@ from tests.unit.training.samples import random_items
 WORLD = 3
 
 
-def test_alone_everything_comes_back():
-    ranks = OneProcess()
+def test_a_single_process_gets_its_own_values_back():
+    ranks = Ranks()
     assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
     assert ranks.gather("a") == ["a"] and ranks.scatter(["a"]) == "a" and ranks.broadcast("a") == "a"
     assert ranks.sum(2.5) == ranks.max(2.5) == 2.5
@@ -36,14 +36,14 @@ def test_alone_everything_comes_back():
         ranks.barrier()
 
 
-def test_without_torchrun_a_process_is_alone(monkeypatch):
+def test_without_torchrun_there_is_one_rank(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert launched() is None
-    assert isinstance(join_ranks(), OneProcess)
+    assert type(join_ranks()) is Ranks
 
 
-def test_half_of_the_variables_of_torchrun_are_an_error(monkeypatch):
+def test_incomplete_torchrun_variables_are_an_error(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -51,12 +51,12 @@ def test_half_of_the_variables_of_torchrun_are_an_error(monkeypatch):
         join_ranks()
 
 
-def test_ranks_need_a_group():
+def test_process_ranks_need_a_process_group():
     with pytest.raises(ConfigError, match="torchrun"):
         ProcessRanks()
 
 
-def test_the_first_setting_that_differs_is_named():
+def test_difference_names_the_first_differing_setting():
     assert difference([{"lr": "1", "seed": "0"}, {"lr": "1", "seed": "0"}]) == ""
     said = difference([{"lr": "1", "seed": "0"}, {"lr": "1", "seed": "0"}, {"lr": "1", "seed": "2"}])
     assert "seed is 0 on rank 0 and 2 on rank 2" in said
@@ -81,7 +81,7 @@ def exchange(ranks: ProcessRanks) -> None:
         require_same(ranks, {"lr": str(ranks.rank)})
 
 
-def dealing(ranks: ProcessRanks) -> None:
+def share_batches(ranks: ProcessRanks) -> None:
     items = random_items([9, 4, 7, 12, 3])
     own = PreparedBatch(items if ranks.is_first else [], {"made": 5.0}, {"num_stale": 1.0})
     share = scatter_batch(ranks, own, lambda whole: {"num": float(len(whole.items)), **whole.counts})
@@ -111,7 +111,7 @@ def dealing(ranks: ProcessRanks) -> None:
         scatter_batch(ranks, PreparedBatch(items), lambda whole: {"reward": whole.meta["reward"]})
 
 
-def missing(ranks: ProcessRanks) -> None:
+def miss_a_rank(ranks: ProcessRanks) -> None:
     if ranks.rank == 2:
         time.sleep(4)  # comes too late
         return
@@ -122,24 +122,20 @@ def missing(ranks: ProcessRanks) -> None:
 def _in_group(rank: int, port: int, log: Path) -> None:
     torch.set_num_threads(1)
     try:
-        _meet(rank, port)
+        store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+        ranks = ProcessRanks(timeout_s=60)
+        exchange(ranks)
+        share_batches(ranks)
+        miss_a_rank(ranks)
     except BaseException:
         with log.open("a") as file:
             file.write(f"rank {rank}:\n{traceback.format_exc()}")
         raise
 
 
-def _meet(rank: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    ranks = ProcessRanks(timeout_s=60)
-    exchange(ranks)
-    dealing(ranks)
-    missing(ranks)
-
-
 @pytest.mark.slow
-def test_three_processes_exchange_deal_out_and_miss_each_other(tmp_path):
+def test_three_processes_exchange_share_batches_and_notice_a_missing_rank(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
     log = tmp_path / "log"
     group = [forked.call(_in_group, rank, store.port, log) for rank in range(WORLD)]
@@ -153,7 +149,7 @@ def test_three_processes_exchange_deal_out_and_miss_each_other(tmp_path):
 # --- shares and sums ---
 
 
-def test_shares_are_disjoint_and_about_equally_long():
+def test_balanced_shares_are_disjoint_and_of_similar_length():
     items = random_items([50, 3, 20, 21, 22, 9, 9, 40, 12, 13])
     shares = balanced_shares(items, 3)
     assert sorted(id(item) for share in shares for item in share) == sorted(map(id, items))
@@ -161,7 +157,7 @@ def test_shares_are_disjoint_and_about_equally_long():
     assert max(lengths) - min(lengths) <= 9
 
 
-def test_totals_of_ranks_add_up_to_those_of_one():
+def test_merged_metrics_of_ranks_equal_those_of_one_process():
     whole, first, second = MetricSums(), MetricSums(), MetricSums()
     for sums in (whole, first):
         sums.add({"loss": (1.0, 0.5), "kl": (2.0, 4.0)})

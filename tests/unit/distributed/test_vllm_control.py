@@ -1,4 +1,4 @@
-"""Directing servers: the calls and their order, several servers in step, what a failure leaves behind."""
+"""The calls of a weight push to vLLM: their order on several servers, and the state after a failure."""
 
 import os
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher, WeightPushError, create_vllm_publisher
-from ludic.distributed.publish.staged_transports import FileCommunicator, SharedMemoryCommunicator
-from ludic.distributed.publish.vllm import is_here, make_communicator
+from ludic.distributed.publish.vllm import FileCommunicator, SharedMemoryCommunicator, is_here, make_communicator
 from ludic.distributed.publish.vllm_control import VllmControlPlane, misfit
 from ludic.inference.vllm.buckets import Bucket, checksum, sampled, unpack
 from ludic.types import ConfigError
@@ -91,7 +90,7 @@ def make(servers: FakeServers, **settings) -> BroadcastPolicyPublisher:
 
 
 @pytest.mark.parametrize("transport", ["file", "shared_memory"])
-def test_the_weights_are_left_for_the_servers_before_they_pause_and_are_gone_afterwards(transport, tmp_path):
+def test_weights_are_staged_before_the_pause_and_removed_afterwards(transport, tmp_path):
     servers = FakeServers()
     make(servers, transport=transport, folder=tmp_path, pause="wait").publish(WEIGHTS, version=5)
     assert servers.calls() == ["parameters", "unreadable", *ORDER, "received", "/resume"]
@@ -101,7 +100,7 @@ def test_the_weights_are_left_for_the_servers_before_they_pause_and_are_gone_aft
     assert not list(tmp_path.iterdir())
 
 
-def test_all_servers_go_step_by_step_and_none_resumes_before_all_have_the_version():
+def test_all_servers_complete_a_step_before_the_next_begins():
     servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
     make(servers).publish(WEIGHTS, version=2)
     kinds = [call for _, call in servers.log]
@@ -110,7 +109,7 @@ def test_all_servers_go_step_by_step_and_none_resumes_before_all_have_the_versio
     assert set(servers.version.values()) == {"2"}
 
 
-def test_the_version_of_several_servers_is_the_smallest_and_default_is_0():
+def test_policy_version_is_the_lowest_of_all_servers():
     servers = FakeServers("http://a:1", "http://b:1")
     control = VllmControlPlane(servers)
     servers.version = {"http://a:1": "7", "http://b:1": "5"}
@@ -119,7 +118,7 @@ def test_the_version_of_several_servers_is_the_smallest_and_default_is_0():
     assert control.policy_version() == 0
 
 
-def test_a_fresh_server_has_not_been_given_version_0():
+def test_a_fresh_server_does_not_have_version_0():
     """Its folder may hold other weights than those that were published as version 0."""
     servers = FakeServers("http://a:1", "http://b:1")
     control = VllmControlPlane(servers)
@@ -130,7 +129,7 @@ def test_a_fresh_server_has_not_been_given_version_0():
     assert not control.has_version(0) and not control.has_version(1)
 
 
-def test_a_server_that_is_down_has_no_version():
+def test_policy_version_raises_if_a_server_is_down():
     servers = FakeServers()
     servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
     with pytest.raises(WeightPushError, match="refused"):
@@ -145,14 +144,14 @@ def test_a_server_that_is_down_has_no_version():
         ({**WEIGHTS, "c": torch.zeros(1)}, "it has no c"),
     ],
 )
-def test_weights_of_another_model_are_refused_and_nothing_is_touched(weights, message):
+def test_weights_of_another_model_are_refused_before_any_change(weights, message):
     servers = FakeServers()
     with pytest.raises(ConfigError, match=message):
         make(servers).publish(weights, version=1)
     assert servers.calls() == ["parameters"]
 
 
-def test_a_refused_token_is_an_error_of_the_set_up_and_nothing_is_touched():
+def test_a_refused_control_token_is_a_config_error():
     servers = FakeServers()
     servers.failures = [(servers.servers[0], "parameters", ConfigError("401: wrong control token"))]
     with pytest.raises(ConfigError, match="401"):
@@ -160,7 +159,7 @@ def test_a_refused_token_is_an_error_of_the_set_up_and_nothing_is_touched():
     assert servers.calls() == ["parameters"]
 
 
-def test_a_folder_that_a_server_does_not_see_is_noticed_before_the_pause(tmp_path):
+def test_a_folder_that_a_server_cannot_read_is_refused_before_the_pause(tmp_path):
     servers = FakeServers()
     servers.unreadable = ["/elsewhere/bucket"]
     with pytest.raises(ConfigError, match="cannot read /elsewhere/bucket. Give a folder="):
@@ -170,7 +169,7 @@ def test_a_folder_that_a_server_does_not_see_is_noticed_before_the_pause(tmp_pat
 
 
 @pytest.mark.parametrize("call", ["/pause", *ORDER[2:], "received", "/resume"])
-def test_one_failure_is_repaired_by_a_second_full_push(call):
+def test_a_failed_call_is_retried_with_a_complete_second_push(call):
     servers = FakeServers()
     servers.failures = [(servers.servers[0], call, RuntimeError("500: loader"))]
     make(servers).publish(WEIGHTS, version=4)
@@ -179,7 +178,7 @@ def test_one_failure_is_repaired_by_a_second_full_push(call):
     assert not servers.paused[servers.servers[0]]
 
 
-def test_half_loaded_servers_stay_paused_and_the_error_says_so():
+def test_half_loaded_servers_stay_paused():
     servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
     broken = ("http://127.0.0.1:2", "/update_weights", RuntimeError("500: no such layer"))
     servers.failures = [broken, (*broken[:2], RuntimeError("500: no such layer"))]
@@ -191,7 +190,7 @@ def test_half_loaded_servers_stay_paused_and_the_error_says_so():
     assert set(servers.version.values()) == {"default"}
 
 
-def test_if_nothing_was_loaded_the_servers_go_on_with_what_they_had():
+def test_servers_resume_with_their_weights_if_nothing_was_loaded():
     servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
     servers.failures = [("http://127.0.0.1:2", "/pause", TimeoutError("slow")) for _ in range(2)]
     with pytest.raises(WeightPushError, match="continue with their previous weights"):
@@ -200,7 +199,7 @@ def test_if_nothing_was_loaded_the_servers_go_on_with_what_they_had():
     assert "/start_weight_update" not in servers.calls()
 
 
-def test_a_cache_of_old_values_and_weights_that_were_not_loaded_are_errors():
+def test_a_kept_prefix_cache_and_unloaded_weights_are_errors():
     servers = FakeServers()
     servers.keeps_cache = True
     with pytest.raises(WeightPushError, match="kept its prefix cache"):
@@ -211,14 +210,14 @@ def test_a_cache_of_old_values_and_weights_that_were_not_loaded_are_errors():
     assert servers.paused[servers.servers[0]]
 
 
-def test_a_server_that_comes_back_is_waited_for():
+def test_publish_waits_for_a_restarting_server():
     servers = FakeServers()
     servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("starting")) for _ in range(2)]
     make(servers, wait_s=30.0).publish(WEIGHTS, version=4)
     assert servers.version[servers.servers[0]] == "4"
 
 
-def test_error_for_a_server_that_stays_down_says_how_long_it_was_waited_for():
+def test_error_for_a_stopped_server_names_the_waiting_time():
     servers = FakeServers()
     servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
     with pytest.raises(WeightPushError, match="Waited 0 s"):
@@ -226,17 +225,15 @@ def test_error_for_a_server_that_stays_down_says_how_long_it_was_waited_for():
     assert servers.calls() == []
 
 
-def test_servers_on_this_machine_get_shared_memory_and_others_a_connection():
-    here, there = (
-        VllmControlPlane(FakeServers()),
-        VllmControlPlane(FakeServers("http://127.0.0.1:1", "http://10.0.0.1:1")),
-    )
+def test_auto_transport_is_shared_memory_only_on_this_machine():
+    here = VllmControlPlane(FakeServers())
+    there = VllmControlPlane(FakeServers("http://127.0.0.1:1", "http://10.0.0.1:1"))
     assert isinstance(make_communicator(here, "auto"), SharedMemoryCommunicator)
     assert type(make_communicator(there, "auto")).__name__ == "GroupCommunicator"
     assert is_here("http://localhost:8000") and is_here("http://[::1]:8000") and not is_here("http://node7:8000")
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_wrong_settings_are_refused():
     servers = FakeServers()
     with pytest.raises(ConfigError, match="Choose from: auto, shared_memory"):
         create_vllm_publisher(servers, transport="pigeon")  # type: ignore[arg-type]
@@ -247,7 +244,7 @@ def test_settings_that_cannot_work_are_refused():
     assert misfit({"a": [1]}, {"a": [1]}) is None
 
 
-def test_memory_that_is_not_there_is_noticed_before_the_pause(monkeypatch):
+def test_missing_memory_is_refused_before_the_pause(monkeypatch):
     def full(handle: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -258,7 +255,7 @@ def test_memory_that_is_not_there_is_noticed_before_the_pause(monkeypatch):
     assert "/pause" not in servers.calls()
 
 
-def test_one_block_of_memory_serves_all_pushes():
+def test_all_pushes_share_one_memory_block():
     servers = FakeServers()
     publisher = make(servers, transport="shared_memory")
     publisher.publish(WEIGHTS, version=1)

@@ -1,4 +1,4 @@
-"""Weight publishing: how new weights reach the engine or the servers that sample.
+"""Weight publishing to other processes: vLLM servers and folders.
 
-`training`, `tinker` and `run` import it. Start with interfaces.py, then in_process.py (one process) or vllm.py (servers).
+`training`, `tinker` and `run` import it. Start with interfaces.py and ../publisher.py, then vllm.py or folder.py.
 """

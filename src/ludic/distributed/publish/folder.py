@@ -1,10 +1,11 @@
-"""Weights through a folder: a learner writes every version, and an actor's own engine follows while it generates.
+"""Weights through a folder: a learner writes every version, and an actor's inference engine follows while it generates.
 
 A file appears under its name only when it is complete. Actors take the newest version. A learner that was resumed at an earlier
 step removes the versions that are newer than its own, and actors that had taken one of them go back with it.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.distributed.publish.in_process import InPlaceServer
-from ludic.distributed.publish.staged_transports import as_sent
+from ludic.distributed.publisher import InPlaceServer
 from ludic.types import ConfigError
 from ludic.types.files import UNFINISHED, replacing
 
@@ -37,19 +37,13 @@ class PublishedFile:
 
 def published_files(folder: Path) -> list[PublishedFile]:
     """The complete versions in a folder, newest first; empty if there is no folder yet."""
-    return sorted(_complete_files(folder), reverse=True)
-
-
-def _complete_files(folder: Path) -> Iterator[PublishedFile]:
+    found = []
     for path in folder.glob("weights_*.safetensors"):
-        match = _COMPLETE.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            facts = path.stat()
-        except FileNotFoundError:  # deleted since the folder was listed
-            continue
-        yield PublishedFile(int(match[1]), path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
+        if match := _COMPLETE.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # deleted since the folder was listed
+                facts = path.stat()
+                found.append(PublishedFile(int(match[1]), path, (facts.st_ino, facts.st_mtime_ns, facts.st_size)))
+    return sorted(found, reverse=True)
 
 
 class FolderPublisher:
@@ -81,10 +75,10 @@ class FolderPublisher:
         from safetensors.torch import save_file
 
         path = self.folder / f"weights_{version}.safetensors"
-        weights = {
-            name: as_sent(weight, self._dtype if self._dtype and weight.is_floating_point() else weight.dtype)
-            for name, weight in _distinct(state_dict)
-        }
+        weights = {}
+        for name, weight in _distinct(state_dict):
+            dtype = self._dtype if self._dtype and weight.is_floating_point() else weight.dtype
+            weights[name] = weight.detach().to("cpu", dtype).contiguous()
         with replacing(path) as unfinished:
             save_file(weights, unfinished)
 
@@ -109,7 +103,7 @@ def _distinct(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 class FolderFollower:
-    """For an actor: its engine loads the newest version in the folder between two tokens of running requests."""
+    """For an actor: its inference engine loads the newest version in the folder between two tokens of running requests."""
 
     def __init__(self, folder: str | Path, engine: InPlaceServer, model: Any = None) -> None:
         """`model`: the model whose parameters are overwritten; default: the one that the engine serves."""
@@ -178,8 +172,7 @@ class FolderFollower:
 
     def _require_fit(self, file: PublishedFile, shapes: Mapping[str, list[int]]) -> None:
         """Compare everything before changing anything. A tied weight may come under any of its names."""
-        own = _named(self._model)
-        problem = _unfit(shapes, own)
+        problem = _unfit(shapes, _named(self._model))
         if problem is not None:
             raise ConfigError(
                 f"The weights in {file.path} are not those of the model that this actor serves: {problem} Nothing was "

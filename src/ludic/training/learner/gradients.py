@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.fsdp import is_sharded, sync_gradients
-from ludic.distributed.ranks import OneProcess, Ranks
+from ludic.distributed.ranks import Ranks
 from ludic.models.head import EntropyMode, plain_model
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
@@ -93,7 +93,7 @@ def accumulate_gradients(
     """
     facts = batch_facts(items) if facts is None else facts
     sums = MetricSums()
-    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or OneProcess(), padded=loss.needs_logits)
+    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or Ranks(), padded=loss.needs_logits)
     for number, members in enumerate(bins):
         batch = policy.batch(members, pad_token_id, padded=loss.needs_logits)
         sync_gradients(policy.model, is_last=number == len(bins) - 1)

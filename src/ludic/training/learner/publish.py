@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ludic.distributed.publish.gather import publish_gathered
-from ludic.distributed.publish.in_process import SharedWeightsPublisher
+from ludic.distributed.publisher import SharedWeightsPublisher, publish_gathered
 from ludic.distributed.ranks import Ranks
 from ludic.models.lora import dense_parameters, dense_weights
 from ludic.types import AdapterPublisher, ChecksServers, ConfigError, InPlacePublisher, PolicyPublisher

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
-from ludic.distributed.ranks import OneProcess, RankFailed, Ranks, check_together, require_same
+from ludic.distributed.ranks import RankFailed, Ranks, check_together, require_same
 from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.execution import compile_layers, recompute_activations
 from ludic.models.finite import FiniteCheck
@@ -74,7 +74,7 @@ class TorchLearner(Learner):
         tokenizer: Any = None,
     ) -> None:
         """`has_source`: this rank fetches batches. `recompute`: gradient checkpointing. The rest is as in `Trainer`."""
-        ranks = ranks if ranks is not None else OneProcess()
+        ranks = ranks if ranks is not None else Ranks()
         self.model, self.algo, self.cfg, self.ranks, self.tokenizer = model, algo, cfg, ranks, tokenizer
         self.is_first, self.is_alone = ranks.is_first, ranks.world_size == 1
         self.is_spread = is_sharded(model) or is_tensor_parallel(model)

@@ -7,10 +7,11 @@ expression can hang the process or fill its memory.
 
 import ast
 import math
-import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
+
+from ludic.sandbox.arithmetic import BINARY, is_small_power, parse
 
 Number = Fraction | float
 
@@ -51,11 +52,9 @@ def _parse(expression: str) -> ast.expr:
     if glued := re.search(r"(?<!\w)(\d[\d_.]*)(?!e[+-]?\d)([a-z]\w*)", text):
         raise ValueError(f"Cannot read {glued[0]!r}. Write * between a number and a name: {glued[1]}*{glued[2]}.")
     try:
-        return ast.parse(text, mode="eval").body
+        return parse(text)
     except SyntaxError as error:
         raise ValueError(f"Cannot read the expression {text!r:.80}: {error.msg}. {_hint()}") from None
-    except (RecursionError, MemoryError):  # how Python's parser reports that it gave up
-        raise ValueError("The expression is nested too deeply. Split it into parts.") from None
 
 
 def _evaluate(node: ast.expr, depth: int) -> Number:
@@ -87,9 +86,8 @@ def _evaluate(node: ast.expr, depth: int) -> Number:
         case ast.Call(func=ast.Name(id=name), args=args) if name in _FUNCTIONS:
             function, most = _FUNCTIONS[name]
             if not 1 <= len(args) <= most:
-                raise ValueError(
-                    f"{name} takes {'1 argument' if most == 1 else f'1 to {most} arguments'}, got {len(args)}."
-                )
+                accepted = "1 argument" if most == 1 else f"1 to {most} arguments"
+                raise ValueError(f"{name} takes {accepted}, got {len(args)}.")
             return _checked(function(*(_evaluate(arg, depth + 1) for arg in args)))
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise ValueError(f"Unknown name {name!r}. {_hint()}")
@@ -110,8 +108,8 @@ def _checked(value: Number) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
-        bits = max(abs(base.numerator), base.denominator).bit_length() - 1
-        if bits * abs(exponent.numerator) <= MAX_BITS:
+        largest = max(abs(base.numerator), base.denominator)
+        if is_small_power(largest, exponent.numerator, MAX_BITS):
             return Fraction(base**exponent.numerator)
     base, exponent = float(base), float(exponent)
     if base < 0 and not exponent.is_integer():
@@ -145,8 +143,7 @@ def _log(value: Number, base: Number = math.e) -> Number:
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: lambda a, b: Fraction(a // b), ast.Mod: operator.mod, ast.Pow: _power,
+    **BINARY, ast.FloorDiv: lambda a, b: Fraction(a // b), ast.Pow: _power,
 }  # fmt: skip
 _FUNCTIONS: dict[str, tuple[Callable[..., Number], int]] = {  # with the most arguments that each takes
     "abs": (abs, 1), "round": (_round, 2), "min": (lambda *values: min(values), MAX_CHARS),

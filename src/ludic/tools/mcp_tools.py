@@ -11,17 +11,16 @@ import asyncio
 import os
 import re
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from ludic.tools.openai_schema import tool_from_schema
-from ludic.tools.tool import Tool, ToolResult
+from ludic.tools.tool import Tool, ToolResult, tool_from_schema
 from ludic.types.errors import ConfigError, MissingExtra
 
 _MAX_NAME = 64
-_MAX_WORDS = 4096
+_MAX_STDERR = 4096
 
 
 @asynccontextmanager
@@ -81,26 +80,19 @@ async def _all_tools(client: Any) -> list[Any]:
 
 
 def _tool(client: Any, listed: Any, prefix: str, said: IO[str], timeout_s: float | None) -> Tool:
-    name = re.sub(r"[^A-Za-z0-9_-]", "_", prefix + listed.name)[:_MAX_NAME]
-    call = _caller(client, listed.name, said)
-    return tool_from_schema(
-        name, listed.description or listed.title or "", listed.input_schema, call, timeout_s=timeout_s
-    )
-
-
-def _caller(client: Any, name: str, said: IO[str]) -> Callable[..., Any]:
     from mcp import MCPError
 
     async def call(**arguments: Any) -> ToolResult:
         try:
-            result = await client.call_tool(name, arguments)
+            result = await client.call_tool(listed.name, arguments)
         except (MCPError, RuntimeError) as error:  # the server is gone, refuses, or breaks the protocol
-            return ToolResult(
-                f"Error: {name} could not be called: {error}.{_last_words(said)} Go on without it.", is_error=True
-            )
+            failed = f"Error: {listed.name} could not be called: {error}.{_last_line(said)} Go on without it."
+            return ToolResult(failed, is_error=True)
         return ToolResult(_text(result), is_error=bool(result.is_error))
 
-    return call
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", prefix + listed.name)[:_MAX_NAME]
+    description = listed.description or listed.title or ""
+    return tool_from_schema(name, description, listed.input_schema, call, timeout_s=timeout_s)
 
 
 def _text(result: Any) -> str:
@@ -122,15 +114,15 @@ def _why_not_started(command: Sequence[str], error: BaseException, said: IO[str]
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     what = f"it did not answer within {start_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-    return f"The MCP server {' '.join(command)!r} could not be started: {what}.{_last_words(said)}"
+    return f"The MCP server {' '.join(command)!r} could not be started: {what}.{_last_line(said)}"
 
 
-def _last_words(said: IO[str]) -> str:
-    """The last line that the server wrote to stderr: often the reason."""
+def _last_line(said: IO[str]) -> str:
+    """The last line that the server wrote to stderr, often the reason."""
     if said.closed:  # the server was stopped, and an agent still holds its tools
         return ""
     # pread, not read: reading would move the file position at which the server writes.
     size = os.fstat(said.fileno()).st_size
-    end = os.pread(said.fileno(), _MAX_WORDS, max(0, size - _MAX_WORDS))
+    end = os.pread(said.fileno(), _MAX_STDERR, max(0, size - _MAX_STDERR))
     lines = end.decode("utf-8", "replace").strip().splitlines()
-    return f" Its last words: {lines[-1]:.300}" if lines else ""
+    return f" Its last line on stderr: {lines[-1]:.300}" if lines else ""

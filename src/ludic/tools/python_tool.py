@@ -4,10 +4,8 @@ from ludic.sandbox import ExecutionResult, RunStatus, SandboxPool, shared_pool
 from ludic.tools.tool import Tool, ToolResult
 from ludic.types.errors import ConfigError
 
-_MAX_SHOWN = 4000
-"""Maximum number of characters of each stream in the prompt."""
-_WAITING_S = 60.0
-"""Additional time limit for a free sandbox."""
+_MAX_SHOWN = 4000  # characters of each stream in the prompt
+_WAITING_S = 60.0  # for a free sandbox
 
 
 async def python(code: str) -> ToolResult:
@@ -64,8 +62,7 @@ def _text(result: ExecutionResult) -> str:
 
 
 def _middle_cut(text: str) -> str:
-    """Cut the middle: beginning and end of an output tell most."""
-    if len(text) <= _MAX_SHOWN:
-        return text
+    """Cut the middle: the beginning and the end of an output tell most."""
     half = _MAX_SHOWN // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    cut = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    return text if len(text) <= _MAX_SHOWN else cut

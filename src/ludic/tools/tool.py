@@ -17,21 +17,20 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from ludic.tools.schema import (
-    by_keyword,
-    default_of,
-    described_arguments,
+    BadArguments,
+    described_parameters,
     doc_of,
+    in_words,
+    inlined,
     is_async,
     name_of,
-    parameters_of,
+    read_arguments,
     summary_of,
-    type_and_schema,
+    type_of,
 )
 from ludic.types.errors import ConfigError
 from ludic.types.messages import encodable
@@ -41,8 +40,6 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what chat templates and the OpenAI API accept
 _MAX_DETAIL = 1000  # characters of an error message in the prompt
 _GRACE_S = 1.0  # time for the clean-up of a cancelled async tool
-
-# --- running sync tools, and text of results ---
 
 
 async def in_daemon_thread(work: Callable[[], Any], *, name: str) -> Any:
@@ -66,112 +63,6 @@ async def in_daemon_thread(work: Callable[[], Any], *, name: str) -> Any:
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name=name).start()
     return await answer
-
-
-def text_of(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return str.__str__(value)  # also for a str enum
-    if isinstance(value, dict | list | tuple | bool | int | float) or _is_dataclass_instance(value):
-        with contextlib.suppress(TypeError, ValueError):  # keys JSON cannot have, a list that contains itself
-            return json.dumps(value, default=_plain, ensure_ascii=False)
-    return str(value)
-
-
-def _plain(value: Any) -> Any:
-    if _is_dataclass_instance(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return str(value)
-
-
-def _is_dataclass_instance(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-# --- reading a model's arguments: decode JSON, check keys, convert values ---
-
-
-class BadArguments(Exception):
-    """All problems with the arguments, as a text for the model."""
-
-
-def decode(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    value: Any = arguments
-    for _ in range(2):  # some models and parsers encode the object twice
-        if isinstance(value, str):
-            try:
-                # strict=False: models put raw newlines into strings, mostly in code
-                value = json.loads(value, strict=False) if value.strip() else {}
-            except (ValueError, RecursionError) as error:
-                raise BadArguments(f"the arguments are not valid JSON ({error}).") from error
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise BadArguments(f"the arguments must be one JSON object, not {type(value).__name__}.")
-    return dict(value)
-
-
-def convert(value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind, strict=False)
-    except msgspec.ValidationError:
-        # A list or object may arrive as JSON text, from a model that quotes it or from an XML-style call.
-        if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-            raise
-        try:
-            decoded = json.loads(value, strict=False)
-        except ValueError:
-            decoded = value
-        return msgspec.convert(decoded, kind, strict=False)
-
-
-def unknown_keys(schema: Mapping[str, Any], value: Any, path: str = "") -> Iterator[str]:
-    """Paths of unknown keys. msgspec would silently drop those inside dataclasses."""
-    kind = "object" if isinstance(value, Mapping) else "array" if isinstance(value, list | tuple) else "scalar"
-    shape = next((s for s in schema.get("anyOf", [schema]) if s.get("type") == kind), None)
-    if shape is None:
-        return  # a scalar, or a value that the conversion will refuse
-    if kind == "array":
-        for i, item in enumerate(value):
-            if isinstance(shape.get("items"), dict):
-                yield from unknown_keys(shape["items"], item, f"{path}[{i}]")
-        return
-    known, others = shape.get("properties"), shape.get("additionalProperties", "properties" not in shape)
-    for key, item in value.items():
-        here = f"{path}.{key}" if path else str(key)
-        if known is not None and key in known:
-            yield from unknown_keys(known[key], item, here)
-        elif isinstance(others, dict):
-            yield from unknown_keys(others, item, here)
-        elif not others:
-            yield here
-
-
-def in_words(schema: Mapping[str, Any]) -> str:
-    """The properties of an object in words: `query (string), limit (integer, optional)`."""
-    required = schema.get("required", ())
-    return ", ".join(
-        f"{name} ({_value_in_words(sub)}{'' if name in required else ', optional'})"
-        for name, sub in schema["properties"].items()
-    )
-
-
-def _value_in_words(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
-        return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
-    if "anyOf" in schema:
-        return " or ".join(_value_in_words(sub) for sub in schema["anyOf"])
-    if schema.get("properties"):
-        return f"object with {in_words(schema)}"
-    if isinstance(schema.get("items"), dict):
-        return f"array of {_value_in_words(schema['items'])}"
-    if "prefixItems" in schema:
-        return f"array of {', '.join(_value_in_words(sub) for sub in schema['prefixItems'])}"
-    return str(schema.get("type", "any value"))
-
-
-# --- tools ---
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,29 +120,8 @@ class Tool:
             )
         name = name or name_of(fn)
         doc = inspect.cleandoc(doc_of(fn))
-        described = described_arguments(doc)
-        properties: dict[str, Any] = {}
-        types: dict[str, Any] = {}
-        required, positional = [], []
-        for parameter in parameters_of(fn, name):
-            types[parameter.name], prop = type_and_schema(parameter, fn, name)
-            if parameter.name in described:
-                prop["description"] = described[parameter.name]
-            if parameter.default is parameter.empty:
-                required.append(parameter.name)
-            else:
-                prop |= default_of(parameter.default)
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                positional.append(parameter)
-            properties[parameter.name] = prop
-        return cls(
-            name=name,
-            description=description or summary_of(doc) or f"Call the tool {name}.",
-            parameters={"type": "object", "properties": properties, "required": required},
-            fn=by_keyword(fn, positional) if positional else fn,
-            timeout_s=timeout_s,
-            types=types,
-        )
+        parameters, types, fn = described_parameters(fn, name, doc)
+        return cls(name, description or summary_of(doc) or f"Call the tool {name}.", parameters, fn, timeout_s, types)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -262,7 +132,7 @@ class Tool:
     async def call(self, arguments: str | Mapping[str, Any]) -> ToolResult:
         """Run the tool with the model's arguments. Raises only if the caller is cancelled."""
         try:
-            kwargs = self._read(arguments)
+            kwargs = read_arguments(arguments, self.parameters, self.types)
         except BadArguments as error:
             return _error(f"{_clipped(str(error))} {self._usage()}")
         # A separate task: a tool that swallows its cancellation cannot block the caller, and a CancelledError raised inside
@@ -315,29 +185,8 @@ class Tool:
     def _usage(self) -> str:
         if not self.parameters.get("properties"):
             return f"{self.name} takes no arguments. Call it again with {{}}."
-        return (
-            f"{self.name} accepts: {in_words(self.parameters)}. Call it again with one JSON object of these arguments."
-        )
-
-    def _read(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Decoded and converted arguments; reports all problems at once, so that one more call can fix them."""
-        given = decode(arguments)
-        problems = [f"unknown argument {path!r}" for path in unknown_keys(self.parameters, given)]
-        problems += [f"missing argument {n!r}" for n in self.parameters.get("required", ()) if n not in given]
-        kwargs = dict(given)
-        for name, kind in self.types.items():
-            if name not in given:
-                continue  # the callable's own default applies
-            try:
-                kwargs[name] = convert(given[name], kind)
-            except msgspec.ValidationError as error:
-                text, _, path = str(error).partition(" - at `$")
-                problems.append(f"argument {name + path.rstrip('`')!r}: {text}")
-            except Exception as error:  # noqa: BLE001 - a dataclass argument runs its own __post_init__
-                problems.append(f"argument {name!r}: {type(error).__name__}: {error}")
-        if problems:
-            raise BadArguments(f"{'; '.join(problems)}.")
-        return kwargs
+        accepted = in_words(self.parameters)
+        return f"{self.name} accepts: {accepted}. Call it again with one JSON object of these arguments."
 
 
 def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
@@ -350,8 +199,109 @@ def tool_schema(tool: Tool | Callable[..., Any]) -> dict[str, Any]:
     return as_tool(tool).schema
 
 
+# --- tools from and to OpenAI-style schemas ---
+
+
+def tools_from_openai(
+    schemas: Sequence[Mapping[str, Any]], handlers: Mapping[str, Callable[..., Any]], *, timeout_s: float | None = 30.0
+) -> list[Tool]:
+    """One tool per schema, `{"type": "function", "function": {…}}` or without the inner level.
+
+    Arguments are checked and converted by Python types that follow from the schema's JSON types.
+    """
+    functions = [_function(schema) for schema in schemas]
+    names = [str(function["name"]) for function in functions]
+    missing, unused = sorted(set(names) - set(handlers)), sorted(set(handlers) - set(names))
+    if missing or unused or len(set(names)) != len(names):
+        raise ConfigError(
+            f"Schemas and handlers do not belong together: the schemas name {names}, the handlers {sorted(handlers)}. "
+            "Give every name one schema and one handler."
+        )
+    return [
+        tool_from_schema(
+            name, str(function.get("description", "")), function.get("parameters"), handlers[name], timeout_s=timeout_s
+        )
+        for name, function in zip(names, functions, strict=True)
+    ]
+
+
+def tools_to_openai(
+    tools: Iterable[Tool | Callable[..., Any]],
+) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
+    """(schemas, handlers): what `tools_from_openai` takes."""
+    made = [as_tool(tool) for tool in tools]
+    return [tool.schema for tool in made], {tool.name: tool.fn for tool in made}
+
+
+def tool_from_schema(
+    name: str,
+    description: str,
+    parameters: Mapping[str, Any] | None,
+    handler: Callable[..., Any],
+    *,
+    timeout_s: float | None = 30.0,
+) -> Tool:
+    """A tool whose arguments are described by a JSON schema of an object."""
+    schema = _whole(name, parameters or {})
+    return Tool(
+        name=name,
+        description=description or f"Call the tool {name}.",
+        parameters=schema,
+        fn=handler,
+        timeout_s=timeout_s,
+        types={key: kind for key, sub in schema["properties"].items() if (kind := type_of(sub)) is not Any},
+    )
+
+
+def _function(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = schema.get("function", schema)
+    if schema.get("type") != "function" or not isinstance(function, Mapping) or "name" not in function:
+        raise ConfigError(
+            f'{schema!r:.120} is not the schema of a function: {{"type": "function", "function": {{"name": …, '
+            '"description": …, "parameters": …}}.'
+        )
+    return function
+
+
+def _whole(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema without references, with the keys that Ludic expects."""
+    given = {"$defs": {**parameters.get("definitions", {}), **parameters.get("$defs", {})}, **parameters}
+    given.pop("definitions", None)
+    try:
+        schema = inlined(given)
+    except KeyError as error:
+        raise ConfigError(f"The schema of the tool {name!r} refers to {error}, which it does not define.") from error
+    if schema.setdefault("type", "object") != "object":
+        raise ConfigError(f"The parameters of the tool {name!r} are of type {schema['type']!r}; it must be 'object'.")
+    return {**schema, "properties": schema.get("properties", {}), "required": list(schema.get("required", ()))}
+
+
+# --- results as text ---
+
+
 def _as_result(value: Any) -> ToolResult:
     return value if isinstance(value, ToolResult) else ToolResult(encodable(text_of(value)))
+
+
+def text_of(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return str.__str__(value)  # also for a str enum
+    if isinstance(value, dict | list | tuple | bool | int | float) or _is_dataclass_instance(value):
+        with contextlib.suppress(TypeError, ValueError):  # keys JSON cannot have, a list that contains itself
+            return json.dumps(value, default=_plain, ensure_ascii=False)
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    if _is_dataclass_instance(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return str(value)
+
+
+def _is_dataclass_instance(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _error(text: str) -> ToolResult:

@@ -67,7 +67,7 @@ async def use_everything(kept: list[Tool]) -> None:
         assert (await add.call({"a": 1})).content == "2", "the server goes on"
 
         died = await by_name["my_die"].call({})
-        assert died.is_error and "Its last words: I have lost my database" in died.content
+        assert died.is_error and "Its last line on stderr: I have lost my database" in died.content
         assert (await add.call({"a": 1})).is_error
         raise LookupError("a mistake of the caller's comes out as it is")
 
@@ -78,7 +78,7 @@ async def use_everything(kept: list[Tool]) -> None:
         (["no-such-server"], "'no-such-server' could not be started: .*No such file"),
         (
             [sys.executable, "-c", "raise SystemExit('no licence')"],
-            "could not be started: .* Its last words: no licence",
+            "could not be started: .* Its last line on stderr: no licence",
         ),
         ([sys.executable, "-c", "input(); input()"], "did not answer within 0.5 s"),
         ("python server.py", "a list of words"),

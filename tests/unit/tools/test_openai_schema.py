@@ -1,7 +1,7 @@
 import pytest
 
 from ludic.tools import Tool, calculator
-from ludic.tools.openai_schema import tool_from_schema, tools_from_openai, tools_to_openai
+from ludic.tools.tool import tool_from_schema, tools_from_openai, tools_to_openai
 from ludic.types import ConfigError
 
 WEATHER = {

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ludic.envs import worker
-from ludic.envs.adapters.harmless import is_harmless, is_python
+from ludic.sandbox.arithmetic import is_harmless, is_python
 
 # --- Wrong answers that scorers of reasoning-gym reward; each was found by trying, and a policy would find them too ---
 

@@ -1,12 +1,19 @@
 """Programming problems: the agent writes code, tests in a sandbox decide. See docs/envs/code_exec.md.
 
-The registry makes the tasks (tasks.py). Start with env.py, then runner.py (programs by stdin) and assert_runner.py (functions).
+The registry makes the tasks (env.py). Start with env.py, then runner.py (programs by stdin) and assert_runner.py (functions).
 """
 
 from ludic.envs.code_exec.assert_runner import AssertRunner
 from ludic.envs.code_exec.batch import BatchExecutionSpec
-from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult, compute_hash, hash_tests
-from ludic.envs.code_exec.config import CodeExecConfig, Feedback
+from ludic.envs.code_exec.cases import (
+    BatchTestResult,
+    CodeExecConfig,
+    Feedback,
+    TestCase,
+    TestResult,
+    compute_hash,
+    hash_tests,
+)
 from ludic.envs.code_exec.datasets import (
     APPS_SYSTEM_PROMPT,
     APPSTestAdapter,
@@ -15,13 +22,13 @@ from ludic.envs.code_exec.datasets import (
     ProgramTestAdapter,
     TestAdapter,
 )
-from ludic.envs.code_exec.env import CodeExecEnv
-from ludic.envs.code_exec.runner import CodeRunner, StdinStdoutRunner
-from ludic.envs.code_exec.tasks import APPSEnv, HumanEvalEnv, MBPPEnv, ProgrammingEnv
-from ludic.envs.code_exec.verifiers import (
+from ludic.envs.code_exec.env import APPSEnv, CodeExecEnv, HumanEvalEnv, MBPPEnv, ProgrammingEnv
+from ludic.envs.code_exec.runner import (
+    CodeRunner,
     ExactMatchVerifier,
     FloatTolerantVerifier,
     OutputVerifier,
+    StdinStdoutRunner,
     Verdict,
     WhitespaceNormalizedVerifier,
 )

@@ -1,8 +1,8 @@
-"""Runs tests that are Python asserts; the asserts and the program are never in one process.
+"""Runs tests that are Python asserts; the asserts and the candidate program are never in one process.
 
-The program runs in its sandbox, makes the calls and answers with plain data. The assertions are judged
-outside: expressions here (`assertions`), anything more by a test program in a separate sandbox run, where the tested
-program never was (`program_judge`). Rounds of calls go on until no judge needs another answer.
+The candidate runs in its sandbox, makes the calls and answers with plain data. The assertions are judged without it: expressions
+outside the sandbox (`assertions`), anything more (loops, helpers, random inputs) by a test program in a separate sandbox run
+(`inside/check_program.py`). Rounds of calls go on until no judge needs another answer.
 """
 
 import asyncio
@@ -14,13 +14,11 @@ from functools import partial
 from typing import Any
 
 from ludic.envs import worker
-from ludic.envs.code_exec.assertions import Call, Judgement, is_plain, judge_told
-from ludic.envs.code_exec.batch import Served, Task, serve
+from ludic.envs.code_exec.assertions import UNREADABLE, Call, Judgement, is_plain, judge
+from ludic.envs.code_exec.batch import Served, Task, program, serve
 from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult
 from ludic.envs.code_exec.plain_data import decode, shown, to_json
-from ludic.envs.code_exec.program_judge import judge_by_program
-from ludic.envs.code_exec.runner import batch_result, ended
-from ludic.envs.code_exec.verifiers import OutputVerifier
+from ludic.envs.code_exec.runner import OutputVerifier, batch_result, ended
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
 from ludic.types import ConfigError
 
@@ -35,17 +33,19 @@ _JUDGE_S = 5.0
 _JUDGES = "ludic.envs.code_exec.assertions"
 _WAITING = ThreadPoolExecutor(64, "ludic-judging")
 """Threads that wait for a worker process."""
+_PROGRAM_S, _PROGRAM_MB = 10.0, 512
+"""Limits of a test program."""
 _NOT_ASKED = ExecutionResult(compile_result=CompileResult(status=CompileStatus.SUCCESS))
 
 
 @dataclass(slots=True)
 class _State:
-    """What is known about one test."""
+    """One test while it is decided."""
 
     test: TestCase
     functions: frozenset[str]
     answers: list[tuple[Call, dict[str, Any]]] = field(default_factory=list)
-    """As the program sent them: a hostile one may take long to read."""
+    """As the candidate sent them: hostile ones may take long to read."""
     num_chars: int = 0
     """Of the answers."""
     execution: ExecutionResult = _NOT_ASKED
@@ -53,16 +53,16 @@ class _State:
     """None while it waits to be judged."""
 
     @property
-    def needs_answers(self) -> bool:
-        return self.judgement is not None and bool(self.judgement.needs)
+    def is_short(self) -> bool:
+        return self.num_chars <= _MAX_READ_HERE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssertRunner:
     """Tests whose `expected` is Python: one assert statement, or a program of them.
 
-    The names of the functions under test are in a test's metadata as `functions`; `setup` there is source that the
-    assertions need (imports, helper functions). The verifier is not asked: an assertion says itself what is right.
+    A test's metadata names the functions under test (`functions`) and may hold source that the assertions need (`setup`:
+    imports, helper functions). The verifier is not asked: an assertion says itself what is right.
     """
 
     default_timeout_s: float = 5.0
@@ -85,7 +85,7 @@ class AssertRunner:
             for state in states:
                 if state.judgement is None:
                     await _judge(sandbox, state)
-            asking = [state for state in states if state.needs_answers]
+            asking = [state for state in states if state.judgement is not None and state.judgement.needs]
             if not asking:
                 break
             await self._ask(sandbox, code, asking, stop_on_first_failure)
@@ -93,21 +93,20 @@ class AssertRunner:
         return batch_result(code, tests, results, stop_on_first_failure=stop_on_first_failure)
 
     async def _ask(self, sandbox: Sandbox, code: str, states: list[_State], stop_on_first_failure: bool) -> None:
-        """Have the program make the calls that the tests need, and note its answers."""
-        tasks = [self._task(state) for state in states]
+        """Have the candidate make the calls that the tests need, and note its answers."""
+        tasks = [
+            Task(
+                timeout_s=state.test.timeout_s(self.default_timeout_s),
+                memory_limit_mb=state.test.memory_limit_mb(self.memory_limit_mb),
+                calls=[(call.function, call.arguments) for call in state.judgement.needs] if state.judgement else (),
+            )
+            for state in states
+        ]
         served = await serve(sandbox, "calls", code, tasks, stop_on_failure=stop_on_first_failure)
         for state, one in zip(states, served, strict=False):  # shorter after an early stop
             _note(state, one)
         for state in states[len(served) :]:
             state.judgement = Judgement(details="An earlier test failed.")
-
-    def _task(self, state: _State) -> Task:
-        assert state.judgement is not None, "it has been judged, and found to need answers"
-        return Task(
-            timeout_s=state.test.timeout_s(self.default_timeout_s),
-            memory_limit_mb=state.test.memory_limit_mb(self.memory_limit_mb),
-            calls=[(call.function, call.arguments) for call in state.judgement.needs],
-        )
 
 
 def _functions(test: TestCase) -> frozenset[str]:
@@ -118,38 +117,6 @@ def _functions(test: TestCase) -> frozenset[str]:
             "functions under test."
         )
     return frozenset(names)
-
-
-async def _judge(sandbox: Sandbox, state: _State) -> None:
-    if is_plain(state.test.expected, state.functions):
-        here = state.num_chars <= _MAX_READ_HERE
-        told = (state.test.expected, state.functions, state.answers)
-        state.judgement = judge_told(*told) if here else await _judge_apart(*told)
-        return
-    state.judgement, failed = await judge_by_program(sandbox, state.test, state.functions, state.answers)
-    if failed is not None:
-        state.execution = failed
-
-
-async def _judge_apart(assertion: str, functions: frozenset[str], told: list[tuple[Call, dict[str, Any]]]) -> Judgement:
-    """`judge_told` in a worker process, which a time limit ends."""
-    question = {
-        "assertion": assertion,
-        "functions": sorted(functions),
-        "told": [[call.function, call.arguments, answer] for call, answer in told],
-    }
-    judges = worker.worker_of_this_process(_JUDGES, _make_judges)
-    text = json.dumps(question["told"])
-    ask = partial(judges.ask, question, answer=text, reference=assertion, timeout_s=_JUDGE_S)
-    verdict = await asyncio.get_running_loop().run_in_executor(_WAITING, ask)
-    if verdict is None:
-        return Judgement(details=f"Its answer could not be compared within {_JUDGE_S:g} s.")
-    needs = tuple(Call(function, arguments) for function, arguments in verdict["needs"])
-    return Judgement(passed=verdict["passed"], details=verdict["details"], needs=needs)
-
-
-def _make_judges() -> worker.Workers:
-    return worker.Workers(partial(worker.Worker, _JUDGES), num=2, quick_s=1.0)
 
 
 def _note(state: _State, served: Served) -> None:
@@ -164,45 +131,36 @@ def _note(state: _State, served: Served) -> None:
         return
     try:
         answers = json.loads(served.answers)
-        if not all(isinstance(told, dict) and ("error" in told or "value" in told) for told in answers):
+        if not all(isinstance(answer, dict) and ("error" in answer or "value" in answer) for answer in answers):
             raise ValueError("an answer is a value or an error")
         if len(served.answers) <= _MAX_READ_HERE:  # a longer one is read by the judge
-            for told in answers:
-                decode(told.get("value"))
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+            for answer in answers:
+                decode(answer.get("value"))
+    except UNREADABLE as error:
         state.execution = replace(served.execution, run_status=RunStatus.KILLED)
         state.judgement = Judgement(details=f"Its answer cannot be read: {type(error).__name__}: {error}")
         return
-    # Fewer answers than calls when one raised: what it would have made of the others is asked if it still matters.
+    # Fewer answers than calls when one raised: the remaining calls are made if they still matter.
     state.answers += zip(calls, answers, strict=False)
     state.num_chars += len(served.answers)
 
 
 def _result(state: _State) -> TestResult:
-    judgement = state.judgement
+    judgement, execution = state.judgement, state.execution
     if judgement is None or judgement.needs:
         judgement = Judgement(details=f"The test was not decided after {_MAX_ROUNDS} rounds of calls.")
-    execution = state.execution
-    if not judgement.passed and execution.run_status is RunStatus.SUCCESS and state.answers:
-        execution = replace(execution, run_status=_status_of(state.answers[-1][1]))
+    last = state.answers[-1][1] if state.answers else {}
+    if not judgement.passed and execution.run_status is RunStatus.SUCCESS and "error" in last:
+        ran_out = last.get("type") == "MemoryError"
+        status = RunStatus.MEMORY_EXCEEDED if ran_out else RunStatus.RUNTIME_ERROR
+        execution = replace(execution, run_status=status)
     return TestResult(
         test_case=state.test,
         passed=judgement.passed,
-        actual=_told(state),
+        actual="\n".join(_shown(answer, is_short=state.is_short) for _, answer in state.answers),
         execution=execution,
         comparison_details=judgement.details,
     )
-
-
-def _status_of(answer: dict[str, Any]) -> RunStatus:
-    if "error" not in answer:
-        return RunStatus.SUCCESS  # it ran, and is wrong
-    return RunStatus.MEMORY_EXCEEDED if answer.get("type") == "MemoryError" else RunStatus.RUNTIME_ERROR
-
-
-def _told(state: _State) -> str:
-    """The answers, one per line."""
-    return "\n".join(_shown(answer, is_short=state.num_chars <= _MAX_READ_HERE) for _, answer in state.answers)
 
 
 def _shown(answer: dict[str, Any], *, is_short: bool) -> str:
@@ -210,5 +168,84 @@ def _shown(answer: dict[str, Any], *, is_short: bool) -> str:
         return f"raised {answer['error']}"
     try:
         return shown(decode(answer["value"])) if is_short else f"{to_json(answer['value']):.200}…"
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-        return "what cannot be read"
+    except UNREADABLE:
+        return "an unreadable value"
+
+
+# --- the judges: this process, a worker process, a test program in a sandbox ---
+
+
+async def _judge(sandbox: Sandbox, state: _State) -> None:
+    test = state.test.expected
+    if not is_plain(test, state.functions):
+        state.judgement, failed = await _judge_by_program(sandbox, state)
+        state.execution = failed or state.execution
+    elif state.is_short:
+        state.judgement = judge(test, state.functions, state.answers)
+    else:
+        state.judgement = await _judge_in_worker(state)
+
+
+async def _judge_in_worker(state: _State) -> Judgement:
+    judges = worker.worker_of_this_process(_JUDGES, _make_judges)
+    test, answers = state.test.expected, _as_lists(state)
+    question = {"assertion": test, "functions": sorted(state.functions), "answers": answers}
+    ask = partial(judges.ask, question, answer=json.dumps(answers), reference=test, timeout_s=_JUDGE_S)
+    verdict = await asyncio.get_running_loop().run_in_executor(_WAITING, ask)
+    if verdict is None:
+        return Judgement(details=f"Its answer could not be compared within {_JUDGE_S:g} s.")
+    return _judgement(verdict)
+
+
+def _make_judges() -> worker.Workers:
+    return worker.Workers(partial(worker.Worker, _JUDGES), num=2, quick_s=1.0)
+
+
+def _as_lists(state: _State) -> list[Any]:
+    return [[call.function, call.arguments, answer] for call, answer in state.answers]
+
+
+def _judgement(verdict: dict[str, Any]) -> Judgement:
+    needs = tuple(Call(function, arguments) for function, arguments in verdict["needs"])
+    return Judgement(passed=verdict["passed"] and not needs, details=verdict["details"], needs=needs)
+
+
+_MAX_REMEMBERED = 4096
+_first_calls: dict[tuple[str, str, frozenset[str]], Judgement] = {}
+"""What a test program asks before it knows any answer: the same for every candidate."""
+
+
+async def _judge_by_program(sandbox: Sandbox, state: _State) -> tuple[Judgement, ExecutionResult | None]:
+    """The verdict of a test program or the calls that it needs, and the run if the sandbox failed."""
+    test, setup = state.test.expected, str(state.test.metadata.get("setup", ""))
+    key = (setup, test, state.functions)
+    if not state.answers and key in _first_calls:
+        return _first_calls[key], None
+    job = {"setup": setup, "test": test, "functions": sorted(state.functions), "answers": _as_lists(state)}
+    result = await sandbox.execute(
+        program("check_program", sandbox.python_version),
+        stdin=ascii(job),
+        skip_compile=True,
+        timeout_s=_PROGRAM_S,
+        memory_limit_mb=_PROGRAM_MB,
+    )
+    if result.run_status in (RunStatus.SANDBOX_ERROR, RunStatus.TIMEOUT):  # neither says that the answers are wrong
+        return Judgement(details="The judge did not finish."), result
+    if result.run_status is not RunStatus.SUCCESS:
+        return _not_finished(state, result), None
+    judgement = _judgement(json.loads(result.stdout))
+    if not state.answers:
+        if len(_first_calls) >= _MAX_REMEMBERED:
+            _first_calls.clear()
+        _first_calls[key] = judgement
+    return judgement, None
+
+
+def _not_finished(state: _State, result: ExecutionResult) -> Judgement:
+    why = f"{result.run_status}: {result.stderr.strip().rpartition(chr(10))[2]}"
+    if not state.answers:
+        raise ConfigError(
+            f"The test program of {state.test.id!r} fails before any answer is known ({why}). Look at the sample's test, and at "
+            "`setup` in its metadata."
+        )
+    return Judgement(details=f"The test program did not finish over these answers ({why}).")

@@ -1,11 +1,11 @@
-"""Judges `assert f(1, 2) == 3` without running the test's code: a small evaluator of expressions over plain data.
+"""Judges `assert f(1, 2) == 3` without running the test's code: an evaluator of expressions over plain data.
 
-The calls of the functions under test are not made here. They are looked up among the answers that the candidate gave in
-its sandbox, or reported as missing. The rest (literals, arithmetic, comparisons, a few builtins) is computed on the
-answers here, outside, where the right answer is. What this evaluator does not know is left to `check_program`.
+The functions under test are not called here. Their results are looked up among the answers that the candidate gave in its
+sandbox, or reported as missing. The rest (literals, arithmetic, comparisons, a few builtins) is computed outside the sandbox, where
+the right answer is. A test that this evaluator does not know runs in `inside/check_program.py`.
 
-`judge_told` reads the answers first. On a long one that may take seconds (numbers with equal hashes make a set quadratic), so
-`assert_runner` has those judged by this module in a worker process.
+Judging a long answer may take seconds (numbers with equal hashes make a set quadratic), so `assert_runner` has long ones judged by
+this module in a worker process.
 """
 
 import ast
@@ -18,6 +18,7 @@ from typing import Any
 
 from ludic.envs import worker
 from ludic.envs.code_exec.plain_data import decode, dumps, shown
+from ludic.sandbox.arithmetic import BINARY, UNARY, is_small_power
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,69 +30,49 @@ class Call:
     """Positional and keyword arguments as plain data: `dumps((args, kwargs))`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the candidate made of a call."""
-
-    value: Any = None
-    error: str | None = None
-    """`ValueError: …` when it raised; `value` means nothing then."""
-    error_type: str = ""
+Answers = Sequence[tuple[Call, Mapping[str, Any]]]
+"""The calls of one test so far, in order, each with the candidate's answer: {value: plain data} or {error, type}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is known about a test, given some answers."""
+    """The verdict on a test, given some answers."""
 
     passed: bool = False
     details: str | None = None
     needs: tuple[Call, ...] = ()
-    """Calls whose answers are missing; the rest means nothing until they are there."""
+    """Calls whose answers are missing; the other fields mean nothing until they are there."""
 
 
-Answers = Sequence[tuple[Call, Answer]]
-"""The calls of one test so far, in the order in which it makes them."""
+UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What `decode` and the evaluator raise over a hostile answer."""
 
 
 def judge(assertion: str, functions: frozenset[str], answers: Answers) -> Judgement:
-    """Evaluate `assert …`, of which `is_plain` is true."""
-    book = _Book(functions, answers)
+    """Evaluate `assert …`, for which `is_plain` is true."""
     try:
-        passed = bool(_evaluate(_parsed(assertion), book))
+        known = _Answers(functions, answers)
+    except UNREADABLE as error:
+        return Judgement(details=f"Its answer cannot be read: {type(error).__name__}: {error}")
+    try:
+        passed = bool(_evaluate(_parsed(assertion), known))
     except _Missing as missing:
         return Judgement(needs=(missing.call,))
     except _CandidateRaised as raised:
-        return Judgement(details=f"{book.last} raised {raised.error}")
-    except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-        return Judgement(details=f"{book.told}; {type(error).__name__}: {error}")
-    return Judgement(passed=passed, details=None if passed else book.told)
-
-
-Told = Sequence[tuple[Call, Mapping[str, Any]]]
-"""The same with each answer as the candidate sent it: {value: plain data} or {error, type}."""
-
-
-def judge_told(assertion: str, functions: frozenset[str], told: Told) -> Judgement:
-    """`judge` over answers that have not been read yet."""
-    try:
-        answers = [(call, _read(answer)) for call, answer in told]
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        return Judgement(details=f"Its answer cannot be read: {type(error).__name__}: {error}")
-    return judge(assertion, functions, answers)
-
-
-def _read(told: Mapping[str, Any]) -> Answer:
-    if "error" in told:
-        return Answer(error=str(told["error"]), error_type=str(told["type"]))
-    return Answer(value=decode(told["value"]))
+        return Judgement(details=str(raised))
+    except UNREADABLE as error:
+        return Judgement(details=f"{known.used}; {type(error).__name__}: {error}")
+    return Judgement(passed=passed, details=None if passed else known.used)
 
 
 def is_plain(assertion: str, functions: frozenset[str]) -> bool:
-    """It is one assert statement, and made of what this evaluator knows."""
+    """Whether the text is one assert statement that this evaluator knows."""
     try:
-        return _is_known(_parsed(assertion), functions)
+        nodes = list(ast.walk(_parsed(assertion)))
     except (SyntaxError, ValueError):
         return False
+    callees = [part for node in nodes if isinstance(node, ast.Call) for part in ast.walk(node.func)]
+    return all(_is_known(node, functions) for node in nodes if node not in callees)
 
 
 def calls_in(assertion: str, functions: frozenset[str]) -> list[str]:
@@ -107,7 +88,7 @@ def _parsed(assertion: str) -> ast.expr:
     return body[0].test
 
 
-# --- what it knows ------------------------------------------------------------------------------------------
+# --- what it knows ---
 
 _MAX_BITS = 100_000
 _MAX_ITEMS = 10_000_000
@@ -117,57 +98,27 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{f.__name__: f for f in (sorted, str, sum, tuple, frozenset)},
     **{f"math.{name}": getattr(math, name) for name in ("isclose", "fabs", "sqrt", "floor", "ceil", "isnan", "isinf")},
 }
-_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.Not: operator.not_,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
 _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    # `is` with a constant, which all that asserts use it for: None, True and False are one object each here too.
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda item, container: item in container,
-    ast.NotIn: lambda item, container: item not in container,
-}
+    # Asserts use `is` with None, True and False, which are one object each here too.
+    ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.In: lambda item, container: item in container, ast.NotIn: lambda item, container: item not in container,
+}  # fmt: skip
+_KNOWN = (
+    ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Subscript, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare,
+    ast.boolop, ast.expr_context, ast.keyword, *UNARY, *BINARY, *_COMPARE,
+)  # fmt: skip
 
 
-def _is_known(node: ast.expr, functions: frozenset[str]) -> bool:
+def _is_known(node: ast.AST, functions: frozenset[str]) -> bool:
     match node:
-        case ast.Constant():
-            return True
-        case ast.UnaryOp(op=op):
-            known = type(op) in _UNARY
-        case ast.BinOp(op=op):
-            known = type(op) in _BINARY
-        case ast.Compare(ops=ops):
-            known = all(type(op) in _COMPARE for op in ops)
-        case ast.Call():
-            parts = [*node.args, *(keyword.value for keyword in node.keywords)]
-            known = _callee(node) in functions | _FUNCTIONS.keys() and all(k.arg is not None for k in node.keywords)
-            return known and all(_is_known(part, functions) for part in parts)
+        case ast.Call(keywords=keywords):
+            return _callee(node) in functions | _FUNCTIONS.keys() and all(k.arg is not None for k in keywords)
         case ast.Dict(keys=keys):
-            known = None not in keys  # {**other}
-        case ast.List() | ast.Tuple() | ast.Set() | ast.BoolOp() | ast.Subscript():
-            known = True
+            return None not in keys  # {**other}
         case _:
-            return False
-    children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
-    return known and all(_is_known(child, functions) for child in children)
+            return isinstance(node, _KNOWN)
 
 
 def _callee(node: ast.AST) -> str:
@@ -179,7 +130,7 @@ def _callee(node: ast.AST) -> str:
     return ""
 
 
-# --- evaluating ---------------------------------------------------------------------------------------------
+# --- evaluating ---
 
 
 class _Missing(Exception):
@@ -188,124 +139,107 @@ class _Missing(Exception):
 
 
 class _CandidateRaised(Exception):
-    def __init__(self, error: str) -> None:
-        self.error = error
+    pass
 
 
-class _Book:
-    """The answers so far, read in the order of the calls."""
+class _Answers:
+    """The decoded answers, read in the order of the calls."""
 
     def __init__(self, functions: frozenset[str], answers: Answers) -> None:
         self.functions = functions
-        self._answers = answers
-        self._num_read = 0
-        self._told: list[str] = []
-        self.last = ""
+        self._unread = [
+            (call, str(a["error"]), None) if "error" in a else (call, None, decode(a["value"]))
+            for call, a in reversed(answers)
+        ]
+        self._used: list[str] = []
 
     @property
-    def told(self) -> str:
-        """What the candidate answered, for people."""
-        return "; ".join(self._told)
+    def used(self) -> str:
+        """The answers read so far, for people."""
+        return "; ".join(self._used)
 
-    def ask(self, function: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def result_of(self, function: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         call = Call(function, dumps((tuple(args), kwargs)))
-        if self._num_read == len(self._answers):
+        if not self._unread:
             raise _Missing(call)
-        asked, answer = self._answers[self._num_read]
+        asked, error, value = self._unread.pop()
         assert asked == call, "an expression over the same answers makes the same calls"
-        self._num_read += 1
         words = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())]
-        self.last = f"{function}({', '.join(words)})"
-        if answer.error is not None:
-            raise _CandidateRaised(answer.error)
-        self._told.append(f"{self.last} returned {shown(answer.value)}")
-        return answer.value
+        call_text = f"{function}({', '.join(words)})"
+        if error is not None:
+            raise _CandidateRaised(f"{call_text} raised {error}")
+        self._used.append(f"{call_text} returned {shown(value)}")
+        return value
 
 
-def _evaluate(node: ast.expr, book: _Book) -> Any:
+def _evaluate(node: ast.expr, answers: _Answers) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
         case ast.List(elts=items):
-            return [_evaluate(item, book) for item in items]
+            return [_evaluate(item, answers) for item in items]
         case ast.Tuple(elts=items):
-            return tuple(_evaluate(item, book) for item in items)
+            return tuple(_evaluate(item, answers) for item in items)
         case ast.Set(elts=items):
-            return {_evaluate(item, book) for item in items}
+            return {_evaluate(item, answers) for item in items}
         case ast.Dict(keys=keys, values=values):
-            return {_evaluate(k, book): _evaluate(v, book) for k, v in zip(keys, values, strict=True) if k is not None}
+            pairs = zip(keys, values, strict=True)
+            return {_evaluate(k, answers): _evaluate(v, answers) for k, v in pairs if k is not None}
         case ast.UnaryOp(op=op, operand=operand):
-            return _UNARY[type(op)](_evaluate(operand, book))
+            return UNARY[type(op)](_evaluate(operand, answers))
         case ast.BinOp(left=left, op=op, right=right):
-            return _bounded(op, _evaluate(left, book), _evaluate(right, book))
+            return _computed(op, _evaluate(left, answers), _evaluate(right, answers))
         case ast.Subscript(value=value, slice=index):
-            return _evaluate(value, book)[_evaluate(index, book)]
-        case ast.BoolOp(op=ast.And(), values=values):
-            return _first_decisive(values, book, deciding=False)
-        case ast.BoolOp(values=values):
-            return _first_decisive(values, book, deciding=True)
+            return _evaluate(value, answers)[_evaluate(index, answers)]
+        case ast.BoolOp(op=op, values=values):
+            for part in values:
+                value = _evaluate(part, answers)
+                if bool(value) is isinstance(op, ast.Or):
+                    break
+            return value
         case ast.Compare(left=left, ops=ops, comparators=comparators):
-            return _compare(left, ops, comparators, book)
-        case ast.Call():
-            return _call(node, book)
+            one = _evaluate(left, answers)
+            for comparison, part in zip(ops, comparators, strict=True):
+                other = _evaluate(part, answers)
+                if not _COMPARE[type(comparison)](one, other):
+                    return False
+                one = other
+            return True
+        case ast.Call(args=parts, keywords=keywords):
+            args = [_evaluate(part, answers) for part in parts]
+            kwargs = {str(keyword.arg): _evaluate(keyword.value, answers) for keyword in keywords}
+            name = _callee(node)
+            return (
+                answers.result_of(name, args, kwargs)
+                if name in answers.functions
+                else _FUNCTIONS[name](*args, **kwargs)
+            )
     raise AssertionError(f"is_plain let {type(node).__name__} pass")
 
 
-def _first_decisive(nodes: list[ast.expr], book: _Book, *, deciding: bool) -> Any:
-    for node in nodes:
-        value = _evaluate(node, book)
-        if bool(value) is deciding:
-            break
-    return value
-
-
-def _compare(left: ast.expr, ops: list[ast.cmpop], others: list[ast.expr], book: _Book) -> bool:
-    one = _evaluate(left, book)
-    for op, node in zip(ops, others, strict=True):
-        other = _evaluate(node, book)
-        if not _COMPARE[type(op)](one, other):
-            return False
-        one = other
-    return True
-
-
-def _call(node: ast.Call, book: _Book) -> Any:
-    args = [_evaluate(arg, book) for arg in node.args]
-    kwargs = {keyword.arg: _evaluate(keyword.value, book) for keyword in node.keywords if keyword.arg is not None}
-    callee = _callee(node)
-    return book.ask(callee, args, kwargs) if callee in book.functions else _FUNCTIONS[callee](*args, **kwargs)
-
-
-def _bounded(op: ast.operator, left: Any, right: Any) -> Any:
-    """Arithmetic that cannot take minutes or fill the memory, whatever the candidate answered."""
+def _computed(op: ast.operator, left: Any, right: Any) -> Any:
+    """The result of an operator, unless it would take minutes or fill the memory: the candidate chose the operands."""
     if isinstance(op, ast.Mod) and isinstance(left, str | bytes):
         raise ValueError("text is not formatted here")
     if isinstance(op, ast.Mult | ast.Pow):
         for value, other in ((left, right), (right, left)):
             if isinstance(value, int) and value.bit_length() > _MAX_BITS:
                 raise ValueError("the numbers are too large")
-            if (
-                isinstance(value, str | bytes | list | tuple)
-                and isinstance(other, int)
-                and len(value) * other > _MAX_ITEMS
-            ):
+            is_repeated = isinstance(value, str | bytes | list | tuple) and isinstance(other, int)
+            if is_repeated and len(value) * other > _MAX_ITEMS:
                 raise ValueError("the sequence is too long")
-    if (
-        isinstance(op, ast.Pow)
-        and isinstance(left, int)
-        and isinstance(right, int)
-        and right * left.bit_length() > _MAX_BITS
-    ):
+    is_power = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
+    if is_power and not is_small_power(left, right, _MAX_BITS):
         raise ValueError("the power is too large")
-    return _BINARY[type(op)](left, right)
+    return BINARY[type(op)](left, right)
 
 
-# --- in a worker process ------------------------------------------------------------------------------------
+# --- in a worker process ---
 
 
 def _answer_to(question: worker.Question) -> dict[str, Any]:
-    told = [(Call(function, arguments), answer) for function, arguments, answer in question["told"]]
-    judgement = judge_told(question["assertion"], frozenset(question["functions"]), told)
+    answers = [(Call(function, arguments), answer) for function, arguments, answer in question["answers"]]
+    judgement = judge(question["assertion"], frozenset(question["functions"]), answers)
     needs = [[call.function, call.arguments] for call in judgement.needs]
     return {"passed": judgement.passed, "details": judgement.details, "needs": needs}
 

@@ -1,4 +1,4 @@
-"""Dataset adapters: turn a sample into a problem (prompt, tests) and an answer into a program."""
+"""Dataset adapters: a sample gives the prompt, the tests, and the program around the agent's code."""
 
 import ast
 import builtins
@@ -10,10 +10,14 @@ from typing import Any, ClassVar
 
 from ludic.envs.code_exec.assert_runner import AssertRunner
 from ludic.envs.code_exec.assertions import calls_in, is_plain
-from ludic.envs.code_exec.cases import TestCase, hash_tests
-from ludic.envs.code_exec.config import CodeExecConfig
-from ludic.envs.code_exec.runner import CodeRunner, StdinStdoutRunner
-from ludic.envs.code_exec.verifiers import ExactMatchVerifier, OutputVerifier, WhitespaceNormalizedVerifier
+from ludic.envs.code_exec.cases import CodeExecConfig, TestCase, hash_tests
+from ludic.envs.code_exec.runner import (
+    CodeRunner,
+    ExactMatchVerifier,
+    OutputVerifier,
+    StdinStdoutRunner,
+    WhitespaceNormalizedVerifier,
+)
 from ludic.types import ConfigError
 
 Sample = Mapping[str, Any]
@@ -29,11 +33,14 @@ FUNCTION_PROMPT = (
 
 
 class TestAdapter(ABC):
-    """Knows the form of one dataset."""
+    """Reads the samples of one dataset."""
 
     __test__: ClassVar[bool] = False  # pytest collects classes by their name
     system_prompt: str | None = None
     verifier: OutputVerifier = ExactMatchVerifier()
+    runner: ClassVar[type[StdinStdoutRunner | AssertRunner]] = StdinStdoutRunner
+    solution_key: str | None = None
+    """The field with a solution."""
 
     @abstractmethod
     def get_tests(self, sample: Sample) -> list[TestCase]: ...
@@ -48,24 +55,26 @@ class TestAdapter(ABC):
         return hash_tests(tests)
 
     def get_program(self, sample: Sample, code: str) -> str:
-        """What is run: the code that an agent handed in, with what the problem already gave it."""
+        """The program to run: the agent's code together with the code that the problem gives."""
         return code
 
     def get_reference(self, sample: Sample) -> str | None:
         """A solution, where the dataset has one."""
-        return None
+        solution = None if self.solution_key is None else sample.get(self.solution_key)
+        return None if solution is None else str(solution)
 
     def get_runner(self, config: CodeExecConfig) -> CodeRunner:
-        return StdinStdoutRunner(default_timeout_s=config.timeout_per_test_s, memory_limit_mb=config.memory_limit_mb)
+        return self.runner(default_timeout_s=config.timeout_per_test_s, memory_limit_mb=config.memory_limit_mb)
 
 
 class ProgramTestAdapter(TestAdapter):
-    """Samples of your own: `{"question": …, "tests": [{"input": …, "expected": …}], "solution": …}`.
+    """Your own samples: `{"question": …, "tests": [{"input": …, "expected": …}], "solution": …}`.
 
     A test may also have `id`, `weight`, `timeout_s` and `memory_limit_mb`; `id` and `solution` of a sample are optional.
     """
 
     system_prompt = PROGRAM_PROMPT
+    solution_key = "solution"
 
     def get_tests(self, sample: Sample) -> list[TestCase]:
         return [self._test(test, number, sample) for number, test in enumerate(field_of(sample, "tests"), start=1)]
@@ -92,10 +101,6 @@ class ProgramTestAdapter(TestAdapter):
     def get_problem_id(self, sample: Sample) -> str:
         return str(sample.get("id", "0"))
 
-    def get_reference(self, sample: Sample) -> str | None:
-        solution = sample.get("solution")
-        return None if solution is None else str(solution)
-
 
 def field_of(sample: Sample, *names: str) -> Any:
     """The first of these fields that the sample has."""
@@ -120,7 +125,7 @@ class APPSTestAdapter(TestAdapter):
 
     system_prompt = APPS_SYSTEM_PROMPT
     verifier: OutputVerifier = WhitespaceNormalizedVerifier()
-    """The sites that the problems come from do not count spaces at line ends either."""
+    """As on the sites that the problems come from."""
 
     def __init__(
         self,
@@ -180,6 +185,7 @@ class HumanEvalTestAdapter(TestAdapter):
     """
 
     system_prompt = FUNCTION_PROMPT
+    runner = AssertRunner
 
     def get_tests(self, sample: Sample) -> list[TestCase]:
         function, source = str(field_of(sample, "entry_point")), str(field_of(sample, "test"))
@@ -192,7 +198,7 @@ class HumanEvalTestAdapter(TestAdapter):
                 TestCase("\n".join(calls), text, id=str(number), metadata={"functions": [function]})
                 for number, (text, calls) in enumerate(tested, start=1)
             ]
-        # The prompt goes before it: some tests use its helper functions.
+        # Some tests use helper functions of the prompt.
         metadata = {"functions": [function], "setup": str(sample["prompt"])}
         return [TestCase(f"check({function})", f"{source}\n\ncheck({function})\n", id="check", metadata=metadata)]
 
@@ -209,19 +215,14 @@ class HumanEvalTestAdapter(TestAdapter):
         return str(sample.get("task_id", sample.get("id", "0")))
 
     def get_program(self, sample: Sample, code: str) -> str:
-        """A whole function, after the imports and helpers of the prompt; or what continues the prompt."""
-        prompt = str(sample["prompt"])
-        defines_it = re.search(
-            rf"^(?:def\s+{sample['entry_point']}\s*\(|{sample['entry_point']}\s*=)", code, re.MULTILINE
-        )
+        """A whole function follows the imports and helpers of the prompt; other code continues the prompt."""
+        prompt, name = str(sample["prompt"]), sample["entry_point"]
+        defines_it = re.search(rf"^(?:def\s+{name}\s*\(|{name}\s*=)", code, re.MULTILINE)
         return f"{prompt.rstrip()}\n    pass\n\n{code}" if defines_it else prompt + code
 
     def get_reference(self, sample: Sample) -> str | None:
         solution = sample.get("canonical_solution")
         return None if solution is None else f"{sample['prompt']}{solution}"
-
-    def get_runner(self, config: CodeExecConfig) -> CodeRunner:
-        return AssertRunner(default_timeout_s=config.timeout_per_test_s, memory_limit_mb=config.memory_limit_mb)
 
 
 def _statements(check: ast.FunctionDef) -> list[ast.stmt]:
@@ -234,7 +235,7 @@ def _statements(check: ast.FunctionDef) -> list[ast.stmt]:
 
 
 class _Renamed(ast.NodeTransformer):
-    """The candidate under its own name, which is what people know it by."""
+    """The candidate function under its own name."""
 
     def __init__(self, old: str, new: str) -> None:
         self.old, self.new = old, new
@@ -249,11 +250,13 @@ class _Renamed(ast.NodeTransformer):
 class MBPPTestAdapter(TestAdapter):
     """Samples with `prompt` (or `text`), `test_list` and `code`; every entry of the list is a test.
 
-    The sentence does not name the function, so the prompt shows the first `num_shown_tests` of the tests. The original
-    shows all of them, with the right answers; an agent that trains on that learns to repeat them.
+    The sentence does not name the function, so the prompt shows the first `num_shown_tests` tests. The original shows all of them
+    with the right answers, which an agent would learn to repeat.
     """
 
     system_prompt = FUNCTION_PROMPT
+    runner = AssertRunner
+    solution_key = "code"
 
     def __init__(self, num_shown_tests: int = 1) -> None:
         if num_shown_tests < 1:
@@ -263,12 +266,15 @@ class MBPPTestAdapter(TestAdapter):
         self.num_shown_tests = num_shown_tests
 
     def get_tests(self, sample: Sample) -> list[TestCase]:
-        setup = "\n".join([*_setup_lines(sample), *_imports(str(sample.get("code", "")))])
+        setup = [*sample.get("test_imports", ()), str(sample.get("test_setup_code", ""))]
+        # Some tests use a module that only the reference solution imports.
+        reference = ast.parse(str(sample.get("code", ""))).body
+        setup += [ast.unparse(node) for node in reference if isinstance(node, ast.Import | ast.ImportFrom)]
         tests = []
         for number, text in enumerate(field_of(sample, "test_list"), start=1):
             functions = self._functions(sample, text)
             calls = "\n".join(ast.unparse(node) for node in ast.walk(ast.parse(text)) if _called(node) in functions)
-            metadata = {"functions": sorted(functions), "setup": setup}
+            metadata = {"functions": sorted(functions), "setup": "\n".join(setup)}
             tests.append(TestCase(calls, str(text), id=str(number), metadata=metadata))
         return tests
 
@@ -290,22 +296,6 @@ class MBPPTestAdapter(TestAdapter):
 
     def get_problem_id(self, sample: Sample) -> str:
         return str(sample.get("task_id", sample.get("id", "0")))
-
-    def get_reference(self, sample: Sample) -> str | None:
-        code = sample.get("code")
-        return None if code is None else str(code)
-
-    def get_runner(self, config: CodeExecConfig) -> CodeRunner:
-        return AssertRunner(default_timeout_s=config.timeout_per_test_s, memory_limit_mb=config.memory_limit_mb)
-
-
-def _setup_lines(sample: Sample) -> list[str]:
-    return [*sample.get("test_imports", ()), str(sample.get("test_setup_code", ""))]
-
-
-def _imports(code: str) -> list[str]:
-    """Some tests use a module that only the reference solution imports."""
-    return [ast.unparse(node) for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _called(node: ast.AST) -> str:

@@ -1,20 +1,25 @@
-"""`CodeExecEnv`: the agent submits a program, and tests in a sandbox grade it."""
+"""`CodeExecEnv`: the agent submits a program, and tests in a sandbox grade it. Its subclasses are the registered tasks."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from ludic.envs.code_exec.cases import BatchTestResult, TestResult, compute_hash
-from ludic.envs.code_exec.config import CodeExecConfig, Feedback, as_config
-from ludic.envs.code_exec.datasets import Sample, TestAdapter
-from ludic.envs.code_exec.runner import CodeRunner, ended
-from ludic.envs.code_exec.verifiers import OutputVerifier
+from ludic.envs.code_exec.cases import BatchTestResult, CodeExecConfig, Feedback, TestResult, as_config, compute_hash
+from ludic.envs.code_exec.datasets import (
+    APPSTestAdapter,
+    HumanEvalTestAdapter,
+    MBPPTestAdapter,
+    ProgramTestAdapter,
+    Sample,
+    TestAdapter,
+)
+from ludic.envs.code_exec.runner import CodeRunner, OutputVerifier, ended
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.sandbox import RunStatus, SandboxError, SandboxPool, shared_pool
 from ludic.types import ConfigError, Info, Observation, StepOutcome
 
-# --- Feedback texts about a program ---
+# --- observations ---
 
 _LINE = re.compile(r'(File "solution\.py", line )(\d{1,9})(?!\d)')
 
@@ -22,60 +27,48 @@ _LINE = re.compile(r'(File "solution\.py", line )(\d{1,9})(?!\d)')
 def observation(
     result: BatchTestResult | None, config: CodeExecConfig, *, attempts_left: int, lines_before: int = 0
 ) -> str:
-    """`result` is None for an empty program. `lines_before` are those that the env put before the agent's own."""
-    if result is not None and result.all_passed:
+    """`result` is None for an empty program; `lines_before` counts the lines that the env put before the agent's."""
+    failure = None if result is None else result.first_failure
+    if result is not None and failure is None:
         return f"All {result.total_count} tests passed."
-    if result is not None and lines_before:
-        result = _in_own_lines(result, lines_before)
-    parts = [_what_failed(result, config)]
+    if result is None or failure is None:
+        text = "There is no program in the reply."
+    else:
+        text = _what_failed(result, _in_own_lines(failure, lines_before), config)
     if attempts_left > 0:
-        parts.append(f"Correct the program and hand it in again. Attempts left: {attempts_left}.")
-    return "\n\n".join(parts)
+        text += f"\n\nCorrect the program and hand it in again. Attempts left: {attempts_left}."
+    return text
 
 
-def _in_own_lines(result: BatchTestResult, lines_before: int) -> BatchTestResult:
-    """With the numbers of lines as the agent knows them."""
-    failure = result.first_failure
-    assert failure is not None, "a result without a failure has all passed"
+def _in_own_lines(failure: TestResult, lines_before: int) -> TestResult:
+    """The failure with the line numbers of the agent's own code."""
     execution, compiled = failure.execution, failure.execution.compile_result
     line = compiled.error_line if compiled.error_line is None else max(1, compiled.error_line - lines_before)
     stderr = _LINE.sub(lambda found: f"{found[1]}{max(1, int(found[2]) - lines_before)}", execution.stderr)
     shown = replace(execution, compile_result=replace(compiled, error_line=line), stderr=stderr)
-    details = ended(shown) if not compiled.success else failure.comparison_details
-    moved = replace(failure, execution=shown, comparison_details=details)
-    return replace(result, results=[moved if each is failure else each for each in result.results])
+    details = failure.comparison_details if compiled.success else ended(shown)
+    return replace(failure, execution=shown, comparison_details=details)
 
 
-def _what_failed(result: BatchTestResult | None, config: CodeExecConfig) -> str:
-    if result is None:
-        return "There is no program in the reply."
-    failure = result.first_failure
-    assert failure is not None, "a result without a failure has all passed"
+def _what_failed(result: BatchTestResult, failure: TestResult, config: CodeExecConfig) -> str:
+    test, execution, how = failure.test_case, failure.execution, ended(failure.execution)
     if not failure.compiled:
-        return _cut(ended(failure.execution), config)
+        return _cut(how, config)
     if config.feedback is Feedback.NOTHING:
         return "The program did not pass all tests."
     count = f"{result.passed_count} of {result.total_count} tests passed."
     if config.feedback is Feedback.STATUS:
-        return f"{count} Test {failure.test_case.id}: {_status(failure)}"
-    return "\n".join([f"{count} The first that failed is test {failure.test_case.id}.", *_contents(failure, config)])
-
-
-def _status(failure: TestResult) -> str:
-    return "The output is wrong." if failure.ran else ended(failure.execution)
-
-
-def _contents(failure: TestResult, config: CodeExecConfig) -> list[str]:
-    test, execution = failure.test_case, failure.execution
-    parts = [f"Input:\n{_cut(test.input, config)}", f"Expected:\n{_cut(test.expected, config)}"]
+        return f"{count} Test {test.id}: {'The output is wrong.' if failure.ran else how}"
+    parts = [f"{count} The first that failed is test {test.id}."]
+    parts += [f"Input:\n{_cut(test.input, config)}", f"Expected:\n{_cut(test.expected, config)}"]
     if failure.ran:
         parts.append(f"Got:\n{_cut(failure.actual, config)}")
-    details = failure.comparison_details or ("" if failure.ran else ended(execution))
-    if details:
+    if details := failure.comparison_details or ("" if failure.ran else how):
         parts.append(_cut(details, config))
-    if config.include_stderr_in_obs and execution.stderr.strip():
-        parts.append(f"Error output:\n{_end_of(execution.stderr.strip(), config)}")
-    return parts
+    if config.include_stderr_in_obs and (stderr := execution.stderr.strip()):
+        limit = config.max_error_length  # the end of a traceback says what happened
+        parts.append(f"Error output:\n{stderr if len(stderr) <= limit else '…' + stderr[-limit:]}")
+    return "\n".join(parts)
 
 
 def _cut(text: str, config: CodeExecConfig) -> str:
@@ -83,27 +76,27 @@ def _cut(text: str, config: CodeExecConfig) -> str:
     return text if len(text) <= config.max_error_length else text[: config.max_error_length] + "…"
 
 
-def _end_of(text: str, config: CodeExecConfig) -> str:
-    """A traceback says last what happened."""
-    return text if len(text) <= config.max_error_length else "…" + text[-config.max_error_length :]
-
+# --- the env ---
 
 _NOT_CACHED = (RunStatus.SANDBOX_ERROR, RunStatus.TIMEOUT)
-"""The first says nothing about the program, and the second may be the fault of a busy machine."""
+"""The first says nothing about the program; a busy machine may cause the second."""
 
 
 class CodeExecEnv(SingleAgentEnv):
     """One programming problem. The action is the code; an agent may have several attempts.
 
-    Without a `sandbox_pool` it takes the one of the process (`ludic.sandbox.shared_pool`). When the sandbox itself fails
-    the step raises SandboxError: the episode failed, and says nothing about the agent.
+    Without a `sandbox_pool` it uses the shared one (`ludic.sandbox.shared_pool`). A failure of the sandbox itself raises
+    SandboxError: the episode fails and is not graded.
     """
+
+    default_adapter: ClassVar[type[TestAdapter] | None] = None
+    """Of a subclass, for one dataset."""
 
     def __init__(
         self,
         sample: Sample,
         *,
-        test_adapter: TestAdapter,
+        test_adapter: TestAdapter | None = None,
         sandbox_pool: SandboxPool | None = None,
         code_runner: CodeRunner | None = None,
         verifier: OutputVerifier | None = None,
@@ -113,12 +106,16 @@ class CodeExecEnv(SingleAgentEnv):
         super().__init__()
         self.sample = sample
         self.config = as_config(config)
+        if test_adapter is None:
+            if self.default_adapter is None:
+                raise ConfigError(f"{type(self).__name__} needs test_adapter=…, which reads the samples of a dataset.")
+            test_adapter = self.default_adapter()
         self.problem_id = test_adapter.get_problem_id(sample)
         self.tests = tuple(test_adapter.get_tests(sample)[: self.config.max_tests])
         if not self.tests:
             raise ConfigError(f"Problem {self.problem_id} has no tests, so no program could pass them.")
         self.last_result: BatchTestResult | None = None
-        """Of the last attempt: times and outputs, which differ from run to run and so are not in the info."""
+        """Of the last attempt, with times and outputs; they vary between runs, so the info leaves them out."""
         self._adapter = test_adapter
         self._pool = sandbox_pool
         self._runner = code_runner or test_adapter.get_runner(self.config)
@@ -161,7 +158,7 @@ class CodeExecEnv(SingleAgentEnv):
             attempts_left=self.config.max_attempts - self._num_attempts,
             lines_before=program[: program.rfind(code)].count("\n"),
         )
-        # Only the last attempt is paid: what counts is what the agent hands in in the end.
+        # Only the last attempt is rewarded.
         reward = self._reward(result) if is_over else 0.0
         return StepOutcome(self._obs, reward, terminated=is_over, info=self._info(result))
 
@@ -178,7 +175,7 @@ class CodeExecEnv(SingleAgentEnv):
         pool = self._pool if self._pool is not None else await shared_pool()
         self._python_version = pool.python_version
         code_hash, grading_hash = compute_hash(program), self._grading_hash(pool)
-        uses_cache = self.config.use_cache and _tells_its_settings(self._runner) and _tells_its_settings(self._verifier)
+        uses_cache = self.config.use_cache and _shows_its_settings(self._runner) and _shows_its_settings(self._verifier)
         cached = pool.get_cached(code_hash, grading_hash) if uses_cache else None
         if isinstance(cached, BatchTestResult):
             return cached
@@ -205,37 +202,66 @@ class CodeExecEnv(SingleAgentEnv):
             await pool.release(sandbox)
 
     def _grading_hash(self, pool: SandboxPool) -> str:
-        """The tests, and everything else that a result depends on: one pool may serve envs of several settings."""
+        """Hash of all that a result depends on: one pool may serve envs of different settings."""
         how = (self._runner, self._verifier, self.config.stops_early, self.config.compile_first, pool.python_version)
         return compute_hash(f"{self._tests_hash} {how!r}")
 
     def _info(self, result: BatchTestResult | None) -> Info:
+        all_passed = result is not None and result.all_passed
         info: Info = {
             "problem_id": self.problem_id,
             "attempt": self._num_attempts,
             "tests_hash": self._tests_hash,
             "total": len(self.tests),
             "compile_failed": result is None or result.compile_failed,
-            "all_passed": result is not None and result.all_passed,
-            "correct": result is not None and result.all_passed,
-            "passed": 0,
-            "pass_rate": 0.0,
+            "all_passed": all_passed,
+            "correct": all_passed,
+            "passed": 0 if result is None else result.passed_count,
+            "pass_rate": 0.0 if result is None else result.pass_rate,
         }
-        if result is None:
-            return info
-        return {
-            **info,
-            "code_hash": result.code_hash,
-            "passed": result.passed_count,
-            "pass_rate": result.pass_rate,
-            "python_version": self._python_version,
-            "tests": [
+        if result is not None:
+            info |= {"code_hash": result.code_hash, "python_version": self._python_version}
+            info["tests"] = [
                 {"id": r.test_case.id, "passed": r.passed, "status": str(r.execution.run_status)}
                 for r in result.results
-            ],
-        }
+            ]
+        return info
 
 
-def _tells_its_settings(part: object) -> bool:
-    """By its repr, as a dataclass does. The default one is an address, which another object may have later."""
+def _shows_its_settings(part: object) -> bool:
+    """Whether its repr shows its settings, as a dataclass's does. The default one is an address, which may be reused."""
     return type(part).__repr__ is not object.__repr__
+
+
+# --- registered tasks ---
+
+
+class ProgrammingEnv(CodeExecEnv):
+    """Write a program that reads stdin and passes the tests of your own sample."""
+
+    default_adapter = ProgramTestAdapter
+
+
+class APPSEnv(CodeExecEnv):
+    """APPS: write a program that reads stdin, for a problem of a programming contest."""
+
+    default_adapter = APPSTestAdapter
+
+
+class HumanEvalEnv(CodeExecEnv):
+    """HumanEval: complete a Python function from its docstring."""
+
+    default_adapter = HumanEvalTestAdapter
+
+
+class MBPPEnv(CodeExecEnv):
+    """MBPP: write a short Python function from a sentence and an example."""
+
+    def __init__(
+        self, sample: Sample, *, num_shown_tests: int = 1, sandbox_pool: SandboxPool | None = None,
+        config: CodeExecConfig | Mapping[str, Any] | None = None, system_prompt: str | None = None,
+    ) -> None:  # fmt: skip
+        adapter = MBPPTestAdapter(num_shown_tests)
+        super().__init__(
+            sample, test_adapter=adapter, sandbox_pool=sandbox_pool, config=config, system_prompt=system_prompt
+        )

@@ -1,10 +1,9 @@
 """Plain data as JSON: the only values that pass between a candidate program and its judge.
 
-None, truth values, numbers, text, bytes, and lists, tuples, sets and dictionaries of them. None of it carries code, so
-reading a hostile program's answer runs nothing, and `==` on it means what Python says. Anything else arrives as an
-`Opaque`, of which only the type and the truth value are known.
+None, booleans, numbers, text, bytes, and lists, tuples, sets and dictionaries of them. They carry no code, so reading an answer of
+a hostile program runs nothing. Any other object arrives as an `Opaque`, of which only the type and the truth value are known.
 
-The text of this file also goes into the sandbox, ahead of the programs in `inside/`: standard library only.
+The text of this file also goes into the sandbox, before the programs in `inside/`: standard library only.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from _json import encode_basestring_ascii
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # what `typing` and `json` import would take more time inside than most programs do
+if TYPE_CHECKING:  # importing `typing` or `json` would take longer than most programs run
     from typing import Any
 
 _BIG = 1024  # bits; Python refuses to write long integers in decimal
@@ -61,13 +60,13 @@ def encode(value: Any) -> Any:
         return {"object": [value.text, value.truth]}
     try:
         truth = bool(value)
-    except Exception:  # noqa: BLE001 - it is the candidate's own object, and may raise anything
+    except Exception:  # noqa: BLE001 - an object of the candidate may raise anything
         truth = False
     return {"object": [type(value).__name__, truth]}
 
 
 def decode(data: Any) -> Any:
-    """The value again. ValueError, TypeError, LookupError or RecursionError for what `encode` cannot have given."""
+    """The value that `encode` was given. ValueError, TypeError, LookupError or RecursionError for other data."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):
@@ -89,7 +88,7 @@ def decode(data: Any) -> Any:
 
 
 def to_json(data: Any) -> str:
-    """JSON without the module of that name."""
+    """JSON without importing `json`."""
     if data is None or data is True or data is False:
         return "null" if data is None else "true" if data else "false"
     if isinstance(data, str):
@@ -106,12 +105,12 @@ def to_json(data: Any) -> str:
 
 
 def from_literal(text: str) -> Any:
-    """What `ascii` made of JSON data. For text of our own only: it is evaluated."""
+    """The data whose `ascii` is the text. It is evaluated, so only for text that Ludic wrote."""
     return eval(text, {"inf": float("inf"), "nan": float("nan")})
 
 
 def shown(value: Any, limit: int = 200) -> str:
-    """For people: a value as Python writes it, cut."""
+    """The value's repr, shortened."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of many thousand digits; lists in lists in lists

@@ -1,22 +1,104 @@
-"""Runs the tests of a stdin/stdout program in a sandbox and compares its output outside."""
+"""Runs the tests of a stdin/stdout program in a sandbox; verifiers compare its output outside."""
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 from ludic.envs.code_exec.batch import BatchExecutionSpec, execute_batch
 from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult, compute_hash, hash_tests
-from ludic.envs.code_exec.verifiers import OutputVerifier
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
 from ludic.types import ConfigError
 
 _FIRST_CHUNK = 4
 _CHUNK_GROWTH = 4
-_COMPILED = CompileResult(status=CompileStatus.SUCCESS)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a comparison."""
+
+    passed: bool
+    details: str | None = None
+    """The first difference; None when the output is right."""
+
+
+class OutputVerifier(Protocol):
+    """Compares a program's output with the expected one."""
+
+    def verify(self, actual: str, expected: str) -> Verdict: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMatchVerifier:
+    """Equal character by character."""
+
+    strip: bool = True
+    """Ignore white space at both ends."""
+    case_sensitive: bool = True
+
+    def verify(self, actual: str, expected: str) -> Verdict:
+        if self.strip:
+            actual, expected = actual.strip(), expected.strip()
+        same = actual == expected if self.case_sensitive else actual.casefold() == expected.casefold()
+        if same:
+            return Verdict(True)
+        difference = _first_difference("line", actual.split("\n"), expected.split("\n"))
+        return Verdict(False, difference or "The output differs in case only.")
+
+
+@dataclass(frozen=True, slots=True)
+class WhitespaceNormalizedVerifier:
+    """The same words in the same order; spaces and line breaks do not matter."""
+
+    def verify(self, actual: str, expected: str) -> Verdict:
+        difference = _first_difference("word", actual.split(), expected.split())
+        return Verdict(difference is None, difference)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatTolerantVerifier:
+    """The same words in the same order; numbers may differ by the tolerances."""
+
+    abs_tol: float = 1e-9
+    rel_tol: float = 1e-9
+
+    def verify(self, actual: str, expected: str) -> Verdict:
+        difference = _first_difference("word", actual.split(), expected.split(), self._close)
+        return Verdict(difference is None, difference)
+
+    def _close(self, got: str, wanted: str) -> bool:
+        if got == wanted:
+            return True
+        try:
+            a, b = float(got), float(wanted)
+        except ValueError:
+            return False
+        return math.isclose(a, b, rel_tol=self.rel_tol, abs_tol=self.abs_tol)
+
+
+def _first_difference(
+    unit: str, actual: list[str], expected: list[str], same: Callable[[str, str], bool] = operator.eq
+) -> str | None:
+    for number, (got, wanted) in enumerate(zip_longest(actual, expected), start=1):
+        if got is None or wanted is None:
+            return f"The output has {len(actual)} {unit}s, {len(expected)} are expected."
+        if not same(got, wanted):
+            return f"{unit.capitalize()} {number} is {_cut(got)!r}, {_cut(wanted)!r} is expected."
+    return None
+
+
+def _cut(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+# --- runners ---
 
 
 class CodeRunner(Protocol):
-    """Knows how a program is given its tests."""
+    """Runs a program's tests."""
 
     async def run_tests(
         self,
@@ -95,29 +177,22 @@ class StdinStdoutRunner:
                 memory_limit_mb=self.memory_limit_mb,
             )
             return [served.execution for served in await execute_batch(sandbox, spec)]
-        return [await self._execute(sandbox, code, test, compile_first) for test in tests]
-
-    async def _execute(self, sandbox: Sandbox, code: str, test: TestCase, compile_first: bool) -> ExecutionResult:
-        return await sandbox.execute(
-            code,
-            stdin=test.input,
-            skip_compile=not compile_first,
-            timeout_s=test.timeout_s(self.default_timeout_s),
-            memory_limit_mb=test.memory_limit_mb(self.memory_limit_mb),
-        )
+        return [
+            await sandbox.execute(
+                code,
+                stdin=test.input,
+                skip_compile=not compile_first,
+                timeout_s=test.timeout_s(self.default_timeout_s),
+                memory_limit_mb=test.memory_limit_mb(self.memory_limit_mb),
+            )
+            for test in tests
+        ]
 
 
 def graded(test: TestCase, execution: ExecutionResult, verifier: OutputVerifier) -> TestResult:
-    """A program that crashed has not passed, whatever it wrote before."""
-    if not execution.succeeded:
-        return TestResult(
-            test_case=test,
-            passed=False,
-            actual=execution.stdout,
-            execution=execution,
-            comparison_details=ended(execution),
-        )
-    verdict = verifier.verify(execution.stdout, test.expected)
+    """The result of one run; a program that crashed has failed."""
+    ran = execution.succeeded
+    verdict = verifier.verify(execution.stdout, test.expected) if ran else Verdict(False, ended(execution))
     return TestResult(
         test_case=test,
         passed=verdict.passed,
@@ -130,39 +205,33 @@ def graded(test: TestCase, execution: ExecutionResult, verifier: OutputVerifier)
 def batch_result(
     code: str, tests: Sequence[TestCase], results: Sequence[TestResult], *, stop_on_first_failure: bool
 ) -> BatchTestResult:
-    """All results in order. After an early stop, tests behind the first failure are NOT_RUN, also if some were run:
-    how many those are depends on how tests are grouped into runs, which must not show."""
+    """All results in order. After an early stop, tests behind the first failure are NOT_RUN even if some ran: their number depends
+    on how tests are grouped into runs."""
     kept = list(results)
     failed = next((i for i, result in enumerate(kept) if not result.passed), None)
     if stop_on_first_failure and failed is not None:
         kept = kept[: failed + 1]
-    compiled = kept[-1].execution.compile_result if kept else _COMPILED
-    kept += [_not_run(test, compiled) for test in tests[len(kept) :]]
+    compiled = kept[-1].execution.compile_result if kept else CompileResult(status=CompileStatus.SUCCESS)
+    not_run = ExecutionResult(compile_result=compiled, run_status=RunStatus.NOT_RUN)
+    for test in tests[len(kept) :]:
+        why = "An earlier test failed."
+        kept.append(TestResult(test_case=test, passed=False, actual="", execution=not_run, comparison_details=why))
     return BatchTestResult(results=tuple(kept), code_hash=compute_hash(code), tests_hash=hash_tests(tests))
 
 
-def _not_run(test: TestCase, compiled: CompileResult) -> TestResult:
-    execution = ExecutionResult(compile_result=compiled, run_status=RunStatus.NOT_RUN)
-    return TestResult(
-        test_case=test, passed=False, actual="", execution=execution, comparison_details="An earlier test failed."
-    )
-
-
 def ended(execution: ExecutionResult) -> str:
-    """How a program ended that did not end well, in words."""
+    """Why a program did not end successfully, as a sentence."""
     if not execution.compiled:
         problem = execution.compile_result
         where = f" in line {problem.error_line}" if problem.error_line is not None else ""
         return f"It does not compile: {problem.error_message or problem.status}{where}."
-    words = {
+    code, signal = execution.exit_code, execution.signal
+    sentences = {
         RunStatus.NOT_RUN: "It was not run.",
         RunStatus.SANDBOX_ERROR: "The sandbox failed.",
         RunStatus.MEMORY_EXCEEDED: "It ran out of memory.",
         RunStatus.TIMEOUT: "It ran out of time.",
-        RunStatus.KILLED: f"It was ended by signal {execution.signal}." if execution.signal else "It was ended.",
-        RunStatus.RUNTIME_ERROR: "It raised an error."
-        if execution.exit_code is None
-        else f"It ended with exit code {execution.exit_code}.",
+        RunStatus.KILLED: f"It was ended by signal {signal}." if signal else "It was ended.",
+        RunStatus.RUNTIME_ERROR: "It raised an error." if code is None else f"It ended with exit code {code}.",
     }
-    text = words.get(execution.run_status, "")
-    return f"{text} {execution.detail}".strip()
+    return f"{sentences.get(execution.run_status, '')} {execution.detail}".strip()

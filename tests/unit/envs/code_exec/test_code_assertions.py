@@ -4,19 +4,20 @@ import pytest
 
 from ludic.envs.code_exec import assert_runner
 from ludic.envs.code_exec.assert_runner import _judge, _note, _result, _State
-from ludic.envs.code_exec.assertions import Answer, Call, calls_in, is_plain, judge
+from ludic.envs.code_exec.assertions import Call, calls_in, is_plain, judge
 from ludic.envs.code_exec.batch import Served
 from ludic.envs.code_exec.cases import TestCase
 from ludic.envs.code_exec.plain_data import Opaque, dumps, encode, to_json
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
 
 F = frozenset({"f"})
+F1 = Call("f", dumps(((1,), {})))
 
 
-def answered(*answers, args=((1,),)):
+def answered(*values, args=((1,),)):
     """Answers to f(1), or to calls with the given positional arguments."""
-    calls = [Call("f", dumps((each, {}))) for each in (args if len(args) == len(answers) else args * len(answers))]
-    return list(zip(calls, answers, strict=True))
+    calls = [Call("f", dumps((each, {}))) for each in (args if len(args) == len(values) else args * len(values))]
+    return [(call, {"value": encode(value)}) for call, value in zip(calls, values, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def answered(*answers, args=((1,),)):
 def test_an_assertion_is_judged_over_the_answers(assertion, value, passes):
     assert is_plain(assertion, F)
     num_calls = len(calls_in(assertion, F))
-    judgement = judge(assertion, F, answered(*[Answer(value)] * num_calls))
+    judgement = judge(assertion, F, answered(*[value] * num_calls))
     assert judgement.passed is passes and not judgement.needs
     assert passes or "f(1) returned" in judgement.details
 
@@ -55,10 +56,10 @@ def test_an_assertion_is_judged_over_the_answers(assertion, value, passes):
 def test_calls_without_an_answer_are_asked_for_in_the_order_of_evaluation():
     assertion = "assert f(f(1)) == 3"
     first = judge(assertion, F, [])
-    assert first.needs == (Call("f", dumps(((1,), {}))),) and not first.passed
-    second = judge(assertion, F, answered(Answer(2)))
+    assert first.needs == (F1,) and not first.passed
+    second = judge(assertion, F, answered(2))
     assert second.needs == (Call("f", dumps(((2,), {}))),)
-    assert judge(assertion, F, answered(Answer(2), Answer(3), args=((1,), (2,)))).passed
+    assert judge(assertion, F, answered(2, 3, args=((1,), (2,)))).passed
 
 
 def test_keyword_arguments_are_part_of_the_call():
@@ -66,7 +67,7 @@ def test_keyword_arguments_are_part_of_the_call():
 
 
 def test_what_the_candidate_raised_fails_the_assertion_and_is_told():
-    judgement = judge("assert f(1) == 2", F, answered(Answer(error="ValueError: no", error_type="ValueError")))
+    judgement = judge("assert f(1) == 2", F, [(F1, {"error": "ValueError: no", "type": "ValueError"})])
     assert not judgement.passed and judgement.details == "f(1) raised ValueError: no"
 
 
@@ -105,13 +106,13 @@ def test_anything_beyond_expressions_over_plain_data_is_left_to_the_test_program
     ids=["product", "power", "text", "list", "format"],
 )
 def test_no_answer_makes_the_judge_compute_endlessly(assertion, value):
-    assert not judge(assertion, F, answered(*[Answer(value)] * assertion.count("f(1)"))).passed
+    assert not judge(assertion, F, answered(*[value] * assertion.count("f(1)"))).passed
 
 
 def test_a_function_under_test_may_have_the_name_of_a_builtin():
     mine = frozenset({"sum"})
     call = Call("sum", dumps((([1, 2],), {})))
-    assert not judge("assert sum([1, 2]) == 3", mine, [(call, Answer(4))]).passed
+    assert not judge("assert sum([1, 2]) == 3", mine, [(call, {"value": 4})]).passed
 
 
 # --- long answers ---
@@ -149,7 +150,7 @@ async def test_a_long_answer_is_judged_in_a_worker_and_has_a_time_limit(data, te
     def not_here(*args: object) -> None:
         raise AssertionError("it was judged on the event loop")
 
-    monkeypatch.setattr(assert_runner, "judge_told", not_here)
+    monkeypatch.setattr(assert_runner, "judge", not_here)
     monkeypatch.setattr(assert_runner, "_JUDGE_S", 1.0)
     state = told(data, test)
     await _judge(None, state)

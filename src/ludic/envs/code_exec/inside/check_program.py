@@ -1,14 +1,15 @@
-"""Inside a separate sandbox, where no candidate ever runs: a test program that judges answers given elsewhere.
+"""Inside a separate sandbox, where no candidate ever runs: a test program that judges a candidate's answers.
 
-For tests that are more than an expression (loops, helper functions, random inputs). The functions under test are
-replaced by ones that look up the candidate's answers, which are plain data. A call without an answer yet gives an
-`Unknown`; the first use of it breaks off that assertion, not the program, so one run finds all calls of a loop.
+For tests that are more than an expression (loops, helper functions, random inputs). The functions under test are replaced by ones
+that look up the answers, which are plain data. A call without an answer gives an `Unknown`; its first use breaks off that
+assertion, not the program, so one run finds all calls of a loop.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import random
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ludic.envs.code_exec.plain_data import decode, dumps, from_literal, shown, 
 
 
 class NeedsAnswer(BaseException):
-    """Not an Exception: a test that catches those must not catch this."""
+    """Not an Exception: a test that catches exceptions must not catch this."""
 
 
 class OtherCalls(BaseException):
@@ -27,7 +28,7 @@ class OtherCalls(BaseException):
 
 
 class CandidateError(Exception):
-    """Stands for an exception that is not one of Python's own."""
+    """In place of an exception that is not a builtin one."""
 
 
 class Unknown:
@@ -53,15 +54,15 @@ for _name in _USES:
 
 
 class Checker:
-    """Stands in for the functions under test, and keeps count of assertions."""
+    """Replaces the functions under test and watches the assertions."""
 
     def __init__(self, answers: list[tuple[str, str, dict[str, Any]]]) -> None:
         self.answers = answers
         self.num_calls = 0
         self.needs: list[list[str]] = []
-        self.told: list[str] = []
+        self.used: list[str] = []
         self.failure: str | None = None
-        self.raised: Exception | None = None  # the last that stands for one of the candidate
+        self.raised: Exception | None = None  # the last one that the candidate raised
 
     def stand_in(self, function: str) -> Callable[..., Any]:
         def ask(*args: Any, **kwargs: Any) -> Any:
@@ -77,11 +78,11 @@ class Checker:
             words = [shown(arg) for arg in args] + [name + "=" + shown(value) for name, value in kwargs.items()]
             call = function + "(" + ", ".join(words) + ")"
             if "error" in answer:
-                self.told.append(call + " raised " + answer["error"])
+                self.used.append(call + " raised " + answer["error"])
                 self.raised = _as_exception(answer)
                 raise self.raised
             value = decode(answer["value"])
-            self.told.append(call + " returned " + shown(value))
+            self.used.append(call + " returned " + shown(value))
             return value
 
         return ask
@@ -90,9 +91,9 @@ class Checker:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        """An assertion is over. As long as answers are missing, only the calls matter."""
+        """The end of an assertion. As long as answers are missing, only the calls matter."""
         if kind is None or kind is NeedsAnswer or (self.needs and issubclass(kind, Exception)):
-            self.told.clear()
+            self.used.clear()
             return True
         if issubclass(kind, Exception):
             self.fail(error)
@@ -100,18 +101,16 @@ class Checker:
 
     def fail(self, error: BaseException | None) -> None:
         if self.failure is None:
-            is_told = error is self.raised or isinstance(error, AssertionError)
-            reason = [] if is_told else [type(error).__name__ + ": " + str(error)]
-            self.failure = "; ".join(self.told + reason)
+            is_known = error is self.raised or isinstance(error, AssertionError)
+            reason = [] if is_known else [type(error).__name__ + ": " + str(error)]
+            self.failure = "; ".join(self.used + reason)
 
 
 def _as_exception(answer: dict[str, Any]) -> Exception:
     kind = vars(builtins).get(answer["type"])
     if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError needs more than a text
             return kind(answer["error"].partition(": ")[2])
-        except TypeError:  # UnicodeDecodeError and its like want more than a text
-            return CandidateError(answer["error"])
     return CandidateError(answer["error"])
 
 
@@ -125,27 +124,25 @@ class _InChecker(ast.NodeTransformer):
 
 def main() -> None:
     job = from_literal(sys.stdin.read())
-    reply, sys.stdout = sys.stdout, sys.stderr  # what the test prints is no verdict
-    random.seed(0)  # the same calls every time it is run
+    reply, sys.stdout = sys.stdout, sys.stderr  # the test's own output is no verdict
+    random.seed(0)  # so that every run makes the same calls
     checker = Checker(job["answers"])
-    world = {"__name__": "check", "__ludic_checker__": checker}
+    names = {"__name__": "check", "__ludic_checker__": checker}
     tree = ast.fix_missing_locations(_InChecker().visit(ast.parse(job["test"])))
-    exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), world)
+    exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), names)
     for function in job["functions"]:
-        world[function] = checker.stand_in(function)
-    is_deterministic = True
+        names[function] = checker.stand_in(function)
+    changed = None
     try:
-        exec(compile(tree, "test.py", "exec", dont_inherit=True), world)
+        exec(compile(tree, "test.py", "exec", dont_inherit=True), names)
     except NeedsAnswer:
         pass
     except OtherCalls:
-        is_deterministic = False
+        changed = {"needs": [], "passed": False, "details": "The test made other calls when it was run again."}
     except Exception as error:  # noqa: BLE001 - a test program may raise anything where the answers are wrong
         if not checker.needs:
             checker.fail(error)
-    verdict = {"needs": checker.needs, "passed": checker.failure is None, "details": checker.failure}
-    if not is_deterministic:
-        verdict = {"needs": [], "passed": False, "details": "The test made other calls when it was run again."}
+    verdict = changed or {"needs": checker.needs, "passed": checker.failure is None, "details": checker.failure}
     reply.write(to_json(verdict))
     reply.flush()
 

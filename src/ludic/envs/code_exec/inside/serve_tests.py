@@ -1,12 +1,12 @@
-"""Inside the sandbox: takes a candidate program and its tests, and reports what the candidate made of each.
+"""Inside the sandbox: runs a candidate program on its tests, and reports its output or answers.
 
-The job comes on stdin as a literal, a JSON report per line goes to stdout. This process never runs a line of the
-candidate: it compiles it, and forks children that do, each within the time and memory of its test. It knows the tests'
-inputs and nothing of what is expected, so a candidate that breaks out into it finds nothing worth stealing. It is closed
-to the children (not dumpable: no /proc/<pid>/fd, no /proc/<pid>/mem, no ptrace); one that ends it voids the whole run.
+The job comes on stdin as a literal, a JSON report per line goes to stdout. This process never runs a line of the candidate: it
+compiles it, and forks children that run it, each within the time and memory of its test. It knows the tests' inputs and not the
+expected outputs, so a candidate that breaks out into it finds no answers. It is closed to the children (not dumpable: no
+/proc/<pid>/fd, no /proc/<pid>/mem, no ptrace); one that ends it voids the whole run.
 
-Two kinds of tests. `stdin`: the candidate is a program, run once per test. `calls`: it defines functions; one child
-calls them test after test, and a new child goes on after one that died.
+Two kinds of tests. `stdin`: the candidate is a program, run once per test. `calls`: it defines functions; one child calls them test
+after test, and a new child goes on after one that died.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SIGKILL, SIGXCPU = 9, 24  # the module `signal` would take a while to import
 PR_SET_DUMPABLE = 4
 ANSWERS, GO_ON = 100, 101  # descriptors of a child that is called
 _CHUNK = 65536
-_TICK_S = 0.05  # how often we look whether a child has ended whose own children hold its pipes open
+_TICK_S = 0.05  # between two looks whether a child has ended whose own children hold its pipes open
 _MAX_STDERR = 20_000
 
 
 class Child:
-    """A forked candidate, its pipes, and what has come out of them."""
+    """A forked candidate, its pipes and its output."""
 
     def __init__(self, run: Callable[[], None], stdin: bytes | None, memory_mb: int, max_output: int) -> None:
-        """Without `stdin`, its pipe is for telling the child to go on."""
+        """Without `stdin`, a byte in that pipe tells the child to go on."""
         self.max_output = max_output
         self.out, self.err, self.answers = bytearray(), bytearray(), bytearray()
         self._stdin = memoryview(stdin or b"")
@@ -50,7 +50,7 @@ class Child:
         self.started = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
-            _become_candidate(run, in_r, out_w, err_w, ans_w, memory_mb, is_told_to_go_on=stdin is None)
+            _become_candidate(run, in_r, out_w, err_w, ans_w, memory_mb, waits_for_go=stdin is None)
         for fd in (in_r, out_w, err_w, ans_w):
             os.close(fd)
         for fd in (in_w, out_r, err_r, ans_r):
@@ -68,10 +68,10 @@ class Child:
         self.usage: resource.struct_rusage | None = None
 
     def wait(self, deadline: float, is_done: Callable[[], bool]) -> str:
-        """Serve the pipes until `is_done()`, the child's end, its time or its output is over; why it stopped."""
+        """Serve the pipes until `is_done()`, the child's end or a limit; returns "done", "ended", "timeout" or "output"."""
         while True:
             left = deadline - time.monotonic()
-            if left <= 0:  # first: a child might stop us, take its time, and let us go on
+            if left <= 0:  # first: a child might suspend this process, take its time, and resume it
                 return "timeout"
             if is_done():
                 return "done"
@@ -80,14 +80,14 @@ class Child:
             served = self._serve(min(left, _TICK_S))
             if not self._readers or (not served and self._has_ended()):
                 self._reap(deadline)
-                self.drain()  # it may have written and ended between the poll and the look
+                self.drain()  # it may have written between the poll and its end
                 return "done" if is_done() else "ended" if self.status is not None else "timeout"
 
     def go_on(self) -> None:
         try:
             os.write(self._in_w, b".")
         except OSError:
-            return  # it has ended, which `wait` is going to see
+            return  # it has ended, which `wait` notices
 
     def _serve(self, timeout_s: float) -> bool:
         events = self._poll.poll(timeout_s * 1000)
@@ -126,7 +126,7 @@ class Child:
         else:
             buffer += data
             if buffer is self.err and len(buffer) > 2 * _MAX_STDERR:
-                del buffer[:-_MAX_STDERR]  # what is said last explains most
+                del buffer[:-_MAX_STDERR]  # the end of a traceback explains most
 
     def _has_ended(self) -> bool:
         if self.status is None:
@@ -136,19 +136,19 @@ class Child:
         return self.status is not None
 
     def _reap(self, deadline: float) -> None:
-        """It has closed its pipes; that it also ends is up to it."""
+        """Wait for its end; it may close its pipes and go on."""
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def drain(self) -> None:
-        """What is in the pipes already."""
+        """Read what the pipes hold."""
         for _ in range(32):  # a pipe holds 1 MiB at most; its own children may go on writing
             if not self._readers or not self._serve(0) or max(len(self.out), len(self.answers)) > self.max_output:
                 return
 
     def end(self) -> None:
-        """Kill it with all its group, and close everything."""
-        for kill in (os.killpg, os.kill):  # it may not have got as far as having a group
+        """Kill its process group, and close everything."""
+        for kill in (os.killpg, os.kill):  # it may not have a group yet
             try:
                 if kill is os.killpg or self.status is None:
                     kill(self.pid, SIGKILL)
@@ -175,21 +175,20 @@ def main() -> None:
 
 
 def set_dumpable(flag: bool) -> None:
-    """Whether other processes of the user may look into this one."""
+    """Whether other processes of the user may inspect this one."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(flag), 0, 0, 0)
 
 
 def compiled(source: str) -> CodeType | None:
     started = time.perf_counter()
-    problem = None
-    code = None
+    problem = code = None
     try:
         code = compile(source, "solution.py", "exec", dont_inherit=True)
     except SyntaxError as error:
         problem = {"status": "syntax_error", "message": error.msg, "line": error.lineno, "column": error.offset}
     except (ValueError, RecursionError, MemoryError, OverflowError) as error:
-        is_ours = isinstance(error, ValueError)  # a null byte, a lone surrogate: text that is no source
-        kind = "syntax_error" if is_ours else "unknown_error"
+        # ValueError: a null byte or a lone surrogate
+        kind = "syntax_error" if isinstance(error, ValueError) else "unknown_error"
         problem = {"status": kind, "message": type(error).__name__ + ": " + str(error), "line": None, "column": None}
     report({"compile": problem, "ms": (time.perf_counter() - started) * 1000})
     return code
@@ -200,39 +199,45 @@ _num_reported = 0  # bytes
 
 def report(line: Json) -> None:
     global _num_reported
-    data = (to_json(line) + "\n").encode("ascii")
-    _num_reported += len(data)
+    _num_reported += write_line(1, line)
+
+
+def write_line(fd: int, content: Any) -> int:
+    data = (to_json(content) + "\n").encode("ascii")
+    size = len(data)
     while data:
-        data = data[os.write(1, data) :]
+        data = data[os.write(fd, data) :]
+    return size
 
 
-# --- programs that read stdin -------------------------------------------------------------------------------
+# --- programs that read stdin ---
 
 
 def serve_stdin(code: CodeType, tests: list[Json], job: Json) -> None:
     for number, test in enumerate(tests):
         child = Child(
-            lambda: run_program(code),
+            lambda: run_as("__main__", code),
             test["stdin"].encode("utf-8", "surrogateescape"),
             test["memory_mb"],
             job["max_output"],
         )
         why = child.wait(child.started + test["timeout_s"], lambda: False)
         child.end()
-        told = told_of(child, why)
-        report({"test": number, **told})
-        if _num_reported > job["max_reports"] or (job["stop_on_failure"] and told["status"] != "success"):
+        facts = report_of(child, why)
+        report({"test": number, **facts})
+        if _num_reported > job["max_reports"] or (job["stop_on_failure"] and facts["status"] != "success"):
             return
 
 
-def run_program(code: CodeType) -> None:
-    module = type(sys)("__main__")
+def run_as(name: str, code: CodeType) -> Any:
+    """Run the program as a new module of this name, and return the module."""
+    module = sys.modules[name] = type(sys)(name)
     module.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = module
     exec(code, module.__dict__)
+    return module
 
 
-# --- functions that are called ------------------------------------------------------------------------------
+# --- functions that are called ---
 
 
 def serve_calls(code: CodeType, tests: list[Json], job: Json) -> None:
@@ -242,14 +247,17 @@ def serve_calls(code: CodeType, tests: list[Json], job: Json) -> None:
 
 
 def serve_some_calls(code: CodeType, tests: list[Json], first: int, job: Json) -> int | None:
-    """One child, until it dies or the memory limit changes; the number of the next test, None to stop."""
+    """Run one child until it dies or the memory limit changes; returns the number of the next test, None to stop."""
     memory_mb = tests[first]["memory_mb"]
     child = Child(lambda: answer_calls(code, tests[first:]), None, memory_mb, job["max_output"])
     try:
         since = child.started
         why = child.wait(since + tests[first]["timeout_s"], lambda: child.answers.startswith(b"ready\n"))
         if why != "done":
-            report_dead_on_arrival(child, why, tests, first)
+            child.end()
+            failed = unanswered(child, why)  # it failed before its functions were defined, as it always would
+            for number in range(first, len(tests)):
+                report({"test": number, **failed})
             return None
         del child.answers[: len(b"ready\n")]
         for number in range(first, len(tests)):
@@ -270,37 +278,26 @@ def serve_some_calls(code: CodeType, tests: list[Json], first: int, job: Json) -
         child.end()
 
 
-def report_dead_on_arrival(child: Child, why: str, tests: list[Json], first: int) -> None:
-    """It did not get as far as its functions; it never would."""
-    child.end()
-    told = unanswered(child, why)
-    for number in range(first, len(tests)):
-        report({"test": number, **told})
-
-
 def unanswered(child: Child, why: str, since: float | None = None) -> Json:
-    told = told_of(child, why, since)
-    if told["status"] == "success":
-        told.update(status="runtime_error", detail="It ended before it answered.")
-    return told
+    facts = report_of(child, why, since)
+    if facts["status"] == "success":
+        facts.update(status="runtime_error", detail="It ended before it answered.")
+    return facts
 
 
 def report_answers(number: int, child: Child, since: float) -> None:
     line, _, rest = bytes(child.answers).partition(b"\n")
     child.answers[:] = rest
-    child.drain()  # it wrote what it had to say before it answered
-    told = told_of(child, None, since)
+    child.drain()  # its output comes before its answer
+    facts = report_of(child, None, since)
     child.out.clear()
     child.err.clear()
-    report({"test": number, **told, "answers": line.decode("ascii", "replace")})
+    report({"test": number, **facts, "answers": line.decode("ascii", "replace")})
 
 
 def answer_calls(code: CodeType, tests: list[Json]) -> None:
-    """The child's side. It waits before each test, so that what it writes and the time it takes are that test's."""
-    module = type(sys)("candidate")
-    module.__dict__["__builtins__"] = __builtins__
-    sys.modules["candidate"] = module
-    exec(code, module.__dict__)
+    """The child's side. It waits before each test, so that output and time belong to that test."""
+    module = run_as("candidate", code)
     os.write(ANSWERS, b"ready\n")
     for test in tests:
         if not os.read(GO_ON, 1):
@@ -311,7 +308,7 @@ def answer_calls(code: CodeType, tests: list[Json]) -> None:
             if "error" in answers[-1]:
                 break
         sys.stdout.flush()
-        send(answers)
+        write_line(ANSWERS, answers)
 
 
 def answer_call(module: Any, function: str, arguments: Any) -> Json:
@@ -320,7 +317,7 @@ def answer_call(module: Any, function: str, arguments: Any) -> Json:
         if function not in module.__dict__:
             raise NameError(f"name {function!r} is not defined")
         return {"value": encode(module.__dict__[function](*args, **kwargs))}
-    except BaseException as error:  # noqa: BLE001 - whatever it raises, exits included, is its answer
+    except BaseException as error:  # noqa: BLE001 - any exception, exits included, is its answer
         print_error(error)
         return {"error": said(error), "type": type(error).__name__}
 
@@ -333,13 +330,7 @@ def said(error: BaseException) -> str:
     return (type(error).__name__ + ": " + text)[:1000] if text else type(error).__name__
 
 
-def send(answers: list[Json]) -> None:
-    data = (to_json(answers) + "\n").encode("ascii")
-    while data:
-        data = data[os.write(ANSWERS, data) :]
-
-
-# --- becoming the candidate ---------------------------------------------------------------------------------
+# --- becoming the candidate ---
 
 
 def _become_candidate(
@@ -349,7 +340,7 @@ def _become_candidate(
     stderr: int,
     answers: int,
     memory_mb: int,
-    is_told_to_go_on: bool,
+    waits_for_go: bool,
 ) -> None:
     """In the child: never returns."""
     exit_code = 1
@@ -357,13 +348,13 @@ def _become_candidate(
         os.setsid()
         set_dumpable(True)  # /dev/stdin is a link to /proc/self/fd/0
         os.dup2(answers, ANSWERS, inheritable=False)
-        if is_told_to_go_on:
+        if waits_for_go:
             os.dup2(stdin, GO_ON, inheritable=False)
             stdin = os.open(os.devnull, os.O_RDONLY)
         for target, fd in enumerate((stdin, stdout, stderr)):
             os.dup2(fd, target)
         os.closerange(3, ANSWERS)
-        os.closerange(GO_ON + is_told_to_go_on, 256)
+        os.closerange(GO_ON + waits_for_go, 256)
         limit = memory_mb * 1024 * 1024
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         if hard != resource.RLIM_INFINITY:
@@ -378,14 +369,14 @@ def _become_candidate(
 
 
 def _renew_streams() -> None:
-    """Those of the parent have been read from, and belong to other pipes."""
+    """Replace the parent's streams, which have been read from and belong to other pipes."""
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _run_to_the_end(run: Callable[[], None]) -> int:
-    """As the interpreter would: run, wait for threads, call what atexit holds, flush; the exit code."""
+    """Like the interpreter: run, wait for threads, call atexit functions, flush; returns the exit code."""
     code = 0
     try:
         run()
@@ -413,7 +404,7 @@ def _exit_code(code: object) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """Its traceback without our own frames."""
+    """Its traceback without the frames of this file."""
     if isinstance(error, MemoryError):
         os.write(2, b"MemoryError\n")  # there may be no memory left for more
         return
@@ -429,21 +420,21 @@ def print_error(error: BaseException) -> None:
         os.write(2, (type(error).__name__ + "\n").encode("utf-8", "replace"))
 
 
-# --- what is known of a child -------------------------------------------------------------------------------
+# --- reports of a child ---
 
 
-def told_of(child: Child, why: str | None, since: float | None = None) -> Json:
-    """`why` is None for one that answered and goes on."""
+def report_of(child: Child, why: str | None, since: float | None = None) -> Json:
+    """`why` is that of `Child.wait`; None for a child that answered and goes on."""
     stderr = bytes(child.err[-_MAX_STDERR:]).decode("utf-8", "replace")
-    told = {
+    facts = {
         "stdout": bytes(child.out[: child.max_output]).decode("utf-8", "replace"),
         "stderr": stderr,
         "ms": (time.monotonic() - (child.started if since is None else since)) * 1000,
     }
     if child.usage is not None:
-        told["peak_kb"] = child.usage.ru_maxrss
-        told["cpu_ms"] = (child.usage.ru_utime + child.usage.ru_stime) * 1000
-    return {**told, **how_it_ended(child, why, stderr)}
+        facts["peak_kb"] = child.usage.ru_maxrss
+        facts["cpu_ms"] = (child.usage.ru_utime + child.usage.ru_stime) * 1000
+    return {**facts, **how_it_ended(child, why, stderr)}
 
 
 def how_it_ended(child: Child, why: str | None, stderr: str) -> Json:

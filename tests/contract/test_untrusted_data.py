@@ -56,8 +56,10 @@ ALLOWED = {
     ("src/ludic/envs/code_exec/inside/serve_tests.py", "exec"): SANDBOX,
     ("src/ludic/envs/code_exec/inside/check_program.py", "exec"): SANDBOX,
     ("src/ludic/registry.py", "exec_module"): "imports the file that a user names as their env: env.py:Class",
-    ("src/ludic/sandbox/runner_process.py", "marshal"): "starts the supervisor, which is Ludic's own code",
-    ("src/ludic/sandbox/run.py", "marshal"): "writes a job for the supervisor; nothing is read back so",
+    (
+        "src/ludic/sandbox/runner_process.py",
+        "marshal",
+    ): "starts the supervisor, which is Ludic's own code, and writes its job; nothing is read back so",
     ("src/ludic/sandbox/supervisor.py", "marshal"): "reads the job that Ludic wrote, before the program runs",
     ("src/ludic/sandbox/supervisor.py", "exec"): SANDBOX,
 }

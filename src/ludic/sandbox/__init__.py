@@ -5,6 +5,8 @@
 
 from ludic.sandbox.backends import (
     SandboxBackend,
+    SubprocessConfig,
+    SubprocessSandboxPool,
     create_sandbox_pool,
     detect_available_backend,
     get_backend_info,
@@ -37,7 +39,6 @@ from ludic.sandbox.interface import (
     SandboxPoolExhaustedError,
 )
 from ludic.sandbox.pool import BaseSandboxPool, LRUCache
-from ludic.sandbox.subprocess_backend import SubprocessConfig, SubprocessSandboxPool
 
 __all__ = [
     "CompileStatus", "RunStatus", "CompileResult", "ExecutionResult", "CommandResult", "SandboxLimits",

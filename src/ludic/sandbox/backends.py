@@ -1,18 +1,28 @@
-"""Choosing a backend: which there are, which work here, and a started pool of one."""
+"""Choosing a backend: which ones exist, which work here, a started pool of one; and the plain subprocess backend."""
 
 import asyncio
+import contextlib
+import logging
 import os
+import shutil
+import signal
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, bubblewrap_problem
+from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, bubblewrap_problem, find_interpreter
 from ludic.sandbox.containers import ContainerConfig, DockerSandboxPool, PodmanSandboxPool, engine_problem
-from ludic.sandbox.interface import SandboxError
+from ludic.sandbox.interface import Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
-from ludic.sandbox.subprocess_backend import SubprocessConfig, SubprocessSandboxPool
+from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError, UnknownName
+
+logger = logging.getLogger(__name__)
 
 
 class SandboxBackend(StrEnum):
@@ -90,7 +100,7 @@ async def create_sandbox_pool(
     python_version: str = "auto",
     cache_size: int = 10_000,
     max_concurrent_ops: int = 8,
-    config: BubblewrapConfig | ContainerConfig | SubprocessConfig | None = None,
+    config: "BubblewrapConfig | ContainerConfig | SubprocessConfig | None" = None,
     **pool_settings: Any,
 ) -> BaseSandboxPool:
     """A started pool. `config` is that of the backend; `pool_settings` are the rest of BaseSandboxPool's.
@@ -184,3 +194,79 @@ def _is_of_no_use(starting: "asyncio.Task[BaseSandboxPool]") -> bool:
     if not starting.done():
         return False
     return starting.cancelled() or starting.exception() is not None or starting.result().has_given_up
+
+
+# --- the subprocess backend: no sandbox at all ---
+# For programs that you would run yourself, on machines where no other backend works. It limits time, output and the memory of each
+# process, and ends the program's process group. The program has your files, your network and your rights, and can leave
+# processes behind. `auto` never chooses it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubprocessConfig:
+    """Settings of the subprocess backend."""
+
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """The number of processes and the size of the workspace are not enforced."""
+    python: str = "auto"
+
+
+class _SubprocessLauncher:
+    """Starts runners that are plain processes, each in its own folder."""
+
+    def __init__(self, config: SubprocessConfig) -> None:
+        self._interpreter = find_interpreter(config.python)
+
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
+        if binds:
+            raise ConfigError("The subprocess backend cannot bind folders: its programs see the host as it is.")
+        folder = tempfile.mkdtemp(prefix="ludic-subprocess-")
+        isolation = _GroupIsolation(folder)
+        runner = await start_runner(
+            [self._interpreter.path, *supervisor_command(self._interpreter.magic)],
+            env=BASE_ENV,
+            isolation=isolation,
+            workspace=folder,
+            limit_processes=False,  # RLIMIT_NPROC would count everything that this user runs
+            new_session=True,
+        )
+        isolation.group = runner.pid
+        await runner.ready()
+        return runner
+
+
+class _GroupIsolation:
+    """A process group and its folder; a program can leave the group."""
+
+    def __init__(self, folder: str) -> None:
+        self.group: int | None = None
+        self._folder = folder
+
+    async def identify(self) -> None:
+        """The group is known from the start."""
+
+    def begin(self, limit_bytes: int) -> None:
+        """Nothing counts the memory of the group."""
+
+    async def end(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def memory(self) -> tuple[int | None, bool]:
+        return None, False
+
+
+class SubprocessSandboxPool(BaseSandboxPool):
+    """Plain processes behind the interface of a sandbox pool."""
+
+    def __init__(self, config: SubprocessConfig | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._config = config or SubprocessConfig()
+        self._launcher = _SubprocessLauncher(self._config)
+        logger.warning("The subprocess backend is not a sandbox: programs run with your rights, files and network.")
+
+    async def _make_sandbox(self) -> ProcessSandbox:
+        return ProcessSandbox(self._launcher, self._config.limits)

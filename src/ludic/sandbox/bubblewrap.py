@@ -135,33 +135,33 @@ class BubblewrapLauncher:
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         binds = [*self._interpreter_binds(), *self._config.binds, *binds]
         _check_binds(binds)
-        enclosure = NamespaceIsolation(self._groups)
+        isolation = NamespaceIsolation(self._groups)
         passed: list[int] = []
         try:
-            passed.append(enclosure.open_status())
+            passed.append(isolation.open_status())
             if seccomp.is_supported():
                 passed.append(_filled_pipe(seccomp.program()))
-            cell = await start_runner(
+            runner = await start_runner(
                 [
-                    *_as_other_user(self._uid, enclosure.procs, binds),
+                    *_as_other_user(self._uid, isolation.procs, binds),
                     *bubblewrap_command(limits, _reachable(binds, self._uid), *passed),
                     self._interpreter.path,
                     *supervisor_command(self._interpreter.magic),
                 ],
                 env={},  # process 1 inside would show it
-                enclosure=enclosure,
+                isolation=isolation,
                 workspace=_WORKSPACE,
                 stdin_owner=self._uid,
                 pass_fds=passed,
             )
         except BaseException:
-            enclosure.abandon()
+            isolation.abandon()
             raise
         finally:
             for fd in passed:
                 os.close(fd)
-        await cell.ready()
-        return cell
+        await runner.ready()
+        return runner
 
     async def close(self) -> None:
         if self._groups:

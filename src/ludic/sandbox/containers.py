@@ -65,15 +65,15 @@ class ContainerLauncher:
 
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         name = f"ludic-{uuid.uuid4().hex}"
-        cell = await start_runner(
+        runner = await start_runner(
             container_command(self._engine, self._config, name, limits, binds),
             env=os.environ,  # the client's: where the engine is; the program has the container's
-            enclosure=ContainerIsolation(self._engine, name),
+            isolation=ContainerIsolation(self._engine, name),
             workspace=self._config.working_dir,
             limit_processes=False,  # RLIMIT_NPROC would count all containers; --pids-limit counts this one
         )
-        await cell.ready()
-        return cell
+        await runner.ready()
+        return runner
 
 
 class ContainerIsolation:

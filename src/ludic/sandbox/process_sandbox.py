@@ -1,11 +1,12 @@
-"""A sandbox that runs each program in a new runner process, and keeps the next one ready.
+"""`ProcessSandbox`: runs each program in a new runner process, keeps the next one ready, and chooses the status of a run.
 
-All backends are this class with another launcher. Nothing is shared between two runs but the launcher, so the state that
-a reset has to undo is: runs that are still going.
+Each backend is this class with its own launcher. Two runs share nothing but the launcher, so a reset only has to end running jobs.
 """
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,8 +22,7 @@ from ludic.sandbox.interface import (
     SandboxError,
     SandboxLimits,
 )
-from ludic.sandbox.run import PROGRAM, Job
-from ludic.sandbox.runner_process import RawRun, RunnerProcess, compile_verdict, run_verdict, termination
+from ludic.sandbox.runner_process import PROGRAM, ExitFacts, Job, RawRun, RunnerProcess
 from ludic.types import ConfigError
 
 BASE_ENV = {
@@ -35,15 +35,15 @@ BASE_ENV = {
 
 
 class Launcher(Protocol):
-    """Starts cells of one kind."""
+    """Starts the runner processes of one backend."""
 
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
-        """A cell that is ready. SandboxError when that cannot be had."""
+        """A runner that is ready; SandboxError if it does not start."""
         ...
 
 
 class ProcessSandbox:
-    """See ludic.sandbox.interface: Sandbox and CommandSandbox."""
+    """Implements Sandbox and CommandSandbox of ludic.sandbox.interface."""
 
     def __init__(self, launcher: Launcher, limits: SandboxLimits | None = None) -> None:
         self._launcher = launcher
@@ -58,7 +58,7 @@ class ProcessSandbox:
         return self._python_version
 
     async def reset(self) -> None:
-        """End what still runs and have a fresh cell ready."""
+        """End running jobs and have a fresh runner ready."""
         await self._end_runs()
         if self._spare is not None and self._spare.done() and not _is_good(self._spare):
             await self._drop_spare()
@@ -67,18 +67,19 @@ class ProcessSandbox:
         self._python_version = (await asyncio.shield(self._spare)).python_version
 
     async def close(self) -> None:
-        """End everything. No run can be started afterwards."""
+        """End everything; no run can start afterwards."""
         self._closed = True
         await self._end_runs()
         await self._drop_spare()
 
     async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
-        job = self._python_job(code, timeout_s=timeout_s, limits=self._limits, compile_only=True)
-        seen = await self._run(job)
-        status, detail = run_verdict(seen)
+        raw = await self._run(
+            Job(files={PROGRAM: _bytes(code)}, timeout_s=timeout_s, limits=self._limits, compile_only=True)
+        )
+        status, detail = run_verdict(raw)
         if status is RunStatus.SANDBOX_ERROR:
             raise SandboxError(detail)
-        return compile_verdict(seen)
+        return compile_verdict(raw)
 
     async def execute(
         self,
@@ -90,16 +91,16 @@ class ProcessSandbox:
         memory_limit_mb: int | None = None,
         env_vars: Mapping[str, str] | None = None,
     ) -> ExecutionResult:
-        limits = replace(self._limits, memory_mb=memory_limit_mb or self._limits.memory_mb)
-        job = self._python_job(
-            code,
-            stdin=stdin.encode("utf-8", "surrogatepass"),
+        job = Job(
+            files={PROGRAM: _bytes(code)},
+            stdin=_bytes(stdin),
             skip_compile=skip_compile,
             timeout_s=timeout_s,
-            limits=limits,
+            limits=replace(self._limits, memory_mb=memory_limit_mb or self._limits.memory_mb),
             env={**BASE_ENV, **(env_vars or {})},
         )
-        return ExecutionResult(**await self._facts(job))
+        _, facts = await self._facts(job)
+        return ExecutionResult(**facts)
 
     async def run_command(
         self,
@@ -132,40 +133,35 @@ class ProcessSandbox:
             limits=limits,
             env={**BASE_ENV, **(env_vars or {})},
         )
-        found: dict[str, bytes] = {}
-        return CommandResult(**await self._facts(job, binds, found), outputs=found)
+        outputs, facts = await self._facts(job, binds)
+        return CommandResult(**facts, outputs=outputs)
 
-    # --- one run ------------------------------------------------------------------------------------------------
+    # --- one run ---
 
-    async def _facts(
-        self, job: Job, binds: Sequence[Bind] = (), outputs: dict[str, bytes] | None = None
-    ) -> dict[str, Any]:
-        """The fields of an ExecutionResult."""
+    async def _facts(self, job: Job, binds: Sequence[Bind] = ()) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """The output files, and the fields of an ExecutionResult."""
         started = time.perf_counter()
         try:
-            seen = await self._run(job, binds)
+            raw = await self._run(job, binds)
         except SandboxError as e:
             compiled = CompileResult(status=CompileStatus.UNKNOWN_ERROR, error_message=str(e))
-            return {"compile_result": compiled, "run_status": RunStatus.SANDBOX_ERROR, "detail": str(e)}
-        compiled = compile_verdict(seen)
-        status, detail = run_verdict(seen)
-        exit_code, signal_number = termination(seen)
-        if outputs is not None:
-            outputs.update(seen.outputs)
-        total_ms = (time.perf_counter() - started) * 1000.0
-        ending = seen.ending
+            return {}, {"compile_result": compiled, "run_status": RunStatus.SANDBOX_ERROR, "detail": str(e)}
+        compiled, ending = compile_verdict(raw), raw.ending
+        status, detail = run_verdict(raw)
         ran = status is not RunStatus.NOT_RUN
-        return {
+        exit_code, signal_number = termination(raw) if ran else (None, None)
+        total_ms = (time.perf_counter() - started) * 1000.0
+        return raw.outputs, {
             "compile_result": compiled,
             "run_status": status,
-            "stdout": seen.stdout.decode("utf-8", "replace"),
-            "stderr": seen.stderr.decode("utf-8", "replace"),
-            "exit_code": exit_code if ran else None,
-            "signal": signal_number if ran else None,
+            "stdout": raw.stdout.decode("utf-8", "replace"),
+            "stderr": raw.stderr.decode("utf-8", "replace"),
+            "exit_code": exit_code,
+            "signal": signal_number,
             "compile_duration_ms": compiled.duration_ms,
             "run_duration_ms": max(0.0, (ending.run_ms if ending else total_ms) - compiled.duration_ms) if ran else 0.0,
             "total_duration_ms": total_ms,
-            "peak_memory_bytes": seen.group_peak or (ending.peak if ending else None),
+            "peak_memory_bytes": raw.group_peak or (ending.peak if ending else None),
             "cpu_time_ms": ending.cpu_ms if ending else None,
             "output_truncated": ending is not None and ending.overflow,
             "detail": detail,
@@ -186,29 +182,29 @@ class ProcessSandbox:
             raise
 
     async def _run_in_runner(self, job: Job, binds: Sequence[Bind]) -> RawRun:
-        cell = await self._take(job.limits, binds)
+        runner = await self._take(job.limits, binds)
         try:
-            return await cell.run(job)
+            return await runner.run(job)
         finally:
             self._prepare()
 
-    # --- cells --------------------------------------------------------------------------------------------------
+    # --- runners ---
 
     async def _take(self, limits: SandboxLimits, binds: Sequence[Bind]) -> RunnerProcess:
-        """The spare cell where it is good enough, else one made for these limits."""
+        """The spare runner if it fits, else one made for these limits."""
         spare, fits = self._spare, limits.memory_mb <= self._limits.memory_mb and not binds
         if spare is not None and fits and limits.workspace_mb == self._limits.workspace_mb:
             self._spare = None
-            with contextlib.suppress(SandboxError):  # what failed in the background gets a second chance
+            with contextlib.suppress(SandboxError):  # after a failed start in the background another one is tried
                 try:
-                    cell = await spare
+                    runner = await spare
                 except asyncio.CancelledError:
                     if spare.done() and _is_good(spare):
                         await spare.result().close()
                     raise
-                if cell.is_alive:
-                    return cell
-                await cell.close()
+                if runner.is_alive:
+                    return runner
+                await runner.close()
         return await self._start(limits, binds)
 
     async def _start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
@@ -237,12 +233,6 @@ class ProcessSandbox:
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
 
-    def _python_job(self, code: str, **settings: Any) -> Job:
-        return Job(
-            files={PROGRAM: code.encode("utf-8", "surrogatepass")},
-            **settings,
-        )
-
 
 def _is_good(spare: asyncio.Task[RunnerProcess]) -> bool:
     return not spare.cancelled() and spare.exception() is None and spare.result().is_alive
@@ -255,3 +245,71 @@ def _is_being_cancelled() -> bool:
 
 def _bytes(content: str | bytes) -> bytes:
     return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+
+
+# --- from a run to its result: the one place where a status is chosen ---
+
+
+def compile_verdict(raw: RawRun) -> CompileResult:
+    """The compiler's own record, or why there is none."""
+    if raw.compiled is not None:
+        return raw.compiled
+    status, message = CompileStatus.UNKNOWN_ERROR, "The sandbox ended before it could compile."
+    if raw.killed_for_memory:
+        message = "The compiler ran out of memory."
+    elif raw.timed_out:
+        status, message = CompileStatus.TIMEOUT, "Compiling took too long."
+    elif raw.ending is not None:
+        how = _signal_name(raw.ending.status) or f"exit code {os.waitstatus_to_exitcode(raw.ending.status)}"
+        message = f"The compiler ended with {how}."
+    return CompileResult(status=status, error_message=message)
+
+
+def run_verdict(raw: RawRun) -> tuple[RunStatus, str]:
+    """The status, and a sentence that explains it. A failed run has one reason: memory before time before the rest."""
+    if raw.compiled is None:
+        known = raw.ending is not None or raw.timed_out or raw.killed_for_memory
+        return (
+            (RunStatus.NOT_RUN, "") if known else (RunStatus.SANDBOX_ERROR, raw.launcher_error or "It ended unasked.")
+        )
+    if not raw.compiled.success:
+        return RunStatus.NOT_RUN, ""
+    ending = raw.ending
+    if ending is not None and ending.overflow:  # also when it had just ended by itself: the output is incomplete
+        return RunStatus.KILLED, "It wrote more output than it may."
+    if ending is not None and ending.status == 0:
+        # A program may handle that a child of it was killed for memory.
+        return RunStatus.SUCCESS, "A process of it was killed for memory." if raw.killed_for_memory else ""
+    if raw.killed_for_memory or (ending is not None and (ending.memory_error or _died_full(ending, raw.memory_limit))):
+        return RunStatus.MEMORY_EXCEEDED, "It used more memory than it may."
+    if raw.timed_out:
+        return RunStatus.TIMEOUT, "It ran longer than it may."
+    if ending is None:
+        return RunStatus.KILLED, "It ended the whole sandbox."
+    if os.WIFSIGNALED(ending.status):
+        if os.WTERMSIG(ending.status) == signal.SIGXCPU:
+            return RunStatus.TIMEOUT, "It used more CPU time than it may."
+        return RunStatus.KILLED, f"It was ended by {_signal_name(ending.status)}."
+    return RunStatus.RUNTIME_ERROR, ""
+
+
+def _died_full(ending: ExitFacts, limit: int) -> bool:
+    """Killed with its memory used up; container engines do not always report the reason."""
+    killed = os.WIFSIGNALED(ending.status) and os.WTERMSIG(ending.status) == signal.SIGKILL
+    return killed and not ending.timed_out and 0 < 0.95 * limit <= ending.peak
+
+
+def termination(raw: RawRun) -> tuple[int | None, int | None]:
+    """Exit code and signal of the program; one of them is None, or both."""
+    if raw.ending is None:
+        return None, None
+    code = os.waitstatus_to_exitcode(raw.ending.status)
+    return (None, -code) if code < 0 else (code, None)
+
+
+def _signal_name(status: int) -> str:
+    """Like SIGKILL, for a process that a signal ended; else empty."""
+    if not os.WIFSIGNALED(status):
+        return ""
+    number = os.WTERMSIG(status)
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

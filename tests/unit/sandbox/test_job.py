@@ -3,7 +3,7 @@ import marshal
 import pytest
 
 from ludic.sandbox import SandboxLimits
-from ludic.sandbox.run import Job
+from ludic.sandbox.runner_process import Job
 from ludic.types import ConfigError
 
 LIMITS = SandboxLimits(memory_mb=100, max_processes=7, workspace_mb=3)

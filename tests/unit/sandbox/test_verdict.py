@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
-from ludic.sandbox.run import ExitFacts, read_compile_record, read_exit_facts
-from ludic.sandbox.runner_process import RawRun, compile_verdict, run_verdict, termination
+from ludic.sandbox.process_sandbox import compile_verdict, run_verdict, termination
+from ludic.sandbox.runner_process import ExitFacts, RawRun, read_compile_record, read_exit_facts
 
 GOOD = CompileResult(status=CompileStatus.SUCCESS)
 
@@ -71,7 +71,10 @@ def test_each_way_to_compile_has_its_status(seen, status):
 
 
 def test_a_sandbox_error_passes_on_what_the_launcher_said():
-    assert run_verdict(RawRun(complaint="bwrap: no such thing")) == (RunStatus.SANDBOX_ERROR, "bwrap: no such thing")
+    assert run_verdict(RawRun(launcher_error="bwrap: no such thing")) == (
+        RunStatus.SANDBOX_ERROR,
+        "bwrap: no such thing",
+    )
 
 
 def test_exit_code_and_signal_exclude_each_other():

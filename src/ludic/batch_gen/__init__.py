@@ -4,9 +4,8 @@
 stitching.py (samples), sources/ (batches), requests/ (tasks), pipeline/ (actors and learners over Redis).
 """
 
-from ludic.batch_gen.chat_items import make_chat_template_step_to_item
 from ludic.batch_gen.engine import Progress, RolloutEngine
-from ludic.batch_gen.groups import TooManyFailures
+from ludic.batch_gen.episodes import TooManyFailures
 from ludic.batch_gen.requests.curriculum import (
     Curriculum,
     EasiestFirstCurriculum,
@@ -17,21 +16,20 @@ from ludic.batch_gen.requests.curriculum import (
     UniformCurriculum,
 )
 from ludic.batch_gen.requests.dataset import (
+    AssignedRequests,
     DatasetRequests,
     MixedRequests,
     RequestsFn,
+    assign_roles,
     make_dataset_queue_requests_fn,
     make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue,
 )
-from ludic.batch_gen.requests.roles import AssignedRequests, assign_roles
-from ludic.batch_gen.requests.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.batch_gen.requests.groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.batch_gen.sources.asynchronous import AsyncRolloutBatchSource
-from ludic.batch_gen.sources.dynamic_sampling import DynamicSampling
-from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart
-from ludic.batch_gen.sources.offline import OfflineBatchSource
-from ludic.batch_gen.sources.replay import ReplayBatchSource
-from ludic.batch_gen.sources.rollouts import RolloutBatchSource
+from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBatchSource
+from ludic.batch_gen.sources.offline import OfflineBatchSource, make_chat_template_step_to_item
+from ludic.batch_gen.sources.rollouts import DynamicSampling, RolloutBatchSource
 from ludic.batch_gen.sources.shared import PolicyBatchSource, SharedRollouts
 from ludic.batch_gen.sources.teachers import (
     DomainTeachers,

@@ -1,12 +1,11 @@
 """Builds a batch from finished episodes: drops failed groups, assigns credit, stitches, filters, counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
 
 from ludic.batch_gen.episodes import Episode
-from ludic.batch_gen.groups import KeptEpisodes, drop_failed_groups
 from ludic.batch_gen.stitching import stitch_rollout
 from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWBatch, SAWItem
 
@@ -29,6 +28,40 @@ def credit_of(credit_assigner: CreditAssigner | None, algorithm: HasCreditAssign
         return algorithm.credit_assigner
     assert credit_assigner is not None, "one of the two is given"
     return credit_assigner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptEpisodes:
+    """The episodes that get credit, and counts of the dropped ones."""
+
+    episodes: list[Episode]
+    """In order; every group is complete."""
+    num_failed: int
+    num_groups_dropped: int
+    num_retried: int
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for episode in self.episodes for rollout in episode.rollouts if rollout.failure is None]
+
+    def played_by(self, policy: str) -> "KeptEpisodes":
+        """The same episodes with only this policy's rollouts."""
+        return replace(
+            self,
+            episodes=[replace(e, rollouts=[r for r in e.rollouts if r.policy == policy]) for e in self.episodes],
+        )
+
+
+def drop_failed_groups(episodes: Sequence[Episode]) -> KeptEpisodes:
+    """Drop failed episodes and the groups they belong to."""
+    failed = [episode for episode in episodes if episode.failure is not None]
+    broken = {episode.plan.group_id for episode in failed} - {None}
+    return KeptEpisodes(
+        episodes=[e for e in episodes if e.failure is None and e.plan.group_id not in broken],
+        num_failed=len(failed),
+        num_groups_dropped=len(broken),
+        num_retried=sum(episode.num_attempts > 1 for episode in episodes),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

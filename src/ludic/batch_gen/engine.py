@@ -22,13 +22,13 @@ from ludic.batch_gen.episodes import (
     EpisodePlan,
     Factories,
     Factory,
+    FailureLimit,
     FailureLog,
     RunningEpisode,
     num_sampled_tokens,
     plan_episodes,
     run_episode,
 )
-from ludic.batch_gen.groups import FailureLimit
 from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter, read_episode, request_key, resume_plans
 from ludic.types import ConfigError, CreditAssigner, Rollout, RolloutRequest, SampleFilter, SAWBatch
 

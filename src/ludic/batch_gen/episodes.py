@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ludic.envs import LudicEnv
 from ludic.envs.threads import opened, time_limit
 from ludic.interaction import InteractionProtocol, run_or_record
 from ludic.interaction.base import AnyEnv
-from ludic.types import ConfigError, Failure, Rollout, RolloutRequest, UnknownName, derive_seed, new_id
+from ludic.types import ConfigError, Failure, LudicError, Rollout, RolloutRequest, UnknownName, derive_seed, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,8 @@ class Factories:
 
     def make_env(self, request: RolloutRequest) -> AnyEnv:
         kind, kwargs = request.env.kind, request.env.kwargs
-        if kind not in self._envs:
-            env: AnyEnv = registry.envs.make(kind, **kwargs)
-        else:
-            env = self._make("env", kind, self._envs[kind], kwargs)
+        own = self._envs.get(kind)
+        env: AnyEnv = registry.envs.make(kind, **kwargs) if own is None else self._make("env", kind, own, kwargs)
         return env
 
     def make_protocol(self, request: RolloutRequest) -> InteractionProtocol:
@@ -199,14 +197,11 @@ class FailureLog:
         if kind in self._num_logged:
             return
         self._num_logged[kind] = 1
+        details = (
+            f" (at {failure.place}; the full traceback is in the rollout's failure.traceback)" if failure.place else ""
+        )
         if failure.user_traceback:
             details = f"\n{failure.user_traceback.rstrip()}"
-        else:
-            details = (
-                f" (at {failure.place}; the full traceback is in the rollout's failure.traceback)"
-                if failure.place
-                else ""
-            )
         logger.warning(
             "%s of env %r failed%s: %s%s",
             plan.label.capitalize(),
@@ -222,6 +217,39 @@ class FailureLog:
             if num_seen >= 2 * self._num_logged[error, place]:
                 self._num_logged[error, place] = num_seen
                 logger.warning("%s%s: %d failed attempts so far.", error, f" at {place}" if place else "", num_seen)
+
+
+class TooManyFailures(LudicError, RuntimeError):
+    """More episodes failed than the run allows."""
+
+
+class FailureLimit:
+    """Counts failed episodes and raises TooManyFailures as soon as the limit is certain to be exceeded."""
+
+    def __init__(self, max_failed_share: float, *, num_episodes: int) -> None:
+        if not 0 <= max_failed_share <= 1:
+            raise ConfigError(f"max_failed_share={max_failed_share}; it is a share of the episodes, from 0 to 1.")
+        self._share, self._num_episodes = max_failed_share, num_episodes
+        self.num_failed = 0
+        self._kinds: Counter[tuple[str, str]] = Counter()
+        self._first: dict[tuple[str, str], str] = {}
+        """Kind of failure → place, episode and message of the first one."""
+
+    def count(self, episode: Episode) -> None:
+        failure = episode.failure
+        if failure is None:
+            return
+        self.num_failed += 1
+        kind, text = (failure.error, failure.place), failure.summary
+        self._kinds[kind] += 1
+        place, end = f" at {failure.place}" if failure.place else "", "" if text.endswith((".", "!", "?")) else "."
+        self._first.setdefault(kind, f"{place}, first in {episode.plan.label}: {text}{end}")
+        if self.num_failed > self._share * self._num_episodes:
+            shown = " ".join(f"{count} x{self._first[kind]}" for kind, count in self._kinds.most_common(3))
+            raise TooManyFailures(
+                f"{self.num_failed} of {self._num_episodes} episodes failed, more than max_failed_share={self._share:g} "
+                f"allows. {shown} Fix that, or raise max_failed_share."
+            )
 
 
 @dataclass(slots=True)
@@ -302,17 +330,6 @@ def _meta(plan: EpisodePlan, limits: EpisodeLimits) -> dict[str, Any]:
             "sampling_seed": plan.sampling_seed,
             "forced_env_seed": request.env_seed,
             "forced_sampling_seed": request.sampling_seed,
-            "return_spec": _return_spec(request),
+            "return_spec": None if request.inference is None else asdict(request.inference.return_),
         },
-    }
-
-
-def _return_spec(request: RolloutRequest) -> dict[str, Any] | None:
-    if request.inference is None:
-        return None
-    wanted = request.inference.return_
-    return {
-        "return_token_ids": wanted.return_token_ids,
-        "return_chosen_logprobs": wanted.return_chosen_logprobs,
-        "top_logprobs_k": wanted.top_logprobs_k,
     }

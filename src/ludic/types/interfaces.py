@@ -64,11 +64,27 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def state_of(part: object) -> dict[str, Any]:
+    """The state of a part that may have one; {} if it has none."""
+    return part.state_dict() if isinstance(part, Stateful) else {}
+
+
+def load_into(part: object, state: dict[str, Any]) -> None:
+    """Restore what `state_of` returned."""
+    if isinstance(part, Stateful):
+        part.load_state_dict(state)
+
+
 @runtime_checkable
 class FollowsVersions(Protocol):
     """Wants to know which policy version is being trained, to bound how far behind its batches are."""
 
     def notify_version(self, version: int) -> None: ...
+
+
+def tell_version(part: object, version: int) -> None:
+    if isinstance(part, FollowsVersions):
+        part.notify_version(version)
 
 
 @runtime_checkable

@@ -150,12 +150,8 @@ async def test_groups_without_a_difference_are_replaced_until_the_batch_is_full(
 
 
 async def test_no_request_that_was_drawn_is_lost_to_a_refill():
-    source = make_source(
-        requests_fn=dataset(50, group_size=2, batch_size=6, shuffle=False),
-        dynamic_sampling=DynamicSampling(max_rounds=9),
-    )
     played = []
-    engine = source._engine
+    engine = make_engine()
     original = engine.run_episodes
 
     async def run_episodes(requests, **kwargs):
@@ -163,6 +159,11 @@ async def test_no_request_that_was_drawn_is_lost_to_a_refill():
         return await original(requests, **kwargs)
 
     engine.run_episodes = run_episodes
+    source = make_source(
+        engine=engine,
+        requests_fn=dataset(50, group_size=2, batch_size=6, shuffle=False),
+        dynamic_sampling=DynamicSampling(max_rounds=9),
+    )
     for _ in range(2):
         await source.next_batch()
     assert played == list(range(len(played))) and len(played) > 12

@@ -19,9 +19,7 @@ from ludic.batch_gen.pipeline.episodes import GroupRunner, RecentFailures
 from ludic.batch_gen.pipeline.pacing import is_too_late, may_begin
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, LearnerState, new_actor_id
 from ludic.batch_gen.pipeline.wire import WireLimits, encode_group, group_facts
-from ludic.batch_gen.requests.dataset import RequestsFn
-from ludic.batch_gen.requests.strategies import RequestStrategy
-from ludic.batch_gen.requests.stream import RequestGroup, RequestStream
+from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
 from ludic.inference.http import RetryableError
 from ludic.types import (
     ChatClient,

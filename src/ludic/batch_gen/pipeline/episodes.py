@@ -13,9 +13,8 @@ from functools import partial
 
 from ludic.batch_gen.concurrency import as_finished
 from ludic.batch_gen.engine import RolloutEngine
-from ludic.batch_gen.episodes import Episode, EpisodeLimits
-from ludic.batch_gen.groups import TooManyFailures
-from ludic.batch_gen.requests.stream import RequestGroup
+from ludic.batch_gen.episodes import Episode, EpisodeLimits, TooManyFailures
+from ludic.batch_gen.requests.groups import RequestGroup
 from ludic.types import ConfigError, RolloutRequest, derive_seed
 
 _NUM_SHOWN = 3

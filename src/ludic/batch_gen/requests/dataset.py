@@ -5,14 +5,16 @@ sequence, saves its position in checkpoints.
 """
 
 import asyncio
+import contextlib
 import inspect
 import queue
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from ludic.batch_gen.requests.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.batch_gen.requests.groups import GRPORequestStrategy, IdentityStrategy, RequestsFn, RequestStrategy
+from ludic.interaction import Policies, RoleAssignment
 from ludic.types import (
     ConfigError,
     EnvSpec,
@@ -20,9 +22,9 @@ from ludic.types import (
     ProtocolSpec,
     RequestsExhausted,
     RolloutRequest,
-    Stateful,
     derive_seed,
 )
+from ludic.types.interfaces import load_into, state_of
 
 
 class EpochOrder:
@@ -67,7 +69,6 @@ class EpochOrder:
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-RequestsFn: TypeAlias = Callable[[], list[RolloutRequest]]
 OnEmpty: TypeAlias = Literal["raise", "return_empty"]
 Sample: TypeAlias = Any
 
@@ -93,22 +94,15 @@ def make_requests_fn_from_queue(
     expand = (strategy or IdentityStrategy()).expand
 
     def next_requests() -> list[RolloutRequest]:
-        items = _take(q, batch_size)
+        items: list[T] = []
+        with contextlib.suppress(queue.Empty, asyncio.QueueEmpty):
+            while len(items) < batch_size:
+                items.append(q.get_nowait())
         if not items and on_empty == "raise":
             raise RequestsExhausted("The queue of samples is empty.")
         return expand([build_request(item) for item in items])
 
     return next_requests
-
-
-def _take(q: TakesItems[T], limit: int) -> list[T]:
-    items: list[T] = []
-    while len(items) < limit:
-        try:
-            items.append(q.get_nowait())
-        except (queue.Empty, asyncio.QueueEmpty):
-            break
-    return items
 
 
 def _as_sample(sample: Sample) -> Mapping[str, Any]:
@@ -180,15 +174,10 @@ def make_dataset_queue_requests_fn(
 ) -> RequestsFn:
     """Requests from a queue of (index, sample); a group size above 1 expands each into a group."""
     builder = RequestBuilder(
-        env_kind=env_kind,
-        protocol_kind=protocol_kind,
-        inference=inference,
-        env_kwargs_fn=env_kwargs_fn,
-        protocol_kwargs=protocol_kwargs or {},
-        request_meta_fn=request_meta_fn,
-        env_seed_fn=env_seed_fn,
+        env_kind=env_kind, protocol_kind=protocol_kind, inference=inference, env_kwargs_fn=env_kwargs_fn,
+        protocol_kwargs=protocol_kwargs or {}, request_meta_fn=request_meta_fn, env_seed_fn=env_seed_fn,
         sampling_seed_fn=sampling_seed_fn,
-    )
+    )  # fmt: skip
     return make_requests_fn_from_queue(
         samples_q,
         batch_size=batch_size,
@@ -216,15 +205,10 @@ def make_dataset_sequence_requests_fn(
 ) -> "DatasetRequests":
     """Endless requests from a sequence; `shuffle` draws a new order each epoch."""
     builder = RequestBuilder(
-        env_kind=env_kind,
-        protocol_kind=protocol_kind,
-        inference=inference,
-        env_kwargs_fn=env_kwargs_fn,
-        protocol_kwargs=protocol_kwargs or {},
-        request_meta_fn=request_meta_fn,
-        env_seed_fn=env_seed_fn,
+        env_kind=env_kind, protocol_kind=protocol_kind, inference=inference, env_kwargs_fn=env_kwargs_fn,
+        protocol_kwargs=protocol_kwargs or {}, request_meta_fn=request_meta_fn, env_seed_fn=env_seed_fn,
         sampling_seed_fn=sampling_seed_fn,
-    )
+    )  # fmt: skip
     return DatasetRequests(
         samples,
         builder,
@@ -270,13 +254,11 @@ class DatasetRequests:
         return self._builder.build(index, self._samples[index], fresh_seed=fresh_seed)
 
     def state_dict(self) -> dict[str, Any]:
-        strategy = self._strategy.state_dict() if isinstance(self._strategy, Stateful) else {}
-        return {**self._order.state_dict(), "strategy": strategy}
+        return {**self._order.state_dict(), "strategy": state_of(self._strategy)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state)
-        if isinstance(self._strategy, Stateful):
-            self._strategy.load_state_dict(state["strategy"])
+        load_into(self._strategy, state["strategy"])
 
 
 class MixedRequests:
@@ -291,12 +273,11 @@ class MixedRequests:
         return [request for part in self._parts for request in part()]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() if isinstance(part, Stateful) else {} for part in self._parts]}
+        return {"parts": [state_of(part) for part in self._parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for part, own in zip(self._parts, state["parts"], strict=True):
-            if isinstance(part, Stateful):
-                part.load_state_dict(own)
+            load_into(part, own)
 
 
 def _strategy_for(group_size: int) -> RequestStrategy:
@@ -306,3 +287,54 @@ def _strategy_for(group_size: int) -> RequestStrategy:
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; a batch needs at least one request.")
+
+
+# --- policies in roles ---
+
+_ASSIGNMENT_SEEDS, _VERSION_SEEDS = 0, 1
+
+
+def assign_roles(request: RolloutRequest, assignment: RoleAssignment) -> RolloutRequest:
+    """The request with these policies in its roles. Its meta records them, so each rollout names its opponents."""
+    policies = {"policies": dict(assignment)}
+    protocol = replace(request.protocol, kwargs={**request.protocol.kwargs, **policies})
+    return replace(request, protocol=protocol, meta={**request.meta, **policies})
+
+
+class AssignedRequests:
+    """Requests with one of `seatings` (role assignments) each; a league's name is replaced by one of its members.
+
+    Both draws depend only on the request's env seed. So the members of a group, which share that seed, meet the same
+    opponent in the same roles, and a resumed run draws the same.
+    """
+
+    def __init__(
+        self, requests_fn: RequestsFn, seatings: Sequence[RoleAssignment], policies: Policies, *, seed: int = 0
+    ) -> None:
+        if not seatings:
+            raise ConfigError('AssignedRequests needs at least one seating, such as {"X": "first", "O": "second"}.')
+        self._requests_fn = requests_fn
+        self._seatings = [dict(seating) for seating in seatings]
+        self._policies = policies
+        self._seed = seed
+
+    def __call__(self) -> list[RolloutRequest]:
+        return [assign_roles(request, self._draw(request)) for request in self._requests_fn()]
+
+    def _draw(self, request: RolloutRequest) -> RoleAssignment:
+        if request.env_seed is None:
+            raise ConfigError(
+                "AssignedRequests draws roles by a request's env_seed, and this request has none. Give it one."
+            )
+        seed = derive_seed(self._seed, request.env_seed)
+        chosen = self._seatings[derive_seed(seed, _ASSIGNMENT_SEEDS) % len(self._seatings)]
+        return {
+            agent_id: self._policies.draw(name, derive_seed(seed, _VERSION_SEEDS, index))
+            for index, (agent_id, name) in enumerate(chosen.items())
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_of(self._requests_fn)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_into(self._requests_fn, state)

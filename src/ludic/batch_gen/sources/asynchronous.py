@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ludic.types import BatchSource, ConfigError, FollowsVersions, SAWBatch, Stateful
+from ludic.types import BatchSource, ConfigError, SAWBatch
+from ludic.types.interfaces import load_into, state_of, tell_version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +83,7 @@ class AsyncRolloutBatchSource:
         """Set the version of the policy that generates now. May be called from any thread."""
         self._version = version
         self._is_training = False
-        if isinstance(self._source, FollowsVersions):  # a replay buffer inside expires samples by version
-            self._source.notify_version(version)
+        tell_version(self._source, version)  # a replay buffer inside expires samples by version
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._go.set)
 
@@ -123,8 +123,8 @@ class AsyncRolloutBatchSource:
         """Reset after the event loop has ended (a second `train_sync`); the unfinished batch is generated again."""
         self._task = None
         self._go, self._filled = asyncio.Event(), asyncio.Event()
-        if self._in_progress is not None and isinstance(self._source, Stateful):
-            self._source.load_state_dict(self._in_progress.source_state)
+        if self._in_progress is not None:
+            load_into(self._source, self._in_progress.source_state)
         self._in_progress = None
 
     async def _generate(self) -> None:
@@ -132,7 +132,7 @@ class AsyncRolloutBatchSource:
             while not self._may_begin():
                 self._go.clear()
                 await self._go.wait()
-            self._in_progress = _BatchStart(version=self._version, source_state=self._source_state())
+            self._in_progress = _BatchStart(version=self._version, source_state=state_of(self._source))
             batch = await self._source.next_batch()
             self._ready.append((self._in_progress, batch))
             self._in_progress = None
@@ -144,20 +144,16 @@ class AsyncRolloutBatchSource:
 
     # --- resume ---
 
-    def _source_state(self) -> dict[str, Any]:
-        return self._source.state_dict() if isinstance(self._source, Stateful) else {}
-
     def state_dict(self) -> dict[str, Any]:
         """State at the start of the oldest batch not returned yet; a resume generates prefetched batches again."""
         pending = self._ready[0][0] if self._ready else self._in_progress
         return {
             "version": self._version,
-            "source": self._source_state() if pending is None else pending.source_state,
+            "source": state_of(self._source) if pending is None else pending.source_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._task is not None:
             raise ConfigError("Load the state before the first next_batch; generation has begun already.")
         self._version = state["version"]
-        if isinstance(self._source, Stateful):
-            self._source.load_state_dict(state["source"])
+        load_into(self._source, state["source"])

@@ -1,19 +1,69 @@
-"""`RolloutBatchSource`: generates the next batch on demand."""
+"""`RolloutBatchSource`: generates the next batch on demand, if asked with dynamic sampling.
 
+Dynamic sampling replaces groups without a learning signal until the batch is full: a group whose rollouts all have the same
+reward has zero advantage (DAPO, arXiv 2503.14476, section 3.2). Failed groups are replaced in the same way. The number of rounds
+is bounded; after the last one the batch may be smaller.
+"""
+
+import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
 from ludic.batch_gen.requests.curriculum import Curriculum
-from ludic.batch_gen.requests.dataset import RequestsFn
-from ludic.batch_gen.requests.strategies import RequestStrategy
-from ludic.batch_gen.requests.stream import RequestGroup, RequestStream
-from ludic.batch_gen.sources.dynamic_sampling import DynamicSampling, refill
-from ludic.types import ConfigError, CreditAssigner, SampleFilter, SAWBatch, Stateful
+from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
+from ludic.types import (
+    ConfigError,
+    CreditAssigner,
+    GroupKey,
+    RequestsExhausted,
+    SampleFilter,
+    SAWBatch,
+    Stateful,
+    rounding_of,
+)
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicSampling:
+    """Settings of dynamic sampling."""
+
+    max_rounds: int = 4
+    """Rounds of generation for one batch, the first included."""
+    eps: float = 1e-6
+    """Rewards of a group that differ by at most this, or by rounding, count as equal."""
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1:
+            raise ConfigError(f"DynamicSampling.max_rounds={self.max_rounds}; one round at least fills the batch.")
+        if self.eps < 0:
+            raise ConfigError(f"DynamicSampling.eps={self.eps}; it must be 0 or more.")
+
+
+class EpisodeRunner:
+    """Runs the episodes of request groups and numbers them over the whole run."""
+
+    def __init__(
+        self, engine: RolloutEngine, *, max_steps: int, timeout_s: float | None = None, concurrency: int = 8
+    ) -> None:
+        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # checks the limits before the first batch
+        self._run = partial(engine.run_episodes, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
+        self.num_episodes = 0
+
+    async def run(self, groups: list[RequestGroup]) -> list[Episode]:
+        requests = [request for group in groups for request in group]
+        first_index = self.num_episodes
+        self.num_episodes += sum(request.num_episodes for request in requests)
+        return await self._run(requests, first_index=first_index)
 
 
 class RolloutBatchSource:
@@ -41,8 +91,8 @@ class RolloutBatchSource:
         dynamic_sampling: DynamicSampling | None = None,
         per_turn: bool = False,
     ) -> None:
-        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # checks the limits before the first batch
-        self._engine = _exactly_one(engine=engine, orchestrator=orchestrator)
+        engine = _exactly_one(engine=engine, orchestrator=orchestrator)
+        self._runner = EpisodeRunner(engine, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         self._curriculum = curriculum
         next_requests = None if curriculum is None else curriculum.next_requests
         requests_fn = _exactly_one(requests_fn=requests_fn, request_fn=request_fn, curriculum=next_requests)
@@ -51,13 +101,8 @@ class RolloutBatchSource:
         credit = credit_of(credit_assigner, algorithm)
         self._builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
-        self._max_steps = max_steps
-        self._timeout_s = timeout_s
-        self._concurrency = concurrency
         self._dynamic_sampling = dynamic_sampling
-        self._num_batches = 0
-        self._num_episodes = 0
-        self._groups_per_batch = 0
+        self._num_batches = self._groups_per_batch = 0
 
     async def next_batch(self) -> SAWBatch:
         started = time.perf_counter()
@@ -74,27 +119,41 @@ class RolloutBatchSource:
     get_next_batch = next_batch
 
     async def _refilled_batch(self, settings: DynamicSampling) -> SAWBatch:
+        """As many groups with different rewards as the first draw has, or fewer after `max_rounds` rounds."""
         if not self._groups_per_batch:  # the first draw may be empty
             self._groups_per_batch = self._requests.num_next()
-        take, run = self._requests.take, self._run_episodes
-        refilled = await refill(self._groups_per_batch, take=take, run=run, settings=settings)
-        batch = self._builder.batch([*refilled.episodes, *refilled.failed])
-        counts = {"num_sampling_rounds": refilled.num_rounds, "num_zero_variance_groups": refilled.num_zero_variance}
+        num_groups = self._groups_per_batch
+        kept: list[list[Episode]] = []
+        failed: list[Episode] = []
+        num_rounds = num_zero_variance = 0
+        while num_rounds < settings.max_rounds and len(kept) < num_groups:
+            try:
+                groups = self._requests.take(num_groups - len(kept))
+            except RequestsExhausted:
+                if not kept:
+                    raise
+                break
+            if not groups:
+                break
+            num_rounds += 1
+            for episodes in _by_group(await self._run_episodes(groups)):
+                if any(episode.failure for episode in episodes):
+                    failed += episodes
+                elif _rewards_differ(episodes, settings.eps):
+                    kept.append(episodes)
+                else:
+                    num_zero_variance += 1
+        if len(kept) < num_groups:
+            logger.warning("Dynamic sampling found %d of %d groups in %d rounds.", len(kept), num_groups, num_rounds)
+        # The builder drops the failed episodes; they are there for the statistics.
+        batch = self._builder.batch([*(episode for group in kept for episode in group), *failed])
+        counts = {"num_sampling_rounds": num_rounds, "num_zero_variance_groups": num_zero_variance}
         batch.meta |= counts
         batch.meta["rollout_metrics"] |= {name: float(value) for name, value in counts.items()}
         return batch
 
     async def _run_episodes(self, groups: list[RequestGroup]) -> list[Episode]:
-        requests = [request for group in groups for request in group]
-        first_index = self._num_episodes
-        self._num_episodes += sum(request.num_episodes for request in requests)
-        episodes = await self._engine.run_episodes(
-            requests,
-            max_steps=self._max_steps,
-            timeout_s=self._timeout_s,
-            concurrency=self._concurrency,
-            first_index=first_index,
-        )
+        episodes = await self._runner.run(groups)
         if self._curriculum is not None:
             self._curriculum.observe([r for e in episodes for r in e.rollouts if r.failure is None])
         return episodes
@@ -103,7 +162,7 @@ class RolloutBatchSource:
         """Position of all stateful parts; call it between batches."""
         state = {
             "num_batches": self._num_batches,
-            "num_episodes": self._num_episodes,
+            "num_episodes": self._runner.num_episodes,
             "groups_per_batch": self._groups_per_batch,
             "requests": self._requests.state_dict(),
         }
@@ -112,7 +171,7 @@ class RolloutBatchSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_batches = state["num_batches"]
-        self._num_episodes = state["num_episodes"]
+        self._runner.num_episodes = state["num_episodes"]
         self._groups_per_batch = state["groups_per_batch"]
         if self._stateful_credit is not None and "credit" in state:
             self._stateful_credit.load_state_dict(state["credit"])
@@ -130,3 +189,22 @@ def _exactly_one(**spellings: T | None) -> T:
     found = spellings[given[0]]
     assert found is not None, "only names with a value are in `given`"
     return found
+
+
+def _rewards_differ(episodes: Sequence[Episode], eps: float) -> bool:
+    """True if some agent's rewards differ within the group, or the group has only one episode."""
+    if len(episodes) == 1:
+        return True
+    rewards: dict[GroupKey | None, list[float]] = {}
+    for rollout in (rollout for episode in episodes for rollout in episode.rollouts if rollout.failure is None):
+        rewards.setdefault(rollout.group, []).append(rollout.total_reward)
+    return any(max(own) - min(own) > max(eps, rounding_of(own)) for own in rewards.values())
+
+
+def _by_group(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """Episodes grouped by group id, in the order of each group's first episode; an episode without a group is alone."""
+    groups: dict[str | int, list[Episode]] = {}
+    for episode in episodes:
+        group_id = episode.plan.group_id
+        groups.setdefault(episode.plan.index if group_id is None else group_id, []).append(episode)
+    return list(groups.values())

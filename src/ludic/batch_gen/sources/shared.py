@@ -13,11 +13,11 @@ from typing import Any
 
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
-from ludic.batch_gen.episodes import Episode, EpisodeLimits
-from ludic.batch_gen.requests.dataset import RequestsFn
-from ludic.batch_gen.requests.strategies import RequestStrategy
-from ludic.batch_gen.requests.stream import RequestStream
+from ludic.batch_gen.episodes import Episode
+from ludic.batch_gen.requests.groups import RequestsFn, RequestStrategy, RequestStream
+from ludic.batch_gen.sources.rollouts import EpisodeRunner
 from ludic.types import ConfigError, CreditAssigner, FollowsVersions, SampleFilter, SAWBatch, Stateful
+from ludic.types.interfaces import load_into, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,9 @@ class SharedRollouts:
         timeout_s: float | None = None,
         concurrency: int = 8,
     ) -> None:
-        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # checks the limits before the first batch
-        self._engine = engine
+        self._runner = EpisodeRunner(engine, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         self._requests = RequestStream(requests_fn, strategy, {"requests": requests_fn})
-        self._max_steps, self._timeout_s, self._concurrency = max_steps, timeout_s, concurrency
         self._num_rounds = 0
-        self._num_episodes = 0
         self._is_running = False
         self._sources: dict[str, PolicyBatchSource] = {}
         self._resumed: list[dict[str, Any]] = []
@@ -92,7 +89,7 @@ class SharedRollouts:
         before, started = self.position(), time.perf_counter()
         self._is_running, self._resumed = True, []
         try:
-            episodes = await self._run_episodes()
+            episodes = await self._runner.run(self._requests.take_draw())
         except BaseException:
             self._go_to(before)
             raise
@@ -104,22 +101,10 @@ class SharedRollouts:
         for source in self._sources.values():
             source.offer(finished)
 
-    async def _run_episodes(self) -> list[Episode]:
-        requests = [request for group in self._requests.take_draw() for request in group]
-        first_index = self._num_episodes
-        self._num_episodes += sum(request.num_episodes for request in requests)
-        return await self._engine.run_episodes(
-            requests,
-            max_steps=self._max_steps,
-            timeout_s=self._timeout_s,
-            concurrency=self._concurrency,
-            first_index=first_index,
-        )
-
     def position(self) -> dict[str, Any]:
         return {
             "num_rounds": self._num_rounds,
-            "num_episodes": self._num_episodes,
+            "num_episodes": self._runner.num_episodes,
             "requests": self._requests.state_dict(),
         }
 
@@ -129,7 +114,7 @@ class SharedRollouts:
         self._go_to(min(self._resumed, key=lambda resumed: resumed["num_rounds"]))
 
     def _go_to(self, position: dict[str, Any]) -> None:
-        self._num_rounds, self._num_episodes = position["num_rounds"], position["num_episodes"]
+        self._num_rounds, self._runner.num_episodes = position["num_rounds"], position["num_episodes"]
         self._requests.load_state_dict(position["requests"])
 
 
@@ -188,7 +173,7 @@ class PolicyBatchSource:
         state: dict[str, Any] = {
             "position": self._shared.position() if self._waiting is None else self._waiting.before,
             "num_skipped": self._num_skipped,
-            "followers": [part.state_dict() if isinstance(part, Stateful) else {} for part in self._followers],
+            "followers": [state_of(part) for part in self._followers],
         }
         return state if self._stateful_credit is None else {**state, "credit": self._stateful_credit.state_dict()}
 
@@ -203,6 +188,5 @@ class PolicyBatchSource:
         if self._stateful_credit is not None and "credit" in state:
             self._stateful_credit.load_state_dict(state["credit"])
         for part, own in zip(self._followers, state["followers"], strict=True):
-            if isinstance(part, Stateful):
-                part.load_state_dict(own)
+            load_into(part, own)
         self._shared.resume_at(state["position"])

@@ -18,17 +18,16 @@ from ludic.types import (
     AccountsForItems,
     BatchSource,
     ConfigError,
-    FollowsVersions,
     LogprobArray,
     SAWBatch,
     SAWItem,
-    Stateful,
     TeacherScorer,
     TokenArray,
     TokenIds,
     UnknownName,
     token_array,
 )
+from ludic.types.interfaces import load_into, state_of, tell_version
 from ludic.types.rollout import request_meta_in
 
 
@@ -97,35 +96,29 @@ class TeacherAnnotatedBatchSource:
         started = time.perf_counter()
         at_once = asyncio.Semaphore(self._chunk_size or max(len(batch), 1))
 
-        async def annotated_in_turn(item: SAWItem) -> SAWItem:
+        async def annotated(item: SAWItem) -> SAWItem:
             async with at_once:
-                return await annotated(item, self._teachers.teacher_for(item))
+                logps = await _teacher_logps(item, self._teachers.teacher_for(item))
+                return replace(item, attachments=replace(item.attachments, teacher_logps=logps))
 
-        items = await all_or_none(annotated_in_turn(item) for item in batch.items)
+        items = await all_or_none(annotated(item) for item in batch.items)
         return SAWBatch(items=items, meta={**batch.meta, "teacher_s": time.perf_counter() - started})
 
     get_next_batch = next_batch
 
     def notify_version(self, version: int) -> None:
-        if isinstance(self._inner, FollowsVersions):
-            self._inner.notify_version(version)
+        tell_version(self._inner, version)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the inner source; teachers have none."""
-        return {"inner": self._inner.state_dict() if isinstance(self._inner, Stateful) else {}}
+        return {"inner": state_of(self._inner)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if isinstance(self._inner, Stateful):
-            self._inner.load_state_dict(state["inner"])
-
-
-async def annotated(item: SAWItem, teacher: TeacherScorer) -> SAWItem:
-    """The sample with the teacher's log-prob of every action token."""
-    logps = await _teacher_logps(item, teacher)
-    return replace(item, attachments=replace(item.attachments, teacher_logps=logps))
+        load_into(self._inner, state["inner"])
 
 
 async def _teacher_logps(item: SAWItem, teacher: TeacherScorer) -> LogprobArray:
+    """The teacher's log-prob of every action token."""
     counts = item.attention_mask  # a padded sample is scored without the padding
     ids, where = item.input_ids[counts], np.flatnonzero(item.action_mask[counts])
     if not len(where):

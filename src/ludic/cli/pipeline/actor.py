@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludic.batch_gen.groups import TooManyFailures
+from ludic.batch_gen.episodes import TooManyFailures
 from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
 from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
 from ludic.cli.args import TRY_AGAIN

@@ -69,7 +69,7 @@ def make_dr_grpo(
 
 # DAPO (arXiv 2503.14476): GRPO with a higher upper clip, a token mean, and no groups that all did the same.
 # Its dynamic sampling (fresh prompts in place of such groups) is a matter of the batch source: see
-# `ludic.batch_gen.sources.dynamic_sampling`; here they are at least filtered out.
+# `ludic.batch_gen.sources.rollouts`; here they are at least filtered out.
 
 
 def make_dapo(

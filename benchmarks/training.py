@@ -23,8 +23,8 @@ import torch
 from engine import make, qwen, smollm2, tiny
 
 from ludic.models.execution import compile_layers
-from ludic.models.finite import FiniteCheck
 from ludic.models.head import Head, chosen_logps
+from ludic.models.weights import FiniteCheck
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss

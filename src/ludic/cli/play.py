@@ -19,7 +19,8 @@ from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample,
 from ludic.cli.args import Switch, parse
 from ludic.cli.play_tools import Toolbox
 from ludic.cli.scripted import reference_or_random, scripted_protocol
-from ludic.interaction.base import AnyEnv, check_outcomes, outcome_for
+from ludic.interaction.base import AnyEnv
+from ludic.interaction.env_outputs import check_outcomes, outcome_for
 from ludic.run.env import env_factory
 from ludic.run.settings import read_pair
 from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed

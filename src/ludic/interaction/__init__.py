@@ -7,14 +7,13 @@ from ludic.interaction.base import (
     RESERVED_INFO_KEYS,
     ExternalToolHandler,
     InteractionProtocol,
+    TraceCollector,
     merge_step_info,
+    run_or_record,
     split_parser_reward,
 )
-from ludic.interaction.collector import TraceCollector
 from ludic.interaction.delegating import Delegate, DelegatingProtocol, TaskEnv
-from ludic.interaction.failures import run_or_record
-from ludic.interaction.multi_agent import MultiAgentProtocol
-from ludic.interaction.policies import Policies, RoleAssignment, VersionedPolicies
+from ludic.interaction.multi_agent import MultiAgentProtocol, Policies, RoleAssignment, VersionedPolicies
 from ludic.interaction.single_agent import SingleAgentProtocol, SingleAgentSyncProtocol
 
 __all__ = [

@@ -1,22 +1,26 @@
-"""The interface of interaction protocols, and helpers that they share."""
+"""The interface of interaction protocols, the collector of their rollouts, and how a failed episode becomes data."""
 
-import json
+import asyncio
 import logging
-import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
-
-import numpy as np
 
 from ludic.envs import LudicEnv
 from ludic.envs.threads import time_limit
-from ludic.interaction.collector import TraceCollector
 from ludic.parsers import ParseResult
-from ludic.types import ConfigError, EnvContractError, InferenceSpec, Info, Rollout, StepOutcome, ToolCall
-from ludic.types.messages import encodable
-from ludic.types.rollout import json_number
-from ludic.types.steps import MAX_INFO_CHARS, MAX_OBS_CHARS, MAX_REWARD
+from ludic.types import (
+    ConfigError,
+    Failure,
+    InferenceSpec,
+    Info,
+    PolicyGone,
+    Rollout,
+    Step,
+    StopReason,
+    ToolCall,
+    new_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +39,56 @@ RESERVED_INFO_KEYS = frozenset(
 """Facts that Ludic states about a step; an env cannot overwrite them."""
 
 
+class TraceCollector:
+    """Collects steps; returns one rollout per agent.
+
+    Every agent of the episode gets a rollout, even without steps: credit assignment compares the rollouts of one agent id over
+    the episodes of a group, so each episode needs all of them.
+    """
+
+    def __init__(self, **global_meta: Any) -> None:
+        self._global_meta = global_meta
+        self._rollouts: dict[str, Rollout] = {}
+
+    @classmethod
+    def for_episode(cls, env: object, *, env_seed: int | None, sampling_seed: int | None) -> "TraceCollector":
+        """A collector whose rollouts record the episode, the env and the seeds."""
+        return cls(episode_id=new_id(), env_name=type(env).__name__, env_seed=env_seed, sampling_seed=sampling_seed)
+
+    def rollout(self, agent_id: str) -> Rollout:
+        """The rollout of this agent; its id is fixed from the start."""
+        found = self._rollouts.get(agent_id)
+        if found is None:
+            found = Rollout(id=new_id(), meta={**self._global_meta, "agent_id": agent_id})
+            self._rollouts[agent_id] = found
+        return found
+
+    def add(self, agent_id: str, step: Step) -> None:
+        self.rollout(agent_id).steps.append(step)
+
+    def set_stop(self, agent_id: str, stop: StopReason) -> None:
+        rollout = self.rollout(agent_id)
+        rollout.stop = stop
+        rollout.meta["episode_truncated"] = stop.is_truncation
+        rollout.meta["truncation_reason"] = stop.value if stop.is_truncation else None
+
+    def extract_rollouts(self, episode_truncated: bool = False, truncation_reason: str | None = None) -> list[Rollout]:
+        """All rollouts, with one truncation status for the whole episode."""
+        for rollout in self._rollouts.values():
+            rollout.meta["episode_truncated"] = episode_truncated
+            rollout.meta["truncation_reason"] = truncation_reason
+        return self.extract_rollouts_with_per_agent_status()
+
+    def extract_rollouts_with_per_agent_status(self) -> list[Rollout]:
+        """All rollouts, each with its agent's status (see `set_stop`)."""
+        return list(self._rollouts.values())
+
+
 class InteractionProtocol(ABC):
     """Runs the loop between agents and an environment, which do not know each other."""
 
     env_timeout_s: float | None = None
-    """Time limit of each reset and step of an env; None: no limit. The engine sets it."""
+    """Time limit of each reset and step of an env; None: no limit. The rollout engine sets it."""
     _collector: TraceCollector | None = None
 
     @property
@@ -101,123 +150,53 @@ def split_parser_reward(parse_result: ParseResult | None) -> tuple[float, float]
     return (parse_result.reward, 0.0) if parse_result.action is None else (0.0, parse_result.reward)
 
 
-def check_outcomes(
-    env: AnyEnv, outcomes: Mapping[str, StepOutcome], actions: Collection[str]
-) -> Mapping[str, StepOutcome]:
-    """The result of `env.step`, checked to hold an outcome for every agent that acted; other agents are optional."""
-    if not isinstance(outcomes, Mapping) or not outcomes.keys() >= set(actions):
-        got = sorted(map(str, outcomes)) if isinstance(outcomes, Mapping) else type(outcomes).__name__
-        raise EnvContractError(
-            f"{type(env).__name__}.step must return an outcome for every agent that acted, {sorted(actions)}; it returned {got}."
-        )
-    return outcomes
+async def run_or_record(
+    protocol: InteractionProtocol, run: Callable[[], Awaitable[list[Rollout]]], *, meta: dict[str, Any]
+) -> list[Rollout]:
+    """The rollouts of an episode; if it raises, the rollouts collected so far, marked as failed. The one place that does so.
 
-
-def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
-    """This agent's outcome, checked and copied into plain types that the env cannot change later."""
-    outcome = outcomes[agent_id]
-    if not isinstance(outcome, StepOutcome):
-        raise EnvContractError(
-            f"{type(env).__name__}.step returned {type(outcome).__name__} for {agent_id!r}; "
-            "it must be a StepOutcome(obs, reward, truncated, terminated, info)."
-        )
-    where = f"{type(env).__name__}.step gave {agent_id!r}"
-    return StepOutcome(
-        _plain_obs(outcome.obs, where),
-        _plain_reward(outcome.reward, where),
-        truncated=_plain_flag(outcome.truncated, "truncated", where),
-        terminated=_plain_flag(outcome.terminated, "terminated", where),
-        info=_plain_info(outcome.info, where),
-        trace=outcome.trace,
-    )
-
-
-def _plain_obs(obs: object, where: str) -> str:
-    if not isinstance(obs, str):
-        raise EnvContractError(f"{where} obs={obs!r:.200} ({type(obs).__name__}); an observation is text.")
-    if len(obs) > MAX_OBS_CHARS:
-        raise EnvContractError(
-            f"{where} an observation of {len(obs):,} characters, {obs[:40]!r}…; at most {MAX_OBS_CHARS:,} are read. Shorten it."
-        )
-    return encodable(str.__str__(obs))
-
-
-def _plain_reward(reward: object, where: str) -> float:
-    if type(reward) is float and -MAX_REWARD <= reward <= MAX_REWARD:
-        return reward
-    number = reward.item() if isinstance(reward, np.generic) else reward
-    is_number = isinstance(number, numbers.Real)
-    if not is_number or not -MAX_REWARD <= number <= MAX_REWARD:  # type: ignore[operator]  # false for NaN
-        raise EnvContractError(
-            f"{where} reward={reward!r:.200} ({type(reward).__name__}); a reward is a finite number, at most {MAX_REWARD:g} "
-            "in size: larger ones overflow where advantages are computed."
-        )
-    return float(number)  # type: ignore[arg-type]
-
-
-def _plain_flag(flag: object, name: str, where: str) -> bool:
-    if flag is True or flag is False:
-        return flag
-    if isinstance(flag, np.bool_ | int) and flag in (0, 1):
-        return bool(flag)
-    raise EnvContractError(f"{where} {name}={flag!r:.200} ({type(flag).__name__}); it is True or False.")
-
-
-def _plain_info(info: object, where: str) -> Info:
-    if not isinstance(info, dict):
-        raise EnvContractError(f"{where} info={info!r:.200} ({type(info).__name__}); info is a dict.")
-    if len(info) < 100 and all(map(_is_plain_fact, info, info.values())):
-        return dict(info)
+    The caller logs the failure. ConfigError is re-raised, because every other episode would fail the same way, and so is
+    PolicyGone (no policy server is left). SystemExit is a failure: code of an episode must not end the program.
+    """
     try:
-        text = _TO_JSON.encode(info)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EnvContractError(
-            f"{where} an info that is not JSON: {str(error).rstrip('.')}. Info holds text, finite numbers, None, and lists and "
-            "dicts of them."
-        ) from error
-    if len(text) > MAX_INFO_CHARS:
-        raise EnvContractError(
-            f"{where} an info of {len(text):,} characters of JSON; at most {MAX_INFO_CHARS:,} are kept. Its keys: "
-            f"{list(info)!r:.200}."
-        )
-    plain: Info = json.loads(encodable(text))
-    return plain
+        rollouts = await run()
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        if isinstance(error, asyncio.CancelledError):
+            what = "Something inside the episode was cancelled, and the episode with it."
+            error = RuntimeError(what).with_traceback(error.__traceback__)
+        rollouts = protocol.unfinished
+        for rollout in rollouts:
+            if rollout.stop is None:
+                rollout.stop, rollout.failure = StopReason.FAILED, Failure.from_exception(error)
+        if not any(rollout.failure for rollout in rollouts):
+            rollouts = [Rollout.failed(error), *rollouts]
+    for rollout in rollouts:
+        rollout.meta = {**meta, **rollout.meta}
+    return rollouts
 
 
-def _is_plain_fact(key: object, value: object) -> bool:
-    """True for short texts, 64-bit ints, bools and None, which need no conversion; most infos hold nothing else."""
-    kind = type(value)
-    if type(key) is not str or not key.isascii() or len(key) > 100:
-        return False
-    if kind is str:
-        return value.isascii() and len(value) < 1000  # type: ignore[attr-defined,arg-type]
-    return value is None or kind is bool or (kind is int and -(2**63) <= value < 2**63)  # type: ignore[operator]
+def _is_failure(error: BaseException) -> bool:
+    """True if the episode failed; False if the set-up is wrong or the program is being stopped."""
+    if isinstance(error, ConfigError | PolicyGone | KeyboardInterrupt | GeneratorExit):
+        return False  # Ctrl-C; a KeyboardInterrupt raised by an env arrives as a RuntimeError (envs.threads)
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or not task.cancelling()  # raised by a client or an env, not by us
+    return True
 
 
-_TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_number)
-
-
-def check_run(env: AnyEnv, max_steps: int) -> None:
-    """Raise ConfigError for wrong arguments of `run`."""
-    if not isinstance(env, LudicEnv):
-        raise ConfigError(f"env must be an environment object, got {env!r}. Make one: env=MyEnv().")
-    if max_steps < 1:
-        raise ConfigError(f"max_steps={max_steps}; an episode needs at least one.")
-
-
-def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info] | None:
-    """This agent's (observation, info) from `env.reset`, checked; None if the env has none for it yet."""
-    if not isinstance(opening, Mapping) or (agent_id not in opening and agent_id in env.active_agents):
-        got = sorted(map(str, opening)) if isinstance(opening, Mapping) else type(opening).__name__
-        raise EnvContractError(
-            f"{type(env).__name__}.reset must return (obs, info) for every agent that must act; {agent_id!r} is missing from {got}."
-        )
-    if agent_id not in opening:
-        return None
-    first = opening[agent_id]
-    if not (isinstance(first, tuple) and len(first) == 2):
-        raise EnvContractError(
-            f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation text, info dict)."
-        )
-    where = f"{type(env).__name__}.reset gave {agent_id!r}"
-    return _plain_obs(first[0], where), _plain_info(first[1], where)
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure cancels the others and is raised."""
+    todo = list(coroutines)
+    if len(todo) == 1:
+        return [await todo[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in todo]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from ludic.agents import Agent
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.envs.threads import opened
-from ludic.interaction.base import AnyEnv, ToolAnswers
-from ludic.interaction.failures import all_or_none, run_or_record
+from ludic.interaction.base import AnyEnv, ToolAnswers, all_or_none, run_or_record
+from ludic.interaction.session import ExternalTools
 from ludic.interaction.single_agent import SingleAgentProtocol
 from ludic.types import (
     AgentStep,
@@ -136,8 +136,9 @@ class DelegatingProtocol(SingleAgentProtocol):
     ) -> list[Rollout]:
         """The parent's rollout first, then those of all its descendants."""
         self.agent.require_free()
-        episode = _Episode(sampling_seed=sampling_seed, env_seed=env_seed, inference=inference, timeout_s=timeout_s)
-        self._episode = episode
+        self._episode = _Episode(
+            sampling_seed=sampling_seed, env_seed=env_seed, inference=inference, timeout_s=timeout_s
+        )
         own = await super().run(
             env=env,
             max_steps=max_steps,
@@ -164,24 +165,26 @@ class DelegatingProtocol(SingleAgentProtocol):
 
     # --- delegation calls ---
 
-    @property
-    def _serves_external_tools(self) -> bool:
-        return True
+    def _external_tools(self) -> ExternalTools:
+        return self._answer_calls
 
-    async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
+    async def _answer_calls(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
+        assert self._episode is not None, "tools are called while an episode runs"
         others = [call for call in calls if call["function"]["name"] != self.TOOL]
-        if others and self.external_tool_handler is None:
+        handler = super()._external_tools()
+        if others and handler is None:
             names = sorted({call["function"]["name"] for call in others})
             raise RuntimeError(
                 f"No external_tool_handler for {names}; DelegatingProtocol itself only runs {self.TOOL!r}."
             )
-        answers = list(await super()._external_tools(others, step)) if others else []
+        answers = list(await handler(others, step)) if others and handler is not None else []
         mine = [call for call in calls if call["function"]["name"] == self.TOOL]
         orders = [self._accept(call, step) for call in mine]
         reports = await all_or_none(self._run_child(order) for order in orders)
-        for call, report in zip(mine, reports, strict=True):
-            self._add(report)  # in the order of the calls
-            answers.append({"tool_call_id": call["id"], "tool_name": self.TOOL, "content": report.answer})
+        for call, (answer, family) in zip(mine, reports, strict=True):
+            self._episode.child_ids.extend(rollout.id for rollout in family[:1])  # in the order of the calls
+            self._episode.descendants.extend(family)
+            answers.append({"tool_call_id": call["id"], "tool_name": self.TOOL, "content": answer})
         return answers
 
     def _accept(self, call: ToolCall, step: AgentStep) -> "_Order | str":
@@ -199,15 +202,10 @@ class DelegatingProtocol(SingleAgentProtocol):
         self._episode.num_started += 1
         return _Order(delegate=name, task=task, number=number, parent_step_id=step.id)
 
-    def _add(self, report: "_Report") -> None:
-        assert self._episode is not None, "children run inside their parent's episode"
-        if report.family:
-            self._episode.child_ids.append(report.family[0].id)
-            self._episode.descendants.extend(report.family)
-
-    async def _run_child(self, order: "_Order | str") -> "_Report":
+    async def _run_child(self, order: "_Order | str") -> tuple[str, list[Rollout]]:
+        """The tool's answer, and the rollouts of the child and its descendants."""
         if isinstance(order, str):
-            return _Report(answer=order)
+            return order, []
         delegate = self.delegates[order.delegate]
         protocol = self._child_protocol(delegate)
         link = {"delegate": order.delegate, "parent_step_id": order.parent_step_id, "depth": self.depth + 1}
@@ -215,7 +213,7 @@ class DelegatingProtocol(SingleAgentProtocol):
         family[0].meta.update(link)
         if (failure := family[0].failure) is not None:
             logger.warning("The sub-agent %r failed: %s", order.delegate, failure.summary)
-        return _Report(answer=_answer_of(family[0]), family=family)
+        return _answer_of(family[0]), family
 
     # --- the child ---
 
@@ -261,14 +259,6 @@ class _Order:
     task: str
     number: int
     parent_step_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Report:
-    """The result of a delegation: the tool's answer, and the rollouts of the child and its descendants."""
-
-    answer: str
-    family: list[Rollout] = field(default_factory=list)
 
 
 def _answer_of(child: Rollout) -> str:

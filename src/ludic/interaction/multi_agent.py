@@ -1,22 +1,22 @@
-"""`MultiAgentProtocol`: any number of agents in one environment, taking turns or moving at once."""
+"""`MultiAgentProtocol`: any number of agents in one environment, taking turns or moving at once; `Policies`: which policy acts
+in which role.
 
-from collections.abc import Mapping, Sequence
+A role is an agent id of the env, such as a player of a game (not a role of a pipeline's process).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from ludic.agents import Agent
-from ludic.interaction.base import (
-    AnyEnv,
-    ExternalToolHandler,
-    InteractionProtocol,
-    ToolAnswers,
-    check_outcomes,
-    check_run,
-    opening_for,
-    outcome_for,
-)
-from ludic.interaction.collector import TraceCollector
-from ludic.interaction.failures import all_or_none
-from ludic.interaction.session import AgentSession, TurnResult, call_handler
-from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall, derive_seed
+from ludic.interaction.base import AnyEnv, ExternalToolHandler, InteractionProtocol, TraceCollector, all_or_none
+from ludic.interaction.env_outputs import check_outcomes, check_run, opening_for, outcome_for
+from ludic.interaction.session import AgentSession, TurnResult, external_tools
+from ludic.types import ChatClient, ConfigError, InferenceSpec, Rollout, StopReason, UnknownName, derive_seed
+
+RoleAssignment: TypeAlias = Mapping[str, str]
+"""Role in the env (an agent id) → name of the policy that acts in it."""
+MakeAgent: TypeAlias = Callable[[ChatClient, str], Agent]
+"""(client, the policy's name, which must be the agent's `model`) → a new agent."""
 
 
 class MultiAgentProtocol(InteractionProtocol):
@@ -59,7 +59,7 @@ class MultiAgentProtocol(InteractionProtocol):
             agent.require_free()  # before touching the state of a running episode
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
-        handler = self._external_tools if self.external_tool_handler is not None else None
+        tools = external_tools(self.external_tool_handler, self.external_tool_timeout_s)
         sessions = [
             AgentSession(
                 agent_id=agent_id,
@@ -68,7 +68,7 @@ class MultiAgentProtocol(InteractionProtocol):
                 sampling_seed=self._seed_of(env, agent_id, sampling_seed),
                 inference=inference,
                 timeout_s=timeout_s,
-                external_tools=handler,
+                external_tools=tools,
                 max_external_rounds=self.max_external_rounds,
             )
             for agent_id, agent in self.agents.items()
@@ -95,13 +95,8 @@ class MultiAgentProtocol(InteractionProtocol):
             if not active or all(session.finished or session.retired for session in sessions):
                 return StopReason.NOBODY_ACTIVE
             acting = [s for s in sessions if s.agent_id in active and not s.finished and s.retired is None]
-            turns = dict(
-                zip(
-                    (session.agent_id for session in acting),
-                    await all_or_none(session.take_turn() for session in acting),
-                    strict=True,
-                )
-            )
+            taken = await all_or_none(session.take_turn() for session in acting)
+            turns = {session.agent_id: turn for session, turn in zip(acting, taken, strict=True)}
             self._settle(acting, turns)
             actions = {agent_id: turn.action for agent_id, turn in turns.items() if turn.action is not None}
             if turns and not actions and not any(session.retired for session in acting):
@@ -135,6 +130,72 @@ class MultiAgentProtocol(InteractionProtocol):
         """A seed per role, independent of which other roles are managed."""
         return None if sampling_seed is None else derive_seed(sampling_seed, list(env.agent_ids).index(agent_id))
 
-    async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
-        assert self.external_tool_handler is not None, "run passes this method only if there is a handler"
-        return await call_handler(self.external_tool_handler, calls, self.external_tool_timeout_s)
+
+@runtime_checkable
+class VersionedPolicies(Protocol):
+    """Past versions of a policy as opponents, such as `ludic.inference.local.league.League`."""
+
+    @property
+    def versions(self) -> Sequence[int]: ...
+
+    def client(self, version: int) -> ChatClient: ...
+
+
+class Policies:
+    """The policies of a run by name: each a client that serves it, and optionally a trainer.
+
+    Each request assigns policies to roles, so assignments can change between episodes. Every rollout records its policy (its
+    agent's `model`), by which it reaches the trainer (`ludic.batch_gen.sources.shared`). A league has a name like any other
+    policy; a request names one of its members, `name@version`.
+    """
+
+    def __init__(self, players: Mapping[str, ChatClient | VersionedPolicies], make_agent: MakeAgent) -> None:
+        wrong = sorted(name for name in players if "@" in name)
+        if wrong:
+            raise ConfigError(f"The policies {wrong} have an @ in their names, which stands before a league's version.")
+        self._players = dict(players)
+        self._make_agent = make_agent
+
+    def protocol(self, policies: RoleAssignment) -> MultiAgentProtocol:
+        """The factory of a protocol: RolloutEngine(protocol_registry={"duel": policies.protocol})."""
+        return MultiAgentProtocol({agent_id: self._agent(name) for agent_id, name in policies.items()})
+
+    def draw(self, name: str, seed: int) -> str:
+        """The name of the policy, or of the league member drawn by this seed."""
+        player = self._player(name)
+        if not isinstance(player, VersionedPolicies):
+            return name
+        if not player.versions:
+            raise ConfigError(
+                f"The league {name!r} has no members yet. Give it to the source of the policy that it follows "
+                "(batches_for(…, followers=[league])) and make that trainer before the first episode, or call league.add(0)."
+            )
+        return f"{name}@{player.versions[seed % len(player.versions)]}"
+
+    def client(self, name: str) -> ChatClient:
+        """The client of this policy."""
+        league, is_member, version = name.partition("@")
+        player = self._player(league)
+        if isinstance(player, VersionedPolicies):
+            if not version.isdigit():
+                raise ConfigError(f"{name!r} is a league; assign one of its members, such as {league}@0.")
+            return player.client(int(version))
+        if is_member:
+            raise ConfigError(
+                f"{name!r} names a version, but {league!r} is not a league and has only its current version."
+            )
+        return player
+
+    def _agent(self, name: str) -> Agent:
+        agent = self._make_agent(self.client(name), name)
+        if agent.model != name:
+            raise ConfigError(
+                f"make_agent was asked for an agent of the policy {name!r} and gave it model={agent.model!r}. A rollout is "
+                "filed under its agent's model: pass the name on, Agent(model=name, …)."
+            )
+        return agent
+
+    def _player(self, name: str) -> ChatClient | VersionedPolicies:
+        if name not in self._players:
+            raise UnknownName.among("policy", name, self._players, "Add it to Policies.")
+        return self._players[name]

@@ -16,8 +16,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludic.agents import Agent, AgentActStep
-from ludic.interaction.base import AnyEnv, ToolAnswers, merge_step_info, split_parser_reward
-from ludic.interaction.collector import TraceCollector
+from ludic.interaction.base import (
+    AnyEnv,
+    ExternalToolHandler,
+    ToolAnswers,
+    TraceCollector,
+    merge_step_info,
+    split_parser_reward,
+)
 from ludic.types import (
     AgentStep,
     ConfigError,
@@ -30,7 +36,6 @@ from ludic.types import (
     StepOutcome,
     StopReason,
     TokenBudgetSpent,
-    TokenTrace,
     ToolCall,
     derive_seed,
 )
@@ -43,7 +48,7 @@ _NO_REPLY_READ = "Invalid action."
 
 @dataclass(kw_only=True, slots=True)
 class TurnResult:
-    """What one turn of one agent came to: the model calls, and the action they led to."""
+    """One turn of one agent: its model calls, and the action they led to."""
 
     id: str
     step_ids: list[str] = field(default_factory=list)
@@ -142,7 +147,8 @@ class AgentSession:
             except OutOfRoom as error:
                 if not self._steps:
                     raise  # the first prompt does not fit: a mistake in the set-up
-                turn.out_of_room = _stop_for(error)
+                is_spent = isinstance(error, TokenBudgetSpent)
+                turn.out_of_room = StopReason.TOKEN_BUDGET if is_spent else StopReason.CONTEXT_FULL
                 return turn
             if final.action_target != "external":
                 self._read_action(turn, final)
@@ -215,10 +221,7 @@ class AgentSession:
                 "external_tool_handler. Pass one, or make them internal tools."
             )
         if is_over:
-            refusal = "Error: no external tool calls are left in this turn."
-            answers: ToolAnswers = [
-                {"tool_call_id": c["id"], "tool_name": c["function"]["name"], "content": refusal} for c in calls
-            ]
+            answers = _same_answer(calls, "Error: no external tool calls are left in this turn.")
         else:
             answers = await self._external_tools(calls, turn.source)
         by_id = own | self._by_id(calls, answers)
@@ -312,6 +315,7 @@ class AgentSession:
         is_truncated = stop is not None and stop.is_truncation
         turn = transition.turn or TurnResult(id=self._next_turn_id())
         source = turn.source
+        client_info = {} if source is None else {k: v for k, v in source.info.items() if k == "finish_reason"}
         extra: Info = {}
         if stop is not None:
             extra["final_obs"] = transition.last_obs
@@ -332,8 +336,8 @@ class AgentSession:
                 reward=transition.reward + turn.parser_reward,
                 truncated=is_truncated,
                 terminated=stop is StopReason.TERMINATED,
-                trace=_trace_of(source),
-                info=merge_step_info(_client_facts(source), transition.info, extra),
+                trace=source.trace if source else None,
+                info=merge_step_info(client_info, transition.info, extra),
                 reward_components=components,
                 id=self._next_step_id(),
                 ts_ns=transition.ts_ns,
@@ -361,10 +365,6 @@ class AgentSession:
             self._steps[-1] = replace(last, terminated=True)
 
 
-def _stop_for(error: OutOfRoom) -> StopReason:
-    return StopReason.TOKEN_BUDGET if isinstance(error, TokenBudgetSpent) else StopReason.CONTEXT_FULL
-
-
 def _filled_in(own: Info, later: Info) -> Info:
     """The info of the agent's own move, completed by new facts from later moves (the result)."""
     return {**later, **{key: value for key, value in own.items() if value is not None}}
@@ -374,28 +374,22 @@ def _joined(observations: list[str]) -> str:
     return observations[0] if len(observations) == 1 else "\n\n".join(observations)
 
 
-def _trace_of(step: AgentStep | None) -> TokenTrace | None:
-    return None if step is None else step.trace
+def _same_answer(calls: list[ToolCall], content: str) -> ToolAnswers:
+    return [{"tool_call_id": c["id"], "tool_name": c["function"]["name"], "content": content} for c in calls]
 
 
-def _client_facts(step: AgentStep | None) -> Info:
-    if step is None or "finish_reason" not in step.info:
-        return {}
-    return {"finish_reason": step.info["finish_reason"]}
+def external_tools(handler: ExternalToolHandler | None, timeout_s: float | None) -> ExternalTools | None:
+    """A sync or async handler as a session calls it; the handler's errors become messages to the model."""
+    if handler is None:
+        return None
 
+    async def answer(calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
+        try:
+            answers = handler(calls)
+            return await asyncio.wait_for(answers, timeout_s) if inspect.isawaitable(answers) else answers
+        except Exception as error:  # noqa: BLE001 - the model reads tool failures
+            is_late = isinstance(error, TimeoutError) and timeout_s
+            what = f"did not finish within {timeout_s:g} s" if is_late else repr(error)
+            return _same_answer(calls, f"Error: the tool failed: {what}. Go on without it.")
 
-async def call_handler(
-    handler: Callable[[list[ToolCall]], object], calls: list[ToolCall], timeout_s: float | None
-) -> ToolAnswers:
-    """Call a sync or async handler; its errors become messages to the model."""
-    try:
-        answers = handler(calls)
-        if inspect.isawaitable(answers):
-            answers = await asyncio.wait_for(answers, timeout_s)
-    except Exception as error:  # noqa: BLE001 - the model reads tool failures
-        what = (
-            f"did not finish within {timeout_s:g} s" if isinstance(error, TimeoutError) and timeout_s else repr(error)
-        )
-        text = f"Error: the tool failed: {what}. Go on without it."
-        return [{"tool_call_id": c["id"], "tool_name": c["function"]["name"], "content": text} for c in calls]
-    return answers  # type: ignore[return-value]
+    return answer

@@ -1,19 +1,10 @@
 """`SingleAgentProtocol`: one agent, one environment, turn by turn."""
 
 from ludic.agents import Agent
-from ludic.interaction.base import (
-    AnyEnv,
-    ExternalToolHandler,
-    InteractionProtocol,
-    ToolAnswers,
-    check_outcomes,
-    check_run,
-    opening_for,
-    outcome_for,
-)
-from ludic.interaction.collector import TraceCollector
-from ludic.interaction.session import AgentSession, call_handler
-from ludic.types import AgentStep, ConfigError, InferenceSpec, Rollout, StopReason, ToolCall
+from ludic.interaction.base import AnyEnv, ExternalToolHandler, InteractionProtocol, TraceCollector
+from ludic.interaction.env_outputs import check_outcomes, check_run, opening_for, outcome_for
+from ludic.interaction.session import AgentSession, ExternalTools, external_tools
+from ludic.types import ConfigError, InferenceSpec, Rollout, StopReason
 
 
 class SingleAgentProtocol(InteractionProtocol):
@@ -62,7 +53,7 @@ class SingleAgentProtocol(InteractionProtocol):
             sampling_seed=sampling_seed,
             inference=inference,
             timeout_s=timeout_s,
-            external_tools=self._external_tools if self._serves_external_tools else None,
+            external_tools=self._external_tools(),
             max_external_rounds=self.max_external_rounds,
             max_tokens=self.max_tokens,
         )
@@ -104,13 +95,8 @@ class SingleAgentProtocol(InteractionProtocol):
         agent_id: str = env.agent_ids[0]
         return agent_id
 
-    @property
-    def _serves_external_tools(self) -> bool:
-        return self.external_tool_handler is not None
-
-    async def _external_tools(self, calls: list[ToolCall], step: AgentStep) -> ToolAnswers:
-        assert self.external_tool_handler is not None, "run passes this method only if there is a handler"
-        return await call_handler(self.external_tool_handler, calls, self.external_tool_timeout_s)
+    def _external_tools(self) -> ExternalTools | None:
+        return external_tools(self.external_tool_handler, self.external_tool_timeout_s)
 
 
 SingleAgentSyncProtocol = SingleAgentProtocol

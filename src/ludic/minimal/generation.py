@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-from ludic.interaction.failures import all_or_none
+from ludic.interaction.base import all_or_none
 from ludic.minimal.rendering import RenderedPrompt, Renderer
 from ludic.minimal.rl import Action, EnvBuilder, Example, State, Step, Trajectory
 from ludic.types import ConfigError, OutOfRoom, TokenTrace, derive_seed

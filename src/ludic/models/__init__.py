@@ -1,4 +1,4 @@
-"""Models: the torch code that engine and trainer share: loading, attention, log-probs, LoRA.
+"""Models: the torch code that the embedded inference engine and the trainer share: loading, attention, log-probs, LoRA.
 
 `inference.local`, `distributed`, `training` and `run` import it; this module itself is light. Start with loading.py, then head.py.
 """

@@ -2,7 +2,7 @@
 
 A model whose attention goes through transformers' AttentionInterface runs unmodified. Without a `ludic_state` the
 function is plain SDPA, so `generate` and other callers keep working on the same model object. With one, the state
-computes attention: the embedded engine passes a paged KV cache, the trainer a packed batch. The state is a keyword
+computes attention: the embedded inference engine passes a paged KV cache, the trainer a packed batch. The state is a keyword
 argument of the forward pass, so one module can serve several callers at the same time.
 """
 

@@ -51,7 +51,7 @@ def recompute_activations(model: Any) -> None:
             f"{type(inner).__name__} offers no gradient checkpointing (no transformers model). Leave gradient_checkpointing off."
         )
     inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # Non-reentrant checkpointing needs no gradient on inputs, and the hook for it would disable the engine's fused path.
+    # Non-reentrant checkpointing needs no gradient on inputs, and the hook for it would disable the inference engine's fused path.
     inner.disable_input_require_grads()
 
 

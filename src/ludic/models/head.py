@@ -64,13 +64,13 @@ class Head:
     @property
     def weight_VD(self) -> Tensor:
         """The full weight, also if ranks share the layer (tensor parallel)."""
-        return _whole(self.source if isinstance(self.source, Tensor) else self.source.weight)
+        return whole(self.source if isinstance(self.source, Tensor) else self.source.weight)
 
     @property
     def bias_V(self) -> Tensor | None:
         """Set for Phi and GPT-J."""
         bias = None if isinstance(self.source, Tensor) else self.source.bias
-        return None if bias is None else _whole(bias)
+        return None if bias is None else whole(bias)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,7 +84,8 @@ class Head:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
-def _whole(weight: Tensor) -> Tensor:
+def whole(weight: Tensor) -> Tensor:
+    """Gathered from all ranks if it is sharded."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
@@ -151,18 +152,15 @@ def _check_head(model: Any, head: Head) -> None:
 
 def hidden_states(model: Any, ids_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
     """The decoder's last hidden states [T, D] of flat tokens."""
-    out: Tensor = (
-        plain_model(model)
-        .get_decoder()(
-            input_ids=ids_T[None],
-            position_ids=positions_T[None],
-            attention_mask=torch.empty(0, 0, 0, 0, device=ids_T.device),
-            use_cache=False,
-            ludic_state=state,
-        )
-        .last_hidden_state[0]
+    out = plain_model(model).get_decoder()(
+        input_ids=ids_T[None],
+        position_ids=positions_T[None],
+        attention_mask=torch.empty(0, 0, 0, 0, device=ids_T.device),
+        use_cache=False,
+        ludic_state=state,
     )
-    return out
+    hidden_TD: Tensor = out.last_hidden_state[0]
+    return hidden_TD
 
 
 def is_decoder(model: Any) -> bool:
@@ -271,31 +269,48 @@ class _ChosenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, bias, targets, scale, normaliser, entropy = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        narrow_weight = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         slope = _fused(_slope) if hidden.is_cuda else _slope
-        for here in chunks(hidden.shape[0], weight.shape[0], _CHUNK_ELEMENTS):
+
+        def grad_of(here: slice, logits: Tensor) -> Tensor:
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
-            logits = raw_logits(hidden[here], narrow_weight, bias)
             mask = _mask(ctx.candidates, here, logits)
-            grad = slope(
+            grad: Tensor = slope(
                 logits, mask, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
             )
-            if grad_hidden is not None:
-                grad_hidden[here] = grad @ narrow_weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[here]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
-        return grad_hidden, narrow(grad_weight, weight), narrow(grad_bias, bias), None, None, None, None, None
+            return grad
+
+        grads = layer_grads(hidden, weight, bias, ctx.needs_input_grad, _CHUNK_ELEMENTS, grad_of)
+        return *grads, None, None, None, None, None
 
 
-def narrow(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """Cast a gradient accumulated in fp32 to the dtype of its tensor."""
-    return None if grad is None or like is None else grad.to(like.dtype)
+def layer_grads(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needed: tuple[bool, ...],
+    elements: int,
+    grad_of: Callable[[slice, Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, weight and bias. `grad_of`: (chunk, its raw logits) → the gradient of these logits."""
+    need_hidden, need_weight, need_bias = needed[:3]
+    narrow_weight = weight.to(hidden.dtype)
+    grad_hidden = torch.empty_like(hidden) if need_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
+    for here in chunks(hidden.shape[0], weight.shape[0], elements):
+        grad = grad_of(here, raw_logits(hidden[here], narrow_weight, bias))
+        if grad_hidden is not None:
+            grad_hidden[here] = grad @ narrow_weight
+        if grad_weight is not None:
+            grad_weight += grad.t() @ hidden[here]
+        if grad_bias is not None:
+            grad_bias += grad.sum(0, dtype=torch.float32)
+    # Both are accumulated in fp32.
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+    )
 
 
 def chunks(num_tokens: int, vocab: int, elements: int) -> list[slice]:

@@ -48,7 +48,10 @@ def load_model(
         return LoadedModel(source, tokenizer, name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if source == TINY:
-        return _tiny(tokenizer, dtype or torch.float32, device, seed)
+        from ludic.models.tiny import make_tiny  # that module imports this one
+
+        made = make_tiny(seed)
+        return LoadedModel(made.model.to(device, dtype or torch.float32).eval(), tokenizer or made.tokenizer, TINY)
     dtype = dtype or best_dtype(device)
     if Path(source).suffix == ".json":
         return _from_config(Path(source), tokenizer, dtype, device, seed)
@@ -73,13 +76,6 @@ def load_model(
             f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
         ) from error
     return LoadedModel(model.to(device).eval(), tokenizer, str(source))
-
-
-def _tiny(tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
-    from ludic.models.tiny import make_tiny  # that module imports this one
-
-    made = make_tiny(seed)
-    return LoadedModel(made.model.to(device, dtype).eval(), tokenizer or made.tokenizer, TINY)
 
 
 def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ludic.models.head import plain_model
-from ludic.models.shared_view import shared_view
+from ludic.models.head import plain_model, whole
+from ludic.models.weights import shared_view
 from ludic.types import ConfigError, MissingExtra, derive_seed
 
 
@@ -50,13 +50,7 @@ def dense_weights(model: Any) -> Iterator[DenseWeight]:
 
 
 def _own(name: str, parameter: Tensor) -> DenseWeight:
-    return DenseWeight(name, tuple(parameter.shape), parameter.dtype, lambda: _whole(parameter))
-
-
-@torch.no_grad()
-def _whole(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return DenseWeight(name, tuple(parameter.shape), parameter.dtype, lambda: whole(parameter.detach()))
 
 
 def _dense(module: nn.Module, prefix: str, left: set[int], merged: "_LastMerged") -> Iterator[DenseWeight]:

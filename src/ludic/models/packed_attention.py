@@ -1,4 +1,4 @@
-"""Attention for training: concatenated sequences, each attending causally within itself.
+"""Attention over concatenated sequences, each attending causally within itself: for training, and on GPUs also for sampling.
 
 On a GPU in half precision it is one variable-length flash call. Elsewhere, consecutive sequences of similar length are
 padded on the right into one SDPA call (under a causal mask, padding on the right changes nothing before it).
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.models.attention import AttentionRules, softcapped_attention
-from ludic.models.varlen import varlen_attention
 
 _MAX_WASTE = 1.25
 """A group holds at most this many times its own tokens after padding."""
@@ -104,12 +103,64 @@ def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, r
             query_NHLD, key_NKLD, value_NKLD, is_causal=True, scale=scaling, enable_gqa=True
         )
         return out
-    positions = torch.arange(query_NHLD.shape[2], device=query_NHLD.device)
-    mask = positions[None] <= positions[:, None]
-    if window is not None:
-        mask &= positions[None] > positions[:, None] - window
+    mask = _visible(query_NHLD.shape[2], query_NHLD.shape[2], window, query_NHLD.device)
     if softcap is None:
         return F.scaled_dot_product_attention(
             query_NHLD, key_NKLD, value_NKLD, attn_mask=mask, scale=scaling, enable_gqa=True
         )
     return softcapped_attention(query_NHLD, key_NKLD, value_NKLD, mask, scaling, softcap)
+
+
+def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys], True where the query, one of the last tokens, sees the key."""
+    positions_k = torch.arange(num_keys, device=device)
+    positions_q = positions_k[num_keys - num_queries :, None]
+    mask = positions_k[None] <= positions_q
+    if window is not None:
+        mask &= positions_k[None] > positions_q - window
+    return mask
+
+
+# Letters: T query tokens, L key tokens, H query heads, K key/value heads, D head size.
+def varlen_attention(
+    query_THD: Tensor,
+    key_LKD: Tensor,
+    value_LKD: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    rules: AttentionRules,
+) -> Tensor:
+    """Attention over concatenated sequences on a GPU: PyTorch's variable-length flash attention, or SDPA for each sequence
+    where flash attention cannot express the case (logit soft-capping).
+
+    The queries of a sequence are its last tokens: query i of n sees all keys except the last n − i − 1.
+    """
+    if rules.softcap is None and query_THD.dtype in (torch.bfloat16, torch.float16):
+        window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
+        out = torch.ops.aten._flash_attention_forward(
+            query_THD.contiguous(), key_LKD.contiguous(), value_LKD.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, True, False,
+            scale=rules.scaling, window_size_left=window_left, window_size_right=0,
+        )[0]  # fmt: skip
+        return out
+    return _one_by_one(query_THD, key_LKD, value_LKD, cu_q, cu_k, rules)
+
+
+def _one_by_one(
+    query_THD: Tensor, key_LKD: Tensor, value_LKD: Tensor, cu_q: Tensor, cu_k: Tensor, rules: AttentionRules
+) -> Tensor:  # fmt: skip
+    scaling, window, softcap = rules
+    outs = []
+    bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
+    for (q0, q1), (k0, k1) in zip(zip(bounds_q, bounds_q[1:]), zip(bounds_k, bounds_k[1:]), strict=True):  # noqa: B905, RUF007
+        query, key, value = (x.transpose(0, 1) for x in (query_THD[q0:q1], key_LKD[k0:k1], value_LKD[k0:k1]))
+        mask = _visible(q1 - q0, k1 - k0, window, query.device)
+        if softcap is None:
+            group = query.shape[0] // key.shape[0]
+            key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+            out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=scaling)[0]
+        else:
+            out = softcapped_attention(query, key, value, mask, scaling, softcap)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.models.head import Head, chunks, narrow, raw_logits, scaled
+from ludic.models.head import Head, chunks, layer_grads, raw_logits, scaled
 from ludic.types import ConfigError
 
 _CHUNK_ELEMENTS = 1 << 25
@@ -114,24 +114,16 @@ class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_kl: Tensor) -> Any:
         hidden, weight, bias, scale = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        narrow_weight = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        for here in chunks(hidden.shape[0], weight.shape[0], _CHUNK_ELEMENTS):
+
+        def grad_of(here: slice, logits_CV: Tensor) -> Tensor:
             teacher_CV = ctx.teacher.scaled_logits(here, scale[here])
             with torch.enable_grad():
-                logits_CV = raw_logits(hidden[here], narrow_weight, bias).detach().requires_grad_()
+                logits_CV = logits_CV.detach().requires_grad_()
                 kl_C = _kl(scaled(logits_CV, scale[here], ctx.softcap), teacher_CV, ctx.how)
-                (grad_CV,) = torch.autograd.grad(kl_C, logits_CV, grad_kl[here])
-            if grad_hidden is not None:
-                grad_hidden[here] = grad_CV @ narrow_weight
-            if grad_weight is not None:
-                grad_weight += grad_CV.t() @ hidden[here]
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(0, dtype=torch.float32)
-        return grad_hidden, narrow(grad_weight, weight), narrow(grad_bias, bias), None, None, None, None
+                return torch.autograd.grad(kl_C, logits_CV, grad_kl[here])[0]
+
+        grads = layer_grads(hidden, weight, bias, ctx.needs_input_grad, _CHUNK_ELEMENTS, grad_of)
+        return *grads, None, None, None, None
 
 
 def _kl(student_CV: Tensor, teacher_CV: Tensor, how: VocabularyKL) -> Tensor:

@@ -63,7 +63,7 @@ def _tokenizer(vocabulary: Sequence[str], splitter: Any, template: str) -> Any:
 def tiny_llama(
     vocab_size: int, *, width: int = 128, layers: int = 4, heads: int = 4, max_length: int = 256, seed: int = 0
 ) -> Any:
-    """A Llama of about a million parameterswith random weights."""
+    """A Llama of about a million parameters with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

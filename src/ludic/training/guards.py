@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.distributed.ranks import Ranks
-from ludic.models.finite import FiniteCheck, not_finite
 from ludic.models.lora import adapter_problem
+from ludic.models.weights import FiniteCheck, not_finite
 from ludic.types import SAWItem
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Training attention over packed sequences, and log-probabilities in chunks: values and gradients as the plain way."""
+"""Packed attention and chunked log-probabilities: same values and gradients as the plain computation."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ludic.models import head as head_module
 from ludic.models.attention import route_attention
 from ludic.models.head import Head, chosen_logps, find_head, hidden_states
 from ludic.models.packed_attention import PackedSequences
-from ludic.models.shared_view import shared_view
+from ludic.models.weights import shared_view
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import FAMILIES, new_model
 
@@ -22,7 +22,7 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_sequences_equal_each_alone_in_value_and_gradient(family):
+def test_packed_sequences_equal_single_ones_in_value_and_gradient(family):
     model = new_model(family)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -90,7 +90,7 @@ def test_a_frozen_head_gets_no_gradient():
     assert weight.grad is None and hidden.grad is not None
 
 
-def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
+def test_a_model_that_scales_its_logits_is_refused():
     model = new_model()
     forward = model.forward
 
@@ -105,7 +105,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
         find_head(model)
 
 
-def test_under_autocast_queries_keys_and_values_meet_in_one_precision():
+def test_autocast_computes_in_half_precision_and_keeps_fp32_gradients():
     model = new_model("llama").requires_grad_(True)
     view = shared_view(model)
     route_attention(view)

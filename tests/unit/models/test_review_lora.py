@@ -1,4 +1,4 @@
-"""Published weights of adapters: the same as peft's own merge, for every kind of LoRA, and nothing left out."""
+"""Dense weights of models with adapters equal peft's own merge, for every kind of LoRA."""
 
 import copy
 
@@ -35,7 +35,7 @@ def trained(**settings):
     ],
     ids=str,
 )
-def test_what_is_published_is_what_peft_would_merge_and_the_model_stays(settings):
+def test_dense_parameters_equal_pefts_merge_and_leave_the_model_unchanged(settings):
     model = trained(**settings)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     dense = dict(dense_parameters(model))
@@ -47,7 +47,7 @@ def test_what_is_published_is_what_peft_would_merge_and_the_model_stays(settings
         assert torch.equal(parameter, before[name]), name
 
 
-def test_an_adapter_that_is_merged_already_is_not_added_twice():
+def test_a_merged_adapter_is_not_added_again():
     model = trained(target_modules=["q_proj"])
     expected = dict(dense_parameters(model))
     model.merge_adapter()
@@ -56,7 +56,7 @@ def test_an_adapter_that_is_merged_already_is_not_added_twice():
         assert torch.allclose(found[name], weight, atol=1e-6), name
 
 
-def test_in_half_precision_the_sum_is_rounded_once():
+def test_half_precision_weights_are_rounded_once():
     model = trained(target_modules=["q_proj"]).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -67,7 +67,7 @@ def test_in_half_precision_the_sum_is_rounded_once():
     assert found.dtype is torch.bfloat16 and torch.equal(found, exact.to(torch.bfloat16))
 
 
-def test_new_tokens_that_were_trained_alone_are_published():
+def test_trained_embeddings_of_single_tokens_are_published():
     model = trained(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3, 7]})
     dense = dict(dense_parameters(model))
     merged = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
@@ -82,6 +82,6 @@ def test_a_tied_embedding_is_published_once():
     assert [name for name, _ in dense_parameters(model)] == names
 
 
-def test_learned_prompts_are_warned_about():
+def test_adapter_problem_names_learned_prompts():
     config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     assert "use LoRA" in (adapter_problem(peft.get_peft_model(tiny_llama(), config)) or "")

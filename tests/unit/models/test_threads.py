@@ -1,31 +1,29 @@
+"""The choice of the number of CPU threads."""
+
+import pytest
 import torch
 
-from ludic.models import execution as threads
+from ludic.models import execution
 
 
-def test_the_fastest_number_of_threads_is_used(monkeypatch):
+@pytest.fixture(autouse=True)
+def restore_num_threads():
     before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "_time_steps", {1: 3.0, 2: 1.0, 4: 2.0}.__getitem__)
-    try:
-        assert threads.use_fastest_num_threads(most=4) == 2 == torch.get_num_threads()
-        assert threads.use_fastest_num_threads(most=1) == 1 == torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
+    yield
+    torch.set_num_threads(before)
 
 
-def test_a_real_measurement_stays_within_what_there_is():
-    before = torch.get_num_threads()
-    try:
-        assert threads.use_fastest_num_threads(most=2) in (1, 2)
-    finally:
-        torch.set_num_threads(before)
+def test_the_fastest_number_of_threads_is_set(monkeypatch):
+    monkeypatch.setattr(execution, "_time_steps", {1: 3.0, 2: 1.0, 4: 2.0}.__getitem__)
+    assert execution.use_fastest_num_threads(most=4) == 2 == torch.get_num_threads()
+    assert execution.use_fastest_num_threads(most=1) == 1 == torch.get_num_threads()
 
 
-def test_the_wish_of_the_environment_is_the_limit(monkeypatch):
-    before = torch.get_num_threads()
+def test_a_real_measurement_respects_the_limit():
+    assert execution.use_fastest_num_threads(most=2) in (1, 2)
+
+
+def test_omp_num_threads_is_the_default_limit(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(threads, "_time_steps", {1: 3.0, 2: 1.0}.__getitem__)
-    try:
-        assert threads.use_fastest_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+    monkeypatch.setattr(execution, "_time_steps", {1: 3.0, 2: 1.0}.__getitem__)
+    assert execution.use_fastest_num_threads() == 1

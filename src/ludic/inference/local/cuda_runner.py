@@ -24,7 +24,7 @@ from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import paged_decode, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.execution import decoder_layers, raise_recompile_limits
-from ludic.models.varlen import varlen_attention
+from ludic.models.packed_attention import varlen_attention
 
 
 class PackedState:

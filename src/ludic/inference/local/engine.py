@@ -29,11 +29,9 @@ from ludic.inference.local.scheduler import Limits, Plan, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
-from ludic.models.finite import FiniteCheck, not_finite
-from ludic.models.forward import make_forward
-from ludic.models.fused_llama import packed_bytes
+from ludic.models.forward import make_forward, packed_bytes
 from ludic.models.loading import load_model
-from ludic.models.shared_view import WeightsWatch, shared_view
+from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.types import (
     ChatResponse,
     ConfigError,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ludic.inference.local.engine import LocalEngine
-from ludic.models.shared_view import forward_hooks
+from ludic.models.weights import forward_hooks
 from ludic.types import ChatResponse, ConfigError, Info, TokenCompletionRequest
 
 _KV_FRACTION_ON_GPU = 0.2

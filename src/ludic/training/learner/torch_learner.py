@@ -17,9 +17,9 @@ from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.ranks import RankFailed, Ranks, check_together, require_same
 from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.execution import compile_layers, recompute_activations
-from ludic.models.finite import FiniteCheck
 from ludic.models.head import is_decoder, plain_model
 from ludic.models.loading import LoadedModel
+from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.checkpoint.sharded import ShardedCheckpointManager

@@ -1,0 +1,135 @@
+"""Checks what an env returns, and copies it into plain types that the env cannot change later."""
+
+import json
+import numbers
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from ludic.envs import LudicEnv
+from ludic.interaction.base import AnyEnv
+from ludic.types import ConfigError, EnvContractError, Info, StepOutcome
+from ludic.types.messages import encodable
+from ludic.types.rollout import json_number
+from ludic.types.steps import MAX_INFO_CHARS, MAX_OBS_CHARS, MAX_REWARD
+
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_number)
+
+
+def check_run(env: AnyEnv, max_steps: int) -> None:
+    """Raise ConfigError for wrong arguments of `run`."""
+    if not isinstance(env, LudicEnv):
+        raise ConfigError(f"env must be an environment object, got {env!r}. Make one: env=MyEnv().")
+    if max_steps < 1:
+        raise ConfigError(f"max_steps={max_steps}; an episode needs at least one.")
+
+
+def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info] | None:
+    """This agent's (observation, info) from `env.reset`, checked; None if the env has none for it yet."""
+    if not isinstance(opening, Mapping) or (agent_id not in opening and agent_id in env.active_agents):
+        got = sorted(map(str, opening)) if isinstance(opening, Mapping) else type(opening).__name__
+        raise EnvContractError(
+            f"{type(env).__name__}.reset must return (obs, info) for every agent that must act; {agent_id!r} is missing from {got}."
+        )
+    if agent_id not in opening:
+        return None
+    first = opening[agent_id]
+    if not (isinstance(first, tuple) and len(first) == 2):
+        raise EnvContractError(
+            f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation text, info dict)."
+        )
+    where = f"{type(env).__name__}.reset gave {agent_id!r}"
+    return _plain_obs(first[0], where), _plain_info(first[1], where)
+
+
+def check_outcomes(
+    env: AnyEnv, outcomes: Mapping[str, StepOutcome], actions: Collection[str]
+) -> Mapping[str, StepOutcome]:
+    """The result of `env.step`, checked to hold an outcome for every agent that acted; other agents are optional."""
+    if not isinstance(outcomes, Mapping) or not outcomes.keys() >= set(actions):
+        got = sorted(map(str, outcomes)) if isinstance(outcomes, Mapping) else type(outcomes).__name__
+        raise EnvContractError(
+            f"{type(env).__name__}.step must return an outcome for every agent that acted, {sorted(actions)}; it returned {got}."
+        )
+    return outcomes
+
+
+def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
+    """This agent's outcome, checked and copied into plain types that the env cannot change later."""
+    outcome = outcomes[agent_id]
+    if not isinstance(outcome, StepOutcome):
+        raise EnvContractError(
+            f"{type(env).__name__}.step returned {type(outcome).__name__} for {agent_id!r}; "
+            "it must be a StepOutcome(obs, reward, truncated, terminated, info)."
+        )
+    where = f"{type(env).__name__}.step gave {agent_id!r}"
+    return StepOutcome(
+        _plain_obs(outcome.obs, where),
+        _plain_reward(outcome.reward, where),
+        truncated=_plain_flag(outcome.truncated, "truncated", where),
+        terminated=_plain_flag(outcome.terminated, "terminated", where),
+        info=_plain_info(outcome.info, where),
+        trace=outcome.trace,
+    )
+
+
+def _plain_obs(obs: object, where: str) -> str:
+    if not isinstance(obs, str):
+        raise EnvContractError(f"{where} obs={obs!r:.200} ({type(obs).__name__}); an observation is text.")
+    if len(obs) > MAX_OBS_CHARS:
+        raise EnvContractError(
+            f"{where} an observation of {len(obs):,} characters, {obs[:40]!r}…; at most {MAX_OBS_CHARS:,} are read. Shorten it."
+        )
+    return encodable(str.__str__(obs))
+
+
+def _plain_reward(reward: object, where: str) -> float:
+    if type(reward) is float and -MAX_REWARD <= reward <= MAX_REWARD:
+        return reward
+    number = reward.item() if isinstance(reward, np.generic) else reward
+    is_number = isinstance(number, numbers.Real)
+    if not is_number or not -MAX_REWARD <= number <= MAX_REWARD:  # type: ignore[operator]  # false for NaN
+        raise EnvContractError(
+            f"{where} reward={reward!r:.200} ({type(reward).__name__}); a reward is a finite number, at most {MAX_REWARD:g} "
+            "in size: larger ones overflow where advantages are computed."
+        )
+    return float(number)  # type: ignore[arg-type]
+
+
+def _plain_flag(flag: object, name: str, where: str) -> bool:
+    if flag is True or flag is False:
+        return flag
+    if isinstance(flag, np.bool_ | int) and flag in (0, 1):
+        return bool(flag)
+    raise EnvContractError(f"{where} {name}={flag!r:.200} ({type(flag).__name__}); it is True or False.")
+
+
+def _plain_info(info: object, where: str) -> Info:
+    if not isinstance(info, dict):
+        raise EnvContractError(f"{where} info={info!r:.200} ({type(info).__name__}); info is a dict.")
+    if len(info) < 100 and all(map(_is_plain_fact, info, info.values())):
+        return dict(info)
+    try:
+        text = _TO_JSON.encode(info)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvContractError(
+            f"{where} an info that is not JSON: {str(error).rstrip('.')}. Info holds text, finite numbers, None, and lists and "
+            "dicts of them."
+        ) from error
+    if len(text) > MAX_INFO_CHARS:
+        raise EnvContractError(
+            f"{where} an info of {len(text):,} characters of JSON; at most {MAX_INFO_CHARS:,} are kept. Its keys: "
+            f"{list(info)!r:.200}."
+        )
+    plain: Info = json.loads(encodable(text))
+    return plain
+
+
+def _is_plain_fact(key: object, value: object) -> bool:
+    """True for short texts, 64-bit ints, bools and None, which need no conversion; most infos hold nothing else."""
+    kind = type(value)
+    if type(key) is not str or not key.isascii() or len(key) > 100:
+        return False
+    if kind is str:
+        return value.isascii() and len(value) < 1000  # type: ignore[attr-defined,arg-type]
+    return value is None or kind is bool or (kind is int and -(2**63) <= value < 2**63)  # type: ignore[operator]

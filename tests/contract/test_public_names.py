@@ -44,7 +44,7 @@ NAMES = {
     "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
     "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn GAE gae",
-    "ludic.training.losses": "Loss ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
+    "ludic.training.losses": "Loss Needs ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
     "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss "
     "selective_log_softmax ActionTokens BatchFacts Reduction ValueLoss BatchNormalized CorrectedLoss TokenTruncation "
     "SequenceTruncation TokenRejection SequenceRejection TokenMask SequenceMask",

@@ -29,6 +29,7 @@ from ludic.training.losses import (
     KLLoss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
+    Reduction,
     ReinforceBaselineLoss,
     ReinforceLoss,
     SAPOLoss,
@@ -83,7 +84,7 @@ def check(loss_fn, tokens, value, gradient, **stats):
 
 
 def settings(reduction):
-    return {"reduction": reduction, "constant_length": 4 if reduction == "constant" else None}
+    return {"reduction": Reduction(reduction, 4 if reduction == "constant" else None)}
 
 
 def check_reduced(loss_fn, tokens, values, gradients, reduction, **stats):

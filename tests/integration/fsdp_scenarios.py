@@ -38,6 +38,7 @@ from ludic.training.losses import (
     Loss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
+    Reduction,
     ReinforceBaselineLoss,
     ReinforceLoss,
     SAPOLoss,
@@ -239,7 +240,7 @@ def _with_kl(loss: Loss) -> Loss:
 LOSSES: dict[str, Loss] = {
     "token_clipped": TokenClippedSurrogateLoss(),
     "token_mean": TokenClippedSurrogateLoss(reduction="token_mean"),
-    "constant": TokenClippedSurrogateLoss(reduction="constant", constant_length=64),
+    "constant": TokenClippedSurrogateLoss(reduction=Reduction("constant", 64)),
     "clipped": ClippedSurrogateLoss(clip_eps_low=0.2, clip_eps_high=0.3, length_normalize=True),
     "gmpo": GMPOLoss(),
     "sapo": SAPOLoss(),

@@ -253,7 +253,7 @@ def pipeline_algorithm(run: ResolvedRun) -> RLAlgorithm:
             f"algo = {run.config.algo.algo!r} tracks how each prompt went, but every actor would track only its own, and "
             "none is told how far the policy moves. Take grpo, or train without a pipeline."
         )
-    if not run.config.pipeline.corrections or not algorithm.loss.needs_old_logps:
+    if not run.config.pipeline.corrections or not algorithm.loss.needs.old_logps:
         return algorithm  # imitation takes no ratio
     corrected = CorrectedLoss(algorithm.loss, [TokenMask(*TOKEN_BAND), SequenceMask(*SAMPLE_BAND)])
     return replace(algorithm, loss=corrected)

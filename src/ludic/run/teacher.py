@@ -32,7 +32,7 @@ class Teaching:
 
 def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
     """A teacher is given exactly where the algorithm asks one, and can be asked what it wants to know."""
-    settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.teacher_kl is not None
+    settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.needs.teacher_kl is not None
     if asks and settings.teacher is None:
         raise ConfigError(
             f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
@@ -41,7 +41,7 @@ def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
         raise ConfigError(
             f"teacher = {settings.teacher!r}, but algo = {settings.algo!r} learns from rewards alone. Take opd or grpo_opd."
         )
-    if settings.teacher_is_served and algorithm.loss.teacher_kl is not None:
+    if settings.teacher_is_served and algorithm.loss.needs.teacher_kl is not None:
         raise ConfigError(
             f"{settings.teacher} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
             "process. Give a model instead of a URL, or kl=sampled."
@@ -59,7 +59,7 @@ def make_teaching(
     """Loads the teacher, or finds its server; what it needs is closed with the stack."""
     if run.config.algo.teacher is None:
         return Teaching()
-    if algorithm.loss.teacher_kl is not None:
+    if algorithm.loss.needs.teacher_kl is not None:
         return Teaching(frozen=_load(run))
     scorer = _served(run.config.algo, stack) if run.config.algo.teacher_is_served else _local(run, stack)
     fingerprint = tokenizer_fingerprint(student.tokenizer)

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from ludic.tinker.policy import BuiltInLoss, TrainRow
+from ludic.training.algorithms import CISPOLoss, MaskedCausalLMCrossEntropyLoss
 from ludic.training.learner.packing import action_fields
-from ludic.training.losses import (
-    ActionTokens,
-    BatchFacts,
-    CISPOLoss,
-    Loss,
-    MaskedCausalLMCrossEntropyLoss,
-    TokenClippedSurrogateLoss,
-)
+from ludic.training.losses import ActionTokens, BatchFacts, Loss, TokenClippedSurrogateLoss
 from ludic.types import ConfigError, FloatArray, SAWItem
 
 _CPU = torch.device("cpu")
@@ -48,11 +42,11 @@ def _thresholds(low: float, high: float) -> dict[str, float]:
 def check_loss(loss: Loss, name: str) -> None:
     """ConfigError for what log-probs of the sampled tokens cannot give."""
     needs = {
-        "a critic": loss.needs_values,
-        "the policy's entropy": loss.needs_entropy,
-        "a reference": loss.needs_reference,
-        "a teacher's whole vocabulary": loss.teacher_kl is not None,
-        "whole logits": loss.needs_logits,
+        "a critic": loss.needs.values,
+        "the policy's entropy": loss.needs.entropy,
+        "a reference": loss.needs.reference,
+        "a teacher's whole vocabulary": loss.needs.teacher_kl is not None,
+        "whole logits": loss.needs.logits,
     }
     missing = [what for what, is_needed in needs.items() if is_needed]
     if missing:
@@ -101,7 +95,7 @@ def _loss_inputs(
 def _scale(loss: Reducing, tokens: ActionTokens) -> Tensor:
     """[A] what one token's term counts in the batch's loss: the gradient of the reduction, which is linear."""
     terms = torch.ones_like(tokens.weights).requires_grad_()
-    (scale,) = torch.autograd.grad(tokens.reduce_tokens(terms, loss.reduction, loss.constant_length), terms)
+    (scale,) = torch.autograd.grad(tokens.reduce_tokens(terms, loss.reduction), terms)
     return scale
 
 

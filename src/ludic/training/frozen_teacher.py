@@ -19,7 +19,7 @@ def frozen_teacher(
     is_spread: bool,
 ) -> TrainedPolicy | None:
     """The teacher, ready to be compared with the policy; None where the algorithm wants none."""
-    if algo.loss.teacher_kl is None:
+    if algo.loss.needs.teacher_kl is None:
         if teacher is not None:
             raise ConfigError(
                 f"Trainer(teacher=…) was given, but {algo.name} does not compare distributions: it would never be asked. Use "

@@ -49,6 +49,8 @@ from ludic.training.losses import (
     CorrectedLoss,
     GMPOLoss,
     MaskedCausalLMCrossEntropyLoss,
+    Needs,
+    Reduction,
     ReinforceBaselineLoss,
     ReinforceLoss,
     SAPOLoss,
@@ -72,31 +74,31 @@ PRESETS = {
         {"gamma": 1.0, **SUMS, **DROP},
         MonteCarloReturn,
         ReinforceLoss,
-        {"length_normalize": False, "reduction": "sample_sum", "ratio_clip": 2.0},
+        {"length_normalize": False, "reduction": Reduction("sample_sum"), "ratio_clip": 2.0},
     ),
     "reinforce_baseline": (
         {"gamma": 1.0, "normalize_adv": False, **SUMS, **DROP},
         MonteCarloReturn,
         ReinforceBaselineLoss,
-        {"normalize": False, "length_normalize": False, "reduction": "sample_sum"},
+        {"normalize": False, "length_normalize": False, "reduction": Reduction("sample_sum")},
     ),
     "grpo": (
         {**GROUP, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **SUMS, **DROP},
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
     "dr_grpo": (
         {**DR, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "constant_length": None, "ratio_clip": None, **SUMS, **DROP},
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "constant_length": None},
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum")},
     ),
     "dapo": (
         {"group_size": 8, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "filter_zvp": True, "zvp_filter_eps": 1e-6},
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": "token_mean"},
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": Reduction("token_mean")},
     ),
     "gspo": (
         {**GROUP, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True, "ratio_clip": None, **DROP},
@@ -108,13 +110,13 @@ PRESETS = {
         {**GROUP, "clip_eps_low": 1e6, "clip_eps_high": 0.2, "length_normalize": True, "kl_coeff": 0.0, **DROP},
         GroupNormalizedReturn,
         CISPOLoss,
-        {"clip_eps_low": 1e6, "clip_eps_high": 0.2, "reduction": "sample_mean"},
+        {"clip_eps_low": 1e6, "clip_eps_high": 0.2, "reduction": Reduction("sample_mean")},
     ),
     "sapo": (
         {**GROUP, "tau_pos": 1.0, "tau_neg": 1.05, "length_normalize": False, **SUMS, **DROP},
         GroupNormalizedReturn,
         SAPOLoss,
-        {"tau_pos": 1.0, "tau_neg": 1.05, "reduction": "sample_sum"},
+        {"tau_pos": 1.0, "tau_neg": 1.05, "reduction": Reduction("sample_sum")},
     ),
     "gmpo": (
         {**GROUP, "clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "ratio_clip": None, **DROP},
@@ -129,13 +131,13 @@ PRESETS = {
         },
         StateGroupReturn,
         TokenClippedSurrogateLoss,
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
     "rloo": (
         {"group_size": 4, "length_normalize": False, "ratio_clip": 2.0, **SUMS, **DROP},
         LeaveOneOutReturn,
         ReinforceLoss,
-        {"length_normalize": False, "reduction": "sample_sum", "ratio_clip": 2.0},
+        {"length_normalize": False, "reduction": Reduction("sample_sum"), "ratio_clip": 2.0},
     ),
     "reinforce_pp": (
         {"gamma": 1.0, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coeff": 0.0},
@@ -150,7 +152,7 @@ PRESETS = {
         },
         PerStepReward,
         CompositeLoss,
-        {"needs_values": True},
+        {"needs": Needs(values=True)},
     ),
     "scalerl": (
         {
@@ -159,14 +161,14 @@ PRESETS = {
         },
         HybridNormalizedReturn,
         CISPOLoss,
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": "sample_mean"},
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": Reduction("sample_mean")},
     ),
-    "sft": ({"length_normalize": False, **SUMS}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": "sample_sum"}),
+    "sft": ({"length_normalize": False, **SUMS}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": Reduction("sample_sum")}),
     "rft": (
         {"min_reward": 1.0, "distinct": False, "max_per_group": None, "length_normalize": False, **SUMS},
         ConstantCredit,
         MaskedCausalLMCrossEntropyLoss,
-        {"reduction": "sample_sum"},
+        {"reduction": Reduction("sample_sum")},
     ),
     "opd": (
         {
@@ -174,7 +176,7 @@ PRESETS = {
         },
         ConstantCredit,
         CISPOLoss,
-        {"clip_eps_low": 1e6, "clip_eps_high": 1.0, "reduction": "sample_mean"},
+        {"clip_eps_low": 1e6, "clip_eps_high": 1.0, "reduction": Reduction("sample_mean")},
     ),
     "grpo_opd": (
         {
@@ -183,7 +185,7 @@ PRESETS = {
         },
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": "sample_sum", "ratio_clip": None},
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
     "mopd": (
         {"group_size": 8, "outcome_coeff": 1.0, "group_normalize_adv": True, "band_low": 0.5, "band_high": 2.0},
@@ -279,15 +281,15 @@ def test_clip_bounds_and_caps_reach_the_loss():
 
 def test_length_normalisation_reaches_the_loss():
     for make in (make_grpo, make_cispo, make_sapo, make_scalerl, make_sft, make_rloo):
-        assert make(length_normalize=True).loss.reduction == "sample_mean"
-        assert make(length_normalize=False).loss.reduction == "sample_sum"
+        assert make(length_normalize=True).loss.reduction.kind == "sample_mean"
+        assert make(length_normalize=False).loss.reduction.kind == "sample_sum"
     assert not make_gspo(length_normalize=False).loss.length_normalize
     assert not make_gmpo(length_normalize=False).loss.length_normalize
 
 
 def test_dr_grpo_divides_by_a_constant_length_if_given():
     loss = make_dr_grpo(constant_length=512).loss
-    assert (loss.reduction, loss.constant_length) == ("constant", 512)
+    assert loss.reduction == Reduction("constant", 512)
     with pytest.raises(ConfigError, match="constant_length"):
         make_dr_grpo(constant_length=0)
 
@@ -295,7 +297,7 @@ def test_dr_grpo_divides_by_a_constant_length_if_given():
 def test_reinforce_pp_normalises_over_the_batch_and_means_over_tokens():
     inner = make_reinforce_pp(clip_eps_high=0.3).loss.loss
     assert type(inner) is TokenClippedSurrogateLoss
-    assert (inner.clip_eps_low, inner.clip_eps_high, inner.reduction) == (0.2, 0.3, "token_mean")
+    assert (inner.clip_eps_low, inner.clip_eps_high, inner.reduction) == (0.2, 0.3, Reduction("token_mean"))
 
 
 @pytest.mark.parametrize("make", [make_cispo, make_scalerl, make_reinforce_pp])
@@ -307,7 +309,7 @@ def test_a_kl_coefficient_adds_a_kl_term(make):
     assert kl.loss.coeff == 0.05
     to_reference = make is make_reinforce_pp
     assert (kl.loss.to, kl.loss.estimator) == (("reference", "k2") if to_reference else ("actor", "k3"))
-    assert loss.needs_reference is to_reference and not plain.needs_reference
+    assert loss.needs.reference is to_reference and not plain.needs.reference
 
 
 @pytest.mark.parametrize("make", [make_grpo, make_dapo, make_gspo, make_cispo, make_gmpo, make_scalerl])
@@ -330,7 +332,7 @@ DISTILLED = {"opd", "grpo_opd", "mopd"}
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - DISTILLED - {"sft", "rft"}))
 def test_a_preset_whose_loss_uses_ratios_asks_for_the_samplers_log_probs(name):
     made = maker(name)()
-    assert made.loss.needs_old_logps
+    assert made.loss.needs.old_logps
     with pytest.raises(ValueError, match=r"1 of 2 items \(indices 1\).*ReturnSpec\.for_rl"):
         made.preprocess(SAWBatch(items=[item(logps=logps()), item()]))
     assert len(made.preprocess(SAWBatch(items=[item(logps=logps())]))) == 1
@@ -338,7 +340,7 @@ def test_a_preset_whose_loss_uses_ratios_asks_for_the_samplers_log_probs(name):
 
 def test_sft_takes_any_sample():
     made = make_sft()
-    assert len(made.preprocess(SAWBatch(items=[item()]))) == 1 and not made.loss.needs_old_logps
+    assert len(made.preprocess(SAWBatch(items=[item()]))) == 1 and not made.loss.needs.old_logps
 
 
 def test_sft_learns_the_models_own_distribution_whatever_the_sampler_made_of_it():

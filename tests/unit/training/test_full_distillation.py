@@ -115,8 +115,8 @@ def test_whatever_wraps_the_loss_asks_for_its_teacher():
     inner = DistillationLoss(top_k=8)
     terms = [LossTerm(name="rl", loss=CISPOLoss()), LossTerm(name="teacher", loss=inner)]
     wrapped = [CompositeLoss(terms), RoutedLoss(terms), CorrectedLoss(inner, [TokenMask()]), BatchNormalized(inner)]
-    assert [loss.teacher_kl for loss in wrapped] == [inner.kl] * 4
-    assert CompositeLoss(terms[:1]).teacher_kl is None
+    assert [loss.needs.teacher_kl for loss in wrapped] == [inner.kl] * 4
+    assert CompositeLoss(terms[:1]).needs.teacher_kl is None
 
 
 def test_two_different_kls_in_one_loss_are_refused():

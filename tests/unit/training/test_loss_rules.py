@@ -25,6 +25,7 @@ from ludic.training.losses import (
     KLLoss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
+    Reduction,
     ReinforceBaselineLoss,
     ReinforceLoss,
     SAPOLoss,
@@ -42,15 +43,10 @@ from ludic.training.losses import (
 )
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem
 
-REDUCTIONS = [
-    {"reduction": "sample_sum"},
-    {"reduction": "sample_mean"},
-    {"reduction": "token_mean"},
-    {"reduction": "constant", "constant_length": 7},
-]
+REDUCTIONS = [Reduction("sample_sum"), Reduction("sample_mean"), Reduction("token_mean"), Reduction("constant", 7)]
 LOSSES = {
-    **{f"reinforce-{r['reduction']}": ReinforceLoss(**r) for r in REDUCTIONS},
-    **{f"token_clip-{r['reduction']}": TokenClippedSurrogateLoss(**r) for r in REDUCTIONS},
+    **{f"reinforce-{r.kind}": ReinforceLoss(reduction=r) for r in REDUCTIONS},
+    **{f"token_clip-{r.kind}": TokenClippedSurrogateLoss(reduction=r) for r in REDUCTIONS},
     "reinforce_geometric": ReinforceLoss(length_normalize=True),
     "reinforce_baseline": ReinforceBaselineLoss(normalize=True),
     "token_clip-capped": TokenClippedSurrogateLoss(ratio_clip=1.5),
@@ -136,16 +132,16 @@ def gradient(loss_fn, tokens):
 # --- closed forms ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", REDUCTIONS, ids=lambda how: how["reduction"])
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda reduction: reduction.kind)
 @pytest.mark.parametrize(
     "kind", [TokenClippedSurrogateLoss, CISPOLoss, SAPOLoss, ReinforceLoss, MaskedCausalLMCrossEntropyLoss]
 )
-def test_at_ratio_one_every_token_loss_has_the_policy_gradient(kind, how):
+def test_at_ratio_one_every_token_loss_has_the_policy_gradient(kind, reduction):
     tokens = random_batch([3, 1, 4], mismatch=0.0)
     tokens = replace(tokens, weights=torch.linspace(-2, 2, 8, dtype=torch.float64))  # turns credited differently
     lengths = torch.tensor([3, 3, 3, 1, 4, 4, 4, 4])
-    divisor = {"sample_sum": 3, "sample_mean": 3 * lengths, "token_mean": 8, "constant": 3 * 7}[how["reduction"]]
-    torch.testing.assert_close(gradient(kind(**how), tokens), -tokens.weights / divisor)
+    divisor = {"sample_sum": 3, "sample_mean": 3 * lengths, "token_mean": 8, "constant": 3 * 7}[reduction.kind]
+    torch.testing.assert_close(gradient(kind(reduction=reduction), tokens), -tokens.weights / divisor)
 
 
 @pytest.mark.parametrize("kind", [ClippedSurrogateLoss, GMPOLoss])
@@ -269,7 +265,7 @@ def test_a_sample_without_action_tokens_adds_nothing(loss_fn):
 # --- the padded form ------------------------------------------------------------------------------------------
 
 VOCABULARY = 6
-PADDED = {name: loss for name, loss in LOSSES.items() if not loss.needs_values}
+PADDED = {name: loss for name, loss in LOSSES.items() if not loss.needs.values}
 
 
 def saw_items(with_logps=True):
@@ -387,7 +383,7 @@ def test_tensors_that_do_not_fit_are_refused():
 @every_loss
 def test_a_loss_that_needs_the_samplers_log_probs_says_so(loss_fn):
     tokens = replace(random_batch([2, 1]), old_logps=None)
-    if loss_fn.needs_old_logps:
+    if loss_fn.needs.old_logps:
         with pytest.raises(KeyError, match=r"actor_logps.*ReturnSpec\.for_rl"):
             loss_fn(tokens)
     else:
@@ -397,7 +393,7 @@ def test_a_loss_that_needs_the_samplers_log_probs_says_so(loss_fn):
 @every_loss
 def test_a_loss_that_needs_a_reference_says_so(loss_fn):
     tokens = replace(random_batch([2, 1]), ref_logps=None)
-    if loss_fn.needs_reference:
+    if loss_fn.needs.reference:
         with pytest.raises(KeyError, match="Trainer\\(reference=…\\)"):
             loss_fn(tokens)
     else:
@@ -407,11 +403,11 @@ def test_a_loss_that_needs_a_reference_says_so(loss_fn):
 def test_wrappers_need_what_their_parts_need():
     parts = [LossTerm(name="a", loss=MaskedCausalLMCrossEntropyLoss()), LossTerm(name="b", loss=EntropyBonus())]
     both = CompositeLoss(parts)
-    assert both.needs_entropy and not both.needs_old_logps and not both.needs_reference and not both.needs_values
-    assert CompositeLoss([LossTerm(name="kl", loss=TokenKLLoss(to="reference"))]).needs_reference
-    assert BatchNormalized(both).needs_entropy and not BatchNormalized(both).needs_old_logps
+    assert both.needs.entropy and not both.needs.old_logps and not both.needs.reference and not both.needs.values
+    assert CompositeLoss([LossTerm(name="kl", loss=TokenKLLoss(to="reference"))]).needs.reference
+    assert BatchNormalized(both).needs.entropy and not BatchNormalized(both).needs.old_logps
     corrected = CorrectedLoss(CompositeLoss([LossTerm(name="v", loss=ValueLoss())]), [TokenTruncation()])
-    assert corrected.needs_values and corrected.needs_old_logps
+    assert corrected.needs.values and corrected.needs.old_logps
 
 
 @pytest.mark.parametrize(
@@ -434,13 +430,13 @@ def test_wrappers_need_what_their_parts_need():
         (lambda: TokenMask(2.0, 0.5), "low=2.0, high=0.5"),
         (lambda: SequenceMask(-0.1, 0.5), "low=-0.1"),
         (lambda: CISPOLoss(reduction="constant"), "constant_length"),
-        (lambda: CISPOLoss(reduction="constant", constant_length=0), "got 0"),
-        (lambda: CISPOLoss(constant_length=512), "constant_length=512 is only used by"),
+        (lambda: Reduction("constant", 0), "got 0"),
+        (lambda: Reduction("token_mean", 512), "constant_length=512 is only used by"),
         (lambda: SAPOLoss(reduction="mean"), "reduction='mean'; there are sample_sum, sample_mean"),
         (lambda: TokenKLLoss(estimator="k4"), "estimator='k4'; there are k1, k2, k3"),
         (lambda: KLLoss(to="ref"), "to='ref'; there are 'actor'"),
-        (lambda: CompositeLoss([]), "at least one term"),
-        (lambda: CompositeLoss([LossTerm(name="a", loss=EntropyBonus())] * 2), "one name"),
+        (lambda: CompositeLoss([]), "at least one"),
+        (lambda: CompositeLoss([LossTerm(name="a", loss=EntropyBonus())] * 2), "each name once"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(make, what):

@@ -22,6 +22,7 @@ from ludic.training.losses import (
     EntropyBonus,
     GMPOLoss,
     LossTerm,
+    Reduction,
     ReinforceBaselineLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
@@ -35,7 +36,7 @@ LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 LOSSES = {
     "grpo": TokenClippedSurrogateLoss(),
     "token_mean": TokenClippedSurrogateLoss(reduction="token_mean"),
-    "constant": TokenClippedSurrogateLoss(reduction="constant", constant_length=64),
+    "constant": TokenClippedSurrogateLoss(reduction=Reduction("constant", 64)),
     "gspo": ClippedSurrogateLoss(clip_eps_low=0.2, clip_eps_high=0.3, length_normalize=True),
     "gmpo": GMPOLoss(),
     "baseline": ReinforceBaselineLoss(normalize=True, length_normalize=True),

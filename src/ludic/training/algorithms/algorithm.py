@@ -1,4 +1,4 @@
-"""`RLAlgorithm`: a credit rule and a loss under one name. All that tells one method from another."""
+"""`RLAlgorithm`: a credit rule and a loss under one name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ class RLAlgorithm:
     credit_assigner: CreditAssigner
     """From rollouts to one weight per step."""
     loss: Loss
-    """From action tokens and their weights to a scalar. A class with `compute(logits, batch)` or a callable without the base class
-    is taken, too; here it is then a `ForeignLoss`, whose `loss` it is."""
+    """From action tokens and their weights to a scalar. An object with `compute(logits, batch)`, or a callable, is wrapped in a
+    `ForeignLoss`."""
     advantages: Advantages | None = None
     """For algorithms with a critic: how its values turn rewards into weights, just before the update."""
     critic: CriticKind = CriticKind.SHARED
     """For algorithms with a critic: what it looks at."""
     preprocess: Preprocess | None = None
-    """Runs on the samples before they become tensors: checks and filters."""
+    """Checks and filters on the samples before they become tensors."""
     needs_teacher_logps: bool = False
     """Whether samples must come with a teacher's log-probs."""
 
@@ -49,13 +49,10 @@ class RLAlgorithm:
         return self.loss.compute(whole_logits(model, batch["input_ids"], batch["attention_mask"]), batch)
 
 
-# What the presets share: which checks and filters run before a batch is used.
-
-
 def checked(
     *, drop_zero_weight: bool = False, drop_zero_weight_eps: float = 1e-4, zvp_filter_eps: float | None = None
 ) -> Preprocess:
-    """Zero-variance groups out, zero weights out, then the log-probs that the loss needs must be there."""
+    """The preprocessing of most presets: drop zero-variance groups and zero weights, then require the sampler's log-probs."""
     steps: list[Preprocess] = []
     if zvp_filter_eps is not None:
         steps.append(partial(filter_zero_variance_groups, eps=zvp_filter_eps))
@@ -66,6 +63,5 @@ def checked(
 
 def with_kl(loss: Loss, kl_coeff: float) -> Loss:
     """The loss, and a KL term to the policy that sampled, if asked for."""
-    if kl_coeff == 0:
-        return loss
-    return CompositeLoss([LossTerm(name="policy", loss=loss), LossTerm(name="kl", loss=TokenKLLoss(coeff=kl_coeff))])
+    kl = TokenKLLoss(coeff=kl_coeff)
+    return CompositeLoss([LossTerm(name="policy", loss=loss), LossTerm(name="kl", loss=kl)]) if kl_coeff else loss

@@ -1,8 +1,40 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): clip the importance weight, keep every token's gradient."""
+"""CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE whose importance weight is clipped and carries no gradient.
+
+Every token keeps a gradient, also where PPO's clip would remove it.
+"""
+
+from torch import Tensor
 
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked, with_kl
 from ludic.training.credit_assignment import GroupNormalizedReturn, HybridNormalizedReturn
-from ludic.training.losses import CISPOLoss
+from ludic.training.losses.base import Loss, common_stats, require_not_negative
+from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
+
+
+class CISPOLoss(Loss):
+    """−mean Σ_t sg(clip(ρ_t, 1 − low, 1 + high)) A_t ℓ_t; without a lower bound by default."""
+
+    def __init__(
+        self,
+        *,
+        clip_eps_low: float = 1e6,
+        clip_eps_high: float = 0.2,
+        length_normalize: bool = True,
+        reduction: Reduction | str | None = None,
+    ) -> None:
+        require_not_negative(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
+        self.clip_eps_low, self.clip_eps_high = clip_eps_low, clip_eps_high
+        self.reduction = Reduction.of(reduction, length_normalize=length_normalize)
+
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        ratio = tokens.log_ratio(self).detach().exp()
+        held = ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
+        stats = {
+            **common_stats(tokens),
+            "ratio_mean": sum_and_count(ratio),
+            "clip_frac": sum_and_count((held != ratio).float()),
+        }
+        return -tokens.reduce_tokens(held * tokens.weights * tokens.logps, self.reduction), stats
 
 
 def make_cispo(
@@ -22,15 +54,10 @@ def make_cispo(
     loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(
-            group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
-        ),
+        credit_assigner=GroupNormalizedReturn(group_size, group_normalize_adv, positive_only),
         loss=with_kl(loss, kl_coeff),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )
-
-
-# ScaleRL (arXiv 2510.13786): CISPO with weights scaled by the whole batch and groups without variance left out.
 
 
 def make_scalerl(
@@ -47,7 +74,7 @@ def make_scalerl(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "scalerl",
 ) -> RLAlgorithm:
-    """Group-centred, batch-scaled returns; CISPO's clipped importance weights."""
+    """ScaleRL (arXiv 2510.13786): CISPO with group-centred, batch-scaled returns, without groups of equal returns."""
     loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
     return RLAlgorithm(
         name=name,

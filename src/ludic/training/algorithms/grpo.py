@@ -1,7 +1,7 @@
-"""GRPO (arXiv 2402.03300): a group of samples per prompt, each weighed against its siblings, under PPO's clip."""
+"""GRPO (arXiv 2402.03300) and its variants: a group of samples per prompt, each compared with its siblings, under PPO's clip."""
 
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
-from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.credit_assignment import GroupNormalizedReturn, StateFn, StateGroupReturn, observation_before
 from ludic.training.losses import Reduction, TokenClippedSurrogateLoss
 
 
@@ -22,9 +22,7 @@ def make_grpo(
     """Return minus the group's mean, over its standard deviation; token ratios clipped to 0.8 … 1.2."""
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(
-            group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
-        ),
+        credit_assigner=GroupNormalizedReturn(group_size, group_normalize_adv, positive_only),
         loss=TokenClippedSurrogateLoss(
             clip_eps_low=clip_eps_low,
             clip_eps_high=clip_eps_high,
@@ -34,9 +32,6 @@ def make_grpo(
         ),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )
-
-
-# Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the division by the group's deviation and by length.
 
 
 def make_dr_grpo(
@@ -52,7 +47,12 @@ def make_dr_grpo(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "dr_grpo",
 ) -> RLAlgorithm:
-    """Return minus the group's mean; token sums, divided by a constant length if one is given (the paper's max_tokens)."""
+    """Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the division by the group's deviation and by length.
+
+    Token sums are divided by `constant_length` if it is given (the paper's max_tokens).
+    """
+    if constant_length is not None:
+        reduction = Reduction("constant" if reduction is None else str(reduction), constant_length)
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(group_size, normalize_adv=False, positive_only=positive_only),
@@ -60,16 +60,10 @@ def make_dr_grpo(
             clip_eps_low=clip_eps_low,
             clip_eps_high=clip_eps_high,
             ratio_clip=ratio_clip,
-            reduction=Reduction.CONSTANT if reduction is None and constant_length is not None else reduction,
-            constant_length=constant_length,
+            reduction=reduction,
         ),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )
-
-
-# DAPO (arXiv 2503.14476): GRPO with a higher upper clip, a token mean, and no groups that all did the same.
-# Its dynamic sampling (fresh prompts in place of such groups) is a matter of the batch source: see
-# `ludic.batch_gen.sources.rollouts`; here they are at least filtered out.
 
 
 def make_dapo(
@@ -81,12 +75,35 @@ def make_dapo(
     zvp_filter_eps: float = 1e-6,
     name: str = "dapo",
 ) -> RLAlgorithm:
-    """GRPO's credit; clip 0.8 … 1.28; every token of the batch counts the same."""
+    """DAPO (arXiv 2503.14476): GRPO with a higher upper clip and a token mean, without groups of equal returns.
+
+    Its dynamic sampling, fresh prompts in place of such groups, is in `ludic.batch_gen.sources.rollouts`.
+    """
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(group_size, normalize_adv=True),
-        loss=TokenClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction=Reduction.TOKEN_MEAN
-        ),
+        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction="token_mean"),
         preprocess=checked(zvp_filter_eps=zvp_filter_eps if filter_zvp else None),
+    )
+
+
+def make_gigpo(
+    *,
+    group_size: int = 8,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    state_of: StateFn = observation_before,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    reduction: Reduction | str | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "gigpo",
+) -> RLAlgorithm:
+    """GiGPO (arXiv 2505.10978): episodes compared with their siblings, plus turns with turns taken in the same state."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=StateGroupReturn(group_size, gamma=gamma, step_weight=step_weight, state_of=state_of),
+        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction=reduction),
+        preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

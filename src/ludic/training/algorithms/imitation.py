@@ -1,10 +1,13 @@
-"""Supervised fine-tuning on action tokens: imitation with the same trainer."""
+"""Supervised fine-tuning on action tokens: imitation of recorded rollouts (SFT) or of the policy's own good ones (RFT)."""
 
 from functools import partial
 
+from torch import Tensor
+
 from ludic.training.algorithms.algorithm import Preprocess, RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.losses import MaskedCausalLMCrossEntropyLoss, Reduction
+from ludic.training.losses.base import Loss, Needs
+from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
 from ludic.training.preprocess import (
     compose_preprocess,
     forget_temperature,
@@ -12,6 +15,19 @@ from ludic.training.preprocess import (
     keep_few_per_group,
     keep_rewarded,
 )
+
+
+class MaskedCausalLMCrossEntropyLoss(Loss):
+    """mean( weight · Σ NLL over action tokens ), per token if length-normalised."""
+
+    needs = Needs(old_logps=False)
+
+    def __init__(self, *, length_normalize: bool = True, reduction: Reduction | str | None = None) -> None:
+        self.reduction = Reduction.of(reduction, length_normalize=length_normalize)
+
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        loss = tokens.reduce_tokens(-tokens.weights * tokens.logps, self.reduction)
+        return loss, {"nll_mean": sum_and_count(-tokens.logps)}
 
 
 def make_sft(
@@ -26,9 +42,6 @@ def make_sft(
     )
 
 
-# Rejection-sampling fine-tuning: imitate what the policy itself did well (RAFT, arXiv 2304.06767; RFT, 2308.01825).
-
-
 def make_rft(
     *,
     min_reward: float = 1.0,
@@ -38,7 +51,10 @@ def make_rft(
     reduction: Reduction | str | None = None,
     name: str = "rft",
 ) -> RLAlgorithm:
-    """Samples that earned `min_reward`, each sequence once if `distinct`, few of each prompt; then cross-entropy."""
+    """Rejection-sampling fine-tuning (RAFT, arXiv 2304.06767; RFT, 2308.01825): cross-entropy on rewarded samples.
+
+    Those that earned `min_reward`, each sequence once if `distinct`, at most `max_per_group` of a prompt.
+    """
     steps: list[Preprocess] = [partial(keep_rewarded, min_reward=min_reward)]
     if distinct:
         steps.append(keep_distinct)

@@ -1,6 +1,6 @@
 """Several algorithms on one batch, each on the samples of one objective: RL, imitation, distillation.
 
-Everything that makes an algorithm is routed by the sample's objective: its credit rule, what it does to samples first, its loss.
+A sample's objective decides its credit rule, its preprocessing and its loss.
 """
 
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.training.algorithms.algorithm import Preprocess, RLAlgorithm
-from ludic.training.credit_assignment.routed import RoutedCredit
+from ludic.training.credit_assignment import RoutedCredit
 from ludic.training.losses import LossTerm, RoutedLoss
 from ludic.types import ConfigError, SAWBatch, SAWItem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """One of the things that a batch is trained for."""
+    """One objective of a batch."""
 
     algorithm: RLAlgorithm
-    """Its credit rule, what it does to samples first, and its loss."""
+    """Its credit rule, preprocessing and loss."""
     weight: float = 1.0
     """What its loss is multiplied by; 1 is what it would be if the batch held its samples only."""
 
@@ -79,7 +79,7 @@ def _members(batch: SAWBatch, algorithms: Mapping[str, RLAlgorithm], default: st
 
 def _prepared(batch: SAWBatch, algorithm: RLAlgorithm) -> SAWBatch:
     kept = batch if algorithm.preprocess is None else algorithm.preprocess(batch)
-    if algorithm.loss.needs_old_logps:
+    if algorithm.loss.needs.old_logps:
         return kept
     # Who sampled a demonstration does not matter: its log-probs would count as a mismatch of sampler and trainer.
     items = [replace(item, attachments=replace(item.attachments, actor_logps=None)) for item in kept.items]

@@ -1,27 +1,58 @@
-"""On-policy distillation: the student samples, a teacher says of every token how likely it would have been.
+"""On-policy distillation: the student samples, a teacher gives the probability of every token.
 
-The token's weight is log π_teacher − log π_student when it was sampled, so the expected gradient is that of the reverse KL
-at each token; with a task advantage beside it, the same is a dense reward for GRPO. Samples must come with a teacher's log-probs
-(`ludic.batch_gen.TeacherAnnotatedBatchSource`). With the teacher in the trainer's process, the KL can be had over the whole
-vocabulary instead (`Trainer(teacher=…)`).
+A token's weight is log π_teacher − log π_student at the time of sampling, so the expected gradient is that of the reverse KL at
+each token; beside a task advantage it is a dense reward for GRPO. Samples must come with a teacher's log-probs
+(`ludic.batch_gen.TeacherAnnotatedBatchSource`). With the teacher in the trainer's process (`Trainer(teacher=…)`), the KL can be
+taken over the whole vocabulary instead (`DistillationLoss`): the exact gradient, where the sampled token gives an estimate.
 """
 
 from typing import Literal
 
+from torch import Tensor
+
+from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn
-from ludic.training.credit_assignment.returns import ScaledCredit
-from ludic.training.credit_assignment.shaping import KLCreditModifier
-from ludic.training.losses import (
-    CISPOLoss,
-    CorrectedLoss,
-    DistillationLoss,
-    Reduction,
-    TokenClippedSurrogateLoss,
-    TokenMask,
-)
+from ludic.training.algorithms.cispo import CISPOLoss
+from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, KLCreditModifier, ScaledCredit
+from ludic.training.losses.base import Loss, Needs, named, require_not_negative
+from ludic.training.losses.clipped import TokenClippedSurrogateLoss
+from ludic.training.losses.corrections import CorrectedLoss, TokenMask
+from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
 from ludic.training.preprocess import compose_preprocess, validate_actor_logps
 from ludic.types import ConfigError
+
+
+class DistillationLoss(Loss):
+    """coeff · mean( Σ KL over action tokens ), per token if length-normalised; the KL is that of whole distributions.
+
+    It depends on the text before a token, not on the token sampled or its credit: so it can stand beside a loss on rewards,
+    and there are no ratios. A correction around it (`CorrectedLoss`) weights the tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        direction: KLDirection | str = KLDirection.REVERSE,
+        top_k: int | None = None,
+        coeff: float = 1.0,
+        length_normalize: bool = True,
+        reduction: Reduction | str | None = None,
+    ) -> None:
+        """`top_k`: compare the teacher's k likeliest tokens one by one and all others as one; None compares all."""
+        require_not_negative(coeff=coeff)
+        self.coeff, self.kl = coeff, VocabularyKL(named(KLDirection, direction, "direction"), top_k)
+        self.needs = Needs(old_logps=False, teacher_kl=self.kl)
+        self.reduction = Reduction.of(reduction, length_normalize=length_normalize)
+
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        if tokens.teacher_kl is None:
+            raise KeyError(
+                "DistillationLoss needs the KL to a teacher, which the Trainer computes: Trainer(teacher=…). It cannot be used on "
+                "logits alone."
+            )
+        terms = tokens.teacher_kl if tokens.correction is None else tokens.correction * tokens.teacher_kl
+        name = "teacher_kl" if self.kl.direction is KLDirection.REVERSE else "teacher_kl_forward"
+        return self.coeff * tokens.reduce_tokens(terms, self.reduction), {name: sum_and_count(tokens.teacher_kl)}
 
 
 def make_opd(
@@ -34,7 +65,7 @@ def make_opd(
     length_normalize: bool = True,
     name: str = "opd",
 ) -> RLAlgorithm:
-    """Rewards play no part. `kl="sampled"`: each token's ratio, at most 1 + `clip_eps_high`, is a factor without a gradient.
+    """Distillation without rewards. `kl="sampled"`: each token's ratio, at most 1 + `clip_eps_high`, is a factor without gradient.
 
     "reverse" and "forward" compare whole distributions with a teacher in the trainer's process, over the vocabulary or the
     teacher's `top_k` likeliest tokens; they need no ratios, and each token answers for itself.
@@ -42,7 +73,13 @@ def make_opd(
     if kl == "sampled":
         if top_k is not None:
             raise ConfigError(f'make_opd(top_k={top_k}) is for kl="reverse" or "forward"; the sampled token is one.')
-        return _sampled_opd(kl_coeff, discount, clip_eps_high, length_normalize, name)
+        return RLAlgorithm(
+            name=name,
+            credit_assigner=ConstantCredit(0.0),
+            loss=CISPOLoss(clip_eps_high=clip_eps_high, length_normalize=length_normalize),
+            preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount)),
+            needs_teacher_logps=True,
+        )
     if kl not in ("reverse", "forward"):
         raise ConfigError(f"make_opd(kl={kl!r}); there are 'sampled', 'reverse' and 'forward'.")
     if discount != 0 or clip_eps_high != 1.0:
@@ -50,23 +87,8 @@ def make_opd(
             f'make_opd(kl="{kl}", discount={discount:g}, clip_eps_high={clip_eps_high:g}): both are for kl="sampled". A loss on '
             "whole distributions has no ratio to clip, and its tokens answer for themselves."
         )
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=ConstantCredit(1.0),
-        loss=DistillationLoss(direction=kl, top_k=top_k, coeff=kl_coeff, length_normalize=length_normalize),
-    )
-
-
-def _sampled_opd(
-    kl_coeff: float, discount: float, clip_eps_high: float, length_normalize: bool, name: str
-) -> RLAlgorithm:
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=ConstantCredit(0.0),
-        loss=CISPOLoss(clip_eps_high=clip_eps_high, length_normalize=length_normalize),
-        preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount)),
-        needs_teacher_logps=True,
-    )
+    loss = DistillationLoss(direction=kl, top_k=top_k, coeff=kl_coeff, length_normalize=length_normalize)
+    return RLAlgorithm(name=name, credit_assigner=ConstantCredit(1.0), loss=loss)
 
 
 def make_grpo_opd(
@@ -82,7 +104,7 @@ def make_grpo_opd(
     ratio_clip: float | None = None,
     name: str = "grpo_opd",
 ) -> RLAlgorithm:
-    """GRPO's advantage of the sample plus the teacher's of the token, under GRPO's clip."""
+    """GRPO's advantage of the sample plus the teacher's advantage of the token, under GRPO's clip."""
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(group_size, normalize_adv=group_normalize_adv),
@@ -98,11 +120,6 @@ def make_grpo_opd(
     )
 
 
-# MOPD, multi-teacher on-policy distillation (MiMo-V2-Flash, arXiv 2601.02780): each domain has its own teacher.
-# Which teacher scores a sample is the source's business (`ludic.batch_gen.DomainTeachers`). Here: the teacher's advantage of each
-# token plus α times the group's, and ratios between trainer and sampler that count only inside a band.
-
-
 def make_mopd(
     *,
     group_size: int = 8,
@@ -112,13 +129,15 @@ def make_mopd(
     band_high: float = 2.0,
     name: str = "mopd",
 ) -> RLAlgorithm:
-    """−mean 1/N Σ_t w_t (sg(log π_T − log π_old) + α A) ℓ_t, w_t the ratio inside the band, 0 outside."""
+    """Multi-teacher distillation (MiMo-V2-Flash, arXiv 2601.02780): each domain has its own teacher.
+
+    −mean 1/N Σ_t w_t (sg(log π_T − log π_old) + α A) ℓ_t, where w_t is the ratio inside the band and 0 outside, and α is
+    `outcome_coeff`. The source chooses the teacher of a sample (`ludic.batch_gen.DomainTeachers`).
+    """
     inside = CISPOLoss(clip_eps_high=max(band_high - 1, 0.0), length_normalize=True)  # the mask cuts first
     return RLAlgorithm(
         name=name,
-        credit_assigner=ScaledCredit(
-            GroupNormalizedReturn(group_size, normalize_adv=group_normalize_adv), outcome_coeff
-        ),
+        credit_assigner=ScaledCredit(GroupNormalizedReturn(group_size, group_normalize_adv), outcome_coeff),
         loss=CorrectedLoss(inside, [TokenMask(band_low, band_high)]),
         preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier()),
         needs_teacher_logps=True,

@@ -1,6 +1,6 @@
-"""SPO (arXiv 2509.13232): one sample per prompt, weighed against what that prompt earned before, under PPO's clip.
+"""SPO (arXiv 2509.13232): one sample per prompt, compared with what that prompt earned before, under PPO's clip.
 
-The tracker is a part of the algorithm that others may look at: a curriculum prefers prompts that it is unsure of.
+The tracker of prompt values is shared: a curriculum prefers prompts whose value is uncertain.
 """
 
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
@@ -16,16 +16,11 @@ def make_spo(
     clip_eps_high: float = 0.2,
     name: str = "spo",
 ) -> tuple[RLAlgorithm, BetaValueTracker]:
-    """Reward minus the prompt's tracked value, centred and scaled by the batch; token mean. The tracker comes along."""
+    """Reward minus the prompt's tracked value, centred and scaled by the batch; token mean. Returns the tracker too."""
     tracker = tracker if tracker is not None else BetaValueTracker()
     loss = TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction="token_mean")
-    algorithm = RLAlgorithm(
-        name=name,
-        credit_assigner=TrackedValueReturn(tracker),
-        loss=BatchNormalized(loss),
-        preprocess=checked(),
-    )
-    return algorithm, tracker
+    rule = TrackedValueReturn(tracker)
+    return RLAlgorithm(name=name, credit_assigner=rule, loss=BatchNormalized(loss), preprocess=checked()), tracker
 
 
 def spo_algorithm(

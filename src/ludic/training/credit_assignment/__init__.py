@@ -4,6 +4,7 @@ Algorithms choose a rule; no torch here. A rule sees a whole batch, so a baselin
 weight. Start with group.py (GRPO's advantage) or returns.py.
 """
 
+from ludic.training.credit_assignment.combine import RoutedCredit, ScaledCredit
 from ludic.training.credit_assignment.group import (
     GroupNormalizedReturn,
     HybridNormalizedReturn,
@@ -13,14 +14,7 @@ from ludic.training.credit_assignment.group import (
     agent_in_env,
 )
 from ludic.training.credit_assignment.grouping import returns_to_go
-from ludic.training.credit_assignment.returns import (
-    ConstantCredit,
-    EpisodicReturn,
-    MonteCarloReturn,
-    PerStepReward,
-    ScaledCredit,
-)
-from ludic.training.credit_assignment.routed import RoutedCredit
+from ludic.training.credit_assignment.returns import ConstantCredit, EpisodicReturn, MonteCarloReturn, PerStepReward
 from ludic.training.credit_assignment.shaping import (
     CreditModifier,
     KLCreditModifier,
@@ -31,19 +25,19 @@ from ludic.training.credit_assignment.shaping import (
     info_potential,
     with_turn_rewards,
 )
-from ludic.training.credit_assignment.states import StateFn, StateGroupReturn, observation_before
-from ludic.training.credit_assignment.turns import TurnGroupReturn, TurnLeaveOneOutReturn
+from ludic.training.credit_assignment.turns import (
+    StateFn,
+    StateGroupReturn,
+    TurnGroupReturn,
+    TurnLeaveOneOutReturn,
+    observation_before,
+)
 from ludic.training.credit_assignment.value import GAE, TrackedValueReturn, ValueFn, gae
 
 __all__ = [
-    "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit",
-    "GroupNormalizedReturn", "HybridNormalizedReturn", "LeaveOneOutReturn", "TurnGroupReturn",
-    "TrackedValueReturn",
-    "GAE", "ValueFn", "gae",
-    "CreditModifier", "KLCreditModifier", "ScaledCredit",
-    "RoutedCredit",
-    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before",
-    "RoleBaselineReturn", "RoleFn", "agent_in_env",
-    "Relabelled", "Relabel", "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential",
-    "returns_to_go",
+    "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn",
+    "HybridNormalizedReturn", "LeaveOneOutReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
+    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "GAE", "ValueFn", "gae",
+    "CreditModifier", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "Relabelled", "Relabel", "with_turn_rewards",
+    "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

@@ -4,7 +4,8 @@ Turns are `Rollout.turns()`, groups are those of `GroupKey`: the rollouts of one
 (`GRPORequestStrategy` gives them one group id). Failed rollouts belong to no group and get no weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ Floats = npt.NDArray[np.float64]
 Weights = dict[RolloutStepKey, float]
 """What a credit rule returns: one number per step."""
 
+EPS = 1e-8
+"""Added to a standard deviation that is divided by."""
 
 # --- turns ----------------------------------------------------------------------------------------------------
 
@@ -33,7 +36,7 @@ def returns_to_go(rewards: Sequence[float] | Floats, gamma: float) -> Floats:
 
 
 def largest_to_go(rewards: Floats) -> Floats:
-    """The size of the largest reward from turn t on: what the rounding of G_t depends on."""
+    """The largest absolute reward from turn t on, which bounds the rounding error of G_t."""
     return np.maximum.accumulate(np.abs(rewards)[::-1])[::-1]
 
 
@@ -48,49 +51,57 @@ def is_truncated(rollout: Rollout) -> bool:
 
 
 def finished(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """All but the failed ones. Weights are filed under rollout ids, so two rollouts must not share one."""
+    """All but the failed ones. Weights are keyed by rollout id, so two rollouts must not share one."""
     kept = [rollout for rollout in rollouts if rollout.failure is None]
-    if len({rollout.id for rollout in kept}) < len(kept):
-        ids = [rollout.id for rollout in kept]
+    ids = [rollout.id for rollout in kept]
+    if len(set(ids)) < len(ids):
         twice = sorted({id for id in ids if ids.count(id) > 1})
         raise ValueError(f"Rollout ids must be unique, but {twice[:3]} occur more than once. Was a file loaded twice?")
     return kept
 
 
-def group_key(rollout: Rollout) -> GroupKey:
-    if rollout.group is None:
-        raise ValueError(
-            f"Rollout {rollout.id!r} has no group: meta['request_meta']['group_id'] is missing (its meta has "
-            f"{sorted(rollout.meta)}). Expand requests with GRPORequestStrategy(group_size=…), or use a credit rule "
-            "without groups, such as MonteCarloReturn."
-        )
-    return rollout.group
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """A rule that compares the finished rollouts of each group with each other."""
 
+    group_size: int | None
+    """Rollouts per group, the same number as in the request strategy; None takes groups of any size."""
+    allow_partial: bool = field(default=False, kw_only=True)
+    """Take groups of any size as they come, instead of raising. A rollout alone in its group gets 0."""
 
-def rollouts_by_group(
-    rollouts: Sequence[Rollout], *, group_size: int | None, allow_partial: bool
-) -> dict[GroupKey, list[Rollout]]:
-    """Finished rollouts by group, in the order they came. `group_size=None` expects no particular size."""
-    groups: dict[GroupKey, list[Rollout]] = {}
-    for rollout in finished(rollouts):
-        groups.setdefault(group_key(rollout), []).append(rollout)
-    if group_size is not None and not allow_partial:
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.group_size < 2:
+            raise ConfigError(
+                f"{type(self).__name__}.group_size={self.group_size}, but comparing siblings takes at least 2 rollouts. Raise "
+                "it, or use EpisodicReturn, which needs no group."
+            )
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        return {key: weight for members in self._groups(rollouts) for key, weight in self._compare(members).items()}
+
+    def _compare(self, members: list[Rollout]) -> Weights:
+        """The weights of one group; not needed where `compute` looks at all groups together."""
+        raise NotImplementedError
+
+    def _groups(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+        groups: dict[GroupKey, list[Rollout]] = {}
+        for rollout in finished(rollouts):
+            if rollout.group is None:
+                raise ValueError(
+                    f"Rollout {rollout.id!r} has no group: meta['request_meta']['group_id'] is missing (its meta has "
+                    f"{sorted(rollout.meta)}). Expand requests with GRPORequestStrategy(group_size=…), or use a credit rule "
+                    "without groups, such as MonteCarloReturn."
+                )
+            groups.setdefault(rollout.group, []).append(rollout)
         for key, members in groups.items():
-            _check_size(key, len(members), group_size)
-    return groups
-
-
-def _check_size(key: GroupKey, size: int, group_size: int) -> None:
-    if size != group_size:
-        role = f"agent {key.agent_id!r}" + (f" (delegate {key.delegate!r})" if key.delegate else "")
-        raise ValueError(
-            f"Group {key.group_id!r} of {role} has {size} finished rollouts, but group_size={group_size}. Use the same "
-            "group_size in GRPORequestStrategy and let the engine drop incomplete groups, or pass allow_partial=True."
-        )
-
-
-EPS = 1e-8
-"""Added to a standard deviation that is divided by."""
+            if self.group_size not in (None, len(members)) and not self.allow_partial:
+                role = f"agent {key.agent_id!r}" + (f" (delegate {key.delegate!r})" if key.delegate else "")
+                raise ValueError(
+                    f"Group {key.group_id!r} of {role} has {len(members)} finished rollouts, but group_size={self.group_size}. "
+                    "Use the same group_size in GRPORequestStrategy and let the engine drop incomplete groups, or pass "
+                    "allow_partial=True."
+                )
+        return list(groups.values())
 
 
 def compared(values: Sequence[float] | Floats, *, made_of: Sequence[float] | Floats, scaled: bool) -> Floats:
@@ -112,27 +123,23 @@ def compared_totals(members: Sequence[Rollout], *, scaled: bool) -> Floats:
 # --- weights --------------------------------------------------------------------------------------------------
 
 
-def same_on_every_step(rollout: Rollout, weight: float) -> Weights:
-    return {(rollout.id, step.index): float(weight) for step in rollout.steps}
+def same_on_every_step(rollouts: Sequence[Rollout], weights: Iterable[float]) -> Weights:
+    """One weight per rollout."""
+    pairs = zip(rollouts, weights, strict=True)
+    return {(rollout.id, step.index): float(weight) for rollout, weight in pairs for step in rollout.steps}
 
 
-def one_per_turn(rollout: Rollout, weights: Sequence[float] | Floats) -> Weights:
-    """Every step of a turn gets the turn's weight."""
-    pairs = zip(rollout.turns(), weights, strict=True)
-    return {(rollout.id, step.index): float(weight) for turn, weight in pairs for step in turn.steps}
+def one_per_turn(rollouts: Sequence[Rollout], weights: Iterable[Sequence[float] | Floats]) -> Weights:
+    """One weight per turn of each rollout; every step of the turn gets it."""
+    return {
+        (rollout.id, step.index): float(weight)
+        for rollout, weights_T in zip(rollouts, weights, strict=True)
+        for turn, weight in zip(rollout.turns(), weights_T, strict=True)
+        for step in turn.steps
+    }
 
 
-# --- settings -------------------------------------------------------------------------------------------------
-
-
-def check_discount(rule: str, name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{rule}.{name}={value}; it must be between 0 and 1.")
-
-
-def check_group_size(rule: str, group_size: int) -> None:
-    if group_size < 2:
-        raise ConfigError(
-            f"{rule}.group_size={group_size}, but comparing siblings takes at least 2 rollouts. Raise it, or use "
-            "EpisodicReturn, which needs no group."
-        )
+def check_discount(rule: object, **values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f"{type(rule).__name__}.{name}={value}; it must be between 0 and 1.")

@@ -1,16 +1,13 @@
-"""`PotentialShaping`: pay for progress without changing what is best (Ng, Harada and Russell 1999).
-
-For use with `Relabelled`: `Relabelled(MonteCarloReturn(gamma=0.0), PotentialShaping(info_potential("progress")))`.
-"""
+"""Other rewards than the env paid: relabelling, potential shaping, and a teacher's log-probs added to the weights."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from ludic.training.credit_assignment.combine import RuleOfRules
 from ludic.training.credit_assignment.grouping import (
     Floats,
     Weights,
@@ -23,64 +20,49 @@ from ludic.types import (
     ConfigError,
     CreditAssigner,
     EnvironmentStep,
-    FollowsDrift,
     Rollout,
     SAWBatch,
     SAWItem,
-    Stateful,
     Step,
     Turn,
     is_parse_failure,
 )
-
-# `Relabelled`: judge rollouts by other rewards than they were paid (hindsight, shaping), then assign credit.
-# The hook sees a rollout when it is over and hands back a copy with other rewards. What was played, logged and counted
-# keeps the rewards of the env: only the weights change.
-#
-# Rewards, and not tokens: samples are cut from what was really sampled. A goal that stands in the prompt cannot be
-# replaced here, for the sampled log-probs belong to the prompt that the policy saw.
 
 Relabel: TypeAlias = Callable[[Rollout], Rollout]
 """From a finished rollout to a copy with other rewards; `with_turn_rewards` makes one. It must not change its input."""
 
 
 @dataclass(frozen=True, slots=True)
-class Relabelled:
-    """The weights that `rule` gives to the rollouts as `relabel` sees them.
+class Relabelled(RuleOfRules):
+    """The weights that `rule` gives to the rollouts as `relabel` returns them: with other rewards (hindsight, shaping).
 
-    A goal chosen after the fact is a biased teacher: it praises whatever was reached, luck included. Potential shaping
-    (`PotentialShaping`) is the kind of relabelling that leaves the best policy as it was.
+    Only weights change: rollouts, logs and statistics keep the rewards of the env. Tokens stay too, so a goal in the prompt
+    cannot be replaced here: the sampled log-probs belong to the prompt that the policy saw. A goal chosen after the fact is
+    biased, it rewards whatever was reached, luck included. `PotentialShaping` leaves the best policy as it was:
+    `Relabelled(MonteCarloReturn(gamma=0.0), PotentialShaping(info_potential("progress")))`.
     """
 
     rule: CreditAssigner
     relabel: Relabel
 
     def __post_init__(self) -> None:
-        if isinstance(self.rule, FollowsDrift):
-            raise ConfigError(
-                f"Relabelled(rule={type(self.rule).__name__}): this rule must hear from the trainer how far the policy "
-                "moved, and would not through Relabelled. Use a rule that does not, such as MonteCarloReturn."
-            )
+        self._refuse_drift()
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         return self.rule.compute([self._relabelled(rollout) for rollout in finished(rollouts)])
+
+    def _rules(self) -> Mapping[str, CreditAssigner]:
+        return {"rule": self.rule}
 
     def _relabelled(self, rollout: Rollout) -> Rollout:
         changed = self.relabel(rollout)
         if changed.id != rollout.id or not _same_steps(changed.steps, rollout.steps):
             raise ValueError(
                 f"relabel gave rollout {changed.id!r} with {len(changed.steps)} steps for rollout {rollout.id!r} with "
-                f"{len(rollout.steps)}, or other tokens. It may change rewards only: weights are filed under rollout "
+                f"{len(rollout.steps)}, or other tokens. It may change rewards only: weights are keyed by rollout "
                 "id and step index. with_turn_rewards(rollout, rewards) makes such a copy."
             )
         return changed
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rule": self.rule.state_dict()} if isinstance(self.rule, Stateful) else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if isinstance(self.rule, Stateful):
-            self.rule.load_state_dict(state["rule"])
 
 
 def with_turn_rewards(rollout: Rollout, rewards: Sequence[float] | Floats) -> Rollout:
@@ -107,15 +89,12 @@ PotentialFn: TypeAlias = Callable[[Rollout], Sequence[float] | Floats]
 
 @dataclass(frozen=True, slots=True)
 class PotentialShaping:
-    """Turn t earns gamma * Phi(s_{t+1}) − Phi(s_t) on top; Phi is 0 once the episode is over, however it ended.
+    """Turn t also earns gamma * Phi(s_{t+1}) − Phi(s_t) (Ng, Harada and Russell 1999).
 
-    The extra rewards telescope: with the same gamma, G_t becomes G_t − Phi(s_t), which no later action can change. So
-    every expected gradient stays what it was, and rules that look at whole episodes see no difference but noise. What
-    it is for are rules that look a few turns ahead (a smaller gamma, GAE with lam < 1): to them, progress is visible
-    at the turn that made it.
-
-    A potential left standing where a time limit cuts the episode off would pay for ending in promising states; that
-    is why it is 0 there too.
+    The extra rewards telescope: with the same gamma, G_t becomes G_t − Phi(s_t), which no later action can change. So every
+    expected gradient stays what it was. It helps rules that look a few turns ahead (a smaller gamma, GAE with lam < 1): they
+    see progress at the turn that made it. Phi is 0 once the episode is over, also where a limit ended it: else ending in a
+    promising state would pay.
     """
 
     potential: PotentialFn
@@ -123,7 +102,7 @@ class PotentialShaping:
     """Discount per turn of the task, not of the rule that looks a few turns ahead."""
 
     def __post_init__(self) -> None:
-        check_discount("PotentialShaping", "gamma", self.gamma)
+        check_discount(self, gamma=self.gamma)
 
     def __call__(self, rollout: Rollout) -> Rollout:
         rewards_T = turn_rewards(rollout)
@@ -152,12 +131,8 @@ def info_potential(key: str, *, start: float = 0.0) -> PotentialFn:
     return potential
 
 
-# Credit modifiers: what is added to the weights of samples that have been credited already, token by token.
-# A modifier takes a batch and returns one, as every preprocess hook does; an algorithm runs it before a batch becomes tensors.
-
-
 class CreditModifier(Protocol):
-    """Changes weights and nothing else."""
+    """A preprocess hook that changes the weights of samples, token by token, and nothing else."""
 
     def __call__(self, batch: SAWBatch) -> SAWBatch: ...
 
@@ -166,46 +141,45 @@ class CreditModifier(Protocol):
 class KLCreditModifier:
     """Adds coeff · (log π_teacher − log π_old) of each action token to its weight.
 
-    The difference is a number that was fixed when the token was sampled, and no gradient flows into it. It has to be one:
-    the gradient of log π − log π_teacher itself, over tokens that π sampled, has expectation zero.
+    The difference is a constant, fixed when the token was sampled: the gradient of log π − log π_teacher itself, over tokens
+    that π sampled, has expectation zero.
     """
 
     coeff: float = 1.0
     discount: float = 0.0
-    """How much a token answers for the tokens after it in its sample: 0 for none (the KL of each token, given what came
-    before it), 1 for all (the KL of whole replies)."""
+    """How much of the difference of later tokens a token gets: 0 none (the KL of each token, given what came before it), 1 all
+    (the KL of whole replies)."""
     name: str = "kl"
     """The batch's mean of log π_old − log π_teacher is logged as teacher_<name>."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coeff) and self.coeff >= 0):
             raise ConfigError(f"KLCreditModifier.coeff={self.coeff}; it must be 0 or more.")
-        if not 0 <= self.discount <= 1:
-            raise ConfigError(f"KLCreditModifier.discount={self.discount}; it lies between 0 and 1.")
+        check_discount(self, discount=self.discount)
 
     def __call__(self, batch: SAWBatch) -> SAWBatch:
-        _check_teachers(batch.items)
+        missing = [i for i, item in enumerate(batch.items) if item.attachments.teacher_logps is None]
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} of {len(batch.items)} samples (the first is {missing[0]}) have no teacher log-probs. Wrap the "
+                "batch source in ludic.batch_gen.TeacherAnnotatedBatchSource, which asks a teacher for them."
+            )
         gaps = [_gap(item) for item in batch.items]
         items = [self._modified(item, gap) for item, gap in zip(batch.items, gaps, strict=True)]
-        return SAWBatch(items=items, meta={**batch.meta, f"teacher_{self.name}": _mean_kl(gaps)})
+        together = np.concatenate(gaps) if gaps else np.zeros(0)
+        mean_kl = (
+            -float(together.mean()) if len(together) else 0.0
+        )  # over tokens: an estimate of the reverse KL per token
+        return SAWBatch(items=items, meta={**batch.meta, f"teacher_{self.name}": mean_kl})
 
-    def _modified(self, item: SAWItem, gap: npt.NDArray[np.float64]) -> SAWItem:
+    def _modified(self, item: SAWItem, gap: Floats) -> SAWItem:
         weights = (item.token_weights + self.coeff * returns_to_go(gap, self.discount)).astype(np.float32)
         attachments = replace(item.attachments, token_weights=weights)
         return replace(item, weight=float(weights.mean()) if len(weights) else item.weight, attachments=attachments)
 
 
-def _check_teachers(items: Sequence[SAWItem]) -> None:
-    missing = [i for i, item in enumerate(items) if item.attachments.teacher_logps is None]
-    if missing:
-        raise ConfigError(
-            f"{len(missing)} of {len(items)} samples (the first is {missing[0]}) have no teacher log-probs. Wrap the batch source "
-            "in ludic.batch_gen.TeacherAnnotatedBatchSource, which asks a teacher for them."
-        )
-
-
-def _gap(item: SAWItem) -> npt.NDArray[np.float64]:
-    """How much likelier the teacher finds each token than the policy that sampled it did."""
+def _gap(item: SAWItem) -> Floats:
+    """[T] log π_teacher − log π_old of each action token."""
     teacher, old = item.attachments.teacher_logps, item.actor_logps
     assert teacher is not None, "checked for the whole batch"
     if old is None:
@@ -214,9 +188,3 @@ def _gap(item: SAWItem) -> npt.NDArray[np.float64]:
             "sampler for them: InferenceSpec(return_=ReturnSpec.for_rl())."
         )
     return teacher.astype(np.float64) - old
-
-
-def _mean_kl(gaps: Sequence[npt.NDArray[np.float64]]) -> float:
-    """Over tokens: an estimate of the reverse KL per token."""
-    together = np.concatenate(gaps) if gaps else np.zeros(0)
-    return -float(together.mean()) if len(together) else 0.0

@@ -1,8 +1,4 @@
-"""`GAE`: generalised advantage estimation over turns (Schulman et al. 2016, arXiv:1506.02438).
-
-Where the values come from (a value head, a table, a constant) is the caller's business: `value_fn` is any function
-of a rollout. Nothing here touches tensors.
-"""
+"""Better or worse than an expected value: GAE over turns, and a tracked value per prompt (SPO)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,42 +51,33 @@ def gae(
 
 @dataclass(frozen=True, slots=True)
 class GAE:
-    """The advantage of each turn over what the values expected, smoothed over the turns that follow."""
+    """Generalised advantage estimation over turns (Schulman et al. 2016, arXiv:1506.02438)."""
 
     gamma: float
     """Discount per turn."""
     lam: float
     """1 trusts the rewards (all variance), 0 trusts the values one turn ahead (all bias)."""
     value_fn: ValueFn
-    """One value per turn, and for a truncated episode one more: the value of the state in which it was cut off."""
+    """Any function of a rollout: a value head, a table, a constant."""
 
     def __post_init__(self) -> None:
-        check_discount("GAE", "gamma", self.gamma)
-        check_discount("GAE", "lam", self.lam)
+        check_discount(self, gamma=self.gamma, lam=self.lam)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        weights: Weights = {}
-        for rollout in finished(rollouts):
-            advantages_T, _ = self._estimate(rollout)
-            weights |= one_per_turn(rollout, advantages_T)
-        return weights
+        kept = finished(rollouts)
+        return one_per_turn(kept, [self._estimate(rollout)[0] for rollout in kept])
 
     def value_targets(self, rollouts: Sequence[Rollout]) -> Weights:
         """What the values should have been, A_t + V_t: the regression target of a value head."""
-        targets: Weights = {}
-        for rollout in finished(rollouts):
-            advantages_T, values_T = self._estimate(rollout)
-            targets |= one_per_turn(rollout, advantages_T + values_T)
-        return targets
+        kept = finished(rollouts)
+        return one_per_turn(kept, [advantages_T + values_T for advantages_T, values_T in map(self._estimate, kept)])
 
     def _estimate(self, rollout: Rollout) -> tuple[Floats, Floats]:
+        """Advantages and values of the turns."""
         rewards_T = turn_rewards(rollout)
-        values_T, bootstrap = self._values(rollout, len(rewards_T))
-        return gae(rewards_T, values_T, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap), values_T
-
-    def _values(self, rollout: Rollout, num_turns: int) -> tuple[Floats, float]:
+        num_turns = len(rewards_T)
         if num_turns == 0:
-            return np.zeros(0), 0.0
+            return np.zeros(0), np.zeros(0)
         cut_off = is_truncated(rollout)
         values = np.asarray(self.value_fn(rollout), dtype=np.float64)
         if values.shape != (num_turns + cut_off,):
@@ -100,10 +87,8 @@ class GAE:
                 f"turns and was {'' if cut_off else 'not '}truncated. Return one value per turn"
                 f"{', and ' + wanted if cut_off else ''}."
             )
-        return values[:num_turns], float(values[-1]) if cut_off else 0.0
-
-
-# `TrackedValueReturn`: better or worse than this prompt went before (SPO).
+        values_T, bootstrap = values[:num_turns], float(values[-1]) if cut_off else 0.0
+        return gae(rewards_T, values_T, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap), values_T
 
 
 def prompt_of(rollout: Rollout) -> str:
@@ -112,23 +97,22 @@ def prompt_of(rollout: Rollout) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrackedValueReturn:
-    """Total reward minus the value that the tracker had for the prompt *before* this batch, the same on every step.
+    """Total reward minus the value that the tracker had for the prompt *before* this batch, the same on every step (SPO).
 
-    A value that had already counted the rollout's own reward would depend on the action and shrink the gradient of
-    prompts that are seen rarely. So all values of a batch are read first, and only then are its rewards counted.
+    A value that counted the rollout's own reward would depend on the action and shrink the gradient of prompts that are
+    seen rarely. So all values of a batch are read first, and only then are its rewards counted.
     """
 
     tracker: BetaValueTracker
     key: Callable[[Rollout], str] = prompt_of
-    """Which value is a rollout's. Roles of one episode share their prompt's; give each its own where they differ."""
+    """The key of a rollout's value. Roles of one episode share their prompt's; give each its own where they differ."""
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        weights: Weights = {}
-        members = [(self.key(rollout), rollout) for rollout in finished(rollouts)]
-        for key, rollout in members:
-            weights |= same_on_every_step(rollout, rollout.total_reward - self.tracker.value_of(key))
-        for key, rollout in members:
-            self.tracker.observe(key, rollout.total_reward)
+        kept = finished(rollouts)
+        pairs = [(self.key(rollout), rollout.total_reward) for rollout in kept]
+        weights = same_on_every_step(kept, [reward - self.tracker.value_of(key) for key, reward in pairs])
+        for key, reward in pairs:
+            self.tracker.observe(key, reward)
         return weights
 
     def initialise(self, rollouts: Sequence[Rollout]) -> None:

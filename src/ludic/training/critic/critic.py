@@ -1,6 +1,6 @@
 """Critics: what is to be expected before each action token, from the policy's hidden states or from a second model.
 
-How a critic's word becomes weights is said in ludic.training.critic.gae; what its loss is, in ludic.training.losses.value.
+How a critic's word becomes weights is said in ludic.training.critic.gae; what its loss is, in ludic.training.algorithms.ppo.
 """
 
 from collections.abc import Mapping, Sequence

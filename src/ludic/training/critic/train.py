@@ -25,7 +25,7 @@ def make_critic(
     """The critic that the algorithm asks for, if it does; `given` is the model of a separate one. `recomputes`: with gradient
     checkpointing."""
     _check_wish(given, algo, policy, cfg, is_spread=is_spread)
-    if not algo.loss.needs_values:
+    if not algo.loss.needs.values:
         return None
     if algo.critic is not CriticKind.SEPARATE:
         return HeadCritic(policy, is_detached=algo.critic is CriticKind.DETACHED)
@@ -43,7 +43,7 @@ def make_critic(
 
 
 def _check_wish(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool) -> None:
-    is_wanted = algo.loss.needs_values
+    is_wanted = algo.loss.needs.values
     is_separate = is_wanted and algo.critic is CriticKind.SEPARATE
     if given is not None and not is_separate:
         raise ConfigError(

@@ -28,7 +28,7 @@ from ludic.training.learner.packing import (
 )
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
-from ludic.training.losses.tokens import over_tokens
+from ludic.training.losses.tokens import sum_and_count
 from ludic.types import ConfigError, SAWItem, spread_of
 
 
@@ -93,9 +93,9 @@ def accumulate_gradients(
     """
     facts = batch_facts(items) if facts is None else facts
     sums = MetricSums()
-    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or Ranks(), padded=loss.needs_logits)
+    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or Ranks(), padded=loss.needs.logits)
     for number, members in enumerate(bins):
-        batch = policy.batch(members, pad_token_id, padded=loss.needs_logits)
+        batch = policy.batch(members, pad_token_id, padded=loss.needs.logits)
         sync_gradients(policy.model, is_last=number == len(bins) - 1)
         tokens = action_tokens(policy, loss, batch, facts, reference, critic, watch_entropy, teacher, pad_token_id)
         if members[0] is PADDING_ITEM:
@@ -105,7 +105,7 @@ def accumulate_gradients(
         value.backward()
         sums.add({"loss": (value.detach(), tokens.num_items / facts.num_items), **stats, **mismatch_stats(tokens)})
         if tokens.entropy is not None:
-            sums.add({"entropy": over_tokens(tokens.entropy)})
+            sums.add({"entropy": sum_and_count(tokens.entropy)})
     sums.add({"num_micro_batches": (float(len(bins)), 1.0)})
     return sums
 
@@ -128,10 +128,10 @@ def action_tokens(
     pad_token_id: int = 0,
 ) -> ActionTokens:
     """What the loss sees of one micro-batch."""
-    entropy_mode: EntropyMode | None = "train" if loss.needs_entropy else "watch" if watch_entropy else None
+    entropy_mode: EntropyMode | None = "train" if loss.needs.entropy else "watch" if watch_entropy else None
     hidden_AD: Tensor | None = None
     padded: tuple[Tensor, dict[str, Tensor]] | None = None
-    if loss.needs_logits:
+    if loss.needs.logits:
         logits_BLV = policy.whole_logits(batch)
         logps, entropy = policy.logps_of(logits_BLV, batch, entropy=entropy_mode)
         padded = logits_BLV, collate_saw_items(batch.items, pad_token_id=pad_token_id, device=policy.device)
@@ -145,7 +145,7 @@ def action_tokens(
         num_items=actions.num_items,
         facts=facts,
         old_logps=actions.old_logp_A,
-        ref_logps=reference.logps(batch) if reference is not None and loss.needs_reference else None,
+        ref_logps=reference.logps(batch) if reference is not None and loss.needs.reference else None,
         entropy=entropy,
         teacher_kl=_teacher_kl(policy, teacher, hidden_AD, batch, loss),
         values=critic.values(batch, hidden_AD, policy) if critic is not None else None,
@@ -160,16 +160,16 @@ def action_tokens(
 def _teacher_kl(
     policy: TrainedPolicy, teacher: TrainedPolicy | None, hidden_AD: Tensor | None, batch: PackedBatch, loss: Loss
 ) -> Tensor | None:
-    if teacher is None or loss.teacher_kl is None:
+    if teacher is None or loss.needs.teacher_kl is None:
         return None
     return policy.kl_to(
-        teacher, policy.action_hidden(batch) if hidden_AD is None else hidden_AD, batch, loss.teacher_kl
+        teacher, policy.action_hidden(batch) if hidden_AD is None else hidden_AD, batch, loss.needs.teacher_kl
     )
 
 
 def make_reference(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig) -> Reference | None:
     """The reference that the algorithm compares with, if it does: the `given` model, or the one under the policy's adapter."""
-    if not algo.loss.needs_reference:
+    if not algo.loss.needs.reference:
         return None
     if given is not None:
         placed = given if is_sharded(given) else given.to(policy.device)

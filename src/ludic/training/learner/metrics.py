@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, over_tokens
+from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
 from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers, result_rates
 
 PREFIXES = ("train/", "eval/", "perf/")
@@ -230,7 +230,7 @@ class DriftProbe:
     def measure(self) -> Stats:
         """`policy_drift`: KL(before ‖ after) per token (k3), for ranks to add up; nothing of a filler."""
         difference_A = (self._logps() - self._before_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return {"policy_drift": over_tokens(difference_A.exp() - 1 - difference_A)} if self._counts else {}
+        return {"policy_drift": sum_and_count(difference_A.exp() - 1 - difference_A)} if self._counts else {}
 
     @torch.no_grad()
     def _logps(self) -> Tensor:

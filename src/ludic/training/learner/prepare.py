@@ -80,7 +80,7 @@ _FULL = "Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no penalties"
 
 def require_trainable_sampling(items: Sequence[SAWItem], loss: Loss) -> None:
     """ConfigError for the first sample that this loss would compare with something else than what it was drawn from."""
-    if not loss.needs_old_logps:
+    if not loss.needs.old_logps:
         return
     for item in items:
         attached = item.attachments

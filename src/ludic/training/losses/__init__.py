@@ -1,18 +1,21 @@
-"""Losses: from action tokens to a scalar, one file per idea.
+"""Losses: from action tokens to a scalar. Those of a single algorithm are in its file, under `algorithms/`, and found here too.
 
 Algorithms choose one; `learner/gradients.py` calls it. Start with tokens.py (what a loss sees), then clipped.py.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ludic.training.losses.base import (
     BatchNormalized,
     ForeignLoss,
     Loss,
+    Needs,
     as_loss,
     selective_log_softmax,
     tokens_from_logits,
 )
-from ludic.training.losses.cispo import CISPOLoss
-from ludic.training.losses.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
+from ludic.training.losses.clipped import TokenClippedSurrogateLoss
 from ludic.training.losses.composite import CompositeLoss, LossTerm, RoutedLoss
 from ludic.training.losses.corrections import (
     CorrectedLoss,
@@ -25,50 +28,34 @@ from ludic.training.losses.corrections import (
     TokenTruncation,
     mismatch_stats,
 )
-from ludic.training.losses.distillation import DistillationLoss
-from ludic.training.losses.gmpo import GMPOLoss
 from ludic.training.losses.kl import EntropyBonus, KLEstimator, KLLoss, TokenKLLoss
-from ludic.training.losses.reinforce import ReinforceBaselineLoss, ReinforceLoss
-from ludic.training.losses.sapo import SAPOLoss
-from ludic.training.losses.supervised import MaskedCausalLMCrossEntropyLoss
 from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
-from ludic.training.losses.value import ValueLoss
+
+if TYPE_CHECKING:
+    from ludic.training.algorithms import (
+        CISPOLoss,
+        ClippedSurrogateLoss,
+        DistillationLoss,
+        GMPOLoss,
+        MaskedCausalLMCrossEntropyLoss,
+        ReinforceBaselineLoss,
+        ReinforceLoss,
+        SAPOLoss,
+        ValueLoss,
+    )
 
 __all__ = [
-    "Loss",
-    "ForeignLoss",
-    "as_loss",
-    "ActionTokens",
-    "BatchFacts",
-    "Reduction",
-    "Stats",
-    "ReinforceLoss",
-    "ReinforceBaselineLoss",
-    "ClippedSurrogateLoss",
-    "TokenClippedSurrogateLoss",
-    "CISPOLoss",
-    "SAPOLoss",
-    "GMPOLoss",
-    "MaskedCausalLMCrossEntropyLoss",
-    "KLLoss",
-    "TokenKLLoss",
-    "KLEstimator",
-    "DistillationLoss",
-    "EntropyBonus",
-    "BatchNormalized",
-    "ValueLoss",
-    "LossTerm",
-    "CompositeLoss",
-    "RoutedLoss",
-    "CorrectedLoss",
-    "Correction",
-    "TokenTruncation",
-    "SequenceTruncation",
-    "TokenRejection",
-    "SequenceRejection",
-    "TokenMask",
-    "SequenceMask",
-    "mismatch_stats",
-    "selective_log_softmax",
-    "tokens_from_logits",
-]
+    "Loss", "Needs", "ForeignLoss", "as_loss", "ActionTokens", "BatchFacts", "Reduction", "Stats",
+    "TokenClippedSurrogateLoss", "KLLoss", "TokenKLLoss", "KLEstimator", "EntropyBonus",
+    "BatchNormalized", "LossTerm", "CompositeLoss", "RoutedLoss",
+    "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation", "TokenRejection", "SequenceRejection",
+    "TokenMask", "SequenceMask", "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
+    "ReinforceLoss", "ReinforceBaselineLoss", "ClippedSurrogateLoss", "CISPOLoss", "SAPOLoss", "GMPOLoss",
+    "MaskedCausalLMCrossEntropyLoss", "DistillationLoss", "ValueLoss",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("ludic.training.algorithms"), name)

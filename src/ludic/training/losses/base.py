@@ -1,12 +1,12 @@
-"""`Loss`: the contract, and the padded way in.
+"""`Loss`: what every loss implements, and the loss of a padded batch.
 
-A loss says what it wants beside log-probs, and turns action tokens into a scalar and statistics. `compute` is the same
-loss on the logits of a padded batch, as the seeds describe it; the trainer uses it for losses that have nothing else.
+A loss says what it needs beside log-probs, and turns action tokens into a scalar and statistics. `compute` is the same loss
+on the logits of a padded batch, as the seeds describe it; the trainer uses it for losses that have nothing else.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -14,23 +14,47 @@ import torch
 from torch import Tensor
 
 from ludic.models.teacher_kl import VocabularyKL
-from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats, over_items, over_tokens
+from ludic.training.losses.tokens import ActionTokens, BatchFacts, Stats, sum_and_count
 from ludic.types import ConfigError, spread_of
 
-E = TypeVar("E", bound=StrEnum)
+_E = TypeVar("_E", bound=StrEnum)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a loss reads beside log-probs and weights. The trainer computes what is needed and nothing else."""
+
+    old_logps: bool = True
+    """Log-probs of the policy that sampled."""
+    reference: bool = False
+    """Log-probs of a frozen reference model."""
+    entropy: bool = False
+    values: bool = False
+    """Values and returns of a critic."""
+    logits: bool = False
+    """`ActionTokens.padded`: all logits of a micro-batch in memory at once."""
+    teacher_kl: VocabularyKL | None = None
+    """The KL to a teacher in this process, at every token."""
+
+    @classmethod
+    def of_parts(cls, losses: Iterable["Loss"]) -> "Needs":
+        """What any of them needs. There is one teacher and one pass over its logits, so they share one KL."""
+        parts = [loss.needs for loss in losses]
+        kls = {part.teacher_kl for part in parts} - {None}
+        if len(kls) > 1:
+            raise ConfigError(
+                f"Parts of one loss want different KLs to the teacher: {sorted(map(str, kls))}. Give them the same direction and "
+                "top_k."
+            )
+        flags = [field.name for field in fields(cls) if field.name != "teacher_kl"]
+        any_part = {name: any(getattr(part, name) for part in parts) for name in flags}
+        return cls(**any_part, teacher_kl=kls.pop() if kls else None)
 
 
 class Loss(ABC):
     """From action tokens to a scalar that is minimised."""
 
-    needs_entropy: bool = False
-    needs_reference: bool = False
-    needs_old_logps: bool = True
-    needs_values: bool = False
-    needs_logits: bool = False
-    """Whether it looks at `ActionTokens.padded`: whole logits, in memory at once."""
-    teacher_kl: VocabularyKL | None = None
-    """The KL to a teacher in this process that it wants of every token."""
+    needs: Needs = Needs()
 
     @abstractmethod
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
@@ -38,8 +62,7 @@ class Loss(ABC):
 
     def compute(self, logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a whole padded batch: logits [B, T, V] and the tensors of `collate_saw_items`."""
-        tokens = tokens_from_logits(logits, batch, with_entropy=self.needs_entropy)
-        loss, stats = self(tokens)
+        loss, stats = self(tokens_from_logits(logits, batch, with_entropy=self.needs.entropy))
         means = {name: torch.as_tensor(total) / max(count, 1e-12) for name, (total, count) in stats.items()}
         return loss, {"loss": loss.detach(), **means}
 
@@ -48,18 +71,13 @@ class ForeignLoss(Loss):
     """A loss without this base class: an object with the seeds' `compute(logits, batch) -> (loss, stats)`, or a callable.
 
     `compute` is called on padded micro-batches; its result and its statistics count as means over their samples, so how a batch
-    is cut matters unless it divides by the number of samples. It sees raw logits: `batch["inverse_temperature"]` says what
-    sampling scaled them by.
+    is split matters unless it divides by the number of samples. It sees raw logits: `batch["inverse_temperature"]` says what
+    sampling scaled them by. `needs` is an attribute that it may have.
     """
 
     def __init__(self, loss: Any) -> None:
-        self.loss = loss
-        self.needs_entropy = getattr(loss, "needs_entropy", False)
-        self.needs_reference = getattr(loss, "needs_reference", False)
-        self.needs_old_logps = getattr(loss, "needs_old_logps", True)
-        self.needs_values = getattr(loss, "needs_values", False)
-        self.needs_logits = getattr(loss, "needs_logits", hasattr(loss, "compute"))
-        self.teacher_kl = getattr(loss, "teacher_kl", None)
+        needs: Needs = getattr(loss, "needs", Needs())
+        self.loss, self.needs = loss, replace(needs, logits=needs.logits or hasattr(loss, "compute"))
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         if not hasattr(self.loss, "compute"):
@@ -86,18 +104,15 @@ class ForeignLoss(Loss):
 
 def _with_weights(batch: Mapping[str, Tensor], tokens: ActionTokens) -> Mapping[str, Tensor]:
     """The batch with the tokens' weights, where a correction or a baseline has changed them."""
-    at = batch["action_mask"].bool()
-    if torch.equal(batch["token_weight"][at], tokens.weights):
+    mask = batch["action_mask"].bool()
+    if torch.equal(batch["token_weight"][mask], tokens.weights):
         return batch
-    return {
-        **batch,
-        "token_weight": batch["token_weight"].masked_scatter(at, tokens.weights),
-        "weight": tokens.item_weights,
-    }
+    token_weight = batch["token_weight"].masked_scatter(mask, tokens.weights)
+    return {**batch, "token_weight": token_weight, "weight": tokens.item_weights}
 
 
 def as_loss(loss: Any) -> Loss:
-    """The loss itself, or one without our base class in a form that the rest of the library can ask what it needs."""
+    """The loss itself; one without the base class as a `ForeignLoss`."""
     if isinstance(loss, Loss):
         return loss
     if not callable(loss) and not hasattr(loss, "compute"):
@@ -106,17 +121,6 @@ def as_loss(loss: Any) -> Loss:
             "scalar and statistics."
         )
     return ForeignLoss(loss)
-
-
-def common_distillation(losses: Iterable[Loss]) -> VocabularyKL | None:
-    """The KL to a teacher that the parts of a loss share; there is one teacher and one pass over its logits."""
-    wanted = {loss.teacher_kl for loss in losses} - {None}
-    if len(wanted) > 1:
-        raise ConfigError(
-            f"Parts of one loss want different KLs to the teacher: {sorted(map(str, wanted))}. Give them the same direction and "
-            "top_k."
-        )
-    return wanted.pop() if wanted else None
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
@@ -179,28 +183,7 @@ def _facts(weight_B: Tensor, num_tokens: int) -> BatchFacts:
     )
 
 
-def chosen_reduction(
-    length_normalize: bool, reduction: Reduction | str | None, constant_length: int | None
-) -> Reduction:
-    """`length_normalize` is the short form of the first two; `reduction` names any."""
-    chosen = (
-        named(Reduction, reduction, "reduction")
-        if reduction is not None
-        else (Reduction.SAMPLE_MEAN if length_normalize else Reduction.SAMPLE_SUM)
-    )
-    if chosen is Reduction.CONSTANT and (constant_length is None or constant_length < 1):
-        raise ConfigError(
-            f"reduction='constant' divides by a fixed length; give constant_length (got {constant_length}), for "
-            "instance max_tokens."
-        )
-    if chosen is not Reduction.CONSTANT and constant_length is not None:
-        raise ConfigError(
-            f"constant_length={constant_length} is only used by reduction='constant', but the reduction is {chosen.value!r}."
-        )
-    return chosen
-
-
-def named(kind: type[E], value: E | str, setting: str) -> E:
+def named(kind: type[_E], value: _E | str, setting: str) -> _E:
     """The member of an enum that a setting names."""
     try:
         return kind(value)
@@ -220,30 +203,27 @@ def require_positive(**values: float | None) -> None:
             raise ConfigError(f"{name}={value}; it must be above 0.")
 
 
-# Statistics that every policy-gradient loss reports.
+def capped(ratio: Tensor, cap: float | None) -> Tensor:
+    return ratio if cap is None else ratio.clamp(max=cap)
 
 
 def common_stats(tokens: ActionTokens) -> Stats:
+    """What every policy-gradient loss reports."""
     weights_B = tokens.item_weights
     return {
-        "adv_mean": over_items(weights_B),
-        "adv_abs_mean": over_items(weights_B.abs()),
-        "logp_mean": over_tokens(tokens.logps),
+        "adv_mean": sum_and_count(weights_B),
+        "adv_abs_mean": sum_and_count(weights_B.abs()),
+        "logp_mean": sum_and_count(tokens.logps),
         "avg_action_tokens": (tokens.logps.new_full((), tokens.logps.shape[0]), float(tokens.num_items)),
     }
 
 
-# Weights centred and scaled by the whole batch before another loss sees them.
-
-
 class BatchNormalized(Loss):
-    """(A − batch mean) / batch standard deviation, over samples; then the inner loss."""
+    """The inner loss on (A − batch mean) / batch standard deviation, over samples."""
 
     def __init__(self, loss: Loss) -> None:
-        self.loss = loss = as_loss(loss)
-        self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
-        self.needs_old_logps, self.needs_values = loss.needs_old_logps, loss.needs_values
-        self.teacher_kl, self.needs_logits = loss.teacher_kl, loss.needs_logits
+        self.loss = as_loss(loss)
+        self.needs = self.loss.needs
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         return self.loss(tokens.center())

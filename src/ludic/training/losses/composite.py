@@ -1,12 +1,12 @@
-"""Several losses at once, on the same log-probs."""
+"""Several losses at once: on the same tokens (`CompositeLoss`), or each on the samples of one objective (`RoutedLoss`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, as_loss, common_distillation
+from ludic.training.losses.base import Loss, Needs, as_loss
 from ludic.training.losses.tokens import ActionTokens, Stats
 from ludic.types import ConfigError
 
@@ -27,84 +27,58 @@ class CompositeLoss(Loss):
     """Σ weight_i · loss_i; each term's statistics under its name."""
 
     def __init__(self, terms: Sequence[LossTerm]) -> None:
-        if not terms:
-            raise ConfigError("CompositeLoss needs at least one term.")
         names = [term.name for term in terms]
-        if len(set(names)) != len(names):
+        if not terms or len(set(names)) != len(names):
             raise ConfigError(
-                f"CompositeLoss has two terms of one name: {names}. Statistics would overwrite each other."
+                f"{type(self).__name__} has the terms {names}; it needs at least one, and each name once, or statistics would "
+                "overwrite each other."
             )
         self.terms = tuple(terms)
-        self.needs_entropy = any(term.loss.needs_entropy for term in terms)
-        self.needs_reference = any(term.loss.needs_reference for term in terms)
-        self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
-        self.needs_values = any(term.loss.needs_values for term in terms)
-        self.needs_logits = any(term.loss.needs_logits for term in terms)
-        self.teacher_kl = common_distillation(term.loss for term in terms)
+        self.needs = Needs.of_parts(term.loss for term in terms)
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         total = torch.zeros((), device=tokens.logps.device)
         stats: dict[str, tuple[Tensor, Tensor | float]] = {}
-        share = tokens.num_items / max(tokens.facts.num_items, 1)
-        for term in self.terms:
-            loss, own = term.loss(tokens)
+        for term, own in self._parts(tokens):
+            loss, of_term = term.loss(own)
             total = total + term.weight * loss
             # A share of the batch's loss: summed over micro-batches and divided by the shares' sum, it is the loss.
-            stats[f"{term.name}/loss"] = loss.detach(), share
-            stats |= {f"{term.name}/{name}": value for name, value in own.items()}
+            stats[f"{term.name}/loss"] = loss.detach(), own.num_items / max(own.facts.num_items, 1)
+            stats |= {f"{term.name}/{name}": value for name, value in of_term.items()}
         return total, stats
 
+    def _parts(self, tokens: ActionTokens) -> Iterator[tuple[LossTerm, ActionTokens]]:
+        """Each term with the tokens that it sees."""
+        for term in self.terms:
+            yield term, tokens
 
-# Several objectives in one batch: each sample goes to the loss of the objective that it is tagged with.
-# A term sees its own samples as if they were a separate batch: what it divides by, and compares with, are the facts of
-# all samples of its objective, over all micro-batches and ranks. So the result is the weighted sum of the losses that separate
-# batches would have had, however the batch was cut, and adding samples of one objective does not dilute another.
 
+class RoutedLoss(CompositeLoss):
+    """Σ weight_k · loss_k(the samples of objective k); each term's statistics under its name.
 
-class RoutedLoss(Loss):
-    """Σ weight_k · loss_k(the samples of objective k); each term's statistics under its name."""
+    A term sees the samples of its objective as if they were a separate batch: what it divides by, and compares with, are their
+    facts over all micro-batches and ranks. So the result is the weighted sum of the losses that separate batches would have
+    had, however the batch is split, and samples of one objective do not dilute another.
+    """
 
     def __init__(self, terms: Sequence[LossTerm]) -> None:
-        _check(terms)
-        self.terms = {term.name: term for term in terms}
-        self.needs_entropy = any(term.loss.needs_entropy for term in terms)
-        self.needs_reference = any(term.loss.needs_reference for term in terms)
-        self.needs_old_logps = any(term.loss.needs_old_logps for term in terms)
-        self.needs_logits = any(term.loss.needs_logits for term in terms)
-        self.teacher_kl = common_distillation(term.loss for term in terms)
+        super().__init__(terms)
+        with_critic = [term.name for term in terms if term.loss.needs.values]
+        if with_critic:
+            raise ConfigError(
+                f"The objectives {with_critic} need a critic, which would estimate samples of all objectives, demonstrations "
+                "too. Mix objectives without one (make_grpo, make_reinforce_pp)."
+            )
 
-    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        total = torch.zeros((), device=tokens.logps.device)
-        stats: dict[str, tuple[Tensor, Tensor | float]] = {}
-        for name, members in self._members(tokens).items():
-            term, facts = self.terms[name], tokens.facts.by_objective[name]
-            loss, own = term.loss(tokens.select(members, facts))
-            total = total + term.weight * loss
-            # A share of the objective's loss: summed over micro-batches and divided by the shares' sum, it is the loss.
-            stats[f"{name}/loss"] = loss.detach(), len(members) / facts.num_items
-            stats |= {f"{name}/{stat}": value for stat, value in own.items()}
-        return total, stats
-
-    def _members(self, tokens: ActionTokens) -> dict[str, list[int]]:
-        """Objective → its samples of this micro-batch."""
+    def _parts(self, tokens: ActionTokens) -> Iterator[tuple[LossTerm, ActionTokens]]:
+        terms = {term.name: term for term in self.terms}
         members: dict[str, list[int]] = {}
         for index, name in enumerate(tokens.objectives or (None,) * tokens.num_items):
-            if name is None or name not in self.terms:
+            if name is None or name not in terms:
                 raise ConfigError(
-                    f"A sample has the objective {name!r}; this loss has terms for {', '.join(self.terms)}. Name it in "
+                    f"A sample has the objective {name!r}; this loss has terms for {', '.join(terms)}. Name it in "
                     "SampleOrigin.objective (MixedBatchSource does), or give mix_objectives(default=…)."
                 )
             members.setdefault(name, []).append(index)
-        return members
-
-
-def _check(terms: Sequence[LossTerm]) -> None:
-    names = [term.name for term in terms]
-    if not terms or len(set(names)) != len(names):
-        raise ConfigError(f"RoutedLoss has the terms {names}; it needs one at least, and each name once.")
-    with_critic = [term.name for term in terms if term.loss.needs_values]
-    if with_critic:
-        raise ConfigError(
-            f"The objectives {with_critic} need a critic, which would estimate samples of all objectives, demonstrations "
-            "too. Mix objectives without one (make_grpo, make_reinforce_pp)."
-        )
+        for name, own in members.items():
+            yield terms[name], tokens.select(own, tokens.facts.by_objective[name])

@@ -1,38 +1,27 @@
-"""What to do about samples of another policy: factors on their weights, made from ratios and without a gradient.
+"""Off-policy samples: how far the sampling policy is from the trained one, and corrections for it.
 
-They compose, and any loss can be wrapped in them (`CorrectedLoss`). Three families: a truncation multiplies by the ratio, up
-to a cap; a rejection does too, but drops what lies above; a mask multiplies by 1 inside a band and by 0 outside.
+Even at the same version the two differ a little (other kernels, other precision); on older data they differ more. Every step
+reports the difference (`mismatch_stats`). Corrections are factors on the weights, made from ratios and without a gradient. They
+compose, and any loss can be wrapped in them (`CorrectedLoss`). A truncation multiplies by the ratio, up to a cap; a rejection
+does too, but drops what lies above the cap; a mask multiplies by 1 inside a band and by 0 outside.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ludic.training.losses.base import Loss, as_loss, require_positive
-from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, over_items, over_tokens
+from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, sum_and_count
 from ludic.types import ConfigError
 
-# How far the policy that sampled is from the policy that is trained: what every step reports of it.
-# Even at the same version the two differ a little (other kernels, other precision); when data is older they differ more. What
-# can be done about it is in `corrections`.
-
 NUM_PARTS = 4
-"""A sample's action tokens are looked at in so many parts of equal length."""
+"""The KL is also reported for each of so many equal parts of a sample's action tokens."""
 
 _SQUARES = {"ratio_token": "ess", "ratio_sequence": "ess_sequence", "correction": "correction_ess"}
-"""Whose mean and mean square become which effective share."""
-
-
-def log_ratio(tokens: ActionTokens, who: str) -> Tensor:
-    """[A] log of trained over sampled probability, bounded so that its exponential is finite."""
-    return (tokens.logps - tokens.require_old_logps(who)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def sequence_log_ratio(tokens: ActionTokens, difference_A: Tensor) -> Tensor:
-    """[B] log of the ratio of a whole sample's probability, bounded too."""
-    return tokens.item_sum(difference_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+"""Statistic → the name of the effective sample size that its mean and mean square give."""
 
 
 def mismatch_stats(tokens: ActionTokens) -> Stats:
@@ -43,16 +32,15 @@ def mismatch_stats(tokens: ActionTokens) -> Stats:
     assert tokens.old_logps is not None, "some are known"
     difference = (tokens.logps.detach() - tokens.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = difference.exp()
-    sequence_ratio = sequence_log_ratio(tokens, difference).exp()
     k3 = ratio - 1 - difference
     return {
-        "kl_actor_policy": over_tokens(k3),
-        "kl_actor_policy_k1": over_tokens(-difference),
+        "kl_actor_policy": sum_and_count(k3),
+        "kl_actor_policy_k1": sum_and_count(-difference),
         **_along(tokens, k3),
-        "logp_difference_abs": over_tokens(difference.abs()),
-        "ratio_geometric_mean": over_items(tokens.item_mean(difference).exp()),
+        "logp_difference_abs": sum_and_count(difference.abs()),
+        "ratio_geometric_mean": sum_and_count(tokens.item_mean(difference).exp()),
         **moments("ratio_token", ratio),
-        **moments("ratio_sequence", sequence_ratio),
+        **moments("ratio_sequence", _sequence_ratio(tokens, difference)),
     }
 
 
@@ -66,7 +54,7 @@ def _along(tokens: ActionTokens, values_A: Tensor) -> Stats:
 
 
 def part_of_sample(tokens: ActionTokens) -> Tensor:
-    """[A] which of NUM_PARTS parts of its sample's action tokens each lies in."""
+    """[A] the part of its sample, of NUM_PARTS, that each action token lies in."""
     order_A = tokens.item_index.argsort(stable=True)
     lengths_B = tokens.item_sum(torch.ones_like(tokens.logps.detach())).long()
     starts_B = lengths_B.cumsum(0) - lengths_B
@@ -77,12 +65,12 @@ def part_of_sample(tokens: ActionTokens) -> Tensor:
 
 
 def moments(name: str, values: Tensor) -> Stats:
-    """Mean and mean square, of which `effective_sample_size` makes an effective sample size when all are added up."""
-    return {f"{name}_mean": over_items(values), f"{name}_square_mean": over_items(values.square())}
+    """Mean and mean square, from whose totals `effective_sample_size` computes an effective sample size."""
+    return {f"{name}_mean": sum_and_count(values), f"{name}_square_mean": sum_and_count(values.square())}
 
 
 def effective_sample_size(stats: dict[str, float]) -> dict[str, float]:
-    """In place of mean squares, Kish's (Σ r)² / (n Σ r²): the share of tokens or samples that counts after weighting by r.
+    """The statistics with Kish's (Σ r)² / (n Σ r²) in place of mean squares: the share that counts after weighting by r.
 
     `ess` by the ratios of tokens, `ess_sequence` by those of whole samples, `correction_ess` by what corrections have left.
     """
@@ -110,101 +98,90 @@ class Correction(ABC):
         return torch.zeros_like(factors_A, dtype=torch.bool)
 
 
-class _Truncation(Correction):
+class _Capped(Correction):
     def __init__(self, cap: float = 2.0) -> None:
         require_positive(cap=cap)
         self.cap = cap
+
+
+class TokenTruncation(_Capped):
+    """Truncated importance sampling, token by token: min(ratio, cap)."""
+
+    def factors(self, tokens: ActionTokens) -> Tensor:
+        return _log_ratio(tokens, self).exp().clamp(max=self.cap)
 
     def is_capped(self, factors_A: Tensor) -> Tensor:
         return factors_A >= self.cap
 
 
-class _Rejection(Correction):
-    def __init__(self, cap: float = 2.0) -> None:
-        require_positive(cap=cap)
-        self.cap = cap
-
-    def _kept(self, ratio: Tensor) -> Tensor:
-        return torch.where(ratio <= self.cap, ratio, 0.0)
-
-
-class TokenTruncation(_Truncation):
-    """Truncated importance sampling, token by token: min(ratio, cap)."""
-
-    def factors(self, tokens: ActionTokens) -> Tensor:
-        return _token_ratio(tokens, self).clamp(max=self.cap)
-
-
-class SequenceTruncation(_Truncation):
+class SequenceTruncation(TokenTruncation):
     """Truncated importance sampling of whole samples: min(product of ratios, cap)."""
 
     def factors(self, tokens: ActionTokens) -> Tensor:
-        return tokens.spread(_sequence_ratio(tokens, self).clamp(max=self.cap))
+        return tokens.spread(_sequence_ratio(tokens, _log_ratio(tokens, self)).clamp(max=self.cap))
 
 
-class TokenRejection(_Rejection):
+class TokenRejection(_Capped):
     """Masked importance sampling, token by token: the ratio; 0 where it is above the cap."""
 
     def factors(self, tokens: ActionTokens) -> Tensor:
-        return self._kept(_token_ratio(tokens, self))
+        ratio = _log_ratio(tokens, self).exp()
+        return torch.where(ratio <= self.cap, ratio, 0.0)
 
 
-class SequenceRejection(_Rejection):
+class SequenceRejection(_Capped):
     """Masked importance sampling of whole samples: the product of ratios; 0 where it is above the cap."""
 
     def factors(self, tokens: ActionTokens) -> Tensor:
-        return tokens.spread(self._kept(_sequence_ratio(tokens, self)))
+        ratio_B = _sequence_ratio(tokens, _log_ratio(tokens, self))
+        return tokens.spread(torch.where(ratio_B <= self.cap, ratio_B, 0.0))
 
 
-class TokenMask(Correction):
+class _Band(Correction):
+    def __init__(self, low: float, high: float) -> None:
+        if not 0 <= low < high:
+            raise ConfigError(f"low={low}, high={high}; a band of ratios needs 0 ≤ low < high.")
+        self.low, self.high = low, high
+
+    def _is_inside(self, ratio: Tensor) -> Tensor:
+        return ((ratio >= self.low) & (ratio <= self.high)).to(ratio.dtype)
+
+
+class TokenMask(_Band):
     """Tokens whose ratio lies outside [low, high] do not count."""
 
     def __init__(self, low: float = 0.5, high: float = 2.0) -> None:
-        _check_band(low, high)
-        self.low, self.high = low, high
+        super().__init__(low, high)
 
     def factors(self, tokens: ActionTokens) -> Tensor:
-        return _inside(_token_ratio(tokens, self), self.low, self.high)
+        return self._is_inside(_log_ratio(tokens, self).exp())
 
 
-class SequenceMask(Correction):
+class SequenceMask(_Band):
     """Geometric rejection: samples whose geometric mean ratio lies outside [low, high] do not count."""
 
     def __init__(self, low: float = 0.99, high: float = 1.01) -> None:
-        _check_band(low, high)
-        self.low, self.high = low, high
+        super().__init__(low, high)
 
     def factors(self, tokens: ActionTokens) -> Tensor:
-        mean_B = tokens.item_mean(log_ratio(tokens, type(self).__name__).detach()).exp()
-        return tokens.spread(_inside(mean_B, self.low, self.high))
+        return tokens.spread(self._is_inside(tokens.item_mean(_log_ratio(tokens, self)).exp()))
 
 
-def _token_ratio(tokens: ActionTokens, who: Correction) -> Tensor:
-    return log_ratio(tokens, type(who).__name__).detach().exp()
+def _log_ratio(tokens: ActionTokens, who: Correction) -> Tensor:
+    return tokens.log_ratio(who).detach()
 
 
-def _sequence_ratio(tokens: ActionTokens, who: Correction) -> Tensor:
-    return sequence_log_ratio(tokens, log_ratio(tokens, type(who).__name__).detach()).exp()
-
-
-def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-
-
-def _check_band(low: float, high: float) -> None:
-    if not 0 <= low < high:
-        raise ConfigError(f"low={low}, high={high}; a band of ratios needs 0 ≤ low < high.")
+def _sequence_ratio(tokens: ActionTokens, log_ratio_A: Tensor) -> Tensor:
+    """[B] ratio of a whole sample's probability, bounded on both sides."""
+    return tokens.item_sum(log_ratio_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 class CorrectedLoss(Loss):
     """A loss whose weights are multiplied by corrections."""
 
     def __init__(self, loss: Loss, corrections: Sequence[Correction]) -> None:
-        self.loss = loss = as_loss(loss)
-        self.corrections = tuple(corrections)
-        self.needs_entropy, self.needs_reference = loss.needs_entropy, loss.needs_reference
-        self.needs_values, self.teacher_kl = loss.needs_values, loss.teacher_kl
-        self.needs_logits = loss.needs_logits
+        self.loss, self.corrections = as_loss(loss), tuple(corrections)
+        self.needs = replace(self.loss.needs, old_logps=True)
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         factors = torch.ones_like(tokens.weights)
@@ -216,6 +193,6 @@ class CorrectedLoss(Loss):
         return loss, {
             **stats,
             **moments("correction", factors),
-            "correction_zero_frac": over_tokens((factors == 0).float()),
-            "correction_capped_frac": over_tokens(is_capped.float()),
+            "correction_zero_frac": sum_and_count((factors == 0).float()),
+            "correction_capped_frac": sum_and_count(is_capped.float()),
         }

@@ -1,7 +1,7 @@
-"""Staying close: KL to the policy that sampled, or to a frozen reference, with a gradient that is really the KL's.
+"""Regularisers: KL to the policy that sampled or to a frozen reference, and an entropy bonus.
 
-The mean of ℓ − ℓ_ref estimates the KL, but its gradient has expectation zero: differentiating it is of no use. With d = ℓ −
-ℓ_ref on tokens that the policy itself sampled:
+The mean of ℓ − ℓ_ref estimates the KL, but its gradient has expectation zero. With d = ℓ − ℓ_ref on tokens that the policy
+itself sampled:
 
 - k1: the estimate is used as a reward, −d, so the gradient is sg(d) ∇ℓ: that of KL(policy ‖ reference);
 - k2: d² / 2, whose gradient d ∇ℓ is the same;
@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, chosen_reduction, named
-from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Reduction, Stats, over_items, over_tokens
+from ludic.training.losses.base import Loss, Needs, named
+from ludic.training.losses.tokens import MAX_LOG_RATIO, TOKEN_MEAN, ActionTokens, Reduction, Stats, sum_and_count
 from ludic.types import ConfigError
 
 
@@ -40,7 +40,26 @@ def k3(difference: Tensor) -> Tensor:
     return torch.expm1(-bounded) + bounded
 
 
-class TokenKLLoss(Loss):
+class _KLLoss(Loss):
+    def __init__(self, coeff: float, to: Literal["actor", "reference"], estimator: KLEstimator | str) -> None:
+        if to not in ("actor", "reference"):
+            raise ConfigError(
+                f"to={to!r}; there are 'actor' (the policy that sampled) and 'reference' (a frozen model)."
+            )
+        self.coeff, self.to, self.estimator = coeff, to, named(KLEstimator, estimator, "estimator")
+        self.needs = Needs(old_logps=to == "actor", reference=to == "reference")
+
+    def _difference(self, tokens: ActionTokens) -> Tensor:
+        """[A] ℓ − ℓ_ref."""
+        who = type(self).__name__
+        if self.to == "actor":
+            return tokens.logps - tokens.require_old_logps(who)
+        if tokens.ref_logps is None:
+            raise KeyError(f"{who}(to='reference') needs a reference model: Trainer(reference=…).")
+        return tokens.logps - tokens.ref_logps
+
+
+class TokenKLLoss(_KLLoss):
     """coeff · mean over tokens (or samples) of a KL estimate."""
 
     def __init__(
@@ -51,23 +70,17 @@ class TokenKLLoss(Loss):
         estimator: KLEstimator | str = KLEstimator.K3,
         length_normalize: bool = True,
         reduction: Reduction | str | None = None,
-        constant_length: int | None = None,
     ) -> None:
-        _check_anchor(to)
-        self.coeff, self.to, self.estimator = coeff, to, named(KLEstimator, estimator, "estimator")
-        self.needs_reference = to == "reference"
-        self.needs_old_logps = to == "actor"
-        self.reduction = chosen_reduction(length_normalize, reduction, constant_length)
-        self.constant_length = constant_length
+        super().__init__(coeff, to, estimator)
+        self.reduction = Reduction.of(reduction, length_normalize=length_normalize)
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        difference = tokens.logps - anchor(tokens, self.to, type(self).__name__)
+        difference = self._difference(tokens)
         terms = kl_terms(difference, tokens.logps, self.estimator)
-        loss = self.coeff * tokens.reduce_tokens(terms, self.reduction, self.constant_length)
-        return loss, {"kl_mean": over_tokens(k3(difference))}
+        return self.coeff * tokens.reduce_tokens(terms, self.reduction), {"kl_mean": sum_and_count(k3(difference))}
 
 
-class KLLoss(Loss):
+class KLLoss(_KLLoss):
     """coeff · mean over samples of a KL estimate of the whole sample's log-ratio (its mean if length-normalised)."""
 
     def __init__(
@@ -78,46 +91,25 @@ class KLLoss(Loss):
         estimator: KLEstimator | str = KLEstimator.K2,
         length_normalize: bool = False,
     ) -> None:
-        _check_anchor(to)
-        self.coeff, self.to, self.estimator = coeff, to, named(KLEstimator, estimator, "estimator")
-        self.needs_reference = to == "reference"
-        self.needs_old_logps = to == "actor"
+        super().__init__(coeff, to, estimator)
         self.length_normalize = length_normalize
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         combine = tokens.item_mean if self.length_normalize else tokens.item_sum
-        difference_B = combine(tokens.logps - anchor(tokens, self.to, type(self).__name__))
+        difference_B = combine(self._difference(tokens))
         terms_B = kl_terms(difference_B, combine(tokens.logps), self.estimator)
-        return self.coeff * tokens.reduce_items(terms_B), {"kl_mean": over_items(difference_B)}
-
-
-def _check_anchor(to: str) -> None:
-    if to not in ("actor", "reference"):
-        raise ConfigError(f"to={to!r}; there are 'actor' (the policy that sampled) and 'reference' (a frozen model).")
-
-
-def anchor(tokens: ActionTokens, to: Literal["actor", "reference"], who: str) -> Tensor:
-    """The log-probs to stay close to."""
-    if to == "actor":
-        return tokens.require_old_logps(who)
-    if tokens.ref_logps is None:
-        raise KeyError(f"{who}(to='reference') needs a reference model: Trainer(reference=…).")
-    return tokens.ref_logps
-
-
-# A reward for being undecided.
+        return self.coeff * tokens.reduce_items(terms_B), {"kl_mean": sum_and_count(difference_B)}
 
 
 class EntropyBonus(Loss):
-    """−coeff · mean entropy over action tokens."""
+    """−coeff · mean entropy over action tokens, which rewards exploration."""
 
-    needs_entropy = True
-    needs_old_logps = False
+    needs = Needs(entropy=True, old_logps=False)
 
     def __init__(self, *, coeff: float = 0.01) -> None:
         self.coeff = coeff
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        assert tokens.entropy is not None, "needs_entropy says so"
-        loss = -self.coeff * tokens.reduce_tokens(tokens.entropy, Reduction.TOKEN_MEAN)
-        return loss, {"entropy_mean": over_tokens(tokens.entropy)}
+        assert tokens.entropy is not None, "`needs` asks for it"
+        loss = -self.coeff * tokens.reduce_tokens(tokens.entropy, TOKEN_MEAN)
+        return loss, {"entropy_mean": sum_and_count(tokens.entropy)}

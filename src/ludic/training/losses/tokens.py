@@ -7,11 +7,12 @@ batch is split, the gradient is the same.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from ludic.types import ConfigError
 
 Stats: TypeAlias = Mapping[str, tuple[Tensor, Tensor | float]]
 """Name → (sum, count): means are taken over the whole batch, at the end."""
@@ -21,17 +22,44 @@ MAX_LOG_RATIO = 20.0
 overflow."""
 
 
-class Reduction(StrEnum):
-    """What the sum over action tokens is divided by."""
+_REDUCTIONS = ("sample_sum", "sample_mean", "token_mean", "constant")
 
-    SAMPLE_SUM = "sample_sum"
-    """Samples: a sample counts as many times as it has tokens."""
-    SAMPLE_MEAN = "sample_mean"
-    """Each sample's own tokens, then samples: every sample counts the same."""
-    TOKEN_MEAN = "token_mean"
-    """All action tokens of the batch: every token counts the same."""
-    CONSTANT = "constant"
-    """Samples × a fixed length: as SAMPLE_SUM, on the scale of a mean (Dr. GRPO)."""
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What the sum over action tokens is divided by.
+
+    sample_sum: samples, so a sample counts as many times as it has tokens.
+    sample_mean: each sample's own tokens, then samples, so every sample counts the same.
+    token_mean: all action tokens of the batch, so every token counts the same.
+    constant: samples × `constant_length`, as sample_sum on the scale of a mean (Dr. GRPO).
+    """
+
+    kind: str
+    constant_length: int | None = None
+
+    def __post_init__(self) -> None:
+        length = self.constant_length
+        if self.kind not in _REDUCTIONS:
+            raise ConfigError(f"reduction={self.kind!r}; there are {', '.join(_REDUCTIONS)}.")
+        if self.kind == "constant" and (length is None or length < 1):
+            raise ConfigError(
+                f"reduction='constant' divides by a fixed length; give constant_length (got {length}), for instance max_tokens."
+            )
+        if self.kind != "constant" and length is not None:
+            raise ConfigError(
+                f"constant_length={length} is only used by reduction='constant', but the reduction is {self.kind!r}."
+            )
+
+    @classmethod
+    def of(cls, reduction: "Reduction | str | None", *, length_normalize: bool) -> "Reduction":
+        """The reduction that a loss is given, or its name; None is a mean over each sample's tokens or their sum."""
+        if isinstance(reduction, Reduction):
+            return reduction
+        return cls(("sample_mean" if length_normalize else "sample_sum") if reduction is None else reduction)
+
+
+TOKEN_MEAN = Reduction("token_mean")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +141,15 @@ class ActionTokens:
             )
         return self.old_logps
 
+    def log_ratio(self, who: object) -> Tensor:
+        """[A] log of trained over sampled probability, bounded so that its exponential is finite; `who` asks for it."""
+        return (self.logps - self.require_old_logps(type(who).__name__)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def item_ratio(self, log_ratio_A: Tensor, *, mean: bool) -> Tensor:
+        """[B] ratio of each sample's probability, or the geometric mean over its tokens; bounded above."""
+        combined_B = self.item_mean(log_ratio_A) if mean else self.item_sum(log_ratio_A)
+        return combined_B.clamp(max=MAX_LOG_RATIO).exp()
+
     def select(self, chosen: Sequence[int], facts: BatchFacts) -> "ActionTokens":
         """Some of its samples, as if they were a separate micro-batch, of a batch with these facts."""
         place_B = self.item_index.new_full((self.num_items,), -1)
@@ -171,27 +208,19 @@ class ActionTokens:
         """[B]: for losses that look at whole samples."""
         return self.item_mean(self.weights)
 
-    def reduce_tokens(self, values_A: Tensor, reduction: Reduction, constant_length: int | None = None) -> Tensor:
+    def reduce_tokens(self, values_A: Tensor, reduction: Reduction) -> Tensor:
         """This micro-batch's share of the batch's loss."""
-        facts = self.facts
-        if reduction is Reduction.TOKEN_MEAN:
-            return values_A.sum() / max(facts.num_tokens, 1)
-        if reduction is Reduction.SAMPLE_MEAN:
-            return self.item_mean(values_A).sum() / max(facts.num_items, 1)
-        total = values_A.sum() / max(facts.num_items, 1)
-        if reduction is Reduction.CONSTANT:
-            assert constant_length is not None, "checked where the loss is made"
-            return total / constant_length
-        return total
+        if reduction.kind == "token_mean":
+            return values_A.sum() / max(self.facts.num_tokens, 1)
+        if reduction.kind == "sample_mean":
+            return self.reduce_items(self.item_mean(values_A))
+        total = values_A.sum() / max(self.facts.num_items, 1)
+        return total if reduction.constant_length is None else total / reduction.constant_length
 
     def reduce_items(self, values_B: Tensor) -> Tensor:
         return values_B.sum() / max(self.facts.num_items, 1)
 
 
-def over_tokens(values_A: Tensor) -> tuple[Tensor, float]:
-    """(sum, count) of a statistic over tokens."""
-    return values_A.detach().float().sum(), float(values_A.shape[0])
-
-
-def over_items(values_B: Tensor) -> tuple[Tensor, float]:
-    return values_B.detach().float().sum(), float(values_B.shape[0])
+def sum_and_count(values: Tensor) -> tuple[Tensor, float]:
+    """A statistic with one value per token, or per sample."""
+    return values.detach().float().sum(), float(values.shape[0])

@@ -111,7 +111,7 @@ class ActionTokens:
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logps are not known, where those of others are."""
     padded: tuple[Tensor, Mapping[str, Tensor]] | None = None
-    """Logits [B, L, V] and the tensors of `collate_saw_items`, for losses that ask for them (`needs_logits`)."""
+    """Logits [B, L, V] and the tensors of `collate_saw_items`, for losses that ask for them (`Needs.logits`)."""
 
     def corrected(self, factors: Tensor) -> "ActionTokens":
         """The weights times these factors."""

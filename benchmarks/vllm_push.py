@@ -18,8 +18,8 @@ from torch import Tensor
 from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane
 from ludic.distributed.publish.interfaces import TensorCommunicator
 from ludic.distributed.publish.vllm import make_communicator
-from ludic.inference.vllm.buckets import Bucket
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.transfer import Bucket
 from ludic.inference.vllm_server import start_vllm_server, wait_for_vllm_health
 
 

@@ -14,9 +14,9 @@ from vllm.v1.sample.logits_processor import _load_logitsprocs_by_fqcns
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_by_fqcns
 
-from ludic.inference.vllm.worker.max_think import MaxThink, MaxThinkBatch
+from ludic.inference.vllm.logits_processor import MaxThink, MaxThinkBatch
 
-NAME = "ludic.inference.vllm.worker.max_think:MaxThink"
+NAME = "ludic.inference.vllm.logits_processor:MaxThink"
 SLOTS, WIDTH, VOCABULARY = 6, 64, 320
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ludic.inference.vllm.command import free_port
-from ludic.inference.vllm.install import find_vllm
+from ludic.inference.vllm.command import find_vllm, free_port
+from ludic.inference.vllm.control import OPEN
 from ludic.inference.vllm.process import ServerDied, is_healthy, wait_for_vllm_health
-from ludic.inference.vllm.worker.guard import OPEN
 from tests.integration.vllm_fixtures import ROOT, START_TIMEOUT_S, byte_tokenizer, skip_without_vllm, start_tiny_server
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

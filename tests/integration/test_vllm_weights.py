@@ -19,8 +19,8 @@ from ludic.distributed import (
     create_vllm_publisher,
 )
 from ludic.distributed.publish.vllm import SharedMemoryCommunicator
-from ludic.inference.vllm.buckets import describe, split_into_buckets
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.transfer import describe, split_into_buckets
 from ludic.models.lora import dense_parameters
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 

@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 
-from ludic.inference.vllm.control_token import CONTROL_HEADER
-from ludic.inference.vllm.install import PYTHON_VARIABLE
+from ludic.inference.vllm.command import PYTHON_VARIABLE
+from ludic.inference.vllm.control import CONTROL_HEADER
 from ludic.inference.vllm_server import VLLMServerProcess, start_vllm_server, wait_for_vllm_health
 from tests.integration.warm_vllm import ENTRY_POINT, Template, WarmProcess
 

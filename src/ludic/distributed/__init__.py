@@ -18,7 +18,7 @@ from ludic.distributed.publisher import (
     Rank0OnlyPublisher,
     SharedWeightsPublisher,
 )
-from ludic.inference.vllm.buckets import WeightMetadata
+from ludic.inference.vllm.transfer import WeightMetadata
 
 InProcessPublisher = SharedWeightsPublisher
 """The documents' name for it: the embedded inference engine holds the trainer's own parameters."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ludic.distributed.publish.interfaces import ControlPlane, TensorCommunicator, WeightPushError
 from ludic.distributed.ranks import RankFailed, Ranks
-from ludic.inference.vllm.buckets import Bucket, WeightMetadata, checksum, describe, sampled, split_into_buckets
+from ludic.inference.vllm.transfer import Bucket, WeightMetadata, checksum, describe, sampled, split_into_buckets
 from ludic.models.lora import DenseWeight
 from ludic.types import ChatClient, ChecksServers, ConfigError, LudicError
 from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it here

@@ -7,7 +7,6 @@ none of that may affect the training process. Both ends of the pipe are here; th
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import logging
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ludic.types import MissingExtra
+from ludic.types.die_with_parent import kill_with_parent
 
 _START_S = 120
 """Importing sympy takes a second; on a crowded disk it may take many."""
@@ -29,7 +29,6 @@ _MAX_BYTES = 4 << 30
 """Address space of the child: a tower of exponents must not eat the machine before its time is up."""
 
 _MAX_REMEMBERED = 4096
-_PR_SET_PDEATHSIG = 1
 
 Question = dict[str, Any]
 W = TypeVar("W", bound="Worker | Workers")
@@ -230,8 +229,7 @@ def _child_ended(run: Callable[[], None]) -> bool:
     if pid:
         return os.waitpid(pid, 0)[1] != 0
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        kill_with_parent()
         if os.getppid() == parent:
             run()
     finally:

@@ -9,11 +9,9 @@ from typing import Any
 
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
-from ludic.inference.teachers import LocalTeacher, VLLMTeacher
-from ludic.inference.templates.byte import ByteTemplate
-from ludic.inference.templates.chat import ChatTemplate, TemplateResult
+from ludic.inference.teachers import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
+from ludic.inference.templates.chat import ByteTemplate, ChatTemplate, TemplateResult
 from ludic.inference.templates.conversation import Conversation, Prompt
-from ludic.inference.templates.fingerprint import tokenizer_fingerprint
 from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
 from ludic.inference.templates.tool_calls import (
     HermesToolParser,

@@ -6,13 +6,18 @@ connection, so the server can stop working on it.
 """
 
 import asyncio
-import random
+import http.client
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from ludic.types import ConfigError, LudicError, MissingExtra
+from ludic.types.errors import retry_wait_s
 from ludic.types.urls import known_logins, login_of, origin_of
 
 if TYPE_CHECKING:
@@ -60,10 +65,6 @@ class Retries:
         if self.max_retries < 0 or self.wait_s < 0:
             raise ConfigError(f"max_retries={self.max_retries}, wait_s={self.wait_s}; neither can be negative.")
 
-    def wait_before(self, retry: int) -> float:
-        # Jitter: requests that failed together must not all return together.
-        return min(self.wait_s * 2**retry, self.longest_wait_s) * random.uniform(0.75, 1.25)
-
     async def run(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The result of `ask`; after the last attempt, its failure with the number of attempts."""
         for attempt in range(self.max_retries + 1):
@@ -72,8 +73,8 @@ class Retries:
             except RetryableError as busy:
                 if attempt == self.max_retries:
                     raise EndpointError(f"{busy} It was tried {attempt + 1} times.", status=busy.status) from busy
-                wait = self.wait_before(attempt) if busy.wait_s is None else min(busy.wait_s, self.longest_wait_s)
-                await asyncio.sleep(wait)
+                wait_s = retry_wait_s(attempt, self.wait_s, self.longest_wait_s)
+                await asyncio.sleep(wait_s if busy.wait_s is None else min(busy.wait_s, self.longest_wait_s))
         raise AssertionError("the last attempt returns or raises")
 
 
@@ -187,10 +188,34 @@ class HttpSessions:
             yield session
 
 
+def get_without_loop(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes:
+    """One GET outside an event loop; OSError if there is no response, EndpointError for a refusal."""
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # like aiohttp: ignores the environment's proxies
+    try:
+        with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=timeout_s) as response:
+            data: bytes = response.read()
+            return data
+    except urllib.error.HTTPError as error:
+        raise EndpointError(f"{url} returned {error.code}.", status=error.code) from error
+    except http.client.HTTPException as error:
+        raise Unreachable(f"{url} does not speak HTTP: {error or type(error).__name__}.") from error
+
+
+def json_object(url: str, answer: Answer, problem: str) -> dict[str, Any]:
+    """The response as a JSON object; a ConfigError with `problem` if it is none."""
+    try:
+        decoded = msgspec.json.decode(answer.data)
+    except msgspec.DecodeError:
+        decoded = None
+    if not isinstance(decoded, dict):
+        raise ConfigError(f"{url} {problem}; it returned {answer.text!r:.200}.")
+    return decoded
+
+
 def error_of(data: str) -> dict[str, Any]:
     """The error object of OpenAI's API if there is one; else the start of the response as its message."""
-    import msgspec
-
     try:
         error = msgspec.json.decode(data)["error"]
         return {**error, "message": str(error["message"])}

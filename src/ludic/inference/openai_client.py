@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.http import Answer, EndpointError, HttpSessions, Retries, RetryableError, error_of
-from ludic.inference.templates.byte import ByteTemplate
+from ludic.inference.http import Answer, EndpointError, HttpSessions, Retries, RetryableError, error_of, json_object
+from ludic.inference.templates.chat import ByteTemplate
 from ludic.types import (
     ChatResponse,
     ConfigError,
@@ -143,7 +143,7 @@ class OpenAIChatClient:
         answer = await self._http.ask(method, url, body=None if body is None else json.dumps(body).encode())
         if answer.status != 200:
             raise _refusal(url, answer)
-        return _read_json(url, answer.text)
+        return json_object(url, answer, "does not follow OpenAI's API (check that the base URL ends in /v1)")
 
 
 def messages_of(ids: TokenArray) -> list[Message]:
@@ -190,18 +190,6 @@ def _read_choice(answer: Mapping[str, Any]) -> tuple[str, str | None]:
     if not isinstance(message, dict):
         raise EndpointError(f"The endpoint's response has no message: {json.dumps(answer):.300}")
     return message.get("content") or "", choices[0].get("finish_reason")
-
-
-def _read_json(url: str, text: str) -> dict[str, Any]:
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        raise ConfigError(
-            f"{url} does not follow OpenAI's API; it returned {text!r:.200}. Check that the base URL ends in /v1."
-        )
-    return answer
 
 
 def _info(answer: Mapping[str, Any]) -> Info:

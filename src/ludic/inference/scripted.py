@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.templates.byte import ByteTemplate
+from ludic.inference.templates.chat import ByteTemplate
 from ludic.types import (
     ChatResponse,
     ConfigError,

@@ -4,14 +4,17 @@ Both take token ids unchanged and return one log-prob per completion token (`lud
 an embedded engine, `VLLMTeacher` a vLLM server's prompt log-probs.
 """
 
-from typing import Any, Protocol
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
 from ludic.inference.http import EndpointError
-from ludic.inference.templates.fingerprint import HasVocabulary, tokenizer_fingerprint
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.wire import NO_LOGPROB, LogprobEntry
 from ludic.types import (
     ConfigError,
     LogprobArray,
@@ -22,6 +25,27 @@ from ludic.types import (
     VLLMExtensions,
     token_array,
 )
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A tokenizer with a vocabulary, such as those of transformers."""
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A hash over id and text of all tokens, to check that the token ids of two models mean the same.
+
+    Tokenisation rules are not part of it: scoring takes ids and never tokenises text.
+    """
+    if not isinstance(tokenizer, HasVocabulary):
+        raise ConfigError(
+            f"A {type(tokenizer).__name__} has no vocabulary to compare; pass a tokenizer with get_vocab(), "
+            "such as those of transformers."
+        )
+    by_id = sorted((number, text) for text, number in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
 class ScoringEngine(Protocol):
@@ -67,29 +91,18 @@ class VLLMTeacher:
         if not len(prompt):
             raise ConfigError("score_tokens needs at least one prompt token: the first token has no log-probability.")
         tokens = np.concatenate([prompt, completion])
-        _, info = await self._client.complete_tokens(self._request(tokens))
-        return read_prompt_logprobs(info["raw_response"], tokens)[len(prompt) :]
-
-    def _request(self, tokens: TokenArray) -> TokenCompletionRequest:
-        """All tokens are prompt; the one token that must be sampled is discarded."""
-        return TokenCompletionRequest(
+        request = TokenCompletionRequest(
             model=self._model,
             prompt_token_ids=tokens,
-            sampling=SamplingParams(temperature=1.0, max_tokens=1),
+            sampling=SamplingParams(temperature=1.0, max_tokens=1),  # the one token that must be sampled is discarded
             # 1 rather than 0: some servers take 0 for "not requested".
             extensions=VLLMExtensions(extra_body_overrides={"prompt_logprobs": 1}),
         )
+        _, info = await self._client.complete_tokens(request)
+        return read_prompt_logprobs(info["raw_response"], tokens)[len(prompt) :]
 
 
-_NO_LOGPROB = -9999.0
-"""vLLM's value for a log-prob that is NaN or −∞."""
-
-
-class _Entry(msgspec.Struct, gc=False):
-    logprob: float
-
-
-_PromptLogprobs = list[dict[int, _Entry] | None]
+_PromptLogprobs = list[dict[int, LogprobEntry] | None]
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -120,11 +133,11 @@ def read_prompt_logprobs(data: bytes, tokens: TokenArray) -> LogprobArray:
     return np.array([0.0, *values], dtype=np.float32)
 
 
-def _logprob_of(entries: dict[int, _Entry] | None, token: int) -> float:
+def _logprob_of(entries: dict[int, LogprobEntry] | None, token: int) -> float:
     if entries is None or token not in entries:
         raise EndpointError(f"The server returned no log-prob for prompt token {token}.")
     logprob = entries[token].logprob
-    if not logprob > _NO_LOGPROB:
+    if not logprob > NO_LOGPROB:
         raise EndpointError(
             f"The teacher's log-prob of token {token} is not finite. Check that its weights are finite and its token ids match."
         )

@@ -18,12 +18,13 @@ from ludic.inference.vllm.command import (
     api_keys,
     check_host,
     check_port,
+    find_vllm,
     free_port,
     is_loopback,
     server_command,
+    supported_range,
 )
-from ludic.inference.vllm.control_token import CONTROL_VARIABLE, TOKEN_FILE
-from ludic.inference.vllm.install import find_vllm, supported_range
+from ludic.inference.vllm.control import CONTROL_VARIABLE, TOKEN_FILE
 from ludic.inference.vllm.process import (
     ServerDied,
     ServerNotReady,

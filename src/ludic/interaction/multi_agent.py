@@ -133,7 +133,7 @@ class MultiAgentProtocol(InteractionProtocol):
 
 @runtime_checkable
 class VersionedPolicies(Protocol):
-    """Past versions of a policy as opponents, such as `ludic.inference.local.league.League`."""
+    """Past versions of a policy as opponents, such as `ludic.inference.local.snapshot.League`."""
 
     @property
     def versions(self) -> Sequence[int]: ...

@@ -8,7 +8,7 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
 from ludic.inference.templates.conversation import ClientPolicy, up_to_stop
-from ludic.inference.templates.plain import give_plain_chat, with_plain_stop
+from ludic.inference.templates.hf import give_plain_chat, with_plain_stop
 from ludic.minimal.model import TrainingBatch, UpdateResult
 from ludic.minimal.rendering import ChatRenderer
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model

@@ -12,7 +12,7 @@ import torch
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
 from ludic.distributed.publish.adapter import fitting_rank, read_adapter
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.control_token import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
+from ludic.inference.vllm.control import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
 from ludic.inference.vllm.process import VLLMServerProcess, last_words, wait_for_vllm_health
 from ludic.inference.vllm_server import start_vllm_server
 from ludic.models.head import plain_model

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ludic.sandbox.interface import Sandbox, SandboxError, SandboxPoolExhaustedError
 from ludic.types import ConfigError
+from ludic.types.errors import retry_wait_s
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -60,7 +61,7 @@ class LRUCache(Generic[K, V]):
 
 
 logger = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
 """Before another attempt to make a sandbox; doubled each time."""
 
 
@@ -249,7 +250,7 @@ class BaseSandboxPool(ABC):
     async def _replacement(self) -> PooledSandbox | None:
         """A new one, as long as the pool has not given up."""
         while self._end is None:
-            await asyncio.sleep(_FIRST_PAUSE_S * 2**self._failures)
+            await asyncio.sleep(retry_wait_s(self._failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
             try:
                 return await self._make_clean()
             except (SandboxError, OSError) as e:

@@ -3,17 +3,6 @@
 Everything may import it; it imports nothing. Start with rollout.py and samples.py, then interfaces.py.
 """
 
-from ludic.types.arrays import (
-    FloatArray,
-    LogprobArray,
-    TokenArray,
-    TokenIds,
-    TurnNumbers,
-    float_array,
-    rounding_of,
-    spread_of,
-    token_array,
-)
 from ludic.types.errors import (
     ConfigError,
     ContextError,
@@ -109,7 +98,21 @@ from ludic.types.steps import (
     new_id,
     was_rejected_as_cut_off,
 )
-from ludic.types.tokens import CandidateSets, TokenLog, TokenTrace, VersionRun
+from ludic.types.tokens import (
+    CandidateSets,
+    FloatArray,
+    LogprobArray,
+    TokenArray,
+    TokenIds,
+    TokenLog,
+    TokenTrace,
+    TurnNumbers,
+    VersionRun,
+    float_array,
+    rounding_of,
+    spread_of,
+    token_array,
+)
 from ludic.types.urls import shown_url
 
 __all__ = [

@@ -6,6 +6,7 @@ written against the plain Python contract keeps working. `Failure` is what is st
 
 import difflib
 import os
+import random
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -75,6 +76,12 @@ def how_to_install_package(name: str) -> str:
         f"In a clone of Ludic: pip install -e {folder}; elsewhere: pip install '{name} @ "
         f"git+<repository URL>#subdirectory={folder}'."
     )
+
+
+def retry_wait_s(num_failures: int, first_s: float, longest_s: float) -> float:
+    """Exponential back-off: seconds to wait before the next attempt, after this many earlier failures."""
+    # Jitter: processes that failed together must not all return together. The exponent is limited because floats are.
+    return min(first_s * 2 ** min(num_failures, 60), longest_s) * random.uniform(0.75, 1.25)
 
 
 class EnvContractError(LudicError, TypeError):

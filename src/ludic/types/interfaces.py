@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from ludic.types.arrays import LogprobArray, TokenIds
 from ludic.types.rollout import Rollout
 from ludic.types.samples import RolloutStepKey, SAWBatch, SAWItem
 from ludic.types.sampling import ChatResponse, TokenCompletionRequest
 from ludic.types.steps import Info, Step
+from ludic.types.tokens import LogprobArray, TokenIds
 
 
 @runtime_checkable

@@ -11,10 +11,18 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.arrays import FloatArray, LogprobArray, TokenArray, TurnNumbers, float_array, token_array
 from ludic.types.rollout import GroupKey, Rollout
 from ludic.types.steps import StopReason
-from ludic.types.tokens import CandidateSets, VersionRun
+from ludic.types.tokens import (
+    CandidateSets,
+    FloatArray,
+    LogprobArray,
+    TokenArray,
+    TurnNumbers,
+    VersionRun,
+    float_array,
+    token_array,
+)
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, step index)."""

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ludic.types.arrays import TokenArray, token_array
 from ludic.types.errors import ConfigError
 from ludic.types.messages import JSON
-from ludic.types.tokens import CandidateSets, TokenTrace, VersionRun
+from ludic.types.tokens import CandidateSets, TokenArray, TokenTrace, VersionRun, token_array
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.inference.vllm.install import VLLMInstall
+from ludic.inference.vllm.command import VLLMInstall
 from ludic.types import ConfigError
 from tests.unit.cli.runner import invoke
 

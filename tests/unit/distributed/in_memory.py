@@ -3,7 +3,7 @@
 import torch
 
 from ludic.distributed import WeightPushError
-from ludic.inference.vllm.buckets import Bucket, checksum, pack, sampled, unpack
+from ludic.inference.vllm.transfer import Bucket, checksum, pack, sampled, unpack
 from ludic.types import ConfigError
 
 

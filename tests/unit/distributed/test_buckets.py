@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.inference.vllm.buckets import (
+from ludic.inference.vllm.transfer import (
     CHECKSUM_BYTES,
     Bucket,
     checksum,

@@ -9,7 +9,7 @@ import torch
 
 from ludic.distributed import WeightPushError
 from ludic.distributed.publish.vllm import finish
-from ludic.inference.vllm.worker.group import Meeting, address_towards, broadcast, join, open_store, reach_store
+from ludic.inference.vllm.transfer import Meeting, address_towards, broadcast, join, open_store, reach_store
 
 
 def test_a_worker_receives_what_the_trainer_sends():

@@ -8,7 +8,7 @@ import torch
 from ludic.distributed import BroadcastPolicyPublisher, WeightPushError, create_vllm_publisher
 from ludic.distributed.publish.vllm import FileCommunicator, SharedMemoryCommunicator, is_here, make_communicator
 from ludic.distributed.publish.vllm_control import VllmControlPlane, misfit
-from ludic.inference.vllm.buckets import Bucket, checksum, sampled, unpack
+from ludic.inference.vllm.transfer import Bucket, checksum, sampled, unpack
 from ludic.types import ConfigError
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.arange(4.0)}

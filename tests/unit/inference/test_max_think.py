@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.inference.max_think import forced_token, forced_tokens, read_limit
+from ludic.inference.vllm.max_think import forced_token, forced_tokens, read_limit
 
 CLOSING = [7, 8, 7, 9]
 

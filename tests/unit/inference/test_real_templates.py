@@ -27,7 +27,7 @@ from ludic.inference import (
     make_tool_call,
 )
 from ludic.inference.local.http.request import read_tools
-from ludic.inference.local.http.server import _Server
+from ludic.inference.local.http.server import ServerLimits, _Server
 from ludic.inference.templates.conversation import ChatDialogue
 from ludic.run.model import make_template
 from ludic.types import ConfigError, TemplateError
@@ -326,7 +326,7 @@ UNREAD = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_and_serving_read_calls_in_the_same_dialect(name: str):
-    served = _Server(SimpleNamespace(tokenizer=tokenizer_of(name)), "m", None, None)._template  # type: ignore[arg-type]
+    served = _Server(SimpleNamespace(tokenizer=tokenizer_of(name)), "m", None, None, ServerLimits())._template  # type: ignore[arg-type]
     # A template that knows nothing of tools has no dialect: the prompt may teach ours.
     expected = type(None) if name in UNREAD else DIALECTS.get(name, HermesToolParser)
     for template in (served, template_of(name)):
@@ -354,7 +354,7 @@ def test_a_template_with_parameters_and_no_python_tag_is_read_as_it_writes(openi
         "{{- '}<|eot_id|>' }}", f"{{{{- '}}{closing}<|eot_id|>' }}}}"
     )
     tokenizer.chat_template = template
-    served = _Server(SimpleNamespace(tokenizer=tokenizer), "m", None, None)._template  # type: ignore[arg-type]
+    served = _Server(SimpleNamespace(tokenizer=tokenizer), "m", None, None, ServerLimits())._template  # type: ignore[arg-type]
     assert type(make_template(tokenizer, with_tools=True).tool_parser) is type(served.tool_parser) is expected
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ludic.inference.http import EndpointError, Retries
+from ludic.inference.http import EndpointError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.wire import read_completion
 from ludic.types import (
@@ -25,6 +25,7 @@ from ludic.types import (
     VersionRun,
     VLLMExtensions,
 )
+from ludic.types.errors import retry_wait_s
 from tests.unit.inference.vllm_fake import a_request, client_of, fake
 
 
@@ -196,11 +197,10 @@ async def test_capabilities_of_a_restarted_server_are_probed_again():
     assert server.requests[-1][0] == "/v1/completions"
 
 
-def test_waits_grow_and_differ_and_stay_below_their_limit():
-    retries = Retries(max_retries=9, wait_s=1.0, longest_wait_s=10.0)
-    waits = [retries.wait_before(retry) for retry in range(9)]
-    assert waits[0] <= 1.25 and 1.5 <= waits[1] <= 2.5 and max(waits) <= 12.5
-    assert len({retries.wait_before(0) for _ in range(20)}) > 1
+def test_retry_waits_grow_differ_and_stay_below_their_limit():
+    waits = [retry_wait_s(failures, 1.0, 10.0) for failures in (*range(9), 5000)]
+    assert waits[0] <= 1.25 and 1.5 <= waits[1] <= 2.5 and waits[-1] >= 7.5 and max(waits) <= 12.5
+    assert len({retry_wait_s(0, 1.0, 10.0) for _ in range(20)}) > 1
 
 
 # --- too long ---

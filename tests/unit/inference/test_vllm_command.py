@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ludic.inference.vllm import install as vllm_install
-from ludic.inference.vllm.command import check_port, default_flags, free_port, server_command
-from ludic.inference.vllm.control_token import CONTROL_VARIABLE
-from ludic.inference.vllm.install import VLLMInstall, check_supported, find_vllm, probe
+from ludic.inference.vllm.command import (
+    VLLMInstall,
+    check_port,
+    check_supported,
+    default_flags,
+    find_vllm,
+    free_port,
+    probe,
+    server_command,
+)
+from ludic.inference.vllm.control import CONTROL_VARIABLE
 from ludic.inference.vllm_server import announcement, read_command
 from ludic.types import ConfigError
 
@@ -52,9 +59,7 @@ def test_the_command_names_model_address_and_guard(tmp_path):
     assert command.arguments[0] == sys.executable
     assert (value_of(command, "--model"), value_of(command, "--port")) == ("some/model", "8031")
     assert value_of(command, "--dtype") == "float32"
-    assert command.arguments[-1] == "ludic.inference.vllm.worker.guard.ControlGuard", (
-        "the outermost middleware comes last"
-    )
+    assert command.arguments[-1] == "ludic.inference.vllm.control.ControlGuard", "the outermost middleware comes last"
     assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert command.control_token == (tmp_path / "control_token").read_text().strip()
     assert command.control_token not in repr(command) + " ".join(command.arguments)
@@ -179,7 +184,7 @@ def test_another_version_is_refused_with_the_supported_range(fake_vllm, version)
 
 def test_no_vllm_at_all_says_how_to_get_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(vllm_install, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr("ludic.inference.vllm.command._CHECKOUT", tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="make vllm"):
         find_vllm()

@@ -220,9 +220,7 @@ PROGRAM = """
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
 def test_a_server_ends_with_the_program_that_started_it_however_that_ended(tmp_path, number):
     port = free_port()
-    watched = (
-        f"from ludic.inference.vllm.worker.parent_watch import watch_parent; watch_parent()\n{textwrap.dedent(HEALTHY)}"
-    )
+    watched = f"from ludic.types.die_with_parent import watch_parent; watch_parent()\n{textwrap.dedent(HEALTHY)}"
     program = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), watched.replace("PORT", str(port))],
         cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

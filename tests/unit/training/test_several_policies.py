@@ -194,7 +194,7 @@ def test_a_member_is_never_replaced():
 
 @pytest.mark.parametrize(("every", "max_size"), [(0, 1), (1, 0)])
 def test_a_league_has_room_for_a_version(every, max_size):
-    from ludic.inference.local.league import League
+    from ludic.inference.local.snapshot import League
 
     with pytest.raises(ConfigError, match="at least 1"):
         League(None, every=every, max_size=max_size)

@@ -18,7 +18,7 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.envs import LudicEnv
 from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.league import League
+from ludic.inference.local.snapshot import League
 from ludic.interaction import Policies
 from ludic.models.lora import adapters_on
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo

@@ -1,13 +1,13 @@
 """Connections to Redis: addresses, retries while it is unreachable, and messages that never show a password."""
 
 import logging
-import random
 import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ludic.types import ConfigError, LudicError, MissingExtra, shown_url
+from ludic.types.errors import retry_wait_s
 
 if TYPE_CHECKING:
     import redis
@@ -122,7 +122,7 @@ class RetryBackoff:
         self._address, self._patience_s, self._waits_for_room = address, patience_s, waits_for_room
         self._since: float | None = None
         self._say_at = 0.0
-        self._wait_s = _FIRST_WAIT_S
+        self._num_failures = 0
 
     def wait_after(self, error: Exception) -> float:
         """Seconds until the next attempt. Raises an error that a retry cannot fix."""
@@ -139,9 +139,8 @@ class RetryBackoff:
                 f"Redis at {self._address} has not answered for {now - self._since:.0f} s: it {_what_is_wrong(error)}. Is it "
                 "running, and can this machine reach it? Nothing is lost: start it again, and this process with it."
             ) from error
-        wait, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
-        # Jitter: processes that lost the connection together should not reconnect together.
-        return wait * random.uniform(0.75, 1.25)
+        self._num_failures += 1
+        return retry_wait_s(self._num_failures - 1, _FIRST_WAIT_S, _LONGEST_WAIT_S)
 
     def answered(self) -> None:
         if self._since is not None:

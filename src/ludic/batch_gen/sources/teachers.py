@@ -75,7 +75,7 @@ class TeacherAnnotatedBatchSource:
         *,
         tokenizer_fingerprint: str,
     ) -> None:
-        """`tokenizer_fingerprint` is the student's (`ludic.inference.templates.fingerprint`); the teacher's must be equal.
+        """`tokenizer_fingerprint` is the student's (`ludic.inference.teachers`); the teacher's must be equal.
 
         `teacher_chunk_size` is how many samples are scored at a time; None: the whole batch.
         """

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ludic.cli.pipeline.supervisor import Role, Running
+from ludic.types import die_with_parent
 
-_GUARD = Path(__file__).with_name("die_with_parent.py")
+_GUARD = Path(die_with_parent.__file__)
 
 
 class LocalProcesses:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ludic.inference.vllm.install import find_vllm
+from ludic.inference.vllm.command import find_vllm
 from ludic.inference.vllm_server import serve
 from ludic.run.config import RunConfig
 from ludic.run.folder import CONFIG, SERVER

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ludic.distributed.publish.vllm_control import ControlClient, PauseMode, VllmControlPlane, misfit
 from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.inference.vllm.buckets import Bucket, WeightMetadata
+from ludic.inference.vllm.transfer import Bucket, WeightMetadata
 from ludic.types import ConfigError, MissingExtra
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ludic.inference.vllm.buckets import Bucket, WeightMetadata
+from ludic.inference.vllm.transfer import Bucket, WeightMetadata
 from ludic.types import LudicError
 from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it here
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from ludic.distributed.publish.interfaces import TensorCommunicator, WeightPushError
 from ludic.distributed.publish.vllm_control import ControlClient, PauseMode, VllmControlPlane
 from ludic.distributed.publisher import BUCKET_BYTES, BroadcastPolicyPublisher, Rank0OnlyPublisher
-from ludic.inference.vllm.buckets import ALIGNMENT, Bucket, pack
-from ludic.inference.vllm.worker.group import Meeting, address_towards, broadcast, join, open_store
+from ludic.inference.vllm.transfer import ALIGNMENT, Bucket, Meeting, address_towards, broadcast, join, open_store, pack
 from ludic.types import ConfigError, PolicyPublisher
 
 Transport: TypeAlias = Literal["auto", "shared_memory", "gloo", "file", "nccl"]

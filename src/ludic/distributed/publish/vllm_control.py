@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ludic.distributed.publish.interfaces import WeightPushError
-from ludic.inference.vllm.buckets import Bucket, WeightMetadata
+from ludic.inference.vllm.transfer import Bucket, WeightMetadata
 from ludic.types import ConfigError, PolicyGone
 
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]

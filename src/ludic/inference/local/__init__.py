@@ -4,6 +4,6 @@
 """
 
 from ludic.inference.local.engine import EngineClosed, LocalEngine, LogitsNotFinite, QueueFull, RequestAborted
-from ludic.inference.local.league import League
+from ludic.inference.local.snapshot import League
 
 __all__ = ["LocalEngine", "League", "EngineClosed", "LogitsNotFinite", "QueueFull", "RequestAborted"]

@@ -9,7 +9,6 @@ which token.
 import asyncio
 import atexit
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 
 from ludic.inference.local.blocks import BlockPool
-from ludic.inference.local.kv import check_rope, eos_ids, free_memory, kv_shape, num_blocks
+from ludic.inference.local.kv import KVShape, check_rope, eos_ids, free_memory, num_blocks
 from ludic.inference.local.runner import CPURunner, Runner, Scoring, take_batch
-from ludic.inference.local.scheduler import Limits, Plan, Scheduler
+from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
@@ -117,9 +116,10 @@ class LocalEngine:
         config = self.model.config.get_text_config()
         self.max_model_len = max_model_len or config.max_position_embeddings
         check_rope(config)
-        self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
+        embedding = self.model.get_input_embeddings().weight
+        self.vocab_size: int = embedding.shape[0]
         self._eos_ids = frozenset(i for i in eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
-        self._shape = kv_shape(self.model, heads)
+        self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device)
         on_gpu = self._shape.device.type == "cuda"
         # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
         block_size = block_size if block_size is not None else (16 if on_gpu else 4)
@@ -128,14 +128,8 @@ class LocalEngine:
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
         fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
         pool_blocks = num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
-        self._scheduler = Scheduler(
-            BlockPool(pool_blocks, block_size),
-            Limits(
-                max_sequences=max_sequences,
-                max_prefill_tokens=max_prefill_tokens,
-                max_rounds=16 if on_gpu else 1,
-            ),
-        )
+        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=16 if on_gpu else 1)
+        self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
         self._scheduler.version = version
         self._runner: Runner | None = None
         self._unread: FiniteCheck | None = None
@@ -161,8 +155,13 @@ class LocalEngine:
         self._worker = threading.Thread(target=self._work, name="ludic-engine", daemon=True)
         self._worker.start()
         # A thread that still computes while the interpreter shuts down crashes the process.
-        self._at_exit = functools.partial(_close, weakref.ref(self))
-        atexit.register(self._at_exit)
+        this = weakref.ref(self)
+
+        def close_if_alive() -> None:
+            if (engine := this()) is not None:
+                engine.close()
+
+        self._at_exit = atexit.register(close_if_alive)
 
     # --- requests (any thread, any event loop) ---
 
@@ -270,11 +269,8 @@ class LocalEngine:
     @property
     def failure(self) -> str | None:
         """Why the engine no longer answers; None while it does."""
-        try:
-            self._require_alive()
-        except EngineClosed as error:
-            return str(error)
-        return None
+        refusal = self._refusal()
+        return None if refusal is None else str(refusal)
 
     @property
     def max_total_tokens(self) -> int:
@@ -322,8 +318,8 @@ class LocalEngine:
         return len(open_ones)
 
     def _cancel(self, sequence: Sequence) -> None:
-        sequence.is_cancelled = True
         with self._changed:
+            sequence.is_cancelled = True
             self._changed.notify_all()
 
     def _check(self, request: TokenCompletionRequest) -> None:
@@ -331,8 +327,7 @@ class LocalEngine:
         if not len(ids):
             raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
         self._check_ids(ids)
-        unknown = [i for i in params.stop_token_ids if not 0 <= i < self.vocab_size]
-        if unknown:
+        if unknown := [i for i in params.stop_token_ids if not 0 <= i < self.vocab_size]:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise ConfigError(
                 f"stop_token_ids {unknown[:3]}{more} are not in the vocabulary of {self.vocab_size} tokens."
@@ -344,12 +339,11 @@ class LocalEngine:
             )
         if params.stop and self.tokenizer is None:
             raise ConfigError(f"stop={params.stop!r} needs a tokenizer; give LocalEngine one, or use stop_token_ids.")
-        wanted = len(ids) + params.max_tokens
+        wanted, room = len(ids) + params.max_tokens, self.max_total_tokens
         if wanted > self.max_model_len:
             raise PromptTooLong(
                 wanted, self.max_model_len, f"That is {len(ids)} of the prompt and max_tokens={params.max_tokens}."
             )
-        room = self._scheduler.pool.num_blocks * self._scheduler.pool.block_size
         if wanted > room:
             raise PromptTooLong(wanted, room, "The KV cache holds no more; raise kv_tokens or kv_memory_fraction.")
 
@@ -360,13 +354,15 @@ class LocalEngine:
                 "Check that the tokenizer belongs to this model."
             )
 
-    def _require_alive(self) -> None:
-        if self._death is not None or self._is_closed:
-            raise self._reason_to_refuse()
+    def _refusal(self) -> EngineClosed | None:
+        """Why no request is answered; a new exception for each request, since tracebacks of different tasks must not mix."""
+        if self._death is not None:
+            return _died(self._death)
+        return EngineClosed("The engine has been shut down.") if self._is_closed else None
 
-    def _reason_to_refuse(self) -> EngineClosed:
-        """A new exception for each request: tracebacks of different tasks must not mix."""
-        return _died(self._death) if self._death is not None else EngineClosed("The engine has been shut down.")
+    def _require_alive(self) -> None:
+        if (refusal := self._refusal()) is not None:
+            raise refusal
 
     # --- weights ---
 
@@ -494,8 +490,7 @@ class LocalEngine:
             if self._is_closed:
                 return False
             self._is_stepping = True
-            for sequence in self._incoming:
-                self._scheduler.add(sequence)
+            self._scheduler.waiting.extend(self._incoming)
             self._incoming = []
             return True
 
@@ -507,8 +502,13 @@ class LocalEngine:
                 self.version + 1,
             )
             self._begin_version(None)
-        self._drop_cancelled()
-        if not self._is_finite():
+        for sequence in self._scheduler.sequences():
+            if sequence.is_cancelled:
+                self._finish(sequence, sequence.abort_reason)
+        # Read here, not where a version begins: on a GPU this waits for the update, as the next token does anyway.
+        if self._unread is not None:
+            self._not_finite, self._unread = self._unread.names(), None
+        if self._not_finite:
             self._refuse_everything()
             return
         self._score()
@@ -517,15 +517,12 @@ class LocalEngine:
         for sequence in plan.preempted:
             runner.leave(sequence)
         if plan.prefill:
-            self._prefill(runner, plan)
+            sampled = runner.prefill(plan.prefill)
+            for chunk in plan.prefill:
+                self._scheduler.computed(chunk)
+            self._absorb(sampled)
         if plan.decode:
             self._absorb(runner.decode(plan.decode, plan.num_rounds))
-
-    def _is_finite(self) -> bool:
-        """Read here, not where a version begins: on a GPU this waits for the update, as the next token does anyway."""
-        if self._unread is not None:
-            self._not_finite, self._unread = self._unread.names(), None
-        return not self._not_finite
 
     def _refuse_everything(self) -> None:
         """Fail all requests instead of sampling from non-finite weights. The engine keeps running for the next version."""
@@ -536,19 +533,16 @@ class LocalEngine:
                 what, self._not_finite, "Publish other weights: those of an earlier checkpoint, at a lower lr."
             )
 
+        self._fail_scoring(error)
+        for sequence in self._scheduler.sequences():
+            self._finish(sequence, error())
+
+    def _fail_scoring(self, error: Callable[[], BaseException | None]) -> None:
         with self._changed:
             scoring, self._scoring = self._scoring, []
         for waiting in scoring:
             if waiting.answer.set_running_or_notify_cancel():
                 waiting.answer.set_exception(error())
-        for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
-            self._finish(sequence, error())
-
-    def _prefill(self, runner: Runner, plan: Plan) -> None:
-        sampled = runner.prefill(plan.prefill)
-        for chunk in plan.prefill:
-            self._scheduler.computed(chunk)
-        self._absorb(sampled)
 
     def _absorb(self, sampled: list[Sampled]) -> None:
         """Append new tokens; deliver finished sequences."""
@@ -592,11 +586,6 @@ class LocalEngine:
             else:
                 scoring.answer.set_result(own)
 
-    def _drop_cancelled(self) -> None:
-        for sequence in [*self._scheduler.waiting, *self._scheduler.running.values()]:
-            if sequence.is_cancelled:
-                self._finish(sequence, sequence.abort_reason)
-
     def _finish(self, sequence: Sequence, error: BaseException | None) -> None:
         if self._runner is not None:
             self._runner.keep(sequence)
@@ -609,20 +598,16 @@ class LocalEngine:
     def _fail_everything(self) -> None:
         with self._changed:
             open_ones, self._open = sorted(self._open, key=lambda sequence: sequence.number), set()
-            scoring, self._scoring = self._scoring, []
             self._incoming = []
         for sequence in open_ones:
-            sequence.deliver(sequence, self._reason_to_refuse())
-        for waiting in scoring:
-            if waiting.answer.set_running_or_notify_cancel():
-                waiting.answer.set_exception(self._reason_to_refuse())
+            sequence.deliver(sequence, self._refusal())
+        self._fail_scoring(self._refusal)
         if self._death is None:  # after a crash the scheduler's state may be invalid
             for sequence in open_ones:
                 self._scheduler.remove(sequence)
 
     def _ready_runner(self) -> Runner:
-        if self._runner is None:
-            self._runner = self._make_runner()
+        self._runner = self._runner or self._make_runner()
         return self._runner
 
     def _make_runner(self) -> Runner:
@@ -630,38 +615,22 @@ class LocalEngine:
         view = shared_view(self.model)  # separate modules over the same parameters
         view.set_attn_implementation(ATTENTION_NAME)
         if self._shape.device.type == "cpu":
-            forward = make_forward(view, pack=self._is_packed(view))
-            return CPURunner(forward, self._shape, pool.num_blocks, pool.block_size)
+            pack = self._pack_weights
+            if pack is None:  # a packed copy of the matrices is faster, if memory is plentiful
+                pack = packed_bytes(view) < free_memory(self._shape.device) // 4
+            return CPURunner(make_forward(view, pack=pack), self._shape, pool.num_blocks, pool.block_size)
         from ludic.inference.local.cuda_runner import CUDARunner  # imports triton, which needs a GPU machine
 
         return CUDARunner(
-            view,
-            self._shape,
-            pool.num_blocks,
-            pool.block_size,
-            max_sequences=limits.max_sequences,
-            max_length=self.max_model_len,
-            max_rounds=limits.max_rounds,
-            compile_layers=self._compile_layers,
-        )
-
-    def _is_packed(self, view: Any) -> bool:
-        """Whether to keep a packed copy of the matrices; by default if memory is plentiful."""
-        if self._pack_weights is None:
-            return packed_bytes(view) < free_memory(self._shape.device) // 4
-        return self._pack_weights
+            view, self._shape, pool.num_blocks, pool.block_size, max_sequences=limits.max_sequences,
+            max_length=self.max_model_len, max_rounds=limits.max_rounds, compile_layers=self._compile_layers,
+        )  # fmt: skip
 
     def _decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             return ""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
-
-
-def _close(engine: "weakref.ref[LocalEngine]") -> None:
-    open_engine = engine()
-    if open_engine is not None:
-        open_engine.close()
 
 
 def _num_finite(logprobs: list[float]) -> int:

@@ -146,18 +146,15 @@ class DenseRows:
             return
         rows = max(num_rows, self._num_rows)
         capacity = self._length if length <= self._length else -(-max(length, self._length * 5 // 4) // 64) * 64
-        self.keys = [self._grown(x, layer, rows, capacity) for layer, x in enumerate(self.keys or self._pool.keys)]
-        self.values = [
-            self._grown(x, layer, rows, capacity) for layer, x in enumerate(self.values or self._pool.values)
-        ]
+        shape = self._pool.shape
+        for tensors in (self.keys, self.values):
+            old = list(tensors)
+            tensors[:] = [
+                torch.zeros(rows, k, capacity, d, dtype=shape.dtype, device=shape.device) for k, d in shape.heads
+            ]
+            for new, held in zip(tensors, old, strict=False):  # nothing is held at first
+                new[: held.shape[0], :, : held.shape[2]] = held
         self._num_rows, self._length = rows, capacity
-
-    def _grown(self, old: Tensor, layer: int, rows: int, length: int) -> Tensor:
-        k, d = self._pool.shape.heads[layer]
-        new = torch.zeros(rows, k, length, d, dtype=old.dtype, device=old.device)
-        if old.dim() == 4:
-            new[: old.shape[0], :, : old.shape[2]] = old
-        return new
 
     def load(self, rows_N: Tensor, slots_NL: Tensor) -> None:
         """Fill rows from the pool; `slots_NL` is padded with the zero slot."""
@@ -248,18 +245,11 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """All end-of-sequence tokens of the model and its tokenizer."""
-    found: set[int] = set()
-    configured = getattr(model, "generation_config", None) or model.config
-    eos = configured.eos_token_id
-    found |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
+    eos = (getattr(model, "generation_config", None) or model.config).eos_token_id
+    found = {*eos} if isinstance(eos, list) else {eos}
+    if tokenizer is not None:
         found.add(tokenizer.eos_token_id)
-    return frozenset(found)
-
-
-def kv_shape(model: Any, heads: tuple[tuple[int, int], ...]) -> KVShape:
-    weight = model.get_input_embeddings().weight
-    return KVShape(heads=heads, dtype=weight.dtype, device=weight.device)
+    return frozenset(found - {None})
 
 
 def num_blocks(

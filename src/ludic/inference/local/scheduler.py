@@ -12,7 +12,7 @@ from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.sequence import TOKEN_BYTES, Chunk, Sequence, tokens_as_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one step."""
 
@@ -54,8 +54,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def sequences(self) -> list[Sequence]:
+        return [*self.waiting, *self.running.values()]
 
     def plan(self) -> Plan:
         """Choose the work of the next step and allocate its blocks."""

@@ -1,4 +1,5 @@
 """`EngineSnapshot`: a second engine on copied weights, to evaluate one version of a policy while the next is trained.
+`League`: snapshots of past versions, as opponents, training partners or to be rated.
 
 `LocalEngine` serves the trainer's own parameters, which change during an evaluation that runs beside training. A snapshot
 copies the trained parameters (frozen ones, such as the base model under an adapter, are shared) at each `take_snapshot`, so
@@ -75,3 +76,74 @@ def _copied(model: Any) -> Any:
 
 def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+class League:
+    """Adds a snapshot of `live` as a member at every `every`-th version; the oldest leaves when there are more than `max_size`.
+
+    Pass it to the policy's batch source (`followers`), which reports new versions. Its members are part of the checkpoint.
+    """
+
+    def __init__(self, live: LocalEngine, *, every: int, max_size: int = 8, **settings: Any) -> None:
+        """`settings`: LocalEngine settings of each member; on a GPU give `kv_tokens`, since every member has a cache."""
+        if every < 1 or max_size < 1:
+            raise ConfigError(f"League(every={every}, max_size={max_size}); both must be at least 1.")
+        self._live, self._settings = live, settings
+        self._every, self._max_size = every, max_size
+        self._members: dict[int, EngineSnapshot] = {}
+        self._retired: dict[int, EngineSnapshot] = {}
+        """The last member to leave: running episodes with it finish."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of the members, oldest first."""
+        return list(self._members)
+
+    def client(self, version: int) -> EngineSnapshot:
+        found = self._members.get(version) or self._retired.get(version)
+        if found is None:
+            raise ConfigError(f"The league has no member of version {version}; it has {self.versions}.")
+        return found
+
+    def notify_version(self, version: int) -> None:
+        """The live policy is at this version; its weights must not change during the call."""
+        if version % self._every == 0 and version not in self._members:
+            self.add(version)
+
+    def add(self, version: int) -> None:
+        """Copy the current live weights into a new member."""
+        if version in self._members:
+            raise ConfigError(f"The league already has a member of version {version}, and a member never changes.")
+        member = EngineSnapshot(self._live, **self._settings)
+        member.take_snapshot(version)
+        self._admit(version, member)
+
+    def close(self) -> None:
+        for member in (*self._members.values(), *self._retired.values()):
+            member.close()
+        self._members, self._retired = {}, {}
+
+    def _admit(self, version: int, member: EngineSnapshot) -> None:
+        self._members[version] = member
+        if len(self._members) > self._max_size:
+            oldest = next(iter(self._members))
+            for gone in self._retired.values():
+                gone.close()
+            self._retired = {oldest: self._members.pop(oldest)}
+
+    # --- resume ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights that members do not share with the live policy; not copied, since they never change."""
+        members = []
+        for version, member in self._members.items():
+            trained = {name: w.detach() for name, w in member.engine.model.named_parameters() if w.requires_grad}
+            members.append({"version": version, "weights": trained})
+        return {"members": members}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
+        for saved in state["members"]:
+            member = EngineSnapshot(self._live, **self._settings)
+            member.engine.sync_weights(saved["weights"], version=saved["version"])
+            self._admit(saved["version"], member)

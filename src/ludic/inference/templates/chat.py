@@ -1,18 +1,19 @@
-"""The chat-template interface: from messages to token ids, once and locally.
+"""The chat-template interface, from messages to token ids, and its simplest implementation, `ByteTemplate`.
 
 `apply` renders a whole conversation, for the first call of a segment. `delta` renders only what follows a sampled reply: the
 reply's closing, the new messages, and the opening of the next reply. Its tokens are appended to the stored ones, so sent
 and sampled tokens are never tokenised again.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from ludic.inference.templates.tool_calls import ToolParseResult
-from ludic.types import Message, TokenArray, TokenIds
+from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParser, ToolParseResult
+from ludic.types import ConfigError, Message, TemplateError, TokenArray, TokenIds, token_array
 
 ToolSchemas = Sequence[dict[str, Any]]
 
@@ -65,3 +66,105 @@ def shows_tools(template: ChatTemplate, tools: ToolSchemas) -> bool:
     hello: list[Message] = [{"role": "user", "content": "Hello"}]
     shown = template.apply(hello, tools=tools).prompt_token_ids
     return not np.array_equal(shown, template.apply(hello).prompt_token_ids)
+
+
+def require_tools(template: ChatTemplate, tools: ToolSchemas) -> None:
+    """Raise unless the model sees these tools and its calls can be read."""
+    offered = f"Tools are offered ({', '.join(tool['function']['name'] for tool in tools)}), but the chat template"
+    if not template.supports_tools():
+        raise ConfigError(
+            f"{offered} cannot read tool calls. {READABLE_CALLS}: use such a model, or give the template a parser, for example "
+            "HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
+        )
+    if not shows_tools(template, tools):
+        raise ConfigError(
+            f"{offered} does not write them into the prompt, so the model would never hear of them. Use a model whose template "
+            "supports tools."
+        )
+
+
+class ByteTemplate(ChatTemplate):
+    """A template without a tokenizer: `<role> bytes <end>` for every message; ids 0–255 are bytes.
+
+    For demonstrations, tests and benchmarks without model files. It is exact in both directions and nearly free.
+    """
+
+    ROLES: ClassVar[dict[str, int]] = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
+    END: ClassVar[int] = 260
+    VOCAB_SIZE: ClassVar[int] = 261
+
+    def __init__(self, *, tool_parser: ToolParser | None = None) -> None:
+        self.tool_parser = tool_parser
+
+    def apply(
+        self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
+    ) -> TemplateResult:
+        pieces = [self.encode_message(message) for message in messages]
+        if tools:
+            pieces.insert(0, self.encode_message({"role": "system", "content": f"Tools: {json.dumps(list(tools))}"}))
+        if add_generation_prompt:
+            pieces.append(_OPEN_REPLY)
+        ids = np.concatenate(pieces)
+        return TemplateResult(prompt_token_ids=ids, prompt_text=self.decode(ids))
+
+    def delta(
+        self,
+        messages: Sequence[Message],
+        *,
+        num_sent: int,
+        completion_token_ids: TokenIds,
+        tools: ToolSchemas | None = None,
+    ) -> TokenArray | None:
+        pieces = [self.encode_message(message) for message in messages[num_sent + 1 :]]
+        pieces.append(_OPEN_REPLY)
+        if not len(completion_token_ids) or completion_token_ids[-1] != self.END:
+            pieces.insert(0, _CLOSE)
+        return np.concatenate(pieces)
+
+    def parse_tool_calls(self, text: str) -> ToolParseResult:
+        return ToolParseResult(content=text) if self.tool_parser is None else self.tool_parser.parse(text)
+
+    def supports_tools(self) -> bool:
+        return self.tool_parser is not None
+
+    # --- tokenizer ---
+
+    def encode(self, text: str) -> TokenArray:
+        return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.int32)
+
+    def decode(self, ids: TokenIds) -> str:
+        """Readable text: markers become `<role>` and newlines."""
+        array = token_array(ids)
+        pieces, start = [], 0
+        for position in np.flatnonzero(array >= 256).tolist():
+            pieces += [_text(array[start:position]), _NAMES.get(int(array[position]), "<?>")]
+            start = position + 1
+        return "".join([*pieces, _text(array[start:])])
+
+    def decode_reply(self, ids: TokenIds) -> str:
+        """The text of a completion, without markers."""
+        array = token_array(ids)
+        return _text(array[array < 256])
+
+    def encode_message(self, message: Message) -> TokenArray:
+        role = self.ROLES.get(message["role"])
+        if role is None:
+            raise TemplateError(f"ByteTemplate has no role {message['role']!r}; it has {', '.join(self.ROLES)}.")
+        text = message["content"]
+        if message.get("tool_calls"):
+            text += "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message["tool_calls"])
+        data = text.encode("utf-8", "surrogatepass")
+        ids = np.empty(len(data) + 2, dtype=np.int32)
+        ids[0] = role
+        ids[1:-1] = np.frombuffer(data, dtype=np.uint8)
+        ids[-1] = self.END
+        return ids
+
+
+def _text(ids: TokenArray) -> str:
+    return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+
+_NAMES = {**{number: f"<{role}>" for role, number in ByteTemplate.ROLES.items()}, ByteTemplate.END: "\n"}
+_OPEN_REPLY = token_array([ByteTemplate.ROLES["assistant"]])
+_CLOSE = token_array([ByteTemplate.END])

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludic.inference.templates.chat import ChatTemplate, ToolSchemas, shows_tools
-from ludic.inference.templates.tool_calls import READABLE_CALLS
+from ludic.inference.templates.chat import ChatTemplate, ToolSchemas, require_tools
 from ludic.types import (
     ChatClient,
-    ConfigError,
     Message,
     MessageView,
     ReturnSpec,
@@ -56,15 +54,10 @@ class Conversation:
 
     def next_prompt(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> Prompt:
         """The prompt for these messages. Call `record` after it; otherwise the next prompt starts a new segment."""
-        if self._reply is None:
-            return self._start(messages, tools, rewrote=False)
-        if not self._continues(messages, tools):
-            return self._start(messages, tools, rewrote=True)
-        delta = self._template.delta(
-            messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
-        )
+        continues = self._continues(messages, tools)
+        delta = self._delta(messages, tools) if continues else None
         if delta is None:
-            return self._start(messages, tools, rewrote=False)
+            return self._start(messages, tools, rewrote=self._reply is not None and not continues)
         assert self._tokens is not None, "a recorded reply follows a prompt"
         self._tokens.append(delta)
         self._messages.extend(map(dict, messages[len(self._messages) :]))
@@ -73,14 +66,11 @@ class Conversation:
 
     def num_tokens(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> int:
         """Number of tokens of the prompt for these messages; changes no state."""
-        if self._reply is not None and self._continues(messages, tools):
-            delta = self._template.delta(
-                messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
-            )
-            if delta is not None:
-                assert self._tokens is not None, "a recorded reply follows a prompt"
-                return len(self._tokens) + len(delta)
-        return len(self._template.apply(messages, tools=tools).prompt_token_ids)
+        delta = self._delta(messages, tools) if self._continues(messages, tools) else None
+        if delta is None:
+            return len(self._template.apply(messages, tools=tools).prompt_token_ids)
+        assert self._tokens is not None, "a recorded reply follows a prompt"
+        return len(self._tokens) + len(delta)
 
     def record(self, completion_token_ids: TokenIds, content: str) -> None:
         """Store the sampled tokens, and the text that the context keeps as the reply's message."""
@@ -89,10 +79,17 @@ class Conversation:
         self._completion = completion_token_ids
         self._reply = content
 
+    def _delta(self, messages: list[Message], tools: ToolSchemas | None) -> TokenArray | None:
+        return self._template.delta(
+            messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
+        )
+
     def _continues(self, messages: list[Message], tools: ToolSchemas | None) -> bool:
+        """Whether the messages extend the last prompt and its reply."""
         sent = len(self._messages)
         return (
-            len(messages) > sent
+            self._reply is not None
+            and len(messages) > sent
             and messages[sent]["role"] == "assistant"
             and messages[sent]["content"] == self._reply
             and messages[:sent] == self._messages
@@ -133,7 +130,7 @@ class ChatDialogue:
         """The prompt for the whole conversation so far. Messages that do not extend the last prompt and its reply start a new
         segment."""
         if tools and tools is not self._tools:
-            _require_tools(self._template, tools)
+            require_tools(self._template, tools)
         self._tools = tools
         return self._conversation.next_prompt(list(messages), tools=tools or None)
 
@@ -186,17 +183,3 @@ class ClientPolicy:
         response, _ = await self.client.complete_tokens(request)
         require_trainable_reply(request, response)
         return response.to_trace(temperature=self.sampling.temperature)
-
-
-def _require_tools(template: ChatTemplate, tools: ToolSchemas) -> None:
-    names = ", ".join(tool["function"]["name"] for tool in tools)
-    if not template.supports_tools():
-        raise ConfigError(
-            f"Tools are offered ({names}), but the chat template cannot read tool calls. {READABLE_CALLS}: use such a model, or "
-            "give the template a parser, for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
-        )
-    if not shows_tools(template, tools):
-        raise ConfigError(
-            f"Tools are offered ({names}), but the chat template does not write them into the prompt, so the model would never "
-            "hear of them. Use a model whose template supports tools."
-        )

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
 from ludic.inference.templates.tool_calls import TOOL_PARSERS, ToolParser, ToolParseResult, make_tool_call
-from ludic.types import Message, MissingExtra, TemplateError, TokenArray, TokenIds, token_array
+from ludic.types import Message, MissingExtra, SamplingParams, TemplateError, TokenArray, TokenIds, token_array
 
 # Placeholder for a reply while its surroundings are rendered. Letters and digits only, so that no template's
 # trimming, escaping or thinking rules change it.
@@ -67,8 +68,10 @@ class HFChatTemplate(ChatTemplate):
         if self._try_render([_HELLO], None, True) is None:
             self._no_tools = {"tools": []}
         self._closing, self._at_the_end = self._find_closing()
-        self._check_generation_prompt()
-        self.reply_prefix = self._find_reply_prefix()
+        prompt = self._render([_HELLO], None, True)
+        self._check_generation_prompt(prompt)
+        opened = re.search(r"<think>\s*\Z", prompt)  # some templates write the beginning of the reply
+        self.reply_prefix = opened[0] if opened else ""
 
     # --- whole conversations ---
 
@@ -235,15 +238,8 @@ class HFChatTemplate(ChatTemplate):
                 return token.content, len(self._encode(token.content))
         return None
 
-    def _find_reply_prefix(self) -> str:
-        """The part of the reply that the generation prompt writes: some templates open a think block."""
-        prompt = self._render([_HELLO], None, True)
-        match = re.search(r"<think>\s*\Z", prompt)
-        return match.group(0) if match else ""
-
-    def _check_generation_prompt(self) -> None:
+    def _check_generation_prompt(self, prompt: str) -> None:
         """The prompt must end where a reply begins; otherwise the model would have to write the template's markup."""
-        prompt = self._render([_HELLO], None, True)
         answered = self._render([_HELLO, _STAND_IN], None, False)
         if _REPLY not in answered:
             raise TemplateError("The chat template does not show assistant messages; it cannot be used for dialogue.")
@@ -341,11 +337,6 @@ def _with_objects(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _with_texts(message: Message) -> Message:
-    """For templates that insert arguments as text (DeepSeek V3, functionary)."""
-    return message
-
-
 def _without_content(message: Message) -> Message:
     """For templates that write calls only if the content is None (DeepSeek R1)."""
     return {**message, "content": message.get("content") or None}
@@ -353,7 +344,7 @@ def _without_content(message: Message) -> Message:
 
 _CALL_FORMS: tuple[_CallForm, ...] = (
     _with_objects,
-    _with_texts,
+    lambda message: message,  # for templates that insert arguments as text (DeepSeek V3, functionary)
     lambda message: _without_content(_with_objects(message)),
     _without_content,
 )
@@ -372,3 +363,26 @@ def _common_length(a: TokenArray, b: TokenArray) -> int:
     length = min(len(a), len(b))
     differing = np.flatnonzero(a[:length] != b[:length])
     return int(differing[0]) if len(differing) else length
+
+
+# --- base models, whose tokenizers have no template: they also write the user's next line, so a reply ends where it begins ---
+
+PLAIN_CHAT = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+PLAIN_STOP = "\n\nUser:"
+
+
+def give_plain_chat(tokenizer: Any) -> bool:
+    """True if the tokenizer has this template, set now or when its model was saved; then `PLAIN_STOP` should end a reply."""
+    if tokenizer.chat_template not in (None, "", PLAIN_CHAT):
+        return False
+    tokenizer.chat_template = PLAIN_CHAT
+    return True
+
+
+def with_plain_stop(sampling: SamplingParams) -> SamplingParams:
+    """Add `PLAIN_STOP` to the stop texts."""
+    given = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
+    return replace(sampling, stop=[*given, PLAIN_STOP])

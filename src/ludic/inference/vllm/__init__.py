@@ -1,4 +1,5 @@
-"""vLLM: the client for its server, the routing over several servers, and the process that runs it.
+"""vLLM: the client for its server, the routing over several servers, the process that runs it, and the code inside it.
 
-`distributed.publish` and `run` import it; loads without vllm installed. Start with client.py, then process.py.
+`distributed.publish` and `run` import it; loads without vllm installed. Only vLLM imports worker.py and logits_processor.py.
+Start with client.py, then process.py.
 """

@@ -5,23 +5,31 @@ or another, unless the request itself is wrong. Loads without vLLM and torch.
 """
 
 import asyncio
-import http.client
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from ludic.inference.http import Answer, EndpointError, HttpSessions, Retries, RetryableError, Unreachable, error_of
-from ludic.inference.vllm.control_token import CONTROL_HEADER, CONTROL_VARIABLE
+from ludic.inference.http import (
+    Answer,
+    EndpointError,
+    HttpSessions,
+    Retries,
+    RetryableError,
+    Unreachable,
+    error_of,
+    get_without_loop,
+    json_object,
+)
+from ludic.inference.vllm.control import CONTROL_HEADER, CONTROL_VARIABLE
 from ludic.inference.vllm.routing import Server, ServerFacts, ServerPool
 from ludic.inference.vllm.wire import (
     COMPLETIONS,
     GENERATE,
+    NOT_VLLM,
     Aborted,
     Body,
     check_not_cut,
@@ -171,7 +179,12 @@ class VLLMChatClient:
         return server.facts
 
     async def _find_facts(self, server: Server, request: TokenCompletionRequest) -> ServerFacts:
-        probe = _probe_for(request)
+        probe = TokenCompletionRequest(  # for one token with one candidate
+            model=request.model,
+            prompt_token_ids=request.prompt_token_ids[:1],
+            sampling=SamplingParams(temperature=1.0, top_k=1, max_tokens=1),
+            return_=ReturnSpec.for_rl(),
+        )
         answer = await self._ask("POST", server.url + GENERATE, body=msgspec.json.encode(generate_body(probe)))
         has_generate = not lacks_generate(answer)
         if not has_generate:
@@ -192,10 +205,11 @@ class VLLMChatClient:
         )
 
     async def _context_at(self, server: str) -> int | None:
-        answer = await self._ask("GET", f"{server}/v1/models", timeout_s=_QUICK_S)
+        url = f"{server}/v1/models"
+        answer = await self._ask("GET", url, timeout_s=_QUICK_S)
         if answer.status != 200:
-            raise refusal(f"{server}/v1/models", answer)
-        lengths = [card.get("max_model_len") for card in _json_object(f"{server}/v1/models", answer).get("data", [])]
+            raise refusal(url, answer)
+        lengths = [card.get("max_model_len") for card in json_object(url, answer, NOT_VLLM).get("data", [])]
         return min((length for length in lengths if length), default=None)
 
     # --- versions and weights ---
@@ -205,7 +219,7 @@ class VLLMChatClient:
         return min(await asyncio.gather(*(self._version_at(url) for url in self.servers)))
 
     async def _version_at(self, server: str) -> int:
-        return _version_in(await self.control_get(server, "/weight_info"))
+        return version_of(str((await self.control_get(server, "/weight_info"))["weight_version"]))
 
     def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
@@ -216,25 +230,22 @@ class VLLMChatClient:
                 "This VLLMChatClient has no publisher. To push weights, make one with "
                 "ludic.distributed.create_vllm_publisher(client), and give it to the Trainer or set client.publisher."
             )
-        number = self._version_after_served() if version is None else version_of(str(version))
+        if version is None:
+            answers = [
+                get_without_loop(f"{url}/weight_info", _QUICK_S, self._http.login_headers(url)) for url in self.servers
+            ]
+            version = 1 + max(version_of(msgspec.json.decode(answer)["weight_version"]) for answer in answers)
+        number = version_of(str(version))
         self.publisher.publish(params, number)
         return str(number)
-
-    def _version_after_served(self) -> int:
-        served = [
-            _version_in(
-                msgspec.json.decode(_get_now(f"{server}/weight_info", _QUICK_S, self._http.login_headers(server)))
-            )
-            for server in self.servers
-        ]
-        return max(served) + 1
 
     # --- control ---
 
     async def control_get(
         self, server: str, path: str, params: Mapping[str, str] | None = None, timeout_s: float = _QUICK_S
     ) -> dict[str, Any]:
-        return await self._control("GET", server, path, None, params, timeout_s)
+        """As `control_post`, for a quick GET."""
+        return await self._control("GET", server + path, None, params, timeout_s)
 
     async def control_post(
         self,
@@ -249,18 +260,16 @@ class VLLMChatClient:
         Set-up errors (401, 403, 404) raise ConfigError, an unreachable server ConnectionError, a slow one TimeoutError, any other
         refusal EndpointError with the server's message.
         """
-        return await self._control("POST", server, path, body, params, timeout_s)
+        return await self._control("POST", server + path, body, params, timeout_s)
 
     async def _control(
         self,
         method: str,
-        server: str,
-        path: str,
+        url: str,
         body: Mapping[str, Any] | None,
         params: Mapping[str, str] | None,
         timeout_s: float,
     ) -> dict[str, Any]:
-        url = server + path
         headers = {} if self._control_token is None else {CONTROL_HEADER: self._control_token}
         data = None if body is None else msgspec.json.encode(body)
         answer = await self._ask(method, url, body=data, headers=headers, params=params, timeout_s=timeout_s)
@@ -294,16 +303,6 @@ def _checked_url(url: str) -> str:
     return without_login(url).rstrip("/")
 
 
-def _probe_for(request: TokenCompletionRequest) -> TokenCompletionRequest:
-    """A request for one token with one candidate."""
-    return TokenCompletionRequest(
-        model=request.model,
-        prompt_token_ids=request.prompt_token_ids[:1],
-        sampling=SamplingParams(temperature=1.0, top_k=1, max_tokens=1),
-        return_=ReturnSpec.for_rl(),
-    )
-
-
 def _refusal_of(
     server: Server, path: str, answer: Answer, request: TokenCompletionRequest, max_tokens: int
 ) -> LudicError:
@@ -327,20 +326,6 @@ def _check_fits(facts: ServerFacts, request: TokenCompletionRequest) -> None:
         )
 
 
-def _json_object(url: str, answer: Answer) -> dict[str, Any]:
-    try:
-        decoded = msgspec.json.decode(answer.data)
-    except msgspec.DecodeError:
-        decoded = None
-    if not isinstance(decoded, dict):
-        raise ConfigError(f"{url} does not respond like vLLM: {answer.text!r:.200}.")
-    return decoded
-
-
-def _version_in(answer: Mapping[str, Any]) -> int:
-    return version_of(str(answer["weight_version"]))
-
-
 def _control_refusal(url: str, answer: Answer, *, has_token: bool) -> LudicError:
     failed = f"{url} returned {answer.status}: {error_of(answer.text)['message']}"
     if answer.status == 401:
@@ -355,38 +340,19 @@ def _control_refusal(url: str, answer: Answer, *, has_token: bool) -> LudicError
     return EndpointError(failed, status=answer.status)
 
 
-# --- without an event loop ---
-
-
 def _wait_for_health(
     servers: Sequence[str], timeout_s: float, login_headers: Callable[[str], Mapping[str, str]]
 ) -> None:
     deadline = time.monotonic() + timeout_s
     for server in servers:
-        while (problem := _problem_at(server, login_headers(server))) is not None:
-            if time.monotonic() >= deadline:
-                raise ConnectionError(
-                    f"{server}/health: {problem}, after connection_timeout_s={timeout_s:g}. Check that the server "
-                    "is up and its address is right."
-                )
+        while True:
+            try:
+                get_without_loop(f"{server}/health", 2.0, login_headers(server))
+                break
+            except (OSError, EndpointError) as error:
+                if time.monotonic() >= deadline:
+                    raise ConnectionError(
+                        f"{server}/health: {error}, after connection_timeout_s={timeout_s:g}. Check that the server is up and "
+                        "its address is right."
+                    ) from error
             time.sleep(min(2.0, max(0.0, deadline - time.monotonic())))
-
-
-def _problem_at(server: str, headers: Mapping[str, str]) -> str | None:
-    try:
-        _get_now(f"{server}/health", 2.0, headers)
-    except (OSError, http.client.HTTPException, EndpointError) as error:
-        return str(error) or type(error).__name__
-    return None
-
-
-def _get_now(url: str, timeout_s: float, headers: Mapping[str, str]) -> bytes:
-    direct = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # like aiohttp: ignore the environment's proxies
-    try:
-        with direct.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout_s) as response:
-            data: bytes = response.read()
-            return data
-    except urllib.error.HTTPError as error:
-        raise EndpointError(f"{url} returned {error.code}.", status=error.code) from error

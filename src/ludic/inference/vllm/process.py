@@ -2,7 +2,7 @@
 
 Its output goes to a file, not to a pipe: an unread pipe fills up and blocks the server. The process leads its own session, so
 that its workers can be stopped with it even if it died without stopping them. It ends when this process does, even
-by SIGKILL (see parent_watch).
+by SIGKILL (see die_with_parent).
 """
 
 import atexit
@@ -14,14 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Protocol
 
+from ludic.inference.http import EndpointError, get_without_loop
 from ludic.inference.vllm.command import ServerCommand, check_port
-from ludic.inference.vllm.worker.parent_watch import PIPE_VARIABLE
 from ludic.types import LudicError
+from ludic.types.die_with_parent import PIPE_VARIABLE
 
 _STOP_AFTER_S = 20.0
 _LAST_LINES = 40
@@ -38,14 +36,6 @@ class ServerDied(LudicError, RuntimeError):
 
 class ServerNotReady(LudicError, TimeoutError):
     """The server process runs but does not respond in time."""
-
-
-class WatchedProcess(Protocol):
-    """A server process that can be waited for."""
-
-    def poll(self) -> int | None: ...
-
-    def output(self) -> str: ...
 
 
 class VLLMServerProcess:
@@ -145,7 +135,7 @@ class VLLMServerProcess:
                 time.sleep(0.2)
 
 
-def wait_for_vllm_health(host: str, port: int, proc: WatchedProcess | None = None, timeout_s: float = 180) -> None:
+def wait_for_vllm_health(host: str, port: int, proc: VLLMServerProcess | None = None, timeout_s: float = 180) -> None:
     """Return when the server is healthy; raise with its last output if `proc` dies or is not ready in time."""
     deadline = time.monotonic() + timeout_s
     while not is_healthy(host, port):
@@ -159,11 +149,10 @@ def wait_for_vllm_health(host: str, port: int, proc: WatchedProcess | None = Non
 
 def is_healthy(host: str, port: int) -> bool:
     """Whether the server is up and ready for requests."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a child server is never behind a proxy
     try:
-        with opener.open(f"{base_url(host, port)}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:  # refused, reset, timed out; and 4xx and 5xx, which urllib raises as URLError
+        get_without_loop(f"{base_url(host, port)}/health", 5.0)
+        return True
+    except (OSError, EndpointError):
         return False
 
 
@@ -184,6 +173,6 @@ def last_words(output: str) -> str:
     return last
 
 
-def collect_proc_output(proc: WatchedProcess) -> str:
+def collect_proc_output(proc: VLLMServerProcess) -> str:
     """Everything the server has written."""
     return proc.output()

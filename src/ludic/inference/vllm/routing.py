@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ludic.types import TokenArray
+from ludic.types.errors import retry_wait_s
 
 _BLOCK = 32
 _MAX_BLOCKS = 200_000
@@ -84,9 +85,8 @@ class ServerPool:
             now = time.monotonic()
             if now < server.awake_at:  # its requests in flight fail together, as one failure
                 return
-            rest = min(self._rest_s * 2**server.num_failures, self._longest_rest_s)
+            server.awake_at = now + retry_wait_s(server.num_failures, self._rest_s, self._longest_rest_s)
             server.num_failures += 1
-            server.awake_at = now + rest
 
     def has_another(self, server: Server) -> bool:
         """Whether another server is available now."""

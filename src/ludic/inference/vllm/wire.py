@@ -5,7 +5,6 @@ servers without it. Pure functions: `client.py` sends the requests.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -27,10 +26,11 @@ from ludic.types import (
 )
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+NOT_VLLM = "does not respond like vLLM"
 
 _MAX_SEED = (1 << 63) - 1
-_NO_LOGPROB = -9999.0
-"""vLLM's value for a log-prob that is NaN or missing."""
+NO_LOGPROB = -9999.0
+"""vLLM's value for a log-prob that is NaN, −∞ or missing."""
 _CONTEXT = re.compile(r"maximum (?:context length is|model length of) (\d+)")
 """The two endpoints' messages about a prompt that is too long."""
 _BESIDE_SAMPLING = frozenset({"model", "request_id", "cache_salt", "priority", "reasoning_ended", "kv_transfer_params"})
@@ -129,12 +129,12 @@ def _sampling_fields(request: TokenCompletionRequest, extensions: VLLMExtensions
 # --- answers ---
 
 
-class _Entry(msgspec.Struct, gc=False):
+class LogprobEntry(msgspec.Struct, gc=False):
     logprob: float
 
 
 class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Entry] | None = None
+    content: list[LogprobEntry] | None = None
     """Of /inference/v1/generate."""
     token_logprobs: list[float | None] | None = None
     """Of /v1/completions."""
@@ -175,8 +175,18 @@ class Aborted(RetryableError):
 
 def read_completion(url: str, data: bytes, request: TokenCompletionRequest, version: int | None = None) -> ChatResponse:
     """Parse either endpoint's response. `version` (served when the request was sent) is for the endpoint that reports none."""
-    answer = _decoded(url, data)
-    choice = _only_choice(answer)
+    try:
+        answer = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        shown = data[:200].decode("utf-8", "replace")
+        raise ConfigError(f"{url} {NOT_VLLM}: {shown!r} ({error}).") from error
+    if len(answer.choices) != 1:
+        raise EndpointError(
+            f"One completion was requested, but {len(answer.choices)} came. Check that the overrides do not set n."
+        )
+    choice = answer.choices[0]
+    if choice.finish_reason == "abort":
+        raise Aborted("The server aborted the request (it is being paused or shut down).")
     if choice.token_ids is None:
         raise EndpointError(
             "The server returned no token ids, and text alone cannot be trained on. It needs vLLM 0.10.2 or newer."
@@ -220,25 +230,6 @@ def version_of(label: str) -> int:
     return int(label)
 
 
-def _decoded(url: str, data: bytes) -> _Completion:
-    try:
-        return _decoder.decode(data)
-    except msgspec.DecodeError as error:
-        shown = data[:200].decode("utf-8", "replace")
-        raise ConfigError(f"{url} does not respond like vLLM: {shown!r} ({error}).") from error
-
-
-def _only_choice(answer: _Completion) -> _Choice:
-    if len(answer.choices) != 1:
-        raise EndpointError(
-            f"One completion was requested, but {len(answer.choices)} came. Check that the overrides do not set n."
-        )
-    choice = answer.choices[0]
-    if choice.finish_reason == "abort":
-        raise Aborted("The server aborted the request (it is being paused or shut down).")
-    return choice
-
-
 def _check_prompt(answer: _Completion, choice: _Choice, request: TokenCompletionRequest) -> None:
     sent, seen = request.prompt_token_ids, choice.prompt_token_ids
     num_seen = answer.usage.prompt_tokens if answer.usage is not None else None
@@ -256,7 +247,7 @@ def _read_logprobs(logprobs: _Logprobs, num_tokens: int) -> LogprobArray:
     values = np.array(chosen, dtype=np.float32)  # None becomes NaN
     if len(values) != num_tokens:
         raise EndpointError(f"The server returned {len(values)} log-probs for {num_tokens} tokens.")
-    if num_tokens and not values.min() > _NO_LOGPROB:
+    if num_tokens and not values.min() > NO_LOGPROB:
         raise EndpointError("The server returned no log-prob for a sampled token. Check that its weights are finite.")
     return values
 
@@ -285,13 +276,13 @@ def _version_runs(choice: _Choice, version: int | None) -> tuple[VersionRun, ...
 
 def refusal(url: str, answer: Answer, *, num_prompt: int = 0, max_tokens: int = 0) -> LudicError:
     """The error for a status other than 200."""
-    error = error_of(answer.text)
-    message = error["message"]
+    message = error_of(answer.text)["message"]
     failed = f"{url} returned {answer.status}: {message}"
     if answer.status >= 500 and answer.status != 501:
         return RetryableError(failed, status=answer.status)
-    if answer.status == 400 and _is_about_length(error):
-        return too_long(num_prompt, max_tokens, _limit_in(message) or num_prompt)
+    limit = _CONTEXT.search(message)
+    if answer.status == 400 and (limit or "max_tokens must be at least 1, got" in message):
+        return too_long(num_prompt, max_tokens, int(limit[1]) if limit else num_prompt)
     if answer.status == 401:
         return ConfigError(f"{failed} Give VLLMChatClient the api_key that the server was started with.")
     if answer.status == 404:
@@ -302,13 +293,3 @@ def refusal(url: str, answer: Answer, *, num_prompt: int = 0, max_tokens: int = 
 def lacks_generate(answer: Answer) -> bool:
     """Whether the endpoint is off (403) or unknown (404). An unknown model also gives 404, but with a type."""
     return answer.status == 403 or (answer.status == 404 and error_of(answer.text).get("type") != "NotFoundError")
-
-
-def _is_about_length(error: Mapping[str, Any]) -> bool:
-    message = error["message"]
-    return _CONTEXT.search(message) is not None or "max_tokens must be at least 1, got" in message
-
-
-def _limit_in(message: str) -> int | None:
-    found = _CONTEXT.search(message)
-    return int(found.group(1)) if found else None

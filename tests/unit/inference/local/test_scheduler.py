@@ -29,7 +29,7 @@ def make_sequence(number: int, prompt: list[int] | int, max_tokens: int = 8) -> 
 
 def add(scheduler: Scheduler, *sequences: Sequence) -> None:
     for sequence in sequences:
-        scheduler.add(sequence)
+        scheduler.waiting.append(sequence)
 
 
 def step(scheduler: Scheduler) -> tuple[dict[int, int], list[int], list[int]]:
@@ -288,7 +288,7 @@ def test_every_sequence_gets_all_tokens_whatever_happens(
     for name, argument, max_tokens in events:
         if name == "add":
             sequences.append(make_sequence(len(sequences), argument, max_tokens))
-            scheduler.add(sequences[-1])
+            scheduler.waiting.append(sequences[-1])
         elif name == "new version":
             scheduler.new_version(scheduler.version + 1)
         elif name == "step":

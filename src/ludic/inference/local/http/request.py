@@ -7,14 +7,12 @@ by `SamplingParams`, for every engine.
 import difflib
 import json
 import reprlib
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ludic.inference.templates.chat import ChatTemplate, shows_tools
-from ludic.inference.templates.tool_calls import READABLE_CALLS
+from ludic.inference.templates.chat import ChatTemplate, require_tools
 from ludic.types import ConfigError, LudicError, Message, PromptTooLong
 
 JSONObject = dict[str, Any]
@@ -74,7 +72,7 @@ class Body(Struct, kw_only=True):
     stop: NonEmpty | list[NonEmpty] = []
 
     def sampling(self) -> JSONObject:
-        """Arguments of SamplingParams, which checks them, but for max_tokens."""
+        """Arguments of SamplingParams, which checks them; max_tokens is left out."""
         taken = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
         return {name: getattr(self, name) for name in (*taken, "min_tokens", "ignore_eos")} | {
             "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's way to say "all"
@@ -138,26 +136,6 @@ def typed(value: Any, kind: Any, where: str = "") -> Any:
         what, _, path = str(error).partition(" - at `$")
         takes = _TAKES.get(path.rstrip("`").rpartition(".")[2], "") if what.startswith("Invalid enum value") else ""
         raise ConfigError(f"{where}{path.rstrip('`')}: {what:.200}.{takes}".lstrip(".")) from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """How the answer is to look. It outlives the body, whose prompts are not kept while tokens are sampled."""
-
-    n: int
-    seed: int | None
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    token_ids: bool
-
-    @classmethod
-    def of(cls, body: Body, *, logprobs: bool) -> "Options":
-        include_usage = body.stream and bool(body.stream_options.include_usage)
-        return cls(
-            n=body.n, seed=body.seed, stream=body.stream, include_usage=include_usage, logprobs=logprobs,
-            token_ids=body.return_token_ids,
-        )  # fmt: skip
 
 
 # --- prompts, messages and tools ---
@@ -237,13 +215,10 @@ def read_tools(tools: list[Any], choice: Any, template: ChatTemplate) -> list[JS
     if len(tools) > MAX_TOOLS:
         raise ConfigError(f"tools has {len(tools)} tools; one request may have {MAX_TOOLS}.")
     typed(tools, list[_WithFunction], "tools")
-    if tools and choice == "auto" and not template.supports_tools():
-        raise ConfigError(f"This server cannot read calls as this model's chat template writes them. {READABLE_CALLS}.")
-    if tools and choice == "auto" and not shows_tools(template, tools):
-        raise ConfigError(
-            "This model's chat template does not write tools into the prompt, so the model would never hear of them."
-        )
-    return tools if choice == "auto" else []
+    if not tools or choice == "none":
+        return []
+    require_tools(template, tools)
+    return tools
 
 
 def check_num_logprobs(name: str, value: int | None) -> None:

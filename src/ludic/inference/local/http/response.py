@@ -1,4 +1,4 @@
-"""Writing OpenAI-shaped answers, whole or streamed."""
+"""Writes OpenAI-shaped answers, whole or streamed."""
 
 import time
 import uuid
@@ -6,26 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from ludic.inference.local.engine import TokenChunk
-from ludic.inference.local.http.request import JSONObject, Options
+from ludic.inference.local.http.request import Body, JSONObject
 from ludic.inference.templates.chat import ChatTemplate
-from ludic.types import (
-    ChatResponse,
-    TokenCompletionRequest,
-    ToolCall,
-)
+from ludic.types import ChatResponse, TokenCompletionRequest, ToolCall
 
-Decode = Callable[[list[int]], str]
 _LOWEST_LOGPROB = -9999.0
 
 
 class TextStream:
-    """The text of a growing completion, in pieces that stay true whatever comes next.
+    """The text of a growing completion, in pieces that later tokens cannot change.
 
     Held back are half a character, what may turn out to be a stop string, and, from the first of the characters
     `hold_from` on, everything: that may be a tool call.
     """
 
-    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), hold_from: str = "") -> None:
+    def __init__(self, decode: Callable[[list[int]], str], *, stops: Sequence[str] = (), hold_from: str = "") -> None:
         self._decode = decode
         self._stops = stops
         self._hold_from = hold_from
@@ -74,11 +69,13 @@ class Answer:
     event_kind: ClassVar[str]
     hold_from = ""
 
-    def __init__(
-        self, model_name: str, tokenizer: Any, requests: list[TokenCompletionRequest], options: Options
-    ) -> None:
+    def __init__(self, model_name: str, tokenizer: Any, requests: list[TokenCompletionRequest], body: Body) -> None:
         self.requests = requests
-        self.options = options
+        self.is_streamed = body.stream
+        self.include_usage = body.stream and bool(body.stream_options.include_usage)
+        self._num_samples = body.n
+        self._with_ids = body.return_token_ids
+        self._with_logprobs = requests[0].return_.return_chosen_logprobs
         self.num_sampled = 0
         """Tokens that went through `events`."""
         self._tokenizer = tokenizer
@@ -90,7 +87,7 @@ class Answer:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.options.n])
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self._num_samples])
 
     def whole(self, responses: Sequence[ChatResponse]) -> JSONObject:
         num_sampled = sum(len(response.completion_token_ids) for response in responses)
@@ -100,7 +97,7 @@ class Answer:
     def events(self, index: int, chunk: TokenChunk) -> Iterator[JSONObject]:
         self.num_sampled += len(chunk.token_ids)
         for choice in self._deltas(index, chunk):
-            usage = {"usage": None} if self.options.include_usage else {}
+            usage = {"usage": None} if self.include_usage else {}
             yield {**self._head, "object": self.event_kind, "choices": [choice], **usage}
         self._has_begun[index] = True
 
@@ -125,17 +122,17 @@ class Answer:
     ) -> JSONObject:
         """One choice, whole or a piece of it."""
         shown = None
-        if self.options.logprobs:  # JSON has neither infinity nor nan
+        if self._with_logprobs:  # JSON has neither infinity nor nan
             values = (float(value) if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB for value in logprobs)
             shown = self._logprobs(ids, list(values))
-        token_ids = {"token_ids": ids} if self.options.token_ids else {}
+        token_ids = {"token_ids": ids} if self._with_ids else {}
         return {"index": index, **content, "logprobs": shown, "finish_reason": finish_reason, **token_ids}
 
     def _prompt_ids(self, index: int) -> JSONObject:
-        return {"prompt_token_ids": self.requests[index].prompt_token_ids.tolist()} if self.options.token_ids else {}
+        return {"prompt_token_ids": self.requests[index].prompt_token_ids.tolist()} if self._with_ids else {}
 
     def _is_worth_sending(self, text: str, chunk: TokenChunk) -> bool:
-        return bool(text or chunk.response or self.options.logprobs or self.options.token_ids)
+        return bool(text or chunk.response or self._with_logprobs or self._with_ids)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -11,16 +11,16 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from ludic.inference.local.engine import EngineClosed, QueueFull, TokenChunk
+from ludic.inference.local.engine import EngineClosed, LocalEngine, QueueFull, TokenChunk
 from ludic.inference.local.http.request import (
+    Body,
     ChatBody,
     CompletionBody,
     JSONObject,
-    Options,
     RequestBody,
     RequestRefused,
     check_num_logprobs,
@@ -34,9 +34,7 @@ from ludic.inference.templates.chat import ChatTemplate
 from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
 from ludic.inference.vllm.command import check_host
 from ludic.types import (
-    ChatResponse,
     ConfigError,
-    Info,
     Message,
     MissingExtra,
     NotFinite,
@@ -66,28 +64,8 @@ SHUTDOWN_S = 0.5
 _CLIENT_GONE = 499
 
 
-class Engine(Protocol):
-    """The engine interface of the server; LocalEngine implements it."""
-
-    tokenizer: Any
-    """A transformers tokenizer, or None: then only token ids go in and out."""
-
-    async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]: ...
-
-    def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]: ...
-
-    @property
-    def max_total_tokens(self) -> int: ...
-
-    @property
-    def stats(self) -> dict[str, int]: ...
-
-    @property
-    def failure(self) -> str | None: ...
-
-
 def make_app(
-    engine: Engine,
+    engine: LocalEngine,
     *,
     model_name: str,
     api_key: str | None = None,
@@ -98,7 +76,7 @@ def make_app(
 
     `serve` enforces the limits on connections and heads; the application enforces the others.
     """
-    server = _Server(engine, model_name, api_key, chat_template, limits)
+    server = _Server(engine, model_name, api_key, chat_template, limits or ServerLimits())
     app = web.Application(
         middlewares=[server.guard],
         handler_args={"handler_cancellation": True},  # a disconnecting client cancels its handler and its sampling
@@ -117,7 +95,7 @@ def make_app(
 
 
 async def serve(
-    engine: Engine,
+    engine: LocalEngine,
     host: str = "127.0.0.1",
     port: int = 8000,
     *,
@@ -155,15 +133,15 @@ class _Server:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         model_name: str,
         api_key: str | None,
         chat_template: ChatTemplate | None,
-        limits: ServerLimits | None = None,
+        limits: ServerLimits,
     ) -> None:
         self._engine = engine
-        self._limits = limits or ServerLimits()
-        self._load = Load(self._limits)
+        self._limits = limits
+        self._load = Load(limits)
         self._model_name = model_name
         self._api_key = api_key
         self._started = int(time.time())
@@ -195,7 +173,8 @@ class _Server:
                 self._check_key(request)
                 response = await handler(request)
             except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
-                response = _error_response(error)
+                error_status, described = _describe(error)
+                response = web.json_response(described, status=error_status)
             async with self._answering(request):
                 await response.prepare(request)
                 await response.write_eof()
@@ -280,12 +259,11 @@ class _Server:
     async def _completion_answer(self, request: web.Request) -> CompletionAnswer:
         async with self._body(request, CompletionBody) as body:
             check_num_logprobs("logprobs", body.logprobs)
-            options = Options.of(body, logprobs=body.logprobs is not None)
             params = SamplingParams(**body.sampling(), max_tokens=body.max_tokens)
-            texts = read_prompts(body.prompt, options.n, self._engine.max_total_tokens)
-            prompts = await asyncio.to_thread(self._encode, texts, body.add_special_tokens)
-            requests = self._requests(prompts, params, options)
-            return CompletionAnswer(self._model_name, self._engine.tokenizer, requests, options)
+            texts = read_prompts(body.prompt, body.n, self._engine.max_total_tokens)
+            prompts = await asyncio.to_thread(lambda: [self._encode(t, body.add_special_tokens) for t in texts])
+            requests = self._requests(prompts, params, body, logprobs=body.logprobs is not None)
+            return CompletionAnswer(self._model_name, self._engine.tokenizer, requests, body)
 
     async def _chat_answer(self, request: web.Request) -> ChatAnswer:
         async with self._body(request, ChatBody) as body:
@@ -295,7 +273,7 @@ class _Server:
             check_num_logprobs("top_logprobs", body.top_logprobs)
             if body.top_logprobs is not None and not body.logprobs:
                 raise ConfigError("top_logprobs needs logprobs: true.")
-            sampling, options = body.sampling(), Options.of(body, logprobs=body.logprobs)
+            sampling = body.sampling()
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             SamplingParams(**sampling, max_tokens=max_tokens or MAX_COUNT)  # before anything is rendered
             messages = read_messages(body.messages)
@@ -305,9 +283,9 @@ class _Server:
             if max_tokens is None and len(prompt) >= room:
                 raise PromptTooLong(len(prompt), room, "There is no room for a reply; shorten the conversation.")
             sampling["max_tokens"] = room - len(prompt) if max_tokens is None else max_tokens
-            requests = self._requests([prompt], SamplingParams(**sampling), options)
+            requests = self._requests([prompt], SamplingParams(**sampling), body, logprobs=body.logprobs)
             parser = template if tools else None
-            return ChatAnswer(self._model_name, self._engine.tokenizer, requests, options, parser=parser)
+            return ChatAnswer(self._model_name, self._engine.tokenizer, requests, body, parser=parser)
 
     # --- from a body to requests ---
 
@@ -327,17 +305,14 @@ class _Server:
                 404, "model_not_found", f"The model {name!r:.80} is not served here; {self._model_name!r} is."
             )
 
-    def _encode(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[TokenArray]:
-        return [token_array(p if isinstance(p, list) else self._encode_text(p, add_special_tokens)) for p in prompts]
-
-    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
+    def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> TokenArray:
+        if isinstance(prompt, list):
+            return token_array(prompt)
+        if self._engine.tokenizer is None:
             raise ConfigError("This server has no tokenizer; send the prompt as token ids.")
-        self._check_length(len(text))
-        text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
+        self._check_length(len(prompt))
+        text = prompt.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
+        return token_array(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _render(self, template: ChatTemplate, messages: list[Message], tools: list[JSONObject]) -> TokenArray:
         self._check_length(sum(len(str(message["content"])) for message in messages))
@@ -350,7 +325,7 @@ class _Server:
             raise PromptTooLong(least, room, f"That is the minimum for its {num_chars} characters.")
 
     def _requests(
-        self, prompts: Iterable[TokenArray], sampling: SamplingParams, options: "Options"
+        self, prompts: Sequence[TokenArray], sampling: SamplingParams, body: Body, *, logprobs: bool
     ) -> list[TokenCompletionRequest]:
         """`n` requests for each prompt in turn, which is the order of the choices."""
         return [
@@ -358,18 +333,18 @@ class _Server:
                 model=self._model_name,
                 prompt_token_ids=prompt,
                 sampling=sampling,
-                return_=ReturnSpec(return_chosen_logprobs=options.logprobs, return_candidates=False),
-                seed=None if options.seed is None else options.seed + i,  # as vLLM does
+                return_=ReturnSpec(return_chosen_logprobs=logprobs, return_candidates=False),
+                seed=None if body.seed is None else body.seed + i,  # as vLLM does
             )
             for prompt in prompts
-            for i in range(options.n)
+            for i in range(body.n)
         ]
 
     # --- from replies to a body ---
 
-    async def _respond(self, request: web.Request, answer: "Answer") -> web.StreamResponse:
+    async def _respond(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         with self._load.completions(answer.requests):
-            if answer.options.stream:
+            if answer.is_streamed:
                 return await self._stream(request, answer)
             replies = await _all([self._engine.complete_tokens(r) for r in answer.requests])
             responses = [response for response, _ in replies]
@@ -378,7 +353,7 @@ class _Server:
             text = await asyncio.to_thread(lambda: json.dumps(answer.whole(responses)))
             return web.Response(text=text, content_type="application/json")
 
-    async def _stream(self, request: web.Request, answer: "Answer") -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
@@ -394,7 +369,7 @@ class _Server:
                 async for index, chunk in chunks:
                     for event in answer.events(index, chunk):
                         await send(_sse(event))
-            if answer.options.include_usage:
+            if answer.include_usage:
                 await send(_sse(answer.usage_event()))
             await send(b"data: [DONE]\n\n")
         except Exception as error:
@@ -407,7 +382,7 @@ class _Server:
                 self._count(answer, answer.num_sampled)
         return response
 
-    def _count(self, answer: "Answer", num_sampled: int) -> None:
+    def _count(self, answer: Answer, num_sampled: int) -> None:
         self._num_prompt_tokens += answer.num_prompt_tokens
         self._num_completion_tokens += num_sampled
 
@@ -478,8 +453,3 @@ def _describe(error: BaseException) -> tuple[int, JSONObject]:
         logger.error("a request failed", exc_info=error)
         status, kind, message = 500, "server_error", "Internal error; the server's log says more."
     return status, {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-def _error_response(error: Exception) -> web.Response:
-    status, body = _describe(error)
-    return web.json_response(body, status=status)

@@ -1,16 +1,19 @@
-"""Flat byte buffers that carry weights to a server, and the list of offsets in them.
+"""What trainer and vLLM workers share for a weight push: flat buffers of weights, and a process group to send them.
 
-The trainer's side (ludic.distributed) fills them, the worker's side (ludic.inference.vllm.worker.weights) reads them. Both
-import this file, so their layouts agree. It also runs inside the server: torch and the standard library only.
+The trainer's side is ludic.distributed.publish, the worker's side ludic.inference.vllm.worker. This file also runs inside the
+server: torch and the standard library only.
 """
 
 import math
+import socket
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ALIGNMENT = 64
@@ -69,12 +72,11 @@ class Bucket:
 
 def describe(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[WeightMetadata]:
     """Metadata sorted by name: the parts of a layer stay together, and the server fuses a layer when it is complete."""
-    return [_describe(name, weights[name], dtype) for name in sorted(weights)]
-
-
-def _describe(name: str, weight: Tensor, dtype: torch.dtype | None) -> WeightMetadata:
-    sent_as = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
-    return WeightMetadata(name, str(sent_as).removeprefix("torch."), tuple(weight.shape))
+    metadata = []
+    for name, weight in sorted(weights.items()):
+        sent_as = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+        metadata.append(WeightMetadata(name, str(sent_as).removeprefix("torch."), tuple(weight.shape)))
+    return metadata
 
 
 def split_into_buckets(metadata: Sequence[WeightMetadata], max_bytes: int) -> list[Bucket]:
@@ -127,3 +129,80 @@ def checksum(weight: Tensor) -> int:
         half = CHECKSUM_BYTES // 2
         flat = torch.cat([flat[:half], flat[-half:]])
     return zlib.crc32(flat.cpu().numpy().data)
+
+
+# --- the process group ---
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Address and settings of a process group of one trainer and the workers of one server, separate from each side's own groups.
+
+    The trainer is rank 0 and holds the store through which the workers find it. gloo moves host memory over TCP; nccl moves
+    GPU memory.
+    """
+
+    backend: str
+    """"gloo" or "nccl"."""
+    host: str
+    """The trainer's address, as the server reaches it."""
+    port: int
+    world_size: int
+    """The trainer and every worker of the server."""
+    timeout_s: float
+    """For joining, and for each transfer."""
+
+
+def open_store(host: str, world_size: int, timeout_s: float) -> Any:
+    """The trainer's store, on a free port of this address; the workers need `store.port`."""
+    listener = socket.create_server((host, 0))
+    store = dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        world_size,
+        True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.fileno(),
+    )
+    listener.detach()  # the store closes it
+    return store
+
+
+def reach_store(meeting: Meeting) -> Any:
+    """A worker's connection to the trainer's store."""
+    timeout = timedelta(seconds=meeting.timeout_s)
+    return dist.TCPStore(meeting.host, meeting.port, meeting.world_size, False, timeout=timeout, wait_for_workers=False)
+
+
+def join(meeting: Meeting, store: Any, rank: int) -> Any:
+    """Join the group; returns when all ranks have joined."""
+    timeout = timedelta(seconds=meeting.timeout_s)
+    inside = dist.PrefixStore("ludic", store)
+    if meeting.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(inside, rank, meeting.world_size, options)
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
+    options = gloo._Options()
+    options._timeout = timeout
+    # Without this gloo listens on the address of the host's own name, which may not resolve in a container.
+    options._devices = [gloo.create_device(hostname=address_towards(meeting.host))]
+    return gloo(inside, rank, meeting.world_size, options)
+
+
+def broadcast(group: Any, flat: Tensor) -> None:
+    """Send from the trainer to all workers; returns when complete."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([flat], options).wait()
+    if flat.is_cuda:
+        torch.cuda.synchronize(flat.device)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that `host` would see. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+    return address

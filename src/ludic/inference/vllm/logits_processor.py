@@ -1,8 +1,8 @@
-"""`max_think` inside vLLM: a custom logits processor for either of its model runners.
+"""The limit on thinking (`max_think.py`) inside vLLM: a custom logits processor for either of its model runners.
 
 vLLM has two interfaces for these, one per model runner, and picks the runner itself (the CPU build has the older one,
 a GPU with Triton usually the newer). Both accept `MaxThink`, which creates the right processor.
-It runs inside the server process (`--logits-processors ludic.inference.vllm.worker.max_think:MaxThink`).
+It runs inside the server process (`--logits-processors ludic.inference.vllm.logits_processor:MaxThink`).
 """
 
 import logging
@@ -15,11 +15,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as BatchProcessor
 
-from ludic.inference.max_think import CLOSING_TAG, forced_token, forced_tokens, read_limit
+from ludic.inference.vllm.max_think import CLOSING_TAG, forced_token, forced_tokens, read_limit
 
-logger = logging.getLogger(
-    "vllm.ludic.max_think"
-)  # a child of vllm's logger, so that it appears in the server's output
+logger = logging.getLogger("vllm.ludic.max_think")  # a child of vllm's logger: it appears in the server's output
 
 
 class MaxThinkPerRequest(AdapterLogitsProcessor):

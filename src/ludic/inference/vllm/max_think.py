@@ -2,7 +2,7 @@
 
 The forced token follows from the reply's tokens alone, with no state between tokens, so a request that is preempted, resumed
 or moved within the batch needs no special case. There are two versions: for the token list of one request, and for a batch on
-a device. `ludic.inference.vllm.worker.max_think` installs both in vLLM.
+a device. `logits_processor.py` installs both in vLLM.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
 """The environment kernel: a state-transition function for any number of agents.
 
-An env knows no models, prompts or tokens. It names the agents that must act (`active_agents`), takes their
-actions, and returns outcomes for those that acted and optionally for others. All its random numbers come from
-`reset(seed=…)`, so the same seed and the same actions give the same episode, also beside concurrent episodes.
+An env knows no models, prompts or tokens. It names the agents that must act (`active_agents`), takes their actions, and returns
+outcomes for those that acted and optionally for others. All its random numbers come from `reset(seed=…)`, so the same seed and
+the same actions give the same episode, also beside concurrent episodes.
 
-Protocols only ever await `async_reset` and `async_step`. An env that computes implements `reset` and `step`, which run in a
-thread of the env's own (ludic.envs.threads); one that does asynchronous I/O overrides the awaitable pair instead.
+Protocols await only `async_reset` and `async_step`. An env that computes implements `reset` and `step`, which run in the env's own
+thread (ludic.envs.threads); one that does asynchronous I/O overrides the awaitable pair instead.
 """
 
 import random
@@ -27,10 +27,11 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
 
     blocking: bool = True
     """Whether `reset` and `step` run in the env's own thread. False is for envs that answer within microseconds: they run on the
-    event loop, which saves the thread's share of each call (under 0.1 ms). One that hangs there stops every episode. Not
-    inherited: each class says it for itself."""
+    event loop, which saves under 0.1 ms per call; one that hangs there stops every episode. Not inherited."""
     full_reward: float | None = None
     """Total reward that `reference_action` earns; None when the env has no reference solution."""
+
+    _episode_id: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,20 +45,20 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
     @property
     @abstractmethod
     def active_agents(self) -> list[AgentID]:
-        """Who must act now: one = turn-based, several = simultaneous, none = over."""
+        """The agents that must act now: one = turn-based, several = simultaneous, none = over."""
 
     def reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
-        """Start an episode; first observation and info, for those who must act at least.
+        """Start an episode; returns first observation and info, at least for the active agents.
 
         An agent that is left out needs an outcome before its first turn."""
         raise NotImplementedError(f"{type(self).__name__} must implement reset (or async_reset, if it does I/O).")
 
     def step(self, actions: Mapping[AgentID, Action]) -> dict[AgentID, StepOutcome]:
-        """One transition; an outcome for every agent in `actions` at least. An active agent may be missing there: its reply
-        could not be read.
+        """One transition; returns an outcome at least for every agent in `actions`. An active agent whose reply could not be
+        read is missing there.
 
-        An agent that is left out hears nothing: no observation, no reward, no end. In a game that one side loses by the
-        other's move, tell both."""
+        An agent without an outcome gets no observation, no reward and no end. Where one agent's move ends the game for
+        another, return outcomes for both."""
         raise NotImplementedError(f"{type(self).__name__} must implement step (or async_step, if it does I/O).")
 
     async def async_reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[Obs, Info]]:
@@ -67,38 +68,39 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         return await thread_of(self).run(partial(self.step, actions)) if self.blocking else self.step(actions)
 
     async def async_close(self) -> None:
-        """Give back what the env holds (processes, connections). It runs on the event loop, after the env's last call has ended;
-        the engine calls it however the episode went, except when a call of the env hangs."""
-        return None
+        """Release processes and connections. It runs on the event loop after the env's last call; the engine calls it after every
+        episode, except when a call of the env hangs."""
 
     @property
     def suggested_sysprompt(self) -> str | None:
-        """A system prompt that explains the task; used when the agent's context brings none."""
+        """A system prompt that explains the task; used when the agent's context has none."""
         return None
 
     def current_obs(self) -> dict[AgentID, Obs]:
         raise NotImplementedError(f"{type(self).__name__} does not offer current_obs.")
 
     def episode_tools(self, agent_id: AgentID) -> Sequence[Callable[..., Any]]:
-        """Tools of the episode that is running, for this agent: callables with type hints and a docstring.
-
-        For tools that belong to the task, such as a search over this question's documents. The
-        agent calls them between two actions, like its own tools; the env needs an agent that can call tools.
+        """Tools of the running episode for this agent, such as a search over this question's documents: callables with type hints
+        and a docstring. The agent calls them between two actions, like its own tools, and must be able to call tools.
         """
         return ()
 
-    # --- optional offers: people, scripted agents and check_env use them ---
+    # --- optional: for people, scripted agents and check_env ---
 
     def legal_actions(self, agent_id: AgentID) -> list[str] | None:
-        """The canonical actions that are open to this agent now; None when actions are free text."""
+        """This agent's legal actions now; None when actions are free text."""
         return None
 
     def reference_action(self, agent_id: AgentID) -> str | None:
-        """What a reference solution plays now; None when there is none."""
+        """The action of a reference solution; None when there is none."""
         return None
 
     def snapshot(self) -> Snapshot:
         raise SnapshotUnsupported(f"{type(self).__name__} does not offer snapshots.")
+
+    def _snapshot(self, kind: str, version: int, world: dict[str, JSON]) -> Snapshot:
+        obs: dict[str, Any] = {str(agent_id): seen for agent_id, seen in self.current_obs().items()}
+        return Snapshot(env_kind=kind, version=version, episode_id=self._episode_id, obs=obs, world=world)
 
     def restore(self, snapshot: Snapshot) -> None:
         raise SnapshotUnsupported(f"{type(self).__name__} does not offer snapshots.")
@@ -109,22 +111,22 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
             raise ResetNeeded(f"{type(self).__name__}.step was called, but no episode is running. Call reset first.")
 
 
-# --- Snapshots: reading one of the right kind, and the random state as plain JSON ---
+# --- reading a snapshot, and random states as JSON ---
 
 
 def world_of(snapshot: Snapshot, *, kind: str, version: int) -> dict[str, Any]:
-    """The stored world, if it was taken of this kind of env and in this version."""
+    """The stored state, if it was taken of this kind and version of env."""
     if (snapshot.env_kind, snapshot.version) != (kind, version):
         raise ConfigError(f"Cannot restore {snapshot.env_kind} v{snapshot.version} into {kind} v{version}.")
     return dict(snapshot.world)
 
 
-def dice_to_json(rng: random.Random) -> JSON:
+def rng_to_json(rng: random.Random) -> JSON:
     version, words, gauss = rng.getstate()
     return [version, list(words), gauss]
 
 
-def dice_from_json(stored: Any) -> random.Random:
+def rng_from_json(stored: Any) -> random.Random:
     version, words, gauss = stored
     rng = random.Random()
     rng.setstate((version, tuple(words), gauss))

@@ -81,7 +81,6 @@ class KeyDoorEnv(SingleAgentEnv):
         self._has_key = False
         self._moves_left = 0
         self._obs: Observation = ""
-        self._episode_id = ""
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -185,9 +184,7 @@ class KeyDoorEnv(SingleAgentEnv):
             "moves_left": self._moves_left,
             "over": self._over,
         }
-        return Snapshot(
-            env_kind=_KIND, version=_VERSION, episode_id=self._episode_id, obs=self.current_obs(), world=world
-        )
+        return self._snapshot(_KIND, _VERSION, world)
 
     def restore(self, snapshot: Snapshot) -> None:
         world = world_of(snapshot, kind=_KIND, version=_VERSION)

@@ -45,7 +45,6 @@ class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
         self._over = True
         self._last: dict[str, Move] = {}
         self._scores = dict.fromkeys(PLAYERS, 0.0)
-        self._episode_id = ""
 
     @property
     def agent_ids(self) -> list[str]:
@@ -127,9 +126,7 @@ class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
             "scores": {**self._scores},
             "over": self._over,
         }
-        return Snapshot(
-            env_kind=_KIND, version=_VERSION, episode_id=self._episode_id, obs=self.current_obs(), world=world
-        )
+        return self._snapshot(_KIND, _VERSION, world)
 
     def restore(self, snapshot: Snapshot) -> None:
         world = world_of(snapshot, kind=_KIND, version=_VERSION)

@@ -7,7 +7,7 @@ import random
 from functools import lru_cache
 from typing import Final, TypeAlias
 
-from ludic.envs.env import dice_from_json, dice_to_json, world_of
+from ludic.envs.env import rng_from_json, rng_to_json, world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 
@@ -80,7 +80,6 @@ class TwentyFortyEightEnv(SingleAgentEnv):
         self._score = 0
         self._moves_left = 0
         self._obs: Observation = ""
-        self._episode_id = ""
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -165,15 +164,13 @@ class TwentyFortyEightEnv(SingleAgentEnv):
             "score": self._score,
             "moves_left": self._moves_left,
             "over": self._over,
-            "rng": dice_to_json(self._rng),
+            "rng": rng_to_json(self._rng),
         }
-        return Snapshot(
-            env_kind=_KIND, version=_VERSION, episode_id=self._episode_id, obs=self.current_obs(), world=world
-        )
+        return self._snapshot(_KIND, _VERSION, world)
 
     def restore(self, snapshot: Snapshot) -> None:
         world = world_of(snapshot, kind=_KIND, version=_VERSION)
-        self._rng = dice_from_json(world["rng"])
+        self._rng = rng_from_json(world["rng"])
         self._set_grid(tuple(tuple(row) for row in world["grid"]))
         self._score, self._moves_left, self._over = world["score"], world["moves_left"], world["over"]
         self._obs = snapshot.obs[self.agent_id]

@@ -133,8 +133,8 @@ class ProcessSandbox:
             limits=limits,
             env={**BASE_ENV, **(env_vars or {})},
         )
-        outputs, facts = await self._facts(job, binds)
-        return CommandResult(**facts, outputs=outputs)
+        found, facts = await self._facts(job, binds)
+        return CommandResult(**facts, outputs=found)
 
     # --- one run ---
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ludic.envs.env import world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.types import ConfigError, Info, Observation, Snapshot, StepOutcome, UnknownName, new_id
+from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, UnknownName, new_id
 from ludic_game_boy.demo_rom import demo_rom
 from ludic_game_boy.emulator import BUTTONS, Emulator, booted_state, read_rom, require_pyboy, title_of
 from ludic_game_boy.games import MAPS, UNKNOWN
@@ -42,11 +42,9 @@ class GameBoyEnv(SingleAgentEnv):
         Out of presses is a truncation. A press is held for `hold_frames`, and the game goes on for `settle_frames`."""
         super().__init__()
         limits = {"max_presses": max_presses, "max_presses_per_turn": max_presses_per_turn, "hold_frames": hold_frames}
-        for name, value in limits.items():
+        for name, value in (limits | {"settle_frames": settle_frames}).items():
             if value < 1:
                 raise ConfigError(f"{name}={value}; it must be at least 1.")
-        if settle_frames < 1:
-            raise ConfigError(f"settle_frames={settle_frames}; a game notices that a button is up only after a frame.")
         require_pyboy()  # now, and not in the first episode
         self.rom = rom
         self.start_state = start_state
@@ -63,7 +61,6 @@ class GameBoyEnv(SingleAgentEnv):
         self._on_route: int | None = None
         self._presses_left = 0
         self._obs: Observation = ""
-        self._episode_id = ""
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -191,20 +188,15 @@ class GameBoyEnv(SingleAgentEnv):
     # --- coming back ---
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(
-            env_kind=_KIND,
-            version=_VERSION,
-            episode_id=self._episode_id,
-            obs=self.current_obs(),
-            world={
-                "title": title_of(self._cartridge),
-                "state": base64.b64encode(self._running().save()).decode(),
-                "reached": list(self._progress.reached),
-                "presses_left": self._presses_left,
-                "on_route": self._on_route,
-                "over": self._over,
-            },
-        )
+        world: dict[str, JSON] = {
+            "title": title_of(self._cartridge),
+            "state": base64.b64encode(self._running().save()).decode(),
+            "reached": [*self._progress.reached],
+            "presses_left": self._presses_left,
+            "on_route": self._on_route,
+            "over": self._over,
+        }
+        return self._snapshot(_KIND, _VERSION, world)
 
     def restore(self, snapshot: Snapshot) -> None:
         world = world_of(snapshot, kind=_KIND, version=_VERSION)

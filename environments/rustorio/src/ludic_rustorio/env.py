@@ -84,7 +84,6 @@ class RustorioEnv(SingleAgentEnv):
         self._judge: Judge | None = None
         self._attempts_left = 0
         self._obs: Observation = ""
-        self._episode_id = ""
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -152,13 +151,7 @@ class RustorioEnv(SingleAgentEnv):
         return None if self._over else self.game.solution
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(
-            env_kind=_KIND,
-            version=_VERSION,
-            episode_id=self._episode_id,
-            obs=self.current_obs(),
-            world={"attempts_left": self._attempts_left, "over": self._over},
-        )
+        return self._snapshot(_KIND, _VERSION, {"attempts_left": self._attempts_left, "over": self._over})
 
     def restore(self, snapshot: Snapshot) -> None:
         world = world_of(snapshot, kind=_KIND, version=_VERSION)

@@ -1,14 +1,13 @@
 """Gymnasium environments with discrete or text actions, as text envs.
 
-A renderer turns an observation into text: the env's `ansi` picture if it has one, else its numbers, or a
-given function. The seed goes to the env's `reset`; termination and truncation are passed through.
+A renderer turns an observation into text: the env's `ansi` picture if it has one, else its numbers, or a given function. The seed
+goes to the env's `reset`; termination and truncation are passed through.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-from ludic.envs.adapters.plain import Choices, in_words, plain, uncoloured
-from ludic.envs.adapters.replayed import ReplayedEnv
+from ludic.envs.adapters.base import Choices, ReplayedEnv, as_json, as_text, uncoloured
 from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome
 
 View: TypeAlias = Literal["auto", "ansi", "observation"]
@@ -25,7 +24,7 @@ ACTION_NAMES: Mapping[str, Sequence[str]] = {
     "MountainCar": ("left", "none", "right"),
     "Acrobot": ("left", "none", "right"),
 }
-"""What Gymnasium's own envs mean by their numbers."""
+"""Names of the actions of Gymnasium's own envs."""
 
 
 class GymnasiumEnv(ReplayedEnv):
@@ -104,7 +103,7 @@ class GymnasiumEnv(ReplayedEnv):
         self._live = self._make() if self._live is None else self._live
         self._seen, info = self._live.reset(seed=seed)
         self._over = False
-        return {AGENT: (self._view(), {"env": plain(info)})}
+        return {AGENT: (self._view(), {"env": as_json(info)})}
 
     def _advance(self, actions: Mapping[str, str]) -> dict[str, StepOutcome]:
         said = actions.get(AGENT, "")
@@ -115,7 +114,7 @@ class GymnasiumEnv(ReplayedEnv):
             return {AGENT: StepOutcome(told, self.invalid_reward, info={"illegal_move": True})}
         self._seen, reward, terminated, truncated, info = self._live.step(action)
         self._over = bool(terminated or truncated)
-        facts: Info = {"illegal_move": False, "env": plain(info)}
+        facts: Info = {"illegal_move": False, "env": as_json(info)}
         return {AGENT: StepOutcome(self._view(), float(reward), bool(truncated), bool(terminated), facts)}
 
     def _read(self, said: str) -> Any:
@@ -126,7 +125,7 @@ class GymnasiumEnv(ReplayedEnv):
     def _view(self) -> Observation:
         if callable(self._render):
             return self._render(self._seen)
-        return uncoloured(self._live.render()) if self._draws else in_words(self._seen)
+        return uncoloured(self._live.render()) if self._draws else as_text(self._seen)
 
     def legal_actions(self, agent_id: str) -> list[str] | None:
         return None if self._actions is None else [] if self._over else self._actions.names()

@@ -9,8 +9,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from ludic.envs.adapters.plain import Choices, board_or_words, plain
-from ludic.envs.adapters.replayed import ReplayedEnv
+from ludic.envs.adapters.base import Choices, ReplayedEnv, as_json, board_or_text
 from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome
 
 Order: TypeAlias = Literal["auto", "turns", "together"]
@@ -44,7 +43,7 @@ class PettingZooEnv(ReplayedEnv):
         self._live = self._make()
         self._roles = list(self._live.possible_agents)
         self._choices = Choices(repr(game), self._num_actions(), action_names)
-        self._render = render or board_or_words
+        self._render = render or board_or_text
         self._system_prompt = system_prompt or f"You play {game.rpartition('.')[2]}. {_RULES}"
         self._on_turn: list[str] = []
         self._chosen: dict[str, int] = {}
@@ -95,7 +94,7 @@ class PettingZooEnv(ReplayedEnv):
         return StepOutcome(obs, float(reward), *self._ended[role], info=info)
 
     def _move(self) -> Mapping[str, float]:
-        """Let the game move as chosen; returns what that pays."""
+        """Carry out the chosen actions; returns the rewards."""
         chosen, self._chosen = self._chosen, {}
         if self._is_parallel:
             self._seen, rewards, terminated, truncated, self._infos = self._live.step(chosen)
@@ -108,7 +107,7 @@ class PettingZooEnv(ReplayedEnv):
         return rewards
 
     def _look_around(self) -> None:
-        """What each agent sees; then those who are out take their empty turn, after which they are gone."""
+        """Store the observations; agents that have finished then take their empty turn, which removes them."""
         game = self._live
         self._seen, self._infos = {role: game.observe(role) for role in game.agents}, dict(game.infos)
         self._ended |= {role: (bool(game.truncations[role]), bool(game.terminations[role])) for role in game.agents}
@@ -132,7 +131,7 @@ class PettingZooEnv(ReplayedEnv):
         return [number for number in self._choices.by_number if mask is None or mask[number]]
 
     def _facts(self, role: str) -> Info:
-        return {"env": plain({name: fact for name, fact in self._infos.get(role, {}).items() if name != _MASK})}
+        return {"env": as_json({name: fact for name, fact in self._infos.get(role, {}).items() if name != _MASK})}
 
     def legal_actions(self, agent_id: str) -> list[str]:
         return self._choices.names(self._legal(agent_id)) if agent_id in self.active_agents else []

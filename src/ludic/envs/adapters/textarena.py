@@ -1,22 +1,16 @@
 """TextArena's games, for one player or several, taking turns.
 
-The game sends messages; each player gets the new ones at every step, so history is kept by
-the agent's context (TextArena's own wrappers, which repeat it in every observation, are left out). Rewards come at the
-end, as TextArena gives them. The game decides the cost of an invalid move: usually one is forgiven and the next loses.
+The game sends messages; each player gets the new ones at every step, and the agent's context keeps the history (TextArena's own
+wrappers, which repeat it in every observation, are left out). Rewards come at the end. The game decides the cost of an invalid
+move: usually the first is forgiven and the second loses.
 """
 
 import importlib
-import random
 import re
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from ludic.envs.adapters.plain import plain
-from ludic.envs.adapters.replayed import ReplayedEnv
+from ludic.envs.adapters.base import GlobalRandom, ReplayedEnv, as_json
 from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome, UnknownName
 
 _LISTED = re.compile(r"(?:available|valid|legal) (?:moves|actions):(.*)", re.IGNORECASE)
@@ -40,7 +34,7 @@ class TextArenaEnv(ReplayedEnv):
             )
         self.game, self.game_args = game, dict(game_args or {})
         self._roles = [f"player_{number}" for number in range(num_players)]
-        self._dice = _Dice(0)
+        self._random = GlobalRandom(0)
         self._over = True
         self._listed: dict[str, list[str]] = {}
 
@@ -48,8 +42,8 @@ class TextArenaEnv(ReplayedEnv):
         return [] if self._over else [self._roles[self._live.state.current_player_id]]
 
     def _begin(self, seed: int) -> dict[str, tuple[Observation, Info]]:
-        self._dice, self._listed = _Dice(seed), {}
-        with self._dice.on_the_table():
+        self._random, self._listed = GlobalRandom(seed), {}
+        with self._random.installed():
             try:
                 opened = _package().make(self.game, **self.game_args)
                 opened.reset(num_players=len(self._roles), seed=seed)
@@ -63,22 +57,22 @@ class TextArenaEnv(ReplayedEnv):
 
     def _advance(self, actions: Mapping[str, str]) -> dict[str, StepOutcome]:
         (mover,) = self.active_agents
-        with self._dice.on_the_table():
+        with self._random.installed():
             self._over, info = self._live.step(actions.get(mover, "")[:_MAX_CHARS])
             rewards, facts = self._live.close() if self._over else ({}, {})
             news = {role: self._news(role) for role in self._roles}
         outcomes = {}
         for number, role in enumerate(self._roles):
-            about: Info = {"illegal_move": role == mover and _INVALID in news[role], "game": plain(info)}
+            about: Info = {"illegal_move": role == mover and _INVALID in news[role], "game": as_json(info)}
             if self._over:
-                about["result"] = plain(facts.get(number, {}))
+                about["result"] = as_json(facts.get(number, {}))
                 about["illegal_move"] = bool(facts.get(number, {}).get("invalid_move"))
             reward = float((rewards or {}).get(number, 0.0))
             outcomes[role] = StepOutcome(news[role], reward, terminated=self._over, info=about)
         return outcomes
 
     def _news(self, role: str) -> Observation:
-        """What the game has said to this player since it last listened; its own moves it knows."""
+        """The game's new messages for this player, without its own moves."""
         number = self._roles.index(role)
         if role in self.active_agents:
             _, messages = _unwrapped(self._live).get_observation()
@@ -95,7 +89,7 @@ class TextArenaEnv(ReplayedEnv):
         return words.strip() if is_game else f"[{self._live.state.role_mapping[sender]}] {words.strip()}"
 
     def legal_actions(self, agent_id: str) -> list[str] | None:
-        """Those that the game itself has listed, where it does; most take free text."""
+        """Those that the game has listed; most games take free text."""
         return [] if agent_id not in self.active_agents else self._listed.get(agent_id) or None
 
 
@@ -110,34 +104,3 @@ def _unwrapped(game: Any) -> Any:
     while isinstance(game, _package().Wrapper):
         game = game.env
     return game
-
-
-_TABLE = threading.RLock()
-
-
-class _Dice:
-    """An episode's own dice.
-
-    TextArena draws from the process-wide generators of `random` and numpy. They get the episode's state while
-    the game computes and are restored afterwards, so episodes do not disturb each other or other code. Only a
-    foreign thread that draws from them at that moment is affected.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._state = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
-
-    @contextmanager
-    def on_the_table(self) -> Iterator[None]:
-        with _TABLE:
-            theirs = random.getstate(), np.random.get_state()
-            _set(self._state)
-            try:
-                yield
-            finally:
-                self._state = random.getstate(), np.random.get_state()
-                _set(theirs)
-
-
-def _set(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])

@@ -3,7 +3,6 @@
 The registry makes both. Start with env.py; board.py holds the rules.
 """
 
-from ludic.envs.tic_tac_toe.duel import TicTacToeDuel
-from ludic.envs.tic_tac_toe.env import TicTacToeEnv
+from ludic.envs.tic_tac_toe.env import TicTacToeDuel, TicTacToeEnv
 
 __all__ = ["TicTacToeEnv", "TicTacToeDuel"]

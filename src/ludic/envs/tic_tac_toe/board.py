@@ -1,9 +1,8 @@
 """The rules of tic-tac-toe, as pure functions on a board of nine characters.
 
-Cells count 0 … 8, row by row; each holds "X", "O" or "." (free). There are only some thousand positions, so
-everything is cached without a limit. What depends on the player takes the mark as an argument, so that it is
-part of the cache key: a game played as X never answers for O. `position` gathers all of it for the envs, whose
-speed is what the orchestration benchmark leans on.
+Cells count 0 … 8, row by row; each holds "X", "O" or "." (free). There are only some thousand positions, so everything is cached
+without a limit; the mark is an argument and so part of the cache key. `position` gathers all facts for the envs, whose speed the
+orchestration benchmark needs.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 Mark: TypeAlias = Literal["X", "O"]
 Result: TypeAlias = Literal["win", "loss", "draw"]
 View: TypeAlias = Literal["text", "compact"]
-"""How a board is shown: drawn, for readers of English, or as `compact` has it."""
+"""How a board is shown: drawn, or in the words of `compact`."""
 
 FREE: Final = "."
 EMPTY: Final = FREE * 9
@@ -40,7 +39,7 @@ def read_move(action: str) -> int | None:
 
 
 def refusal(board: str, action: str, cell: int | None) -> str:
-    """Why a move is not legal, and what would have been. `cell` is what `read_move` made of the action."""
+    """Why a move is not legal, and the legal ones. `cell` is the result of `read_move`."""
     reason = f"{action!r:.40} is not a cell" if cell is None else f"{CELLS[cell]} is taken"
     return f"Illegal move: {reason}. Free were {', '.join(free_moves(board))}."
 
@@ -90,11 +89,11 @@ def compact(board: str) -> str:
 
 
 COMPACT_WORDS = ("X", "O", *CELLS, *(f"{cell}={mark}" for cell in CELLS for mark in "XO"))
-"""Every word of the compact view: the vocabulary of a small model. A word says by itself which cell it is about and who
-holds it, so that nothing hangs on counting positions."""
+"""Every word of the compact view: the vocabulary of a small model. Each word names its cell and who holds it, so a model need not
+count positions."""
 
 
-# --- perfect play -------------------------------------------------------------------------------------------
+# --- perfect play ---
 
 
 @cache
@@ -112,7 +111,7 @@ def _sign(score: int) -> int:
 
 @cache
 def value(board: str, to_move: Mark) -> int:
-    """What perfect play brings the mark to move: 1 win, 0 draw, −1 loss."""
+    """The result of perfect play for the mark to move: 1 win, 0 draw, −1 loss."""
     return _sign(_score(board, to_move))
 
 
@@ -129,14 +128,14 @@ def optimal_moves(board: str, to_move: Mark) -> tuple[int, ...]:
 
 @cache
 def best_moves(board: str, to_move: Mark) -> tuple[int, ...]:
-    """Of the optimal moves those that win soonest or lose latest; what a strong player really plays."""
+    """The optimal moves that win soonest or lose latest."""
     scores = _move_scores(board, to_move)
     return tuple(cell for cell, score in scores.items() if score == max(scores.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Position:
-    """A board with a mark to move, and all that a turn needs to know of it."""
+    """A board with a mark to move, and what a turn needs."""
 
     board: str
     moves: tuple[int, ...]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ludic.envs import check_env
-from ludic.envs.adapters import reasoning_gym_puzzles as puzzles
+from ludic.envs.adapters import reasoning_gym as puzzles
 from ludic.envs.adapters.reasoning_gym import WITHOUT_REFERENCE, ReasoningGymEnv
 from ludic.types import ConfigError, MissingExtra, ResetNeeded, UnknownName
 
@@ -102,7 +102,7 @@ def test_a_seed_means_the_same_puzzle_in_every_process():
 
 def test_a_generator_that_draws_from_the_global_dice_is_repeatable():
     first = ReasoningGymEnv("list_functions").reset(seed=3)
-    puzzles.puzzle.cache_clear(), puzzles._made.cache_clear()
+    puzzles.make_puzzle.cache_clear(), puzzles._made.cache_clear()
     random.seed(5)
     assert ReasoningGymEnv("list_functions").reset(seed=3) == first
 
@@ -158,7 +158,7 @@ def test_code_in_an_answer_is_not_run(task, tmp_path):
 
 
 def test_every_scorer_that_evaluates_an_answer_is_known(datasets):
-    """A new release may add one; then it belongs into the sets of reasoning_gym_puzzles."""
+    """A new release may add one; then it belongs into the sets of ludic.envs.adapters.reasoning_gym."""
     risky = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(\s*(?:answer|user|pred|student)")
     found = {
         task for task, (made_by, _) in datasets.items() if risky.search(inspect.getsource(inspect.getmodule(made_by)))
@@ -238,7 +238,7 @@ def test_endless_turns_of_a_cube_are_given_up(monkeypatch):
         ("chain_sums", {}, UnknownName, "Did you mean 'chain_sum'"),
         ("chain_sum", {"terms": 2}, ConfigError, "min_terms"),
         ("chain_sum", {"min_terms": 5, "max_terms": 2}, ConfigError, "cannot make 'chain_sum'"),
-        ("chain_sum", {"seed": 2}, ConfigError, "seed comes with reset"),
+        ("chain_sum", {"seed": 2}, ConfigError, "reset sets the seed"),
         ("composite", {}, ConfigError, "name them: datasets="),
         ("composite", {"datasets": [{"nam": "chain_sum"}]}, ConfigError, "cannot make 'composite'"),
     ],

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from ludic.envs.adapters.textarena import TextArenaEnv, _Dice
+from ludic.envs.adapters.base import GlobalRandom
+from ludic.envs.adapters.textarena import TextArenaEnv
 from ludic.envs.check import check_env
 from ludic.types import ConfigError, MissingExtra, ResetNeeded, UnknownName
 
@@ -150,13 +151,13 @@ def test_a_game_leaves_the_dice_of_others_alone():
 
 def test_dice_go_on_where_they_stopped_also_after_an_error():
     def draw(dice):
-        with dice.on_the_table():
+        with dice.installed():
             return random.random(), np.random.random()
 
-    dice, twin = _Dice(5), _Dice(5)
+    dice, twin = GlobalRandom(5), GlobalRandom(5)
     mine = [draw(dice), draw(dice)]
     assert mine[0] != mine[1]
-    with pytest.raises(KeyError), twin.on_the_table():
+    with pytest.raises(KeyError), twin.installed():
         random.random(), np.random.random()
         raise KeyError
     assert draw(twin) == mine[1]

@@ -19,7 +19,6 @@ import importlib.util
 import inspect
 import re
 import sys
-import sysconfig
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,14 @@ from types import ModuleType
 from typing import Any
 
 from ludic.catalog import BUILTINS, PACKAGES, Entry, Suggested
-from ludic.types.errors import ConfigError, LudicError, MissingExtra, UnknownName, how_to_install_package
+from ludic.types.errors import (
+    ConfigError,
+    LudicError,
+    MissingExtra,
+    UnknownName,
+    how_to_install_package,
+    is_users_file,
+)
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
@@ -142,7 +148,10 @@ class Registry:
         """The spec of a registered part, or of a `file.py:name` or `module:name`, which is loaded."""
         if ":" in id:
             found = _load_own(id, self.kind)
-            return EntrySpec(id=id, kind=self.kind, target=found, bind=self._is_part(found))
+            is_part = self.kind in ("parser", "tool") and not inspect.isclass(
+                found
+            )  # a function, not a class or factory
+            return EntrySpec(id=id, kind=self.kind, target=found, bind=is_part)
         key = id.removeprefix(_HOME)
         if key not in self._entries:
             self._load_plugins()
@@ -190,10 +199,6 @@ class Registry:
                 self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.value, bind=bind)
                 self._unread.add(key)
 
-    def _is_part(self, found: Callable[..., Any]) -> bool:
-        """True if the object is the part itself (a parser or tool function), False if it is a class or factory."""
-        return self.kind in ("parser", "tool") and not inspect.isclass(found)
-
 
 def _spec_of(entry: Entry, id: str, kind: str) -> EntrySpec:
     return EntrySpec(
@@ -208,10 +213,7 @@ def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mappi
     except (TypeError, ValueError):
         return  # some built-in callables have no signature
     try:
-        if spec.bind:
-            signature.bind_partial(**kwargs)
-        else:
-            signature.bind(**kwargs)
+        (signature.bind_partial if spec.bind else signature.bind)(**kwargs)
     except TypeError as error:
         takes = ", ".join(str(p) for p in signature.parameters.values()) or "no arguments"
         raise ConfigError(
@@ -273,7 +275,8 @@ def _importing_from(folder: Path) -> Iterator[None]:
     """Let `import helper` find helper.py of this folder, as under `python file.py`. The standard library has precedence, and after
     loading so have installed packages: transformers must not import a datasets.py of this folder."""
     entry = str(folder)
-    place = next((i for i, p in enumerate(sys.path) if Path(p).name in _INSTALLED), len(sys.path))
+    installed = (i for i, p in enumerate(sys.path) if Path(p).name in ("site-packages", "dist-packages"))
+    place = next(installed, len(sys.path))
     sys.path.insert(place, entry)
     importlib.invalidate_caches()
     try:
@@ -285,20 +288,15 @@ def _importing_from(folder: Path) -> Iterator[None]:
             sys.path.append(entry)  # for imports inside functions
 
 
-_INSTALLED = ("site-packages", "dist-packages")
-
-
 def _check_neighbours(path: Path) -> None:
     """Raise ConfigError if the file would import another folder's module instead of the one beside it: Python has one module per
     name."""
     for name in _imported_names(path) - sys.stdlib_module_names:
-        beside = next(
-            (p for p in (path.with_name(f"{name}.py"), path.parent / name / "__init__.py") if p.is_file()), None
-        )
-        found = None if beside is None else importlib.util.find_spec(name)
-        if beside and found and found.origin and Path(found.origin).resolve() != beside.resolve():
+        beside = [p for p in (path.with_name(f"{name}.py"), path.parent / name / "__init__.py") if p.is_file()]
+        found = importlib.util.find_spec(name) if beside else None
+        if found and found.origin and Path(found.origin).resolve() != beside[0].resolve():
             raise ConfigError(
-                f"{path} imports {name!r}, which is {beside}, but {found.origin} has that name already. Rename one of the two."
+                f"{path} imports {name!r}, which is {beside[0]}, but {found.origin} has that name already. Rename one of the two."
             )
 
 
@@ -324,17 +322,11 @@ def _where_raised(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         place, number, line, what = error.filename, error.lineno, error.text or "", error.msg
     else:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
         place, number, line = (own[-1].filename, own[-1].lineno, own[-1].line or "") if own else ("", None, "")
         what = str(error)
     raised = f"{type(error).__name__}: {what}".rstrip(".")
     return f"{place}, line {number}, `{line.strip()}`, raised {raised}" if place else raised
-
-
-def _is_users(file: str) -> bool:
-    path = Path(file)
-    others = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
-    return path.is_file() and not set(_INSTALLED) & set(path.parts) and not any(map(path.is_relative_to, others))
 
 
 # --- one registry per kind ---

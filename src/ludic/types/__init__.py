@@ -1,6 +1,6 @@
-"""Types: what crosses a package border. Standard library and numpy only.
+"""Types that cross package borders. Standard library and numpy only.
 
-Everything may import it; it imports nothing. Start with rollout.py and samples.py, then interfaces.py.
+Every package may import it; it imports none. Start with rollout.py and samples.py, then interfaces.py.
 """
 
 from ludic.types.errors import (

@@ -1,7 +1,7 @@
 """Named errors: every message says what was asked, what there is, and what to do.
 
-They also inherit from the built-in error a caller would expect (ValueError, KeyError, …), so that code
-written against the plain Python contract keeps working. `Failure` is what is stored of an error that ended an episode.
+They also inherit from the built-in error that a caller expects (ValueError, KeyError, …). `Failure` is the stored form of an error
+that ended an episode.
 """
 
 import difflib
@@ -40,19 +40,19 @@ class UnknownName(LudicError, KeyError):
 
 
 class PolicyGone(LudicError, RuntimeError):
-    """Whatever served the policy has gone for good: no further call, and so no further episode, can succeed."""
+    """The server of the policy has stopped: no further call, and so no further episode, can succeed."""
 
 
 class NotFinite(PolicyGone, FloatingPointError):
-    """Weights or logits hold NaN or infinity: nothing sampled from them, or trained with them, means anything."""
+    """Weights or logits hold NaN or infinity; sampling or training with them is meaningless."""
 
 
 DISTRIBUTION = "ludic-rl"
-"""What pip knows Ludic by. It is on no package index: there, `ludic` is another project."""
+"""The distribution's name. It is on no package index: `ludic` on PyPI is another project."""
 
 
 class MissingExtra(LudicError, ImportError):
-    """An optional part is not installed. `extras`: one name of pyproject's optional dependencies, or several, with commas."""
+    """An optional part is not installed. `extras`: names of pyproject's optional dependencies, separated by commas."""
 
     def __init__(self, extras: str, needed_for: str) -> None:
         names = [repr(name) for name in extras.split(",")]
@@ -62,7 +62,7 @@ class MissingExtra(LudicError, ImportError):
 
 
 def how_to_install(extras: str) -> str:
-    """What to type, in a clone and elsewhere."""
+    """The pip command, in a clone and elsewhere."""
     return (
         f"In a clone of Ludic: pip install -e '.[{extras}]'; elsewhere: pip install '{DISTRIBUTION}[{extras}] @ "
         "git+<repository URL>'."
@@ -70,7 +70,7 @@ def how_to_install(extras: str) -> str:
 
 
 def how_to_install_package(name: str) -> str:
-    """The same for a package in environments/: `ludic-game-boy` is in environments/game_boy."""
+    """The pip command for a package in environments/: `ludic-game-boy` is in environments/game_boy."""
     folder = f"environments/{name.removeprefix('ludic-').replace('-', '_')}"
     return (
         f"In a clone of Ludic: pip install -e {folder}; elsewhere: pip install '{name} @ "
@@ -109,11 +109,11 @@ class ParserContractError(LudicError, TypeError):
 
 
 class TokenMismatch(LudicError, RuntimeError):
-    """A client answered for other prompt tokens than it was sent; training on them would be silently wrong."""
+    """A client's response has other prompt tokens than the request; training on them would be silently wrong."""
 
 
 class OutOfRoom(LudicError):
-    """An agent cannot make another model call. In the middle of an episode that ends it; what was sampled is kept."""
+    """An agent cannot make another model call. This ends a running episode; its samples are kept."""
 
 
 class TokenBudgetSpent(OutOfRoom):
@@ -131,10 +131,7 @@ class PromptTooLong(OutOfRoom, ValueError):
 
 
 class RequestsExhausted(LudicError, RuntimeError):
-    """There are no more requests: the data has been used up. A trainer ends its run there."""
-
-
-# A failure as data: what is stored of an episode that raised.
+    """There are no more requests: the data is used up. A trainer ends its run then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +144,9 @@ class Failure:
     traceback: str = ""
     """All of it, Ludic's frames included."""
     user_traceback: str = ""
-    """From the first frame of code that is neither Ludic's nor installed; empty where the error passed through none."""
+    """From the first frame of code that is neither Ludic's nor installed; empty if there is none."""
     place: str = ""
-    """Where it was raised, `file.py:12 in name`: the deepest such frame, else the deepest of all; empty for Ludic's own errors."""
+    """Where it was raised, `file.py:12 in name`: the deepest user frame, else the deepest frame; empty for Ludic's own errors."""
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":
@@ -157,7 +154,7 @@ class Failure:
             message = str(error)
         except BaseException as broken:  # noqa: BLE001 - an exception of the user's, whose __str__ raises
             message = f"(its text cannot be shown: {type(broken).__name__})"
-        # What Ludic raises on purpose says itself what broke which rule; the frame that noticed it explains nothing.
+        # Ludic's own errors explain themselves; the frame that raised them adds nothing.
         user_traceback, place = ("", "") if isinstance(error, LudicError) else _user_part(error)
         return cls(
             error=encodable(type(error).__name__),
@@ -177,7 +174,7 @@ _MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 40_000
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Both ends of a long text, without lone surrogates, which no file takes."""
+    """The two ends of a long text, without lone surrogates, which cannot be written to a file."""
     if len(text) > limit:
         text = f"{text[: limit // 2]} … ({len(text) - limit:,} characters) … {text[-limit // 2 :]}"
     return encodable(text)
@@ -193,16 +190,15 @@ _INSTALLED = tuple(
 """Folders whose code is not the user's: Ludic, the standard library, installed packages."""
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith(("<", *_INSTALLED)) and not str(Path(frame.filename).resolve()).startswith(
-        _INSTALLED
-    )
+def is_users_file(name: str) -> bool:
+    """Whether a frame's file is neither Ludic's nor installed."""
+    return not name.startswith(("<", *_INSTALLED)) and not str(Path(name).resolve()).startswith(_INSTALLED)
 
 
 def _user_part(error: BaseException) -> tuple[str, str]:
     """(the traceback from the user's first frame on, where it was raised)."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [number for number, frame in enumerate(frames) if _is_users(frame)]
+    users = [number for number, frame in enumerate(frames) if is_users_file(frame.filename)]
     raised = [frames[users[-1]]] if users else frames[-1:]
     place = "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in raised)
     if not users:

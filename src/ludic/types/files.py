@@ -1,9 +1,9 @@
-"""Files on disk: replacing one so that it is complete or absent, and files of JSON lines that are appended to while they are read.
+"""Files on disk: atomic replacement, and files of JSON lines that are appended to while they are read.
 
 Checkpoints, exports and published weights use the first; rollouts (`ludic.types.rollout`, `ludic.batch_gen.store`) the second.
-A file of lines is plain text, or gzip where its name ends in .gz: gzip members of about 256 KiB of text. Each append extends
-the last member and closes it again, so the file is whole between two appends, `zcat` reads it at any time, and a line can be
-found again without reading what lies before its member. A damaged member costs its own lines only: readers go on at the next.
+A file of lines is plain text, or gzip if its name ends in .gz: gzip members of about 256 KiB of text. Each append extends the
+last member and closes it again, so the file is complete between two appends, `zcat` reads it at any time, and a line can be
+found without reading the members before it. Of a damaged member only its own lines are lost: readers continue at the next.
 """
 
 import fcntl
@@ -22,19 +22,16 @@ from typing import IO, Any
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
-"""How the name of a file or folder begins while it is written. A killed writer leaves it behind; the next one removes it."""
+"""Prefix of a file or folder while it is written. A killed writer leaves it behind; the next one removes it."""
 
 MEMBER_BYTES = 1 << 18
-"""Text after which a new gzip member begins: what one line costs to find again, against how well it compresses."""
+"""Bytes of text after which a new gzip member begins: larger compresses better, but finding a line takes longer."""
 _LEVEL = 6
 _BLOCK = 1 << 20
-"""More than a member of ours has, so that its checksum is known before a line of it is handed out."""
+"""More than a member has, so that its checksum is verified before one of its lines is returned."""
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
-
-
-# --- complete or absent -----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -55,7 +52,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of files, is on the disk: only then it survives a power cut."""
+    """Wait until a file's content, or a folder's list of files, is on the disk and survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,18 +60,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# --- files of lines ---------------------------------------------------------------------------------------------
+# --- files of lines: writing ------------------------------------------------------------------------------------
 
 
 def is_compressed(path: Path) -> bool:
     return path.suffix == ".gz"
 
 
-# --- writing ----------------------------------------------------------------------------------------------------
-
-
 class LineWriter:
-    """Appends whole lines. Several writers, also of several processes, may take turns on one file."""
+    """Appends lines. Several writers, also of several processes, may take turns on one file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -82,7 +76,7 @@ class LineWriter:
         self._member: _Member | None = None
 
     def append(self, lines: bytes) -> None:
-        """The lines are in the file when it returns. A kill meanwhile leaves some of them, and half a one that readers skip."""
+        """The lines are in the file when it returns. A killed writer leaves some of them, and a partial one that readers skip."""
         if not self._is_ready:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             repair(self.path)
@@ -92,7 +86,7 @@ class LineWriter:
                 fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
                 self._write(file, lines)
         except BaseException:
-            self._is_ready, self._member = False, None  # a full disk may have taken a part
+            self._is_ready, self._member = False, None  # a full disk may hold a part
             raise
 
     def _write(self, file: IO[bytes], lines: bytes) -> None:
@@ -112,18 +106,18 @@ class _Member:
         self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
         self._crc = 0
         self._place = start
-        """Where the next bytes go: behind the last block, over the end of the member."""
+        """Position of the next bytes: after the last block, over the end of the member."""
         self._pending = _HEADER
         self.num_bytes = 0
         self.end = start
-        """Size of the file after the last append; another size means that another writer has been there."""
+        """Size of the file after the last append; another size means that another writer has appended."""
 
     def extend(self, file: IO[bytes], lines: bytes) -> None:
         self.num_bytes += len(lines)
         self._crc = zlib.crc32(lines, self._crc)
         blocks = self._pending + self._deflate.compress(lines) + self._deflate.flush(zlib.Z_SYNC_FLUSH)
         end = _LAST_BLOCK + struct.pack("<II", self._crc, self.num_bytes & 0xFFFFFFFF)
-        # The old end goes first: of a write that is broken off, its bytes would be read as text.
+        # The old end is removed first: after an interrupted write its bytes would be read as text.
         os.ftruncate(file.fileno(), self._place)
         _write_at(file, self._place, blocks + end)
         self._pending = b""
@@ -142,14 +136,14 @@ def _write_at(file: IO[bytes], place: int, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where one line lies."""
+    """The position of one line."""
 
     path: Path
     offset: int
-    """In the file; in a compressed one, in the text of its member."""
+    """In the file; for a compressed file, in the text of its member."""
     length: int
     member: int | None = None
-    """Where the gzip member begins that holds it."""
+    """Offset of the gzip member that holds it."""
 
     def read(self) -> bytes:
         if self.member is None:
@@ -162,7 +156,7 @@ class Line:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
-    """Every whole line, also of a file that is being written; the end of a write that was broken off is left out."""
+    """Every complete line, also of a file that is being written; an interrupted write at the end is left out."""
     path = Path(path)
     with path.open("rb") as file:
         for member, text in _texts(file, is_compressed(path)):
@@ -174,7 +168,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
 
 
 def _texts(file: IO[bytes], compressed: bool) -> Iterator[tuple[int | None, Iterator[bytes]]]:
-    """(where the member begins, its lines) for each member; a plain file is one without a beginning."""
+    """(offset, lines) of each member; a plain file is one member without an offset."""
     if not compressed:
         yield None, iter(file)
         return
@@ -183,7 +177,7 @@ def _texts(file: IO[bytes], compressed: bool) -> Iterator[tuple[int | None, Iter
 
 
 def _split(text: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines of a text that comes in pieces."""
+    """The lines of a text that arrives in pieces."""
     rest = b""
     for piece in text:
         *lines, rest = (rest + piece).split(b"\n")
@@ -194,8 +188,8 @@ def _split(text: Iterator[bytes]) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _StoredMember:
-    """A gzip member that is being read; what follows `text` is known when that has been read. One that is neither whole nor
-    damaged is still being written, or its writer was killed."""
+    """A gzip member that is being read; the fields after `text` are known once it has been read. A member that is neither
+    whole nor damaged is still being written, or its writer was killed."""
 
     start: int
     text: Iterator[bytes]
@@ -203,12 +197,11 @@ class _StoredMember:
     is_whole: bool = False
     is_damaged: bool = False
     rest: bytes = b""
-    """Read from the file already, and part of the next member."""
+    """Bytes of the next member that were already read."""
 
 
 def _members(file: IO[bytes]) -> Iterator[_StoredMember]:
-    """One after the other; the text of each has to be read before the next is asked for. Behind one that is not whole, it goes
-    on where the next begins."""
+    """All members; the text of each must be read before the next is requested. After an incomplete one, continues at the next."""
     start, block = file.tell(), file.read(_BLOCK)
     while block:
         member = _StoredMember(start, iter(()))
@@ -222,7 +215,7 @@ def _members(file: IO[bytes]) -> Iterator[_StoredMember]:
 
 
 def _next_member(file: IO[bytes], place: int) -> int:
-    """Where the first member behind `place` begins that a LineWriter wrote; the file stands there, or at its end."""
+    """Offset of the first member of a LineWriter after `place`; leaves the file positioned there, or at its end."""
     overlap = len(_HEADER) - 1
     while True:
         file.seek(place)
@@ -243,7 +236,7 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
         try:
             text = inflate.decompress(block)
         except zlib.error as error:
-            # None of its lines can be trusted: what is wrong shows behind the place where it went wrong.
+            # None of its lines can be trusted: an error shows only after the damaged byte.
             member.is_damaged = True
             logger.warning("%s is damaged behind byte %d; lines there are left out: %s", file.name, member.start, error)
             return
@@ -260,7 +253,7 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
 
 @lru_cache(maxsize=8)
 def _member_text(path: Path, start: int, size: int, mtime_ns: int) -> bytes:
-    """Lines of one member are usually read one after the other; `size` and `mtime_ns` tell when it has changed."""
+    """Cached, since lines of one member are usually read one after the other; `size` and `mtime_ns` detect a change."""
     with path.open("rb") as file:
         file.seek(start)
         return b"".join(next(_members(file)).text)
@@ -270,7 +263,7 @@ def _member_text(path: Path, start: int, size: int, mtime_ns: int) -> bytes:
 
 
 def repair(path: Path) -> None:
-    """Remove what a killed process left half written, so that the next lines are not glued to it."""
+    """Remove the partial line of a killed process, so that the next lines are not appended to it."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:
@@ -282,7 +275,7 @@ def repair(path: Path) -> None:
 
 
 def _repair_compressed(file: IO[bytes]) -> None:
-    """Write the last member again, if its end is missing, with the lines of it that are whole. A damaged one stays as it is."""
+    """Rewrite a last member without an end, keeping its complete lines. A damaged one stays as it is."""
     for member in _members(file):
         lines = [line for line in _split(member.text) if line.endswith(b"\n") or _is_json(line)]
     if member.is_whole or member.is_damaged:
@@ -308,7 +301,7 @@ def _repair_plain(file: IO[bytes]) -> None:
 
 
 def _start_of_last_line(file: IO[bytes], end: int) -> int:
-    """Where the last line begins: just behind the last newline before the final byte."""
+    """Offset of the last line: just after the last newline before the final byte."""
     position = end - 1
     while position > 0:
         start = max(0, position - _BLOCK)

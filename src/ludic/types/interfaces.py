@@ -16,13 +16,13 @@ class ChatClient(Protocol):
     """Token ids in, token ids out."""
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
-        """One completion, and whatever small JSON facts the client wants on the step."""
+        """One completion, and small JSON facts of the client for the step's info."""
         ...
 
     def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
-        """Replace the served weights, all or nothing; the committed version comes back."""
+        """Replace the served weights, all or nothing; returns the committed version."""
         ...
 
 
@@ -35,11 +35,11 @@ class VersionedClient(ChatClient, Protocol):
 
 @runtime_checkable
 class TeacherScorer(Protocol):
-    """A model that says how likely it would have chosen tokens that another model sampled."""
+    """A model that gives log-probabilities of tokens that another model sampled."""
 
     @property
     def tokenizer_fingerprint(self) -> str:
-        """What its token ids mean; two models may be compared token by token only where this is equal."""
+        """Identifies the vocabulary; two models may be compared token by token only if it is equal."""
         ...
 
     async def score_tokens(
@@ -57,7 +57,7 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Has something that a resumed run must get back: a position, a tracker, a random generator."""
+    """Has state that a resumed run must restore: a position, a tracker, a random generator."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -77,7 +77,7 @@ def load_into(part: object, state: dict[str, Any]) -> None:
 
 @runtime_checkable
 class FollowsVersions(Protocol):
-    """Wants to know which policy version is being trained, to bound how far behind its batches are."""
+    """Is told which policy version is being trained, to bound the lag of its batches."""
 
     def notify_version(self, version: int) -> None: ...
 
@@ -89,7 +89,7 @@ def tell_version(part: object, version: int) -> None:
 
 @runtime_checkable
 class FollowsDrift(Protocol):
-    """Wants to know how far each update moved the policy. Costs the trainer two forward passes of one micro-batch."""
+    """Is told how far each update moved the policy. Costs the trainer two forward passes of one micro-batch."""
 
     def notify_drift(self, kl: float) -> None:
         """KL per token between the weights before and after an update; may be called from a thread."""
@@ -98,17 +98,17 @@ class FollowsDrift(Protocol):
 
 @runtime_checkable
 class AccountsForItems(Protocol):
-    """Hands out samples that must neither be lost nor used twice, and has to know which were trained on.
+    """Hands out samples that must neither be lost nor used twice, and is told which were trained on.
 
     Both may be called from a thread, and must not take long.
     """
 
     def notify_trained(self, step: int, num_items: int) -> None:
-        """An optimizer step is done; so many of the items handed out since the last call went into it, and no others will."""
+        """An optimizer step is done; it used `num_items` of the items handed out since the last call, and drops the others."""
         ...
 
     def notify_saved(self, step: int) -> None:
-        """A checkpoint of this step is on disk: what was trained until then is never needed again."""
+        """A checkpoint of this step is on disk: the samples trained until then are not needed again."""
         ...
 
 
@@ -118,7 +118,7 @@ SampleCheck: TypeAlias = Callable[[Sequence[SAWItem]], None]
 
 @runtime_checkable
 class ChecksSamples(Protocol):
-    """Hands out samples that other processes made, and sets aside what a trainer could not train on."""
+    """Hands out samples of other processes, and sets aside those that a trainer cannot train on."""
 
     def use_sample_check(self, check: SampleCheck) -> None: ...
 
@@ -130,23 +130,23 @@ class CreditAssigner(Protocol):
 
 
 class PolicyPublisher(Protocol):
-    """Hands new weights to whatever serves the policy."""
+    """Hands new weights to the servers of the policy."""
 
     def publish(self, state_dict: Mapping[str, Any], version: int | None = None) -> None: ...
 
 
 @runtime_checkable
 class InPlacePublisher(PolicyPublisher, Protocol):
-    """Whatever serves the policy holds the trainer's own parameters."""
+    """Its server, an inference engine in this process, holds the trainer's own parameters."""
 
     def updating(self, version: int | None = None) -> AbstractContextManager[None]:
-        """Entered around a change of the weights; the server stands still meanwhile."""
+        """Entered around a change of the weights; the server pauses meanwhile."""
         ...
 
 
 @runtime_checkable
 class ChecksServers(PolicyPublisher, Protocol):
-    """Can tell whether what it published is still served: a server that was restarted has forgotten it."""
+    """Can tell whether its published weights are still served: a restarted server has lost them."""
 
     def is_current(self, version: int) -> bool: ...
 
@@ -156,16 +156,16 @@ class AdapterPublisher(PolicyPublisher, Protocol):
     """Reads the adapter that it sends from the model itself: no merged weights are handed to it."""
 
     def require_trained(self, model: Any) -> None:
-        """ConfigError if it is another model whose adapter it sends."""
+        """Raise ConfigError if it sends the adapter of another model."""
         ...
 
 
 @runtime_checkable
 class TakesSnapshots(Protocol):
-    """Keeps a copy of the policy's weights, so that training may change its own meanwhile."""
+    """Keeps a copy of the policy's weights, so that training may change the originals."""
 
     def take_snapshot(self, version: int) -> None:
-        """The weights of now, called between two steps; returns when they are taken."""
+        """Copy the current weights, between two steps; returns when they are copied."""
         ...
 
 

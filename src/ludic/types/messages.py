@@ -16,8 +16,7 @@ ToolCall: TypeAlias = dict[str, Any]
 class MessageView(Sequence[Message]):
     """The first `length` messages of an append-only list, without copying it.
 
-    Every model call of a conversation stores its prompt this way, so a rollout's memory grows with its
-    turns and not with their square.
+    Every model call of a conversation stores its prompt this way, so a rollout's memory is linear in its turns.
     """
 
     __slots__ = ("_length", "_log")
@@ -55,31 +54,26 @@ class MessageView(Sequence[Message]):
 
 
 def encodable(text: str) -> str:
-    """Lone surrogates replaced: tokenizers and files refuse them, and one odd byte must not cost the episode."""
+    """The text with lone surrogates replaced: tokenizers and files refuse them, and they must not fail an episode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-# Reading LaTeX out of a model's text: the last `\boxed{…}`.
-# It lives on the floor because two packages need it that may not know each other: parsers (an answer in a reply)
-# and envs (a reference answer in a worked solution).
-
-# In this order: a box opens (`\\boxed` as well: JSON-minded models double the backslash), an escape such as `\{`
-# that opens and closes nothing, a plain brace.
-_TOKEN = re.compile(r"(?P<box>\\\\?(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_LATEX = re.compile(r"(?P<box>\\\\?(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+"""An opening box (also with a doubled backslash, as models write it in JSON), an escape such as `\\{`, a plain brace."""
 
 
 def extract_last_boxed_content(raw: str) -> str | None:
     r"""The text inside the last well-formed `\boxed{…}` or `\fbox{…}`, without surrounding whitespace.
 
-    Braces may nest, escaped ones do not count, an unclosed box is skipped. None when there is no box.
-    One pass over the text, so a long reply full of unclosed boxes costs no more than any other.
+    Braces may nest, escaped ones do not count, an unclosed box is skipped. None if there is no box. Takes linear time, also for
+    a reply full of unclosed boxes. Parsers (replies) and envs (reference solutions) both use it.
 
     >>> extract_last_boxed_content(r"First \boxed{1}, no: \boxed{\frac{3}{2}}.")
     '\\frac{3}{2}'
     """
     open_groups: list[int | None] = []  # where the content of an open box begins; None for a plain brace
     last: tuple[int, int] | None = None
-    for token in _TOKEN.finditer(raw):
+    for token in _LATEX.finditer(raw):
         if token["box"]:
             open_groups.append(token.end())
         elif token["open"]:

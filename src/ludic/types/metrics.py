@@ -1,7 +1,7 @@
-"""Reducers: one number out of many records, said as data.
+"""Reducers: one number from many records, declared as data.
 
-A record is a mapping, such as a sample's meta or a line of an evaluation. A reducer says which value to take from each,
-how to combine them, and what to divide by; a record without the value is skipped.
+A record is a mapping, such as a sample's meta or a line of an evaluation. A reducer declares the value to take from each, how to
+combine the values, and what to divide by; a record without the value is skipped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ NormalizeBy: TypeAlias = Literal["samples", "rollouts"]
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """How one metric is made from records."""
+    """How one metric is computed from records."""
 
     kind: ReducerKind
     """`mean` and `sum` of the values found, or how many of them are true."""
@@ -28,9 +28,9 @@ class Reducer:
     transform: Callable[[Any], Any] | None = None
     """Applied to each value before it is combined."""
     normalize_by: NormalizeBy | None = None
-    """Divide by the number of samples or of rollouts, those without a value included."""
+    """Divide by the number of samples or rollouts, including those without a value."""
     as_percent: bool = False
-    """For display; the number itself stays a share."""
+    """For display; the number itself remains a fraction."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ReducerKind):
@@ -50,7 +50,7 @@ class Reducer:
             )
 
     def values(self, records: Sequence[Record]) -> list[Any]:
-        """What the records hold, in order; missing ones left out."""
+        """The values in the records, in order; missing ones are left out."""
         found = [value for record in records if (value := self._value(record)) is not None]
         return found if self.transform is None else [self.transform(value) for value in found]
 
@@ -73,7 +73,7 @@ def was_cut_off(finish_reason: str) -> bool:
 
 
 def default_reducers() -> dict[str, Reducer]:
-    """The two ways in which a sample can be cut: by the server's token limit, and by the trainer's `max_seq_len`."""
+    """The rates of samples cut by the server's token limit and by the trainer's `max_seq_len`."""
     return {
         "completion_truncated_rate": Reducer(
             kind="count_true", source="finish_reason", transform=was_cut_off, normalize_by="samples", as_percent=True
@@ -89,9 +89,9 @@ _MOST_RESULTS = 12
 
 
 def result_rates(results: Sequence[str | None]) -> dict[str, float]:
-    """`{result}_rate` for how episodes ended, as envs say in info["result"]; a share of all, those without a result included.
+    """`{result}_rate` of the episodes' info["result"]: the fraction of all episodes, including those without a result.
 
-    A game has all three rates from its first result on. Texts that are all different are no results, and give no rates.
+    A game has all three rates as soon as one occurs. More than a dozen different texts are no results and give no rates.
     """
     names = result_names(results)
     if len(names) > _MOST_RESULTS:
@@ -100,7 +100,7 @@ def result_rates(results: Sequence[str | None]) -> dict[str, float]:
 
 
 def result_names(results: Sequence[str | None]) -> list[str]:
-    """The results that occur; of a game all three."""
+    """The results that occur; for a game all three."""
     seen = {result for result in results if result is not None}
     return [*GAME_RESULTS, *sorted(seen - set(GAME_RESULTS))] if seen & set(GAME_RESULTS) else sorted(seen)
 
@@ -117,9 +117,9 @@ def apply_reducers_to_records(
     sample_count: int | None = None,
     rollout_count: int | None = None,
 ) -> dict[str, float]:
-    """One number per reducer. A mean of nothing and a share of nothing have no value and are left out.
+    """One number per reducer; a mean or rate over nothing is left out.
 
-    Without the counts, every record is a sample, and rollouts are told apart by `rollout_id`.
+    Without the counts, every record is a sample, and rollouts are distinguished by `rollout_id`.
     """
     counts: dict[NormalizeBy | None, int] = {None: 1, "samples": len(records) if sample_count is None else sample_count}
     if any(reducer.normalize_by == "rollouts" for reducer in reducers.values()):

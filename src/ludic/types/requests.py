@@ -34,7 +34,7 @@ class CtxSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """Which episodes to play, and how."""
+    """Which episodes to run, and how."""
 
     env: EnvSpec
     protocol: ProtocolSpec
@@ -55,29 +55,28 @@ class RolloutRequest:
 
 
 PROMPT_KEYS = ("task_index", "sample_index")
-"""What curricula and datasets write into a request's meta to say which prompt it is; the first that is there counts."""
+"""Keys of a request's meta that identify its prompt, set by curricula and datasets; the first one present counts."""
 
 
 def prompt_key(request_meta: Mapping[str, Any]) -> str:
-    """A name for the prompt of a request that is the same each time the prompt comes back."""
+    """The identity of a request's prompt: the same each time the prompt is repeated."""
     for name in PROMPT_KEYS:
         if request_meta.get(name) is not None:
             return f"{name}={request_meta[name]}"
     raise ConfigError(
-        f"A request does not say which prompt it is: its meta has {sorted(request_meta)}, but neither of "
-        f"{' and '.join(PROMPT_KEYS)}. Take requests from a curriculum or a dataset, whose prompts come back."
+        f"The meta of a request has {sorted(request_meta)}, but none of {' and '.join(PROMPT_KEYS)}, so its prompt cannot be "
+        "recognised. Take requests from a curriculum or a dataset."
     )
 
 
-# Seeds: one number per episode, and everything else derived from it.
-# Adding an index to a base seed makes neighbours collide (seed 7, call 1 = seed 8, call 0). Mixing does not. The embedded engine
-# computes the same function on tensors and in its GPU kernel (ludic.inference.local.sampling), from the constants here.
+# Seeds are derived by mixing: adding an index to a base seed makes neighbours collide (seed 7, call 1 = seed 8, call 0). The
+# embedded inference engine computes the same function on tensors and in its GPU kernel (ludic.inference.local.sampling).
 
 _MASK = (1 << 64) - 1
 SEED_BITS = 48
 """Exact in JSON readers that only have doubles, and inside every backend's range."""
 STEP_FACTOR = 0xD1342543DE82EF95
-"""The multiplication by it tells (a, b) from (b, a)."""
+"""Multiplying by it distinguishes (a, b) from (b, a)."""
 MIX_CONSTANTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MIX_SHIFTS = (30, 27, 31)
 

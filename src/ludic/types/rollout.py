@@ -1,8 +1,8 @@
-"""A rollout: one agent's view of one episode, the facts that its meta states, and its lossless JSON form.
+"""A rollout: one agent's view of one episode, the facts in its meta, and its lossless JSON form.
 
 `Rollout.meta` is a dict because it is stored as one; code reads Ludic's own facts in it through the properties of `Rollout`.
-In JSON a model call that extends the one before it stores only what is new, for messages and for tokens alike, so a file
-grows with the conversation and not with its square.
+In JSON a model call that extends the one before it stores only the new messages and tokens, so a file's size is linear in the
+conversation.
 """
 
 import json
@@ -26,10 +26,10 @@ FORMAT = 1
 
 
 class GroupKey(NamedTuple):
-    """Which rollouts are compared with each other: those of one role in the episodes of one group.
+    """Which rollouts are compared with each other: those of one agent id in the episodes of one group.
 
-    The only definition: credit rules, group filters and dynamic sampling all use it. Agents of one episode play different
-    roles, so they are never compared, although they share a group id.
+    Credit rules, group filters and dynamic sampling all use this definition. Agents of one episode are different players, so
+    they are never compared, although they share a group id.
     """
 
     group_id: str
@@ -40,7 +40,7 @@ class GroupKey(NamedTuple):
 
 
 def request_meta_in(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The meta of the request behind a rollout, as its meta states it; empty where it does not."""
+    """The meta of a rollout's request, from the rollout's meta; empty if it has none."""
     given = meta.get("request_meta")
     return given if isinstance(given, Mapping) else {}
 
@@ -52,7 +52,7 @@ class Rollout:
     id: str = field(default_factory=new_id)
     steps: list[Step] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
-    """What the engine and the protocol state (see the properties), and what the user's request added."""
+    """Facts from the rollout engine and the protocol (see the properties), and from the user's request."""
     stop: StopReason | None = None
     failure: Failure | None = None
     """Set when the episode raised; such a rollout is counted, never trained on."""
@@ -72,31 +72,31 @@ class Rollout:
                 turn.steps.append(step)
         return list(turns.values())
 
-    # --- what meta states ---
+    # --- facts in meta ---
 
     @property
     def request_meta(self) -> Mapping[str, Any]:
-        """The meta of the request behind it; the user's."""
+        """The meta of its request, which belongs to the user."""
         return request_meta_in(self.meta)
 
     @property
     def agent_id(self) -> str | None:
-        """Its agent's name in the env."""
+        """Its agent's id in the env (the player)."""
         return self.meta.get("agent_id")
 
     @property
     def delegate(self) -> str | None:
-        """The delegate that it is a sub-task of; None for an agent of the env."""
+        """The kind of sub-agent; None for an agent of the env."""
         return self.meta.get("delegate")
 
     @property
     def is_sub_task(self) -> bool:
-        """True where another agent's tool call started it."""
+        """True if another agent's tool call started it."""
         return "parent_step_id" in self.meta
 
     @property
     def policy(self) -> str | None:
-        """The name under which its agent asked for completions."""
+        """The model name in its agent's requests."""
         return self.meta.get("model")
 
     @property
@@ -105,13 +105,13 @@ class Rollout:
 
     @property
     def engine_facts(self) -> Mapping[str, Any]:
-        """What the engine wrote about the episode: its run, limits, seeds, kinds."""
+        """Facts from the rollout engine about the episode: its run, limits, seeds, kinds."""
         given = self.meta.get("engine")
         return given if isinstance(given, Mapping) else {}
 
     @property
     def env_seed(self) -> int | None:
-        """As the engine states it, else the protocol."""
+        """From the rollout engine, else from the protocol."""
         return self.engine_facts.get("env_seed", self.meta.get("env_seed"))
 
     @property
@@ -124,13 +124,13 @@ class Rollout:
 
     @property
     def group(self) -> GroupKey | None:
-        """Whom it is compared with; None where its request belongs to no group."""
+        """The group that it is compared with; None if its request belongs to none."""
         group_id = self.group_id
         return None if group_id is None else GroupKey(group_id, self.agent_id, self.delegate)
 
     @property
     def objective(self) -> str | None:
-        """What it is trained for, where one batch mixes several objectives; a request may name it."""
+        """The objective, if one batch mixes several; a request may set it."""
         own: str | None = self.meta.get("objective")
         return own if own is not None else self.request_meta.get("objective")
 
@@ -229,19 +229,19 @@ class Rollout:
 def save_rollouts(rollouts: Iterable[Rollout], path: str | Path) -> None:
     """Append rollouts to a JSONL file, one line each; a file called *.gz is compressed."""
     writer = LineWriter(path)
-    writer.append(b"")  # no rollouts are a file, too
+    writer.append(b"")  # without rollouts, the file is created too
     for rollout in rollouts:
         writer.append(f"{rollout.to_json()}\n".encode())
 
 
 def load_rollouts(path: str | Path) -> Iterator[Rollout]:
-    """The rollouts of a JSONL file, plain or compressed (*.gz), read one by one; a last line that is not whole is left out, and
-    so is a damaged one, with a warning. ValueError for a file in which no line is a rollout."""
+    """The rollouts of a JSONL file, plain or compressed (*.gz), read lazily. Skips an incomplete last line, and damaged lines
+    with a warning. Raises ValueError if no line is a rollout."""
     return (rollout for _, rollout in stored_rollouts(path))
 
 
 def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
-    """The same, with the place of each."""
+    """`load_rollouts` with the position of each."""
     num_read = 0
     damaged: list[tuple[int, Exception]] = []
     for number, (line, text) in enumerate(read_lines(path), start=1):
@@ -270,7 +270,7 @@ def _plain_fields(obj: Any) -> dict[str, Any]:
 
 
 def json_number(value: Any) -> Any:
-    """For json.dumps: numpy's numbers as plain ones; anything else is named."""
+    """For json.dumps: converts numpy's numbers, and raises for other types."""
     if isinstance(value, np.generic):
         return value.item()
     raise EnvContractError(
@@ -343,7 +343,7 @@ def _decode_steps(rows: Sequence[dict[str, Any]]) -> list[Step]:
 
 
 class _SharedPrompts:
-    """Rebuilds prompts from what each call added, sharing memory as the live rollout did."""
+    """Rebuilds prompts from the part that each call added, sharing memory as the live rollout does."""
 
     def __init__(self) -> None:
         self._tokens = TokenLog()

@@ -1,7 +1,7 @@
 """State–Action–Weight samples: all that a trainer ever sees.
 
-One item is a token sequence, a mask that says which tokens the policy chose, the weight that credit assignment gave
-them, and where it comes from (`SampleOrigin`). Arrays are numpy; nothing here knows of tensors or environments.
+One item is a token sequence, a mask of the tokens that the policy chose, the weight that credit assignment gave them, and its
+origin (`SampleOrigin`). Arrays are numpy; this file knows neither tensors nor environments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,29 +46,29 @@ _PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns",
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleAttachments:
-    """Optional arrays that ride along with a sample."""
+    """Optional data of a sample."""
 
     actor_logps: ActorTokenLogps | None = None
     token_weights: FloatArray | None = None
-    """One weight per action token, where turns of one item were credited differently; it wins over `SAWItem.weight`."""
+    """One weight per action token, if the turns of one item have different credit; overrides `SAWItem.weight`."""
     token_rewards: FloatArray | None = None
-    """What each action token earned: a turn's reward at its last action token, zero elsewhere. For critics."""
+    """Reward of each action token: a turn's reward at its last action token, zero elsewhere. For critics."""
     token_values: FloatArray | None = None
-    """What a critic expected before each action token, before the update."""
+    """A critic's value before each action token, before the update."""
     token_returns: FloatArray | None = None
-    """What it should have expected."""
+    """The critic's regression target for each value."""
     teacher_logps: LogprobArray | None = None
-    """Log-probability of each action token under a teacher, at the temperature that it was sampled with."""
+    """Log-probability of each action token under a teacher, at the sampling temperature."""
     token_turns: TurnNumbers | None = None
-    """Which turn of its rollout each action token belongs to, counted from 0. For critics that judge turns."""
+    """The turn of the rollout that each action token belongs to, counted from 0. For critics of turns."""
     temperature: float | None = None
-    """What the action tokens were sampled with; the trainer's log-probs use the same. None means 1."""
+    """Sampling temperature of the action tokens; the trainer's log-probs use the same. None means 1."""
     candidates: CandidateSets | None = None
-    """What each action token was drawn from, where the sampler ruled tokens out; the trainer's log-probs are over the same."""
+    """What each action token was drawn from, if the sampler ruled tokens out; the trainer's log-probs are over the same."""
     untrainable_sampling: str | None = None
-    """Settings of the sampler that a trainer cannot repeat from what is here ("top_p=0.9"): no ratio can be taken."""
+    """Sampling settings that a trainer cannot reproduce ("top_p=0.9"): no ratio can be taken."""
     version_runs: tuple[VersionRun, ...] = ()
-    """Which policy version sampled which action tokens, in order; empty when it is not known."""
+    """Which policy version sampled which action tokens, in order; empty if not known."""
 
     def __post_init__(self) -> None:
         for name in _PER_TOKEN:
@@ -81,7 +81,7 @@ class SampleAttachments:
         object.__setattr__(self, "version_runs", tuple(VersionRun(*run) for run in self.version_runs))
 
     def first(self, count: int) -> "SampleAttachments":
-        """What is said of the first `count` action tokens."""
+        """The attachments of the first `count` action tokens."""
         runs, left = [], count
         for version, length in self.version_runs:
             if left > 0:
@@ -95,27 +95,27 @@ class SampleAttachments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrigin:
-    """Where a sample comes from and how its part of the rollout went. None: not known (a sample of a data set, for instance).
+    """Where a sample comes from and how its part of the rollout ended. None: not known (a sample of a data set, for instance).
 
-    Stitching fills it in, batch sources add to it, the pipeline carries it. What an env or a user's request says about a
-    sample is in `SAWItem.meta` instead.
+    Stitching fills it in, batch sources add to it, the pipeline sends it along. Facts from an env or a user's request are in
+    `SAWItem.meta` instead.
     """
 
     rollout_id: str | None = None
-    """Samples with the same id are parts of one rollout; one without is a rollout by itself."""
+    """Samples with the same id are parts of one rollout; a sample without an id is a whole rollout."""
     group_id: str | None = None
-    """Of the request; see `group`. None also for a replayed sample, whose siblings are not all there."""
+    """Of the request; see `group`. None also for a replayed sample, whose group is incomplete."""
     agent_id: str | None = None
-    """The role in the env."""
+    """The agent's id in the env (its player)."""
     delegate: str | None = None
-    """The delegate that a sub-agent was; None for an agent of the env."""
+    """The kind of sub-agent; None for an agent of the env."""
     policy: str | None = None
-    """The name of the model that was asked for completions."""
+    """The model name in the requests."""
     env_name: str | None = None
     domain: str | None = None
     """As the request names it (`RolloutRequest.meta["domain"]`); chooses among teachers."""
     objective: str | None = None
-    """What it is trained for, where one batch mixes several; the request names it, or a source of a mixture."""
+    """The objective, if one batch mixes several; set by the request or a source of a mixture."""
     env_seed: int | None = None
     sampling_seed: int | None = None
     segment: int = 0
@@ -125,7 +125,7 @@ class SampleOrigin:
     step_kind: Literal["agent", "env"] | None = None
     """Of that step: "env" where the turn reached the env, "agent" where it ended with a model call."""
     num_turns: int | None = None
-    """Turns that its action tokens belong to."""
+    """Number of turns that its action tokens belong to."""
     reward: float | None = None
     """Of the turns that end in this sample."""
     total_reward: float | None = None
@@ -139,11 +139,11 @@ class SampleOrigin:
     finish_reason: str | None = None
     """Of its last completion; "length" where it ran out of tokens."""
     num_parse_errors: int | None = None
-    """Replies that could not be read as an action."""
+    """Replies that could not be parsed."""
     num_cut_off: int = 0
-    """Those of them that ran out of tokens."""
+    """Unparsed replies that ran out of tokens."""
     is_replayed: bool = False
-    """A batch had it before."""
+    """An earlier batch contained it."""
     seq_len_truncated: bool = False
     """The trainer cut it to `max_seq_len`."""
 
@@ -151,13 +151,11 @@ class SampleOrigin:
         for name in ("reward", "total_reward"):
             value = getattr(self, name)
             if value is not None and type(value) is not float:
-                object.__setattr__(
-                    self, name, float(value)
-                )  # numpy's floats are no plain numbers, which a queue carries
+                object.__setattr__(self, name, float(value))  # a queue does not take numpy's floats
 
     @classmethod
     def of_rollout(cls, rollout: Rollout, **facts: Any) -> "SampleOrigin":
-        """What a rollout says of all of its samples; `facts` are those of one sample."""
+        """The origin of a rollout's sample; `facts` are those of this sample."""
         return cls(
             rollout_id=rollout.id,
             group_id=_text(rollout.group_id),
@@ -176,7 +174,7 @@ class SampleOrigin:
 
     @property
     def group(self) -> GroupKey | None:
-        """Whom its rollout is compared with; None where it is compared with no other."""
+        """The group that its rollout is compared with; None if there is none."""
         return None if self.group_id is None else GroupKey(self.group_id, self.agent_id, self.delegate)
 
     @property
@@ -186,12 +184,12 @@ class SampleOrigin:
 
     @property
     def parse_error(self) -> bool | None:
-        """Some reply could not be read; None where it is not known."""
+        """Whether a reply could not be parsed; None if not known."""
         return None if self.num_parse_errors is None else self.num_parse_errors > 0
 
 
 def _text(name: Any) -> str | None:
-    """Names of the user's, who may count groups or agents."""
+    """A user's name for a group or agent, which may be a number."""
     return None if name is None else str(name)
 
 
@@ -220,7 +218,7 @@ class SAWItem:
     """True on the tokens that the policy chose."""
     weight: float
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """What the user's env and request say about it, for filters and metrics; Ludic's own facts are in `origin`."""
+    """Facts from the user's env and request, for filters and metrics; Ludic's own facts are in `origin`."""
     attachments: SampleAttachments = field(default_factory=SampleAttachments)
     origin: SampleOrigin = SampleOrigin()
 
@@ -243,7 +241,7 @@ class SAWItem:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any of its tokens; None when it is not known."""
+        """The oldest policy version that sampled one of its tokens; None if not known."""
         return min((run.version for run in self.attachments.version_runs), default=None)
 
     @property
@@ -256,7 +254,7 @@ class SAWItem:
         return int(self.action_mask.sum())
 
     def record(self) -> dict[str, Any]:
-        """Meta and origin as one mapping, for reducers. What is known of the origin wins over keys of the same name in meta."""
+        """Meta and origin as one mapping, for reducers. Known facts of the origin win over keys of meta."""
         num_actions = self.num_action_tokens
         lengths = {"completion_length": num_actions, "prompt_length": len(self.input_ids) - num_actions}
         known = {name: fact for name in _ORIGIN_FACTS if (fact := getattr(self.origin, name)) is not None}
@@ -268,7 +266,7 @@ class SAWItem:
 
 
 def _check_lengths(item: SAWItem) -> None:
-    """What is said token by token is said of every action token."""
+    """Raise unless every per-token attachment has one entry per action token."""
     attached = item.attachments
     arrays = {name: getattr(attached, name) for name in _PER_TOKEN}
     lengths = {name: None if array is None else len(array) for name, array in arrays.items()}
@@ -277,11 +275,11 @@ def _check_lengths(item: SAWItem) -> None:
     lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
     wrong = {name: length for name, length in lengths.items() if length not in (None, item.num_action_tokens)}
     if wrong:
-        raise ValueError(f"SAWItem has {item.num_action_tokens} action tokens, but {wrong} of its attachments.")
+        raise ValueError(f"SAWItem has {item.num_action_tokens} action tokens, but attachments of the lengths {wrong}.")
     if attached.candidates is not None:
         outside = attached.candidates.first_outside(item.input_ids[item.action_mask])
         if outside is not None:
-            raise ValueError(f"Action token {outside} is not among the candidates that it is said to be drawn from.")
+            raise ValueError(f"Action token {outside} is not among its candidates.")
 
 
 @runtime_checkable

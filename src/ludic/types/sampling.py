@@ -18,27 +18,24 @@ from ludic.types.tokens import CandidateSets, TokenArray, TokenTrace, VersionRun
 logger = logging.getLogger(__name__)
 
 MAX_COUNT = 2**31 - 1
-"""The largest `max_tokens`, `min_tokens` and `top_k`: devices hold them in 32 bits."""
+"""The largest `max_tokens`, `min_tokens` and `top_k`: GPUs hold them in 32 bits."""
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 32, 256, 1024
-"""Stop strings are looked for after each token of each sequence: many long ones would slow down everything in the batch."""
+"""Stop strings are searched after each token of each sequence: many long ones would slow down the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next tokens are drawn.
-
-    Every value that it accepts can be drawn with: no setting turns finite logits into NaN, infinity or an empty choice.
-    """
+    """How the next tokens are drawn. No accepted value turns finite logits into NaN, infinity or an empty choice."""
 
     temperature: float = 0.7
     """Logits are divided by it while sampling; 0 is greedy."""
     max_tokens: int = 256
     top_p: float = 1.0
-    """Draw only from the likeliest tokens that make up this share."""
+    """Draw only from the likeliest tokens that together have this probability."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     stop: str | Sequence[str] | None = None
-    """Texts that end the completion; they stay in its tokens and are cut from its text."""
+    """Texts that end the completion; its tokens include them, its text does not."""
     top_k: int = 0
     """Draw only from the k most likely tokens; 0 = all."""
     min_p: float = 0.0
@@ -47,9 +44,9 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, beside the model's own end-of-sequence tokens."""
+    """Tokens that end the completion, besides the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on to max_tokens whatever the model says (for benchmarks)."""
+    """Continue to max_tokens after an end-of-sequence token (for benchmarks)."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
@@ -57,23 +54,17 @@ class SamplingParams:
         for name in ("max_tokens", "min_tokens", "top_k"):
             self._require(isinstance(getattr(self, name), (int, np.integer)), name, "a whole number")
         # Written so that NaN, which compares false with everything, is refused.
-        self._require(
-            self.temperature == 0 or 1e-3 <= self.temperature <= 1e6,
-            "temperature",
-            "0 (greedy) or at least 0.001, below which nothing is left to draw, and at most 1e6",
-        )
+        is_temperature = self.temperature == 0 or 1e-3 <= self.temperature <= 1e6
+        self._require(is_temperature, "temperature", "0 (greedy), or at least 0.001 and at most 1e6")
         self._require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         self._require(0 <= self.min_p < 1, "min_p", "at least 0 and below 1")
         self._require(0 <= self.top_k <= MAX_COUNT, "top_k", f"0 (off) or more, and at most {MAX_COUNT}")
-        self._require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
-        self._require(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
+        for name in ("frequency_penalty", "presence_penalty"):
+            self._require(-2 <= getattr(self, name) <= 2, name, "between -2 and 2")
         self._require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100 (1 is off)")
-        self._require(
-            1 <= self.max_tokens <= MAX_COUNT, "max_tokens", f"at least 1 (a call needs a token), at most {MAX_COUNT}"
-        )
-        self._require(
-            0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens={self.max_tokens}"
-        )
+        self._require(1 <= self.max_tokens <= MAX_COUNT, "max_tokens", f"at least 1 and at most {MAX_COUNT}")
+        is_min = 0 <= self.min_tokens <= self.max_tokens
+        self._require(is_min, "min_tokens", f"between 0 and max_tokens={self.max_tokens}")
         self._check_stops()
 
     def _check_stops(self) -> None:
@@ -83,7 +74,7 @@ class SamplingParams:
         self._require(len(stops) <= MAX_STOPS, "stop", wanted)
         for stop in stops:
             self._require(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS, "stop", wanted)
-            # Half a surrogate pair can be compared with no text.
+            # Half a surrogate pair equals no text.
             self._require(stop.encode("utf-8", "ignore").decode() == stop, "stop", wanted)
         ids, wanted = self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS} token ids"
         self._require(isinstance(ids, Sequence) and len(ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", wanted)
@@ -91,12 +82,11 @@ class SamplingParams:
 
     def _require(self, is_fitting: bool, name: str, wanted: str) -> None:
         if not is_fitting:
-            shown = repr(getattr(self, name))
-            raise ConfigError(f"SamplingParams.{name}={shown:.80}; it must be {wanted}.")
+            raise ConfigError(f"SamplingParams.{name}={getattr(self, name)!r:.80}; it must be {wanted}.")
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary only. The likeliest token is in every part."""
+        """Whether tokens are drawn from a part of the vocabulary only."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def to_openai_kwargs(self) -> dict[str, Any]:
@@ -117,14 +107,14 @@ SamplingConfig = SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnSpec:
-    """What the server should send back beside the text."""
+    """What the server returns besides the text."""
 
     return_token_ids: bool = True
     return_chosen_logprobs: bool = False
     top_logprobs_k: int = 1
     return_candidates: bool = True
-    """With the log-probs of a request that rules tokens out: which tokens each one was drawn from (up to the vocabulary's
-    size per token). A trainer needs them; a client that only shows log-probs does not."""
+    """If the request truncates the distribution, return with the log-probs the tokens that each one was drawn from (up to the
+    vocabulary's size per token). A trainer needs them; a client that only shows log-probs does not."""
 
     def __post_init__(self) -> None:
         if self.top_logprobs_k <= 0:
@@ -141,14 +131,14 @@ class ReturnSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """Tool schemas for the chat template to put into the prompt; they are never sent to the server."""
+    """Tool schemas that the chat template writes into the prompt; they are never sent to the server."""
 
     tools: Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendExtensions:
-    """Base of settings that only one kind of server understands."""
+    """Base of settings for one kind of server."""
 
     kind: str
 
@@ -158,7 +148,7 @@ class BackendExtensions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMExtensions(BackendExtensions):
-    """Settings that only vLLM understands."""
+    """Settings of vLLM."""
 
     max_think: int | None = None
     """Close the think block by force after this many generated tokens."""
@@ -201,7 +191,7 @@ class TokenCompletionRequest:
     prompt_token_ids: TokenArray
     """Sent as they are; a client must not re-tokenise."""
     prompt_text: str | None = None
-    """For people and logs only, and only where it was at hand: continuations never decode their prompt."""
+    """For display and logs; None for continuations, which do not decode their prompt."""
     sampling: SamplingParams = SamplingParams()
     return_: ReturnSpec = ReturnSpec()
     seed: int | None = None
@@ -224,7 +214,7 @@ class ChatResponse:
     finish_reason: str | None = None
     version_runs: tuple[VersionRun, ...] = ()
     candidates: CandidateSets | None = None
-    """What each completion token was drawn from, where the request ruled tokens out and the server says which."""
+    """What each completion token was drawn from, if the request truncates the distribution and the server reports it."""
 
     def __post_init__(self) -> None:
         logprobs = self.completion_logprobs
@@ -256,13 +246,12 @@ class ChatResponse:
         )
 
 
-# What a trainer can repeat of how a token was drawn, and what it cannot.
-# A ratio compares the probability of a token now with that when it was drawn, and both must be of the same kind. Temperature
-# is repeated, and so are top-p, top-k and min-p where the sampler recorded what they left (`CandidateSets`). Penalties change
-# with every token that was written, and are not.
+# Which sampling settings a trainer can reproduce. A ratio compares the probability of a token now and when it was drawn, under
+# distributions of the same kind. The trainer applies the temperature, and top-p, top-k and min-p if the sampler recorded the
+# remaining tokens (`CandidateSets`). It does not reproduce penalties, which change with every written token.
 
 _TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""What they are when they rule nothing out."""
+"""Values that rule nothing out."""
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 _OVERRIDES = frozenset(
     {*_TRUNCATION, *_PENALTIES, "min_tokens", "temperature", "logit_bias", "allowed_token_ids", "bad_words"}
@@ -272,8 +261,8 @@ _OVERRIDES = frozenset(
 def untrainable_settings(
     sampling: SamplingParams, extensions: BackendExtensions | None = None, candidates: CandidateSets | None = None
 ) -> str | None:
-    """The settings that stand between these tokens and a ratio, such as "top_p=0.9, top_k=50"; None when nothing does."""
-    if extensions is None and _is_plain(sampling):  # nearly always, and every model call asks
+    """The settings that prevent a correct ratio for these tokens, such as "top_p=0.9, top_k=50"; None if there are none."""
+    if extensions is None and _is_plain(sampling):  # the usual case, on the path of every model call
         return None
     found = {name: getattr(sampling, name) for name in _PENALTIES if getattr(sampling, name) != _PENALTIES[name]}
     if candidates is None and sampling.temperature > 0:
@@ -288,7 +277,7 @@ def untrainable_settings(
 
 
 def _is_plain(sampling: SamplingParams) -> bool:
-    """Nothing but the temperature shapes the distribution."""
+    """Whether only the temperature shapes the distribution."""
     return (
         sampling.top_p == 1.0
         and not (sampling.top_k or sampling.min_p or sampling.min_tokens)
@@ -298,16 +287,16 @@ def _is_plain(sampling: SamplingParams) -> bool:
 
 
 def require_trainable_reply(request: TokenCompletionRequest, response: ChatResponse) -> str | None:
-    """What stands between the reply's tokens and a ratio; ConfigError where their log-probs were asked for, to train on.
+    """`untrainable_settings` of a reply; raises ConfigError if its log-probs were requested, which means training.
 
-    Found at the first reply, and not when a batch of them is to be trained on.
+    So the run fails at the first reply and not at the first batch.
     """
     found = untrainable_settings(request.sampling, request.extensions, response.candidates)
     if found is not None and request.return_.return_chosen_logprobs:
         raise ConfigError(
-            f"Log-probs of the sampled tokens were asked for, to train on, but with {found} a trainer cannot tell what "
-            "distribution they are of, and ratios would be wrong. Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no "
-            "penalties. Only the embedded engine (LocalEngine) records what top_p, top_k and min_p leave; with it they can stay. "
-            "Where no ratio is taken (evaluation, SFT, RFT), ask with ReturnSpec.for_eval()."
+            f"Log-probs of the sampled tokens were requested for training, but with {found} a trainer cannot reproduce their "
+            "distribution, and ratios would be wrong. Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no penalties. Only "
+            "the embedded inference engine (LocalEngine) records the tokens that top_p, top_k and min_p leave; with it they can "
+            "stay. If no ratio is taken (evaluation, SFT, RFT), use ReturnSpec.for_eval()."
         )
     return found

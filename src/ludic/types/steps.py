@@ -3,15 +3,15 @@
 AgentStep: one model call. EnvironmentStep: one transition of the environment. Both carry `turn_id`, which
 groups the calls of one turn with the transition they led to (`Turn`).
 
-Records of what happened are plain dataclasses, to be read and not changed. They are not frozen because every model
-call makes half a dozen of them, and a frozen one takes four times as long to make.
+Records are not to be changed. They are not frozen because every model call makes half a dozen of them, and a frozen dataclass
+takes four times as long to construct.
 """
 
 import itertools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
@@ -24,11 +24,11 @@ Info: TypeAlias = dict[str, Any]
 
 
 MAX_OBS_CHARS = 1_000_000
-"""Of an observation. A quarter of a million tokens: no context holds more, and tokenizing it would stop all episodes."""
+"""Limit of an observation: a quarter of a million tokens. Tokenizing more would stall all episodes."""
 MAX_INFO_CHARS = 1_000_000
-"""Of a step's info, written as JSON."""
+"""Limit of a step's info, written as JSON."""
 MAX_REWARD = 1e15
-"""Of a step, in size: sums of squares of such rewards still fit a float32."""
+"""Limit of a step's absolute reward: sums of squares of such rewards still fit a float32."""
 
 _id_numbers = itertools.count()
 _id_prefix = os.urandom(12).hex()
@@ -61,9 +61,9 @@ class StopReason(StrEnum):
     TOKEN_BUDGET = "token_budget"
     """The agent sampled as many tokens as the protocol allows it in one episode."""
     PARSE_ERROR = "parse_error"
-    """The reply could not be read as an action and the protocol stops on that."""
+    """The reply could not be parsed and the protocol stops on that."""
     NOBODY_ACTIVE = "nobody_active"
-    """The env had no active agent left, though it did not say that the episode was over."""
+    """The env had no active agent left, but did not end the episode."""
     FAILED = "failed"
     """Something raised; see Rollout.failure."""
 
@@ -78,7 +78,7 @@ _TRUNCATIONS = frozenset(
 
 
 ActionTarget: TypeAlias = Literal["internal", "external", "env"]
-"""Who receives what the model wrote: the agent's own tools, the protocol's tools, or the environment."""
+"""The receiver of a reply: the agent's own tools, the protocol's tools, or the environment."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A portable checkpoint of an environment: restoring it continues the same episode, dice included."""
+    """A portable checkpoint of an environment: restoring it continues the same episode, random state included."""
 
     env_kind: str
     version: int
@@ -105,18 +105,11 @@ class Snapshot:
     obs: dict[str, Observation]
     """Last observation per agent."""
     world: dict[str, JSON]
-    """Everything the env needs to go on, as plain JSON."""
+    """The env's state, as plain JSON."""
     created_ns: int = field(default_factory=time.time_ns)
 
     def to_json(self) -> dict[str, JSON]:
-        return {
-            "env_kind": self.env_kind,
-            "version": self.version,
-            "episode_id": self.episode_id,
-            "obs": dict(self.obs),
-            "world": self.world,
-            "created_ns": self.created_ns,
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Snapshot":
@@ -186,12 +179,12 @@ Step: TypeAlias = AgentStep | EnvironmentStep
 
 
 def is_parse_failure(step: Step) -> bool:
-    """True for a reply that was meant for the env and could not be read."""
+    """True for a reply to the env that could not be parsed."""
     return isinstance(step, AgentStep) and step.action_target == "env" and bool(step.info.get("parse_error"))
 
 
 def was_rejected_as_cut_off(step: Step) -> bool:
-    """True for a reply that could not be read and had run out of tokens: what it lacks is an end, not a format."""
+    """True for a reply that could not be read because it ran out of tokens."""
     return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"
 
 

@@ -1,8 +1,7 @@
-"""Token arrays and the trace of one model call.
+"""Arrays of token ids (int32) and of numbers per token (float32), candidate sets, and the trace of one model call.
 
-Tokens are the truth: a trace holds exactly the ids the server saw and the ids it sampled. Arrays are
-numpy (int32 ids, float32 log-probs), and prompts of one conversation share one buffer (`TokenLog`), so
-that storing every call of an episode costs memory linear in its tokens.
+A trace holds exactly the ids that the server saw and sampled. Arrays are checked once and read-only. Prompts of one conversation
+share one buffer (`TokenLog`), so that storing every call of an episode takes memory linear in its tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -71,12 +70,12 @@ def float_array(values: Sequence[float] | npt.NDArray[Any], name: str = "values"
 
 
 def rounding_of(values: npt.ArrayLike) -> float:
-    """What numbers computed from values of this size can differ by although they are equal."""
+    """The rounding error of numbers computed from values of this size."""
     return _ROUNDING * float(np.max(np.abs(values), initial=0.0))
 
 
 def spread_of(values: npt.ArrayLike, made_of: npt.ArrayLike | None = None) -> float:
-    """Population standard deviation, in float64; 0 where it is no more than rounding of the values.
+    """Population standard deviation, in float64; 0 if it is within the rounding error of the values.
 
     `made_of`: the numbers that the values are sums or differences of, where those are larger.
     """
@@ -84,24 +83,21 @@ def spread_of(values: npt.ArrayLike, made_of: npt.ArrayLike | None = None) -> fl
     return spread if spread > rounding_of(values if made_of is None else made_of) else 0.0
 
 
-# Which tokens could have been drawn at each place of a completion, where a sampler ruled some out.
-# Top-p, top-k and min-p leave a part of the vocabulary and renormalise it. A trainer that wants the probability of a token
-# under the distribution that it was drawn from needs exactly that part, so it is recorded and travels with the sample.
-
-EndArray = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateSets:
-    """The candidates of each of several tokens, one list after the other."""
+    """The tokens that each token of a completion was drawn from, where the sampler ruled some out.
+
+    Top-p, top-k and min-p keep a part of the vocabulary and renormalise it. A trainer needs exactly that part to compute the
+    probability of a token under the distribution that it was drawn from.
+    """
 
     ids: TokenArray
-    """The candidates of all tokens."""
-    ends: EndArray
+    """The candidates of all tokens, concatenated."""
+    ends: npt.NDArray[np.int64]
     """Where the candidates of each token end in `ids`. A token without any was drawn from the whole vocabulary."""
 
     def __post_init__(self) -> None:
-        ids = token_array(self.ids, "support ids")
+        ids = token_array(self.ids, "candidate ids")
         ends = np.array(self.ends, dtype=np.int64)
         if ends.ndim != 1 or (np.diff(ends, prepend=0) < 0).any() or (ends[-1] if len(ends) else 0) != len(ids):
             raise ValueError(
@@ -114,15 +110,15 @@ class CandidateSets:
     @classmethod
     def of(cls, lists: Sequence[TokenIds]) -> "CandidateSets":
         """One list of candidates per token; an empty one is the whole vocabulary."""
-        arrays = [token_array(ids, "support ids") for ids in lists]
+        arrays = [token_array(ids, "candidate ids") for ids in lists]
         ids = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
         return cls(ids, np.cumsum([len(array) for array in arrays], dtype=np.int64))
 
     @classmethod
     def joined(cls, parts: Iterable["CandidateSets | int"]) -> "CandidateSets":
-        """Those of tokens one after the other; a number stands for so many tokens of the whole vocabulary."""
+        """Candidate sets of consecutive tokens; a number n stands for n tokens drawn from the whole vocabulary."""
         ids: list[TokenArray] = []
-        ends: list[EndArray] = []
+        ends: list[npt.NDArray[np.int64]] = []
         so_far = 0
         for part in parts:
             if isinstance(part, int):
@@ -142,12 +138,12 @@ class CandidateSets:
         return self.ids[self.ends[index] - self.lengths[index] : self.ends[index]]
 
     @property
-    def lengths(self) -> EndArray:
-        """How many candidates each token had; 0 is the whole vocabulary."""
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Number of candidates of each token; 0 is the whole vocabulary."""
         return np.diff(self.ends, prepend=0)
 
     def first(self, count: int) -> "CandidateSets":
-        """Those of the first `count` tokens."""
+        """The candidates of the first `count` tokens."""
         ends = self.ends[:count]
         return CandidateSets(self.ids[: ends[-1] if len(ends) else 0], ends)
 
@@ -172,9 +168,6 @@ class CandidateSets:
         return np.array_equal(self.ids, other.ids) and np.array_equal(self.ends, other.ends)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-_INT32 = np.dtype(np.int32)
 
 
 class TokenLog:
@@ -221,7 +214,7 @@ class VersionRun(NamedTuple):
 
 @dataclass(frozen=True, init=False, slots=True, eq=False)
 class TokenTrace:
-    """One model call in token space: the only home of token arrays (step `info` stays plain JSON)."""
+    """One model call in token space. Token arrays are stored only here (step `info` is plain JSON)."""
 
     prompt_token_ids: TokenArray
     """Exactly the tokens the server saw; never re-tokenised from text."""
@@ -232,13 +225,13 @@ class TokenTrace:
     finish_reason: str | None = None
     """Why the model stopped: "stop", "length", …"""
     version_runs: tuple[VersionRun, ...] = ()
-    """Which policy version sampled which stretch of the completion; empty when the client does not say."""
+    """Which policy version sampled which part of the completion; empty if the client does not report it."""
     temperature: float | None = None
     """Sampling temperature, so that a trainer can compute log-probs of the same distribution."""
     candidates: CandidateSets | None = None
-    """What each completion token was drawn from, where the sampler ruled tokens out and said which."""
+    """What each completion token was drawn from, if the sampler ruled tokens out and reports which."""
     untrainable_sampling: str | None = None
-    """Settings that shaped the distribution and that no trainer can repeat from what is here, such as "top_p=0.9"."""
+    """Settings that shaped the distribution and that a trainer cannot reproduce from this trace, such as "top_p=0.9"."""
 
     def __init__(
         self,
@@ -275,11 +268,11 @@ class TokenTrace:
 
     @property
     def policy_version(self) -> int | None:
-        """The oldest version that had a hand in this completion: what staleness is measured from."""
+        """The oldest version that sampled a part of this completion; staleness is measured from it."""
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; the last two only where there is something to say."""
+        """As JSON; `candidates` and `untrainable_sampling` only if they are set."""
         data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
             "completion_token_ids": self.completion_token_ids.tolist(),
@@ -313,15 +306,12 @@ class TokenTrace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTrace):
             return NotImplemented
+        plain = ("finish_reason", "version_runs", "temperature", "candidates", "untrainable_sampling")
         return (
             np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
             and np.array_equal(self.completion_token_ids, other.completion_token_ids)
             and _same_logprobs(self.completion_logprobs, other.completion_logprobs)
-            and self.finish_reason == other.finish_reason
-            and self.version_runs == other.version_runs
-            and self.temperature == other.temperature
-            and self.candidates == other.candidates
-            and self.untrainable_sampling == other.untrainable_sampling
+            and all(getattr(self, name) == getattr(other, name) for name in plain)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -330,7 +320,7 @@ class TokenTrace:
 def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[VersionRun, ...]:
     first = runs[0]
     if len(runs) == 1 and type(first) is VersionRun and first.length == num_tokens:
-        return (first,)  # one version throughout: by far the usual case
+        return (first,)  # one version throughout: the usual case
     checked = tuple(VersionRun(int(version), int(length)) for version, length in runs)
     if sum(run.length for run in checked) != num_tokens:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Addresses with logins: what may be shown of a URL, and the login of a server that the user has put into the environment.
+"""URLs with logins (http://user:password@host): hiding them in messages, and reading them from the environment.
 
-A login is part of a URL by custom (http://user:password@host). Flags, settings, logs, error messages and metrics can be read by
-others, so there it must not stand: `shown_url` for messages, `refuse_login` for settings, `login_of` where a request is made.
+Flags, settings, logs, error messages and metrics can be read by others, so they must not contain a login: `shown_url` for
+messages, `refuse_login` for settings, `login_of` for requests.
 """
 
 import base64
@@ -12,30 +12,30 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from ludic.types.errors import ConfigError
 
 LOGINS_VARIABLE = "LUDIC_HTTP_LOGINS"
-"""URLs of HTTP servers with their logins, with spaces between them: http://user:password@host:8000 …"""
+"""URLs of HTTP servers with their logins, separated by spaces: http://user:password@host:8000 …"""
 PUT_LOGIN = (
-    f"Give it without, and put the whole URL into the environment variable {LOGINS_VARIABLE} (several with spaces between "
-    "them); a run that is resumed reads it there again."
+    f"Give it without, and put the whole URL into the environment variable {LOGINS_VARIABLE} (several separated by spaces); "
+    "a resumed run reads it there again."
 )
 _SECRET = re.compile("pass|pwd|secret|token|key|auth|user|cred|sig", re.IGNORECASE)
-"""In the name of a query's value."""
+"""In the name of a query parameter."""
 
 
 def shown_url(url: str) -> str:
-    """The address without user, password, query and fragment: keys stand in all of them."""
+    """The address without user, password, query and fragment, all of which may hold keys."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
         place = (f"[{host}]" if ":" in host else host) + ("" if parts.port is None else f":{parts.port}")
     except ValueError:
         return "an address that cannot be read"
-    if url.count("@") != parts.netloc.count("@"):  # a password with / ? # in it has been taken for something else
+    if url.count("@") != parts.netloc.count("@"):  # a password with / ? # was parsed as another part
         return "an address that cannot be read"
     return f"{parts.scheme}://{place}{parts.path}" if parts.scheme else "an address without a scheme"
 
 
 def holds_login(url: str) -> bool:
-    """Whether there is anything in it that may be secret: a user (a password is often written there), a password, a key."""
+    """Whether it contains something that may be secret: a user (often a password is written there), a password, a key."""
     names = (pair.partition("=")[0] for pair in url.partition("?")[2].split("&"))
     return "@" in url or any(_SECRET.search(name) and not name.endswith(("file", "certs")) for name in names)
 
@@ -72,7 +72,7 @@ def known_logins() -> dict[str, str]:
         if login is None or not url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"${LOGINS_VARIABLE} holds {shown_url(url)!r}, which has no login; it is a list of URLs such as "
-                "http://user:password@host:8000, with spaces between them."
+                "http://user:password@host:8000, separated by spaces."
             )
         found[origin_of(url)] = login
     return found

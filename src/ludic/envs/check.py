@@ -1,9 +1,9 @@
 """`check_env`: the environment contract, executable.
 
-Run it on your own env before you train on it; the test suite runs it on every registered one. It checks that
-results have the declared types and info is JSON, that one seed gives one episode (alone, again, pickled halfway, and
-interleaved with others), that any text and a missing action are survived, that stepping after the end is refused,
-that snapshots continue the same episode, and that the reference solution earns the full reward.
+Run it on your own env before you train on it; the test suite runs it on every registered one. It checks that results have the
+declared types and info is JSON, that one seed gives one episode (alone, again, pickled halfway, and interleaved with others), that
+any text and a missing action get an outcome, that a step after the end raises, that snapshots continue the same episode, and that
+the reference solution earns the full reward.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ import numbers
 import pickle
 import random
 import warnings
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from ludic.envs.env import LudicEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
@@ -31,24 +31,25 @@ from ludic.types import (
 )
 from ludic.types.rollout import json_number
 
-EnvFactory = Callable[[], LudicEnv[Any, Any, Any]]
-Chooser = Callable[[LudicEnv[Any, Any, Any], str, random.Random], str]
+Env: TypeAlias = LudicEnv[Any, Any, Any]
+EnvFactory = Callable[[], Env]
+Chooser = Callable[[Env, str, random.Random], str]
 Record = list[Any]
-"""Everything an episode showed, comparable with ==."""
+"""All observations and outcomes of an episode, comparable with ==."""
 
 _GARBAGE = ("", "???", "\x00", "ünïcödé 🎲", "²", "9" * 5000)
-_DICE = 0xC0FFEE  # the player's dice are not the env's: a player who draws the env's own numbers finds every secret
+_PLAYER = 0xC0FFEE  # gives the player other random numbers than the env's, which would reveal its secrets
 
 
 class EnvCheckFailed(EnvContractError):
-    """An environment does not keep the contract; the message says which part of it."""
+    """An environment breaks the contract; the message says which part."""
 
 
 async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max_steps: int = 200) -> None:
-    """Raise EnvCheckFailed at the first broken promise; return None when all hold.
+    """Raise EnvCheckFailed at the first broken rule of the contract.
 
-    `make` is the env's class or a function that makes one. In a script: `asyncio.run(check_env(MyEnv))`; in a
-    notebook: `await check_env(MyEnv)`.
+    `make` is the env's class or a function that makes one. In a script: `asyncio.run(check_env(MyEnv))`; in a notebook:
+    `await check_env(MyEnv)`.
     """
     if not callable(make):
         raise ConfigError(f"check_env makes many envs; give it the class or a function, not an object ({make!r:.60}).")
@@ -63,9 +64,8 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
         await _check_end(make(), seed, max_steps)
         await _check_copies(make, seed, max_steps)
         await _check_reference(make(), seed, max_steps)
-    if not any(
-        outcome.terminated or outcome.truncated for record in alone.values() for outcome in _last_outcomes(record)
-    ):
+    last = [outcome for record in alone.values() if len(record) > 1 for outcome in record[-1][1].values()]
+    if not any(outcome.terminated or outcome.truncated for outcome in last):
         warnings.warn(
             f"{type(make()).__name__} did not end within {max_steps} steps of any checked episode, so its end was not "
             "checked. Offer legal_actions or reference_action, or raise max_steps.",
@@ -73,8 +73,8 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
         )
 
 
-def require_env(made: object, what: str) -> LudicEnv[Any, Any, Any]:
-    """`made`, if it can be played at all: an env, with its methods in place. For commands, before anything is loaded."""
+def require_env(made: object, what: str) -> Env:
+    """`made`, if it is an env that has its methods. Commands call it before they load anything."""
     if not isinstance(made, LudicEnv):
         raise ConfigError(
             f"{what} is no env: it makes {'a class' if isinstance(made, type) else 'an object'} of type "
@@ -89,7 +89,7 @@ def require_env(made: object, what: str) -> LudicEnv[Any, Any, Any]:
         written = [name for name in spellings if getattr(type(made), name) is not getattr(base, name)]
         if not written:
             near = difflib.get_close_matches(wanted, vars(type(made)), n=1)
-            hint = f" Is {near[0]!r} meant to be it?" if near else ""
+            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{what} has no {wanted}.{hint} Write {wanted}, or async_{wanted} if it does I/O.")
         _check_signature(getattr(made, written[-1]), what, arguments)
     return made
@@ -105,15 +105,11 @@ def _check_signature(method: Callable[..., Any], what: str, arguments: dict[str,
         ) from error
 
 
-def _last_outcomes(record: Record) -> list[StepOutcome]:
-    return list(record[-1][1].values()) if len(record) > 1 else []
-
-
-def _fail(env: LudicEnv[Any, Any, Any], what: str) -> EnvCheckFailed:
+def _fail(env: Env, what: str) -> EnvCheckFailed:
     return EnvCheckFailed(f"{type(env).__name__}: {what}")
 
 
-def _check_roles(env: LudicEnv[Any, Any, Any]) -> None:
+def _check_roles(env: Env) -> None:
     if not env.agent_ids or len(set(env.agent_ids)) != len(env.agent_ids):
         raise _fail(env, f"agent_ids must be a non-empty list without repeats, got {env.agent_ids!r}.")
     if env.active_agents:
@@ -123,11 +119,11 @@ def _check_roles(env: LudicEnv[Any, Any, Any]) -> None:
         raise _fail(env, f"suggested_sysprompt must be text or None, got {type(prompt).__name__}.")
 
 
-# --- playing ------------------------------------------------------------------------------------------------
+# --- playing ---
 
 
-def _some_action(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Random) -> str:
-    """A legal action where the env lists them, else what the reference would do, else a word."""
+def _some_action(env: Env, agent_id: str, rng: random.Random) -> str:
+    """A legal action where the env lists them, else the reference action, else a word."""
     legal = env.legal_actions(agent_id)
     if legal is not None:
         if not legal:
@@ -139,28 +135,24 @@ def _some_action(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Random
     return "pass" if reference is None else reference
 
 
-def _reference_action(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Random) -> str:
+def _reference_action(env: Env, agent_id: str, rng: random.Random) -> str:
     action = env.reference_action(agent_id)
     if action is None:
         raise _fail(env, f"full_reward is {env.full_reward}, but reference_action({agent_id!r}) is None.")
     return action
 
 
-def _garbage_action(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Random) -> str:
+def _garbage_action(env: Env, agent_id: str, rng: random.Random) -> str:
     return rng.choice(_GARBAGE) if rng.random() < 0.5 else _some_action(env, agent_id, rng)
 
 
-async def _play(
-    env: LudicEnv[Any, Any, Any], seed: int, choose: Chooser, max_steps: int, *, give_way: bool = False
-) -> Record:
-    opening = await _open(env, seed)
-    return [opening, *await _finish(env, random.Random(derive_seed(seed, _DICE)), choose, max_steps, give_way=give_way)]
+async def _play(env: Env, seed: int, choose: Chooser, max_steps: int, *, give_way: bool = False) -> Record:
+    opening, rng = await _open(env, seed), random.Random(derive_seed(seed, _PLAYER))
+    return [opening, *await _finish(env, rng, choose, max_steps, give_way=give_way)]
 
 
-async def _finish(
-    env: LudicEnv[Any, Any, Any], rng: random.Random, choose: Chooser, max_steps: int, *, give_way: bool = False
-) -> Record:
-    """Play on until the end; `give_way` lets other episodes run between two steps."""
+async def _finish(env: Env, rng: random.Random, choose: Chooser, max_steps: int, *, give_way: bool = False) -> Record:
+    """Play until the end; `give_way` lets other episodes run between two steps."""
     record: Record = []
     while env.active_agents and len(record) < max_steps:
         if give_way:
@@ -170,75 +162,64 @@ async def _finish(
     return record
 
 
-async def _open(env: LudicEnv[Any, Any, Any], seed: int) -> Any:
+async def _open(env: Env, seed: int) -> Any:
     first = await env.async_reset(seed=seed)
     if not isinstance(first, dict) or not set(env.active_agents) <= set(first) <= set(env.agent_ids):
-        raise _fail(
-            env,
-            f"reset must return observation and info for those who must act, {env.active_agents}, and for others of "
-            f"{env.agent_ids} at most; got {first!r:.120}.",
-        )
+        who = f"{env.active_agents}, which must act, and at most for {env.agent_ids}"
+        raise _fail(env, f"reset must return observation and info for {who}; got {first!r:.120}.")
     for agent_id, opening in first.items():
         if not (isinstance(opening, tuple) and len(opening) == 2):
             raise _fail(env, f"reset gave {agent_id!r} {opening!r:.120}; expected (observation, info dict).")
         _check_obs(env, agent_id, opening[0])
         _check_info(env, agent_id, opening[1])
-        _check_tools(env, agent_id)
+        for tool in env.episode_tools(agent_id):
+            if not callable(tool):
+                raise _fail(env, f"episode_tools({agent_id!r}) holds {tool!r:.60}, which cannot be called.")
     _check_active(env)
     if not env.active_agents:
         raise _fail(env, "no agent is active after reset.")
     return first
 
 
-async def _advance(env: LudicEnv[Any, Any, Any], choose: Chooser, rng: random.Random) -> Any:
+async def _advance(env: Env, choose: Chooser, rng: random.Random) -> Any:
     actions = {agent_id: choose(env, agent_id, rng) for agent_id in env.active_agents}
     outcomes = await env.async_step(actions)
     if not isinstance(outcomes, dict) or not set(actions) <= set(outcomes) <= set(env.agent_ids):
-        raise _fail(
-            env,
-            f"step must return an outcome for those who acted, {sorted(actions)}, and for others of {env.agent_ids} at most; got "
-            f"{outcomes!r:.120}.",
-        )
+        who = f"{sorted(actions)}, which acted, and at most for {env.agent_ids}"
+        raise _fail(env, f"step must return an outcome for {who}; got {outcomes!r:.120}.")
     for agent_id, outcome in outcomes.items():
         _check_outcome(env, agent_id, outcome)
     _check_active(env)
     over = [a for a, o in outcomes.items() if o.terminated or o.truncated]
     if set(over) & set(env.active_agents):
-        raise _fail(env, f"{over} are told that it is over, but active_agents is {env.active_agents}.")
+        raise _fail(env, f"the episode is over for {over}, but active_agents is {env.active_agents}.")
     return actions, outcomes
 
 
-def _check_obs(env: LudicEnv[Any, Any, Any], agent_id: str, obs: Any) -> None:
+def _check_obs(env: Env, agent_id: str, obs: Any) -> None:
     if not isinstance(obs, str):
         raise _fail(env, f"the observation of {agent_id!r} is {type(obs).__name__}, not text.")
 
 
-def _check_tools(env: LudicEnv[Any, Any, Any], agent_id: str) -> None:
-    for tool in env.episode_tools(agent_id):
-        if not callable(tool):
-            raise _fail(env, f"episode_tools({agent_id!r}) holds {tool!r:.60}, which cannot be called.")
-
-
-def _check_active(env: LudicEnv[Any, Any, Any]) -> None:
+def _check_active(env: Env) -> None:
     if not set(env.active_agents) <= set(env.agent_ids):
         raise _fail(env, f"active_agents {env.active_agents} are not all among agent_ids {env.agent_ids}.")
 
 
-def _check_outcome(env: LudicEnv[Any, Any, Any], agent_id: str, outcome: Any) -> None:
+def _check_outcome(env: Env, agent_id: str, outcome: Any) -> None:
     if not isinstance(outcome, StepOutcome):
         raise _fail(env, f"step gave {agent_id!r} {type(outcome).__name__}, not a StepOutcome.")
     _check_obs(env, agent_id, outcome.obs)
-    if isinstance(outcome.reward, bool) or not isinstance(outcome.reward, numbers.Real):
-        raise _fail(env, f"the reward of {agent_id!r} is {type(outcome.reward).__name__}, not a number.")
-    if not math.isfinite(outcome.reward):
-        raise _fail(env, f"the reward of {agent_id!r} is {outcome.reward}.")
+    reward = outcome.reward
+    if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise _fail(env, f"the reward of {agent_id!r} is {reward!r} ({type(reward).__name__}), not a finite number.")
     for flag in ("truncated", "terminated"):
         if not isinstance(getattr(outcome, flag), bool):
             raise _fail(env, f"{flag} of {agent_id!r} is {getattr(outcome, flag)!r}, not a bool.")
     _check_info(env, agent_id, outcome.info)
 
 
-def _check_info(env: LudicEnv[Any, Any, Any], agent_id: str, info: Any) -> None:
+def _check_info(env: Env, agent_id: str, info: Any) -> None:
     if not isinstance(info, dict):
         raise _fail(env, f"info of {agent_id!r} is {type(info).__name__}, not a dict.")
     try:
@@ -251,88 +232,78 @@ def _check_info(env: LudicEnv[Any, Any, Any], agent_id: str, info: Any) -> None:
         )
 
 
-# --- promises -----------------------------------------------------------------------------------------------
+# --- the rules ---
 
 
 async def _check_same_seed_same_episode(make: EnvFactory, seed: int, record: Record, max_steps: int) -> None:
-    fresh = make()
+    fresh, used = make(), make()
     again = await _play(fresh, seed, _some_action, max_steps)
-    if again != record:
-        where = _difference(record, again)
-        raise _fail(
-            fresh, f"seed {seed} gave two different episodes in two fresh envs. Draw from random.Random(seed). {where}"
-        )
-    used = make()
+    _check_equal(
+        fresh,
+        record,
+        again,
+        f"seed {seed} gave two different episodes in two fresh envs. Draw from random.Random(seed).",
+    )
     await _play(used, seed + 1000, _some_action, max_steps)
     again = await _play(used, seed, _some_action, max_steps)
-    if again != record:
-        where = _difference(record, again)
-        raise _fail(used, f"seed {seed} gave another episode after an earlier one: reset leaves state behind. {where}")
+    _check_equal(
+        used, record, again, f"seed {seed} gave another episode after an earlier one: reset leaves state behind."
+    )
 
 
-def _difference(one: Record, other: Record) -> str:
-    """Where two records part, in words."""
+def _check_equal(env: Env, one: Record, other: Record, problem: str) -> None:
+    if one == other:
+        return
+    where = f"One has {len(one) - 1} steps, the other {len(other) - 1}."
     for step, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
-            return f"They part at step {step}: {a!r:.300} and {b!r:.300}."
-    return f"One has {len(one) - 1} steps, the other {len(other) - 1}."
+            where = f"They differ at step {step}: {a!r:.300} and {b!r:.300}."
+            break
+    raise _fail(env, f"{problem} {where}")
 
 
 async def _check_interleaved(make: EnvFactory, alone: dict[int, Record], max_steps: int) -> None:
-    """The same seed twice, and others beside it, stepping in turns: the way episodes really run."""
-    crowd = [seed for seed in alone for _ in range(2)]
-
-    async def yielding_play(seed: int) -> Record:
-        return await _play(make(), seed, _some_action, max_steps, give_way=True)
-
-    together = await asyncio.gather(*(yielding_play(seed) for seed in crowd))
-    for seed, record in zip(crowd, together, strict=True):
-        if record != alone[seed]:
-            where = _difference(alone[seed], record)
-            raise _fail(
-                make(), f"seed {seed} gave another episode when others ran beside it: envs share state. {where}"
-            )
+    """Play each seed twice, all episodes stepping in turns, as they run in training."""
+    seeds = [seed for seed in alone for _ in range(2)]
+    playing = (_play(make(), seed, _some_action, max_steps, give_way=True) for seed in seeds)
+    for seed, record in zip(seeds, await asyncio.gather(*playing), strict=True):
+        problem = f"seed {seed} gave another episode when others ran beside it: envs share state."
+        _check_equal(make(), alone[seed], record, problem)
 
 
-async def _check_garbage(env: LudicEnv[Any, Any, Any], seed: int, max_steps: int) -> None:
+async def _check_garbage(env: Env, seed: int, max_steps: int) -> None:
     try:
         await _play(env, seed, _garbage_action, max_steps)
     except EnvCheckFailed:
         raise
     except Exception as error:  # any exception is the finding here
-        raise _fail(
-            env, f"an unreadable action raised {type(error).__name__}: {error}. Answer it with an outcome."
-        ) from error
+        raise _fail(env, f"an unreadable action raised {type(error).__name__}: {error}. Return an outcome.") from error
 
 
-async def _check_end(env: LudicEnv[Any, Any, Any], seed: int, max_steps: int) -> None:
+async def _check_end(env: Env, seed: int, max_steps: int) -> None:
     await _play(env, seed, _some_action, max_steps)
     if env.active_agents:
         return  # longer than max_steps: the end was not reached
-    await _refuses_step(env.async_step(dict.fromkeys(env.agent_ids, "pass")), env)
-
-
-async def _refuses_step(step: Awaitable[Any], env: LudicEnv[Any, Any, Any]) -> None:
     try:
-        await step
+        await env.async_step(dict.fromkeys(env.agent_ids, "pass"))
     except ResetNeeded:
         return
     raise _fail(env, "step after the end was accepted; it must raise ResetNeeded.")
 
 
-async def _check_missing_action(env: LudicEnv[Any, Any, Any], seed: int) -> None:
-    """A reply that cannot be read never becomes an action; with others acting, the env is stepped without it."""
+async def _check_missing_action(env: Env, seed: int) -> None:
+    """An unreadable reply never becomes an action; if other agents act, the env is stepped without it."""
     await _open(env, seed)
     try:
         await env.async_step({})
     except Exception as error:  # any exception is the finding here
-        raise _fail(env, f"a missing action raised {type(error).__name__}: {error}. Answer with outcomes.") from error
+        raise _fail(env, f"a missing action raised {type(error).__name__}: {error}. Return outcomes.") from error
     await env.async_close()
 
 
 async def _check_copies(make: EnvFactory, seed: int, max_steps: int) -> None:
-    """An env pickled, or restored from a snapshot, in the middle of an episode goes on as the original does."""
-    env, rng = make(), random.Random(derive_seed(seed, _DICE))
+    """A pickled env, and one restored from a snapshot, continue an episode as the original does."""
+    env, rng = make(), random.Random(derive_seed(seed, _PLAYER))
     await _open(env, seed)
     for _ in range(2):
         if env.active_agents:
@@ -345,18 +316,18 @@ async def _check_copies(make: EnvFactory, seed: int, max_steps: int) -> None:
     for name, copied in copies.items():
         rng.setstate(state)
         if copied is not None and await _finish(copied, rng, _some_action, max_steps) != rest:
-            raise _fail(env, f"a {name} went on differently from the env it was taken of.")
+            raise _fail(env, f"a {name} continued differently from the env it was taken of.")
 
 
-def _pickled(env: LudicEnv[Any, Any, Any]) -> LudicEnv[Any, Any, Any]:
+def _pickled(env: Env) -> Env:
     try:
-        copied: LudicEnv[Any, Any, Any] = pickle.loads(pickle.dumps(env))
+        copied: Env = pickle.loads(pickle.dumps(env))
     except Exception as error:  # any exception is the finding here
         raise _fail(env, f"it cannot be pickled ({type(error).__name__}: {error}).") from error
     return copied
 
 
-def _restored(env: LudicEnv[Any, Any, Any], make: EnvFactory) -> LudicEnv[Any, Any, Any] | None:
+def _restored(env: Env, make: EnvFactory) -> Env | None:
     try:
         saved = env.snapshot()
     except SnapshotUnsupported:
@@ -366,7 +337,7 @@ def _restored(env: LudicEnv[Any, Any, Any], make: EnvFactory) -> LudicEnv[Any, A
     return other
 
 
-async def _check_reference(env: LudicEnv[Any, Any, Any], seed: int, max_steps: int) -> None:
+async def _check_reference(env: Env, seed: int, max_steps: int) -> None:
     if env.full_reward is None:
         return
     record = await _play(env, seed, _reference_action, max_steps)

@@ -1,4 +1,4 @@
-"""One question, one answer: the env behind every dataset of tasks with a checkable result."""
+"""One question, one answer: the env for datasets whose answers can be checked."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ from ludic.types import Info, Observation, ResetNeeded, StepOutcome
 Sample: TypeAlias = Mapping[str, Any]
 ParserFn: TypeAlias = Callable[[str], str]
 VerifierFn: TypeAlias = Callable[[str, str], bool]
-"""(parsed answer, target) -> right?"""
+"""(parsed answer, target) -> whether the answer is right."""
 PromptBuilder: TypeAlias = Callable[[Sample], str]
 
 
@@ -18,10 +18,7 @@ def _same_text(answer: str, target: str) -> bool:
 
 
 class DatasetQAEnv(SingleAgentEnv):
-    """Shows a sample's question, grades the one answer, ends.
-
-    The action is taken as already canonical: reading it out of the model's text is the agent's parser's job.
-    """
+    """Shows a sample's question, grades the one answer, ends. The agent's parser reads the answer from the model's text."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class DatasetQAEnv(SingleAgentEnv):
             "correct": correct,
         }
         obs = "Correct." if correct else "Incorrect."
-        return StepOutcome(obs, self._rewards[correct], truncated=False, terminated=True, info=info)
+        return StepOutcome(obs, self._rewards[correct], terminated=True, info=info)
 
     def env_current_obs(self) -> Observation:
         return self.question

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 class GSM8KEnv(DatasetQAEnv):
     """One word problem, one answer; reward 1 for the right number, else 0."""
 
-    blocking = False  # what may take long is asked of a worker process
+    blocking = False  # a worker process does what may take long
 
     def __init__(self, sample: Sample, *, system_prompt: str | None = SYSTEM_PROMPT) -> None:
         super().__init__(sample, system_prompt=system_prompt, target_parser=_target, verifier=is_equivalent)

@@ -21,7 +21,7 @@ class MATHEnv(DatasetQAEnv):
     Reads records with problem and solution (the original), problem and answer, or question and answer.
     """
 
-    blocking = False  # what may take long is asked of a worker process
+    blocking = False  # a worker process does what may take long
 
     def __init__(self, sample: Sample, *, system_prompt: str | None = SYSTEM_PROMPT) -> None:
         super().__init__(

@@ -1,12 +1,12 @@
 r"""Compares a mathematical answer with the reference.
 
-Strict where it can be: a right answer in an unusual notation may be refused, a wrong one should never pass. Plain
-numbers, units, percentages and words are read here, exactly and without any dependency; everything that takes
-algebra goes to math-verify in a worker process (ludic.envs.math_worker).
+A right answer in an unusual notation may be refused, but a wrong one should never pass. Plain numbers, units, percentages and words
+are read here, exactly and without any dependency; everything that takes algebra goes to math-verify in a worker process
+(ludic.envs.math_worker).
 
     18.0 = 36/2 = $18     decimals, fractions, mixed numbers, 1,000, 1.8e1 and 18 million are exact fractions
     18 apples = 18        a unit may be missing on one side, but two different units never match
-    50% = 0.5, 50% = 50   a percent sign may be missing too, where the bare number could not be a share (above 1)
+    50% = 0.5, 50% = 50   a percent sign may be missing too, where the bare number cannot be a share (above 1)
     0.333 ≠ 1/3           an approximation is not the number
     on ≠ no, BAC ≠ ABC    letters without an operator or a digit are a word, and never a product
     C, B ≠ B, C           a list of words has an order; one of numbers has none: 2, 1 = 1, 2
@@ -16,6 +16,7 @@ import asyncio
 import re
 import string
 import unicodedata
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,15 +27,15 @@ from ludic.envs.math_worker import worker_of_this_process
 from ludic.types import ConfigError
 
 _WAITING = ThreadPoolExecutor(256, "ludic-grading")
-"""Threads that wait for a worker. asyncio's own are few: slow questions would take them all."""
+"""Threads that wait for a worker. Slow questions would occupy all of asyncio's few threads."""
 _MAX_CHARS = 2_000
-"""Longer answers are compared as text only: parsing them would take minutes, and no reference is that long."""
+"""Longer answers are compared as text only: parsing them would take minutes."""
 
 
 def is_equivalent(answer: str, gold: str, *, timeout_s: float = 5.0) -> bool:
-    """True when `answer` (a bare answer: number, words or LaTeX) means the same as the reference `gold`.
+    """Whether `answer` (a bare answer: number, words or LaTeX) means the same as the reference `gold`.
 
-    Blocks while the worker thinks, at most `timeout_s`; an answer that takes longer is not equivalent.
+    Blocks for at most `timeout_s`; an answer that takes longer is not equivalent.
     """
     verdict = _verdict_without_algebra(answer, gold, timeout_s)
     if isinstance(verdict, bool):
@@ -43,7 +44,7 @@ def is_equivalent(answer: str, gold: str, *, timeout_s: float = 5.0) -> bool:
 
 
 async def async_is_equivalent(answer: str, gold: str, *, timeout_s: float = 5.0) -> bool:
-    """The same, without blocking the event loop."""
+    """`is_equivalent` without blocking the event loop."""
     verdict = _verdict_without_algebra(answer, gold, timeout_s)
     if isinstance(verdict, bool):
         return verdict
@@ -74,12 +75,12 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
     return pair is not None and _keep_meaning(*pair)
 
 
-# --- reading one side ---------------------------------------------------------------------------------------
+# --- reading one side ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
-    """One side of the comparison, as far as it can be understood without algebra."""
+    """One side of the comparison, read without algebra."""
 
     body: str
     """The normalised text without its unit."""
@@ -88,9 +89,9 @@ class _Reading:
     value: Fraction | None
     """The exact number, if the body is one."""
     words: tuple[str, ...]
-    """The items of the answer, where each is a word, a phrase or a letter; empty when it is something else."""
+    """The items of the answer, if each is a word, a phrase or a letter; else empty."""
     is_text: bool
-    r"""Those words were marked as such, with \text{…}."""
+    r"""The words are marked with \text{…}."""
 
     @property
     def latex(self) -> str:
@@ -119,7 +120,7 @@ _SHORT_WORDS = frozenset("yes no odd all one two six ten".split())  # noqa: SIM9
 
 
 def _words(body: str) -> tuple[str, ...]:
-    """`A, B and C` as its items, where each of them is made of letters; `x y` is one word, xy."""
+    """The items of `A, B and C`, if each consists of letters; `x y` is one word, xy."""
     plain = re.sub(r"\s+", " ", re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r"\1", body)).strip()
     found = []
     for item in _BETWEEN_ITEMS.split(plain):
@@ -155,7 +156,7 @@ def _same_number(a: _Reading, b: _Reading) -> bool:
 
 
 def _is_readable(body: str) -> bool:
-    r"""False for what math-verify would guess at: broken braces, and numbers side by side (it adds 18 19 up to 37)."""
+    r"""False where math-verify would guess: broken braces, and numbers side by side (it adds 18 19 up to 37)."""
     plain = re.sub(r"\\[{}]", "", body)
     depth = 0
     for brace in re.findall(r"[{}]", plain):
@@ -169,7 +170,7 @@ _THOUSANDS = re.compile(r"\d,\d{3}(?!\d)")
 
 
 def _same_kind_of_list(a: str, b: str) -> tuple[str, str] | None:
-    r"""The pair, if both may be the same kind of collection; a bare list beside a tuple becomes one, since there order counts.
+    r"""The pair, if both may be the same kind of collection; a bare list beside a tuple becomes a tuple, since its order counts.
 
     math-verify takes (1,2) for \{1,2\} and for the list 2, 1, and leaves out repeated items.
     """
@@ -177,7 +178,7 @@ def _same_kind_of_list(a: str, b: str) -> tuple[str, str] | None:
     if set(kinds) == {"set", "tuple"}:
         return None
     if set(kinds) == {"list", "tuple"}:
-        return tuple(f"({text})" if kind == "list" else text for text, kind in zip((a, b), kinds, strict=True))  # type: ignore[return-value]
+        return (f"({a})", b) if kinds[0] == "list" else (a, f"({b})")
     if kinds == ["list", "list"] and not any(r"\pm" in text or _THOUSANDS.search(text) for text in (a, b)):
         return (a, b) if len(_items(a)) == len(_items(b)) else None
     return a, b
@@ -193,7 +194,7 @@ def _kind_of_list(text: str) -> Literal["set", "tuple", "list", ""]:
 
 
 def _items(text: str) -> list[str]:
-    """What stands between the commas that are in no bracket."""
+    """The parts between commas outside brackets."""
     items, depth, start = [], 0, 0
     for token in re.finditer(r"\\[{}]|\\begin|\\end|[][(){},;]", text):
         if token[0] in (r"\{", r"\begin", "(", "[", "{"):
@@ -237,18 +238,19 @@ def _with_points(latex: str) -> str:
     def symbol(points: re.Match[str]) -> str:
         return f"p_{{{int.from_bytes(points[0].encode())}}}"
 
-    parts = re.split(f"({_COMMAND})", latex)
-    return "".join(
-        part if part.startswith("\\") else re.sub(r"(?<![A-Za-z])[A-Z]{2,}(?![A-Za-z])", symbol, part) for part in parts
-    )
+    return _outside_commands(latex, lambda part: re.sub(r"(?<![A-Za-z])[A-Z]{2,}(?![A-Za-z])", symbol, part))
 
 
 def _rename(latex: str, letter: str, to: str) -> str:
-    parts = re.split(f"({_COMMAND})", latex)  # commands keep their letters
-    return "".join(part if part.startswith("\\") else part.replace(letter, to) for part in parts)
+    return _outside_commands(latex, lambda part: part.replace(letter, to))
 
 
-# --- notation -----------------------------------------------------------------------------------------------
+def _outside_commands(latex: str, change: Callable[[str], str]) -> str:
+    parts = re.split(f"({_COMMAND})", latex)
+    return "".join(part if part.startswith("\\") else change(part) for part in parts)
+
+
+# --- notation ---
 
 _SYMBOLS = str.maketrans(
     {
@@ -326,12 +328,16 @@ def _spelled_out(text: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    if repeating := _REPEATING.fullmatch(text):
-        return _endless(repeating)
+    if repeating := _REPEATING.fullmatch(text):  # 0.1\overline{6} = 0.1 + 6/90
+        fixed, cycle = repeating["fixed"], repeating["cycle"]
+        num_decimals = len(fixed.partition(".")[2])
+        value = Fraction(fixed) + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10**num_decimals)
+        return -value if repeating["sign"] else value
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
-    top, bottom = (Fraction((part or "1").replace(",", "")) for part in _fraction_parts(match))
+    parts = (match["top"], match["bottom"]) if match["top"] else (match["upper"], match["lower"])
+    top, bottom = (Fraction((part or "1").replace(",", "")) for part in parts)
     if bottom == 0:
         return None
     value = top / bottom
@@ -342,19 +348,7 @@ def _number(text: str) -> Fraction | None:
     return -value if match["sign"] == "-" else value
 
 
-def _endless(match: re.Match[str]) -> Fraction:
-    r"""0.1\overline{6} = 0.1 + 6/90."""
-    fixed, cycle = match["fixed"], match["cycle"]
-    num_decimals = len(fixed.partition(".")[2])
-    value = Fraction(fixed) + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10**num_decimals)
-    return -value if match["sign"] else value
-
-
-def _fraction_parts(match: re.Match[str]) -> tuple[str | None, str | None]:
-    return (match["top"], match["bottom"]) if match["top"] else (match["upper"], match["lower"])
-
-
-# --- units --------------------------------------------------------------------------------------------------
+# --- units ---
 
 _UNITS = {
     alias: names.split()[0]
@@ -389,7 +383,7 @@ _TAIL = re.compile(
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """Body and canonical unit. What is not surely a unit stays in the body: in 3m, m is a variable."""
+    """Body and canonical unit. A doubtful unit stays in the body: in 3m, m is a variable."""
     if based := re.fullmatch(r"(\d[\dA-Z]*)\s*_\s*\{?(\d+)\}?", text):
         return based[1], f"base {based[2]}"
     if priced := re.fullmatch(r"(-?)\s*([$€£¥₹])\s*(.+)", text):
@@ -419,7 +413,7 @@ def _split_tail(text: str) -> tuple[str, str]:
 
 
 def _unit(phrase: str, power: str | None, *, any_noun: bool) -> str:
-    """The canonical name, or "" for what may be no unit. After a plain number any noun is one: 18 apples."""
+    """The canonical name, or "" if it may be no unit. After a plain number any noun is one: 18 apples."""
     words = phrase.replace("/", " per ").replace(".", " ").lower().split()
     suffix = f"^{power}" if power else ""
     if words and words[0] in _POWERS:

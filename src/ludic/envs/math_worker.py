@@ -1,8 +1,7 @@
 """math-verify in a separate process (ludic.envs.worker).
 
-math-verify guards itself with signal.alarm, which only works on a main thread, and sympy can be sent into
-computations that nothing inside its process can stop. Everything that needs no algebra is decided
-in ludic.envs.math_grading.
+math-verify limits its time with signal.alarm, which only works on a main thread, and some sympy computations cannot be stopped from
+inside their process. Answers that need no algebra are decided in ludic.envs.math_grading.
 """
 
 import os
@@ -15,22 +14,22 @@ from ludic.envs import worker
 
 _MODULE = "ludic.envs.math_worker"
 _QUICK_S = 0.3
-"""CPU time that nearly every question stays far below."""
+"""CPU time; nearly every question needs far less."""
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
-r"""Of a variable; \pi and \frac have none."""
+r"""A variable; \pi and \frac contain none."""
 _EQUATION_TO_ZERO = re.compile(r"[^=]*[-+][^=]*=\s*0\s*")
-"""5x - 7y + 4 = 0 says something of x and y; it does not mean that the answer is 0."""
+"""5x - 7y + 4 = 0 is about x and y; the answer is not 0."""
 
 
 class MathWorker(worker.Workers):
-    """Asks math-verify."""
+    """Worker processes that run math-verify."""
 
     def __init__(self, num: int = max(2, min(4, (os.cpu_count() or 2) // 2))) -> None:
         one = partial(worker.Worker, _MODULE, extra="math", needed_for="Grading answers that are not plain numbers")
         super().__init__(one, num=num, quick_s=_QUICK_S)
 
     def check(self, answer: str, gold: str, *, timeout_s: float) -> bool:
-        """Is the LaTeX `answer` the same as `gold`? An answer that takes too long, or ends the child, is not."""
+        """Whether the LaTeX `answer` equals `gold`; False for an answer that takes too long or ends the child."""
         question = {"answer": answer, "gold": gold}
         return self.ask(question, answer=answer, reference=gold, timeout_s=timeout_s) is True
 
@@ -50,7 +49,7 @@ def _load() -> Callable[[worker.Question], bool]:
 
     @lru_cache(maxsize=4096)  # parsing is the slow part, and the samples of a group share their reference
     def read(latex: str) -> Any:
-        # Boxed and first_match: the whole text is the answer. Left to search, parse picks any part that it can read.
+        # Boxed and first_match: the whole text is the answer. Otherwise parse picks any part that it can read.
         return parse(
             rf"\boxed{{{latex}}}",
             extraction,
@@ -63,7 +62,7 @@ def _load() -> Callable[[worker.Question], bool]:
         answer, gold = question["answer"], question["gold"]
         if "=" not in gold and _EQUATION_TO_ZERO.fullmatch(answer):
             return False
-        # math-verify takes the last side of an equation; in 17 = 18 or x = 9 + 8 = 18 the others are claims, too.
+        # math-verify takes the last side of an equation; in 17 = 18 or x = 9 + 8 = 18 the other sides must be right too.
         numeric = [side for side in re.split(r"(?<![<>!:])=", answer) if not _LETTER.search(side)]
         return all(compare(side, gold) for side in (numeric if len(numeric) > 1 else [answer]))
 
@@ -81,7 +80,7 @@ def _load() -> Callable[[worker.Question], bool]:
             )
         )
 
-    is_same({"answer": r"\frac{1}{x}", "gold": "x^{-1}"})  # the first one makes tables that later ones use
+    is_same({"answer": r"\frac{1}{x}", "gold": "x^{-1}"})  # fills tables that later questions use
     return is_same
 
 

@@ -1,4 +1,4 @@
-"""Environments with one agent: write `env_reset` and `env_step`, the dictionaries come for free."""
+"""Environments with one agent: write `env_reset` and `env_step`."""
 
 import inspect
 from collections.abc import Mapping
@@ -40,13 +40,13 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
         raise NotImplementedError(f"{type(self).__name__} does not offer env_current_obs.")
 
     async def async_env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
-        """Override this one instead if starting an episode does asynchronous I/O."""
+        """Override this instead if starting an episode does asynchronous I/O."""
         if not self.blocking:
             return self.env_reset(seed=seed)
         return await thread_of(self).run(partial(self.env_reset, seed=seed))
 
     async def async_env_step(self, action: str) -> StepOutcome:
-        """Override this one instead if a transition does asynchronous I/O."""
+        """Override this instead if a transition does asynchronous I/O."""
         return await thread_of(self).run(partial(self.env_step, action)) if self.blocking else self.env_step(action)
 
     # --- what the kernel sees ---

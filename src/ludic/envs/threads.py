@@ -1,8 +1,8 @@
-"""A thread for an environment: its calls run there, one after the other, while the event loop goes on.
+"""A thread for an environment: its calls run there one after the other, while the event loop goes on.
 
 `LudicEnv.async_reset` and `async_step` use it unless the env's class says `blocking = False`. All calls of one env run in one
-thread, since some libraries demand that (sqlite, emulators, OpenGL), and in one copy of the context variables. Threads are
-daemons: one that hangs never keeps the process from ending.
+thread, as some libraries require (sqlite, emulators, OpenGL), and in one copy of the context variables. The threads are daemons, so
+one that hangs does not keep the process from ending.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound="LudicEnv[Any, Any, Any]")
 
 _FINISH_S, _INTERRUPTED_S = 1.0, 2.0
-"""How long a call that is no longer wanted may take to end: by itself, and then after it was interrupted."""
+"""How long an abandoned call may take to end: by itself, and then after it was interrupted."""
 _HEARTBEAT_S = 1.0
 _CLOSE_S = 60.0
 """For an env's `async_close`."""
@@ -35,11 +35,11 @@ _hung: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 class _CallEnded(BaseException):
-    """Raised inside a call that is no longer wanted. No Exception: an env that catches those does not catch it."""
+    """Raised inside an abandoned call. Not an Exception, so that an env that catches exceptions does not catch it."""
 
 
 class _Call:
-    """One call, as both sides see it."""
+    """One call, shared by the thread and the event loop."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work: Callable[[], Any] | None = work
@@ -52,8 +52,8 @@ class _Call:
         self.beat()
 
     def beat(self) -> None:
-        """Wake the event loop every second: a signal that comes while a thread computes may not end its sleep, and Ctrl-C is
-        handled between two sleeps."""
+        """Wake the event loop every second: a signal that arrives while a thread computes may not wake it, and Ctrl-C is handled
+        when it wakes."""
         self.heartbeat = self._loop.call_later(_HEARTBEAT_S, self.beat)
 
     def execute(self) -> None:
@@ -63,7 +63,7 @@ class _Call:
         try:
             try:
                 outcome = (None, self._work())
-            except BaseException as error:  # noqa: BLE001 - whatever an env raises belongs to its episode
+            except BaseException as error:  # noqa: BLE001 - an env's exception fails its episode
                 outcome = (error, None)
             self._work = None  # an idle thread keeps nothing of an env alive
         finally:
@@ -109,8 +109,8 @@ class EnvThread:
         return self._thread.is_alive() and (self._current is None or self._current.is_over)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns. What it raises is raised here, except that SystemExit, KeyboardInterrupt and their like become a
-        RuntimeError: they would end the program, and an env's error ends its episode only."""
+        """The result of `work`. Its exceptions are raised here; SystemExit, KeyboardInterrupt and the like, which would end the
+        program, become a RuntimeError."""
         self._current = call = _Call(work)
         self._calls.put(call)
         try:
@@ -129,7 +129,7 @@ class EnvThread:
             del error  # its traceback holds this frame
 
     async def end(self) -> bool:
-        """End the thread, and the call it is busy with. False when the call goes on nevertheless."""
+        """End the thread and its running call; False if the call does not end."""
         call = self._current
         self._calls.put(None)
         if call is None or call.is_over or not self._thread.is_alive():
@@ -145,8 +145,8 @@ class EnvThread:
         num = num_hung()
         if num & (num - 1) == 0:  # 1, 2, 4, …
             logger.warning(
-                "%d env thread%s in a call that does not end. The episode is given up and its env is not closed; its memory stays "
-                "taken, and a core if it computes.",
+                "%d env thread%s in a call that does not end. The episode is given up and its env is not closed; the call keeps "
+                "its memory, and a core if it computes.",
                 num,
                 " hangs" if num == 1 else "s hang",
             )
@@ -154,7 +154,7 @@ class EnvThread:
 
 
 def num_hung() -> int:
-    """How many threads are in a call that was given up and still goes on."""
+    """Threads in an abandoned call that still runs."""
     return sum(thread.is_alive() for thread in list(_hung))
 
 
@@ -170,7 +170,7 @@ def _no_thread() -> None:
 
 
 def thread_of(env: "LudicEnv[Any, Any, Any]") -> EnvThread:
-    """The thread of this env, made at its first call (or by `opened`)."""
+    """The env's thread, made at its first call (or by `opened`)."""
     thread = vars(env).get("_thread")
     if isinstance(thread, EnvThread) and thread.is_usable:
         return thread
@@ -180,11 +180,9 @@ def thread_of(env: "LudicEnv[Any, Any, Any]") -> EnvThread:
 
 @contextlib.asynccontextmanager
 async def opened(make: Callable[[], E], *, on_loop: bool, timeout_s: float | None) -> AsyncIterator[E]:
-    """An env for the length of an episode, closed afterwards. Unless `on_loop`, it is made in its thread, too.
+    """An env for one episode, closed afterwards. Unless `on_loop`, its thread makes it, within `timeout_s`.
 
-    `timeout_s` is for making it.
-
-    An env whose last call does not end is not closed: its thread may be in the middle of what closing would free.
+    An env whose last call does not end is not closed: its thread may still use what closing would free.
     """
     thread = None if on_loop else EnvThread()
     made: list[E] = []  # by the thread; also if the episode is cancelled meanwhile
@@ -205,19 +203,12 @@ async def opened(make: Callable[[], E], *, on_loop: bool, timeout_s: float | Non
             if own is not None and own is not thread:
                 is_ended &= await own.end()
             if is_ended:
-                await _closed(env)
-
-
-async def _closed(env: "LudicEnv[Any, Any, Any]") -> None:
-    async with time_limit(_CLOSE_S, f"{type(env).__name__}.async_close"):
-        await env.async_close()
+                async with time_limit(_CLOSE_S, f"{type(env).__name__}.async_close"):
+                    await env.async_close()
 
 
 class time_limit:
-    """TimeoutError that names `what` and the setting, when the body takes longer; other errors of that type pass.
-
-    A class, used like `asyncio.timeout`: a generator would take several times as long.
-    """
+    """Like `asyncio.timeout`, but its TimeoutError names `what` and the setting. A generator would be several times slower."""
 
     __slots__ = ("_limit", "_timeout", "_what")
 

@@ -1,8 +1,8 @@
 """A long-lived child process that answers questions, one JSON line each; the kernel kills it if one takes too long.
 
-For third-party code that grades a model's answer: it may hang inside a C call, use all memory or crash, and
-none of that may affect the training process. Both ends of the pipe are here; the caller defines the questions.
-`Workers` holds several of them; slow questions use only one. POSIX only.
+For third-party code that grades a model's answer: it may hang inside a C call, use all memory or crash, which must not affect the
+training process. Both ends of the pipe are here; the caller defines the questions. `Workers` holds several children, of which one
+serves slow questions. POSIX only.
 """
 
 import atexit
@@ -24,9 +24,9 @@ from ludic.types import MissingExtra
 from ludic.types.die_with_parent import kill_with_parent
 
 _START_S = 120
-"""Importing sympy takes a second; on a crowded disk it may take many."""
+"""Importing sympy takes a second; on a busy disk it may take many."""
 _MAX_BYTES = 4 << 30
-"""Address space of the child: a tower of exponents must not eat the machine before its time is up."""
+"""Address space of the child: a tower of exponents must not fill the memory before its time is up."""
 
 _MAX_REMEMBERED = 4096
 
@@ -34,14 +34,14 @@ Question = dict[str, Any]
 W = TypeVar("W", bound="Worker | Workers")
 
 
-# --- the parent's end ---------------------------------------------------------------------------------------
+# --- the parent's end ---
 
 
 class Worker:
     """One child, started when first needed, asked one question at a time; safe to share between threads."""
 
     def __init__(self, module: str, *, extra: str | None = None, needed_for: str = "") -> None:
-        """`module` is run with `python -m` and calls `serve`. What it cannot import is in `extra`, if there is one."""
+        """`module` is run with `python -m` and calls `serve`. `extra` is the extra that installs its imports."""
         self._module = module
         self._extra = extra
         self._needed_for = needed_for
@@ -51,7 +51,7 @@ class Worker:
     def ask(self, question: Question, *, timeout_s: float, cpu_s: float | None = None) -> Any | None:
         """The child's answer; None when it takes too long (or more than `cpu_s` of CPU time) or ends the child.
 
-        Waiting for the child to start, and for other threads' questions, does not count towards `timeout_s`.
+        `timeout_s` does not include the child's start and other threads' questions.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -101,16 +101,16 @@ class Worker:
 class Workers:
     """Several workers for questions of one kind; safe to share between threads.
 
-    Every question gets `quick_s` of CPU time. One that needs more is asked again of a worker apart, so that slow questions hold
-    up slow ones only; it waits for that worker at most `max_wait_s`. One that took too long there is given up at once from then
-    on, and so is every question about an answer that took too long beside two references.
+    Every question gets `quick_s` of CPU time. One that needs more goes to a separate worker, so that slow questions delay only slow
+    ones; it waits for that worker at most `max_wait_s`. A question that takes too long there is not asked again, nor is any
+    question about an answer that took too long with two references.
     """
 
     def __init__(self, make: Callable[[], Worker], *, num: int, quick_s: float, max_wait_s: float = 60.0) -> None:
         self._quick_s = quick_s
         self._max_wait_s = max_wait_s
         self._all = [make() for _ in range(num + 1)]
-        # Last in, first out: without company one worker is enough, and the others are never started.
+        # Last in, first out: without concurrent questions only one worker is started.
         self._quick: queue.LifoQueue[Worker] = queue.LifoQueue()
         self._slow: queue.LifoQueue[Worker] = queue.LifoQueue()
         for worker in self._all[1:]:
@@ -119,7 +119,7 @@ class Workers:
         self._endless: dict[str, set[str]] = {}
 
     def ask(self, question: Question, *, answer: str, reference: str, timeout_s: float) -> Any | None:
-        """What a worker says; None when it takes too long. `answer` and `reference` are what the question is about."""
+        """A worker's answer; None when it takes too long. `answer` and `reference` identify the question's subject."""
         known = self._endless.get(answer, set())
         if reference in known or len(known) > 1:
             return None
@@ -128,7 +128,7 @@ class Workers:
             try:
                 verdict = self._asked(self._slow, self._max_wait_s, question, timeout_s=timeout_s, cpu_s=timeout_s)
             except queue.Empty:
-                return None  # so many slow questions that this one was not asked
+                return None  # not asked: too many slow questions wait
         if verdict is None:
             if len(self._endless) >= _MAX_REMEMBERED:
                 self._endless.clear()
@@ -151,8 +151,8 @@ class Workers:
 
 
 def worker_of_this_process(module: str, make: Callable[[], W]) -> W:
-    """The one worker (or `Workers`) that runs `module`, made when it is first asked for."""
-    # Keyed by pid: a forked child inherits the dict, but the pipes in it (and perhaps a held lock) are its parent's.
+    """The worker (or `Workers`) of this process that runs `module`, made at the first call."""
+    # Keyed by pid: a forked child inherits the dict with its parent's pipes and perhaps a held lock.
     key = (os.getpid(), module)
     if key not in _workers:
         _workers.setdefault(key, make())
@@ -171,7 +171,7 @@ def _close_at_exit() -> None:
 
 
 def _exchange(process: "subprocess.Popen[str]", message: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The child's next line (after sending it a message, if there is one); None when the child is gone."""
+    """Send a message, if there is one, and return the child's next line; None when the child is gone."""
     assert process.stdin is not None and process.stdout is not None, "the worker is started with both pipes"
     try:
         if message is not None:
@@ -188,19 +188,19 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # closing flushes what the child never read
+            with contextlib.suppress(BrokenPipeError):  # closing flushes unread input
                 pipe.close()
 
 
-# --- the child's end ----------------------------------------------------------------------------------------
+# --- the child's end ---
 
 
 def serve(load: Callable[[], Callable[[Question], Any]], *, when_raised: Any) -> None:
-    """Answer questions until stdin ends. `load` imports what is needed and gives the function that answers.
+    """Answer questions until stdin ends. `load` does the imports and returns the function that answers.
 
-    A question at which that function raises is answered with `when_raised`.
+    Where that function raises, the answer is `when_raised`.
     """
-    replies, sys.stdout = sys.stdout, sys.stderr  # nothing that a library prints may pass for a reply
+    replies, sys.stdout = sys.stdout, sys.stderr  # output of a library must not be read as a reply
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -224,7 +224,7 @@ def serve(load: Callable[[], Callable[[Question], Any]], *, when_raised: Any) ->
 
 
 def _child_ended(run: Callable[[], None]) -> bool:
-    """Whether `run` was ended in the middle. It runs in a forked child: what was imported stays imported."""
+    """Run `run` in a forked child, which shares all imports; returns whether it was killed."""
     parent, pid = os.getpid(), os.fork()
     if pid:
         return os.waitpid(pid, 0)[1] != 0
@@ -246,25 +246,22 @@ def _answer_all(
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"])
         try:
             answer = answer_to(message["question"])
-        except Exception:  # noqa: BLE001 - other people's code raises whatever it likes at odd input
+        except Exception:  # noqa: BLE001 - third-party code may raise anything at odd input
             answer = when_raised
-        for timer in (
-            signal.ITIMER_PROF,
-            signal.ITIMER_REAL,
-        ):  # before the reply: a late alarm must not hit the next question
-            signal.setitimer(timer, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)  # before the reply: a late alarm must not hit the next question
+        signal.setitimer(signal.ITIMER_REAL, 0)
         is_busy[0] = 0
         reply({"answer": answer})
 
 
 def _prepare_process() -> None:
-    # The alarms' default action ends the process, even inside one endless call into C; no handler could.
+    # The alarms' default action ends the process even inside a call into C; a handler could not.
     for alarm in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(alarm, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us when it is done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     logging.disable(logging.CRITICAL)
-    with contextlib.suppress(ImportError, OSError, ValueError):  # a platform without this limit does without
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not every platform has this limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))

@@ -28,7 +28,7 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["letter.py"], "letter.py is a file; which env in it? Write letter.py:Class"),
         (["letter.py:NoEnv"], "letter.py:NoEnv is no env: it makes an object of type NoEnv. Derive it from"),
         (["letter.py:NUMBER"], "letter.py:NUMBER is 7; for the env, name a class or a function"),
-        (["letter.py:Misspelt"], "has no env_step. Is 'env_stop' meant to be it?"),
+        (["letter.py:Misspelt"], "has no env_step. Did you mean 'env_stop'?"),
         (["letter.py:WithoutSeed"], "cannot be called as env_reset(*, seed=None)"),
         (["letter.py:Question", "--set", "sample=1", "--set", "size=2"], "unexpected keyword argument 'size'"),
         (["../{folder}/nothere"], "There is no run in ../{folder}/nothere, nor an env of that name. Runs in"),

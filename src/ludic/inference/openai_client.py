@@ -68,10 +68,7 @@ class OpenAIChatClient:
         if finish_reason != "length":
             ids = np.append(ids, np.int32(ByteTemplate.END))
         response = ChatResponse(
-            text=text,
-            prompt_token_ids=request.prompt_token_ids,
-            completion_token_ids=ids,
-            finish_reason=finish_reason,
+            text=text, prompt_token_ids=request.prompt_token_ids, completion_token_ids=ids, finish_reason=finish_reason
         )
         return response, _info(answer)
 
@@ -155,17 +152,15 @@ def messages_of(ids: TokenArray) -> list[Message]:
             "The prompt was not written by ByteTemplate. An agent on an OpenAIChatClient needs chat_template=ByteTemplate(), "
             "because the endpoint takes messages and applies its own template."
         )
-    return [
-        _as_sent(_ROLES[int(ids[start])], ids[start + 1 : end].astype(np.uint8).tobytes().decode("utf-8", "replace"))
-        for start, end in pairs
-    ]
-
-
-def _as_sent(role: str, content: str) -> Message:
-    """A result of a tool call made in plain text has no call id that an endpoint accepts, so it is sent as user text."""
-    return (
-        {"role": "user", "content": f"Tool result: {content}"} if role == "tool" else {"role": role, "content": content}
-    )
+    messages: list[Message] = []
+    for start, end in pairs:
+        role, content = _ROLES[int(ids[start])], ByteTemplate().decode_reply(ids[start + 1 : end])
+        if (
+            role == "tool"
+        ):  # a call in plain text has no id that an endpoint accepts, so its result is sent as user text
+            role, content = "user", f"Tool result: {content}"
+        messages.append({"role": role, "content": content})
+    return messages
 
 
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:

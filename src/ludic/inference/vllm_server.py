@@ -78,7 +78,9 @@ def start_vllm_server(
 
 def read_command(arguments: Sequence[str], *, insecure: bool = True) -> tuple[ServerCommand, Path]:
     """Parse this module's command line; returns the server's command and its run folder."""
-    ours, flags = _parser().parse_known_args(_with_model_flag(arguments))
+    # A leading MODEL means --model MODEL; anywhere else it could be the value of a vLLM flag.
+    named = bool(arguments) and not arguments[0].startswith("-")
+    ours, flags = _parser().parse_known_args(["--model", *arguments] if named else list(arguments))
     if ours.model is None:
         raise ConfigError("No model was given. Try: python -m ludic.inference.vllm_server Qwen/Qwen2.5-0.5B-Instruct")
     keys = api_keys(flags)
@@ -90,12 +92,6 @@ def read_command(arguments: Sequence[str], *, insecure: bool = True) -> tuple[Se
     if ours.batch_invariant:
         command = replace(command, environment={**command.environment, "VLLM_BATCH_INVARIANT": "1"})
     return command, folder
-
-
-def _with_model_flag(arguments: Sequence[str]) -> list[str]:
-    """A leading MODEL means --model MODEL; anywhere else it could be the value of a vLLM flag."""
-    named = bool(arguments) and not arguments[0].startswith("-")
-    return ["--model", *arguments] if named else list(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ def test_the_tag_comes_exactly_at_the_limit():
     assert write([1] * 10, limit=3) == [1, 1, 1, *CLOSING, 1, 1, 1]
 
 
-def test_a_reply_that_closed_in_time_is_left_alone():
+def test_a_reply_that_closed_in_time_is_unchanged():
     says = [1, *CLOSING, 2, 2, 2, 2, 2]
     assert write(says, limit=6) == says
 

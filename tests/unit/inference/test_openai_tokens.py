@@ -46,7 +46,7 @@ async def test_the_tokens_are_the_engines_own_and_so_are_their_log_probs(engine)
     assert info["completion_tokens"] == len(direct.completion_token_ids)
 
 
-async def test_an_endpoint_that_gives_none_is_named():
+async def test_an_endpoint_without_token_ids_is_an_error():
     async def answer(request: web.Request) -> web.Response:
         choice = {"message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
         return web.json_response({"choices": [choice]})

@@ -121,11 +121,11 @@ async def test_a_vllm_teacher_scores_only_at_temperature_one():
     ],
     ids=["too few", "other token", "not finite"],
 )
-async def test_an_answer_that_cannot_be_right_is_refused(spoil, says):
+async def test_malformed_prompt_logprobs_are_refused(spoil, says):
     with pytest.raises(EndpointError, match=says):
         await scored(spoil=spoil)
 
 
-async def test_a_server_that_gives_no_prompt_log_probs_is_named():
+async def test_a_server_without_prompt_logprobs_is_an_error():
     with pytest.raises(EndpointError, match="but none came"):
         await scored(spoil=lambda scores: None)

@@ -69,7 +69,7 @@ async def test_log_probs_are_returned_only_if_requested():
 # --- what is sent ---
 
 
-async def test_a_request_says_all_that_was_asked_for():
+async def test_the_request_body_holds_every_setting():
     extensions = VLLMExtensions(
         max_think=9,
         repetition_penalty=1.2,
@@ -216,14 +216,14 @@ async def test_a_prompt_that_cannot_fit_is_not_even_sent():
     assert len(server.requests) == 1
 
 
-async def test_the_servers_own_word_on_length_is_understood():
+async def test_length_errors_of_the_server_become_prompt_too_long():
     async with fake(max_model_len=None, context=64) as server, client_of(server) as client:
         with pytest.raises(PromptTooLong, match="the limit is 64"):
             await client.complete_tokens(a_request(range(64)))
     assert len(server.requests) == 1
 
 
-async def test_a_completion_that_was_cut_at_the_context_without_a_word_is_noticed():
+async def test_a_silently_shortened_completion_is_an_error():
     async with fake(max_model_len=None, context=64) as server, client_of(server) as client:
         with pytest.raises(PromptTooLong, match="66 tokens, but the limit is 64"):
             await client.complete_tokens(a_request(range(62)))
@@ -283,14 +283,14 @@ async def test_an_answer_of_another_shape_is_named(fault, error):
 # --- deadlines and cancellation ---
 
 
-async def test_a_server_that_hangs_meets_the_deadline_and_is_hung_up_on():
+async def test_a_hanging_server_times_out_and_is_disconnected():
     async with fake(faults=["hang"]) as server, client_of(server, request_timeout_s=0.2) as client:
         with pytest.raises(TimeoutError, match="request_timeout_s=0.2"):
             await client.complete_tokens(a_request())
         await until(lambda: server.num_hung_up == 1)
 
 
-async def test_cancelling_hangs_up():
+async def test_cancelling_closes_the_connection():
     async with fake(faults=["hang"]) as server, client_of(server) as client:
         asking = asyncio.create_task(client.complete_tokens(a_request()))
         await server.hanging.wait()
@@ -321,7 +321,7 @@ async def test_of_several_servers_the_oldest_version_counts():
         assert await client.get_policy_version() == 7
 
 
-async def test_a_server_that_cannot_be_asked_is_no_version_0():
+async def test_an_unreachable_server_has_no_version():
     async with fake(version="3") as up, client_of(up) as client:
         client.servers.append(f"http://127.0.0.1:{free_port()}")
         with pytest.raises(EndpointError, match="cannot be reached"):
@@ -366,7 +366,7 @@ async def test_a_control_call_that_gets_no_answer_is_not_repeated():
     assert server.num_pauses == 1
 
 
-async def test_health_is_yes_or_no():
+async def test_is_healthy_never_raises():
     async with fake() as server, client_of(server) as client:
         assert await client.is_healthy(server.url)
         assert not await client.is_healthy(f"http://127.0.0.1:{free_port()}")

@@ -87,7 +87,7 @@ def test_flags_of_the_user_are_not_repeated(flags, left_out):
     assert left_out not in default_flags(CPU, flags)
 
 
-def test_settings_for_a_cpu_stay_there(tmp_path):
+def test_a_gpu_build_gets_no_cpu_settings(tmp_path):
     only_cpu = set(default_flags(CPU, [])) - set(default_flags(GPU, []))
     assert only_cpu == {
         "--enforce-eager",
@@ -101,7 +101,7 @@ def test_settings_for_a_cpu_stay_there(tmp_path):
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command.environment.keys() - os.environ.keys()
 
 
-def test_vllm_is_given_ludic_and_none_of_its_neighbours(tmp_path, monkeypatch):
+def test_the_servers_pythonpath_holds_ludic_only(tmp_path, monkeypatch):
     packages = tmp_path / "site-packages"
     (packages / "torch").mkdir(parents=True)
     (packages / "ludic").mkdir()
@@ -144,12 +144,12 @@ def test_flags_from_python_cannot_move_a_server_either(flags, tmp_path):
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("x" * 300, 80)])
-def test_an_address_that_cannot_be_is_refused_in_a_sentence(host, port):
+def test_an_invalid_address_is_refused(host, port):
     with pytest.raises(ConfigError, match="Cannot listen on"):
         check_port(host, port)
 
 
-def test_a_command_without_a_model_says_what_to_type():
+def test_a_command_without_a_model_is_a_usage_error():
     done = subprocess.run(
         [sys.executable, "-m", "ludic.inference.vllm_server", "--port", "8031"], capture_output=True, text=True
     )
@@ -165,7 +165,7 @@ def test_a_taken_port_is_refused():
     check_port("127.0.0.1", free_port())
 
 
-def test_the_interpreter_that_is_named_is_asked(fake_vllm, monkeypatch):
+def test_ludic_vllm_python_names_the_interpreter(fake_vllm, monkeypatch):
     python = fake_vllm("0.32.4")
     monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(python))
     assert find_vllm() == VLLMInstall(python=python, version="0.32.4", is_cpu=False)

@@ -135,12 +135,12 @@ async def test_the_token_opens_every_endpoint(guard, behind, method, path):
         ("POST", "/detokenize"), ("OPTIONS", "/v1/chat/completions"),
     ],
 )  # fmt: skip
-async def test_inference_and_looking_need_no_token(guard, behind, method, path):
+async def test_inference_and_read_only_endpoints_need_no_token(guard, behind, method, path):
     start, _ = await ask(guard, method, path)
     assert start["status"] == 200 and behind.reached == [path]
 
 
-async def test_a_prefix_of_all_paths_changes_nothing(guard, behind):
+async def test_root_path_is_removed_before_the_check(guard, behind):
     assert (await ask(guard, "GET", "/model/health", root_path="/model"))[0]["status"] == 200
     assert (await ask(guard, "POST", "/model/pause", root_path="/model"))[0]["status"] == 401
     assert behind.reached == ["/model/health"]
@@ -151,7 +151,7 @@ async def test_a_websocket_without_the_token_is_closed(guard, behind):
     assert closed["type"] == "websocket.close" and behind.reached == []
 
 
-async def test_the_start_of_the_server_passes(guard, behind):
+async def test_lifespan_messages_pass(guard, behind):
     await guard({"type": "lifespan"}, None, None)
     assert behind.reached == ["lifespan"]
 

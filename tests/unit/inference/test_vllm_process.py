@@ -123,14 +123,14 @@ def test_a_running_server_is_not_started_twice(make):
         server.start()
 
 
-def test_a_port_that_another_listens_on_is_not_taken_for_ours(make):
+def test_start_refuses_a_port_in_use(make):
     first = make(HEALTHY)
     wait(first)
     with pytest.raises(ConfigError, match="Cannot listen"):
         VLLMServerProcess(first.command, log=first.log).start()
 
 
-def test_a_server_that_dies_is_quoted(make):
+def test_the_error_of_a_dead_server_quotes_its_output(make):
     server = make(DYING)
     with pytest.raises(ServerDied) as error:
         wait(server)
@@ -149,14 +149,14 @@ def test_output_of_an_earlier_start_is_not_quoted(make):
     assert server.log.read_text().count("INFO 11-15 loading") == 2
 
 
-def test_a_server_that_is_not_ready_in_time_is_quoted_too(make):
+def test_the_timeout_error_quotes_the_output(make):
     server = make(SILENT)
     wait_until(lambda: "loading" in server.output())
     with pytest.raises(ServerNotReady, match="did not respond within 0.1 s(.|\n)*still loading"):
         wait(server, timeout_s=0.1)
 
 
-def test_the_output_can_be_watched(make, capfd):
+def test_stream_output_copies_the_log_to_stderr(make, capfd):
     server = make(DYING, stream_output=True)
     server.wait(10)
     shown = ""
@@ -179,7 +179,7 @@ def test_the_output_can_be_watched(make, capfd):
         ("gpu7", "http://gpu7:80"),
     ],
 )
-def test_a_server_is_reached_where_it_listens(host, url):
+def test_base_url_of_a_listening_address(host, url):
     assert base_url(host, 80) == url
 
 
@@ -188,7 +188,7 @@ def test_only_the_last_lines_are_quoted():
     assert "line 999" in said and "line 900" not in said and "first error" not in said
 
 
-def test_an_error_that_goes_on_in_the_next_line_is_quoted_with_it_and_not_at_any_length():
+def test_an_error_of_two_lines_is_quoted_and_shortened():
     output = f"loading\nValidationError: 1 error for ModelConfig\n  Value error, no model 'x'. Known: {'y' * 9999}\n"
     said = last_words(output)
     assert "first error: ValidationError: 1 error for ModelConfig Value error, no model 'x'. Known" in said

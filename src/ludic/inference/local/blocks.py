@@ -53,7 +53,11 @@ class BlockPool:
             return None
         taken = []
         for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._idle.popitem(last=False)
+                self._unpublish(block)
             self._users[block] = 1
             taken.append(block)
         return taken
@@ -74,11 +78,6 @@ class BlockPool:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
-
-    def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        self._unpublish(block)
-        return block
 
     # --- sharing ---
 

@@ -147,7 +147,7 @@ class LocalEngine:
         self._incoming: list[Sequence] = []
         self._scoring: list[Scoring] = []
         self._open: set[Sequence] = set()
-        """All unanswered requests, wherever they are; they fail when the engine ends."""
+        """All unanswered requests; they fail when the engine ends."""
         self._num_pauses = 0
         self._is_stepping = False
         self._is_closed = False
@@ -167,33 +167,21 @@ class LocalEngine:
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
         """One completion. Cancelling the awaiting task removes the request from the batch."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[None] = loop.create_future()
-
-        def deliver(sequence: Sequence, error: BaseException | None) -> None:
-            def settle() -> None:
-                if not answer.done():
-                    answer.set_exception(error) if error is not None else answer.set_result(None)
-
-            with contextlib.suppress(RuntimeError):  # the loop and its waiting task are gone
-                loop.call_soon_threadsafe(settle)
-
-        sequence = self._submit(request, deliver)
-        try:
-            await answer
-        except asyncio.CancelledError:
-            self._cancel(sequence)
-            raise
-        response = sequence.response(self._decode)
+        async with contextlib.aclosing(self._chunks(request, is_streamed=False)) as chunks:
+            response = (await anext(chunks)).response
+        assert response is not None, "the only chunk is the last one"
         if not request.return_.return_chosen_logprobs:
             response.completion_logprobs = None
         return response, {}
 
-    async def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+    def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
         """The same completion in chunks as they are sampled; the last chunk also holds the whole.
 
         Closing the generator early removes the request from the batch: iterate within `contextlib.aclosing`.
         """
+        return self._chunks(request, is_streamed=True)
+
+    async def _chunks(self, request: TokenCompletionRequest, is_streamed: bool) -> AsyncGenerator[TokenChunk, None]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[list[int], list[float], bool, BaseException | None]] = asyncio.Queue()
         num_sent = 0
@@ -210,7 +198,8 @@ class LocalEngine:
             if sequence.finish_reason is None:  # the last token comes with the response
                 post(sequence, False, None)
 
-        sequence = self._submit(request, lambda sequence, error: post(sequence, True, error), on_token)
+        deliver = lambda sequence, error: post(sequence, True, error)  # noqa: E731
+        sequence = self._submit(request, deliver, on_token if is_streamed else None)
         is_last = False
         try:
             while not is_last:
@@ -221,7 +210,9 @@ class LocalEngine:
                 yield TokenChunk(token_ids=ids, logprobs=logprobs, response=response)
         finally:
             if not is_last:
-                self._cancel(sequence)
+                with self._changed:
+                    sequence.is_cancelled = True
+                    self._changed.notify_all()
 
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
@@ -283,15 +274,11 @@ class LocalEngine:
     ) -> Sequence:
         self._check(request)
         number = next(self._numbers)
-        sequence = Sequence(
-            number=number,
-            request=request,
-            deliver=deliver,
-            # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger seed would crash the worker.
-            seed=(request.seed if request.seed is not None else derive_seed(self._seed, number)) & ((1 << 63) - 1),
-            stop_ids=self._stop_ids(request.sampling),
-            on_token=on_token,
-        )
+        seed = request.seed if request.seed is not None else derive_seed(self._seed, number)
+        # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger seed would crash the worker.
+        seed &= (1 << 63) - 1
+        stop_ids = self._stop_ids(request.sampling)
+        sequence = Sequence(number, request, deliver, seed, stop_ids, on_token=on_token)
         with self._changed:
             self._require_alive()
             if len(self._open) >= self._max_queue:
@@ -316,11 +303,6 @@ class LocalEngine:
                 sequence.is_cancelled = True
             self._changed.notify_all()
         return len(open_ones)
-
-    def _cancel(self, sequence: Sequence) -> None:
-        with self._changed:
-            sequence.is_cancelled = True
-            self._changed.notify_all()
 
     def _check(self, request: TokenCompletionRequest) -> None:
         ids, params = request.prompt_token_ids, request.sampling

@@ -59,19 +59,15 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Choose the work of the next step and allocate its blocks."""
-        plan = Plan()
-        budget = self._continue_prompts(plan, self.limits.max_prefill_tokens)
+        plan, budget = Plan(), self.limits.max_prefill_tokens
+        for sequence in self.running.values():
+            if not sequence.is_decoding:
+                budget -= self._plan_chunk(sequence, budget, plan)
         self._admit_waiting(plan, budget)
         self._plan_decoding(plan)
         return plan
 
     # --- prompts ---
-
-    def _continue_prompts(self, plan: Plan, budget: int) -> int:
-        for sequence in list(self.running.values()):
-            if not sequence.is_decoding and sequence.number in self.running:
-                budget -= self._plan_chunk(sequence, budget, plan)
-        return budget
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
         """Admit in order of arrival. A sequence that continues with a block that another prompt is computing waits for it in place:
@@ -147,7 +143,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> None:
         """Allocate blocks for the first `num_tokens` tokens; preempts the youngest sequences, in the end this one."""
-        missing = -(-num_tokens // self.pool.block_size) - len(sequence.blocks)
+        missing = self.pool.blocks_for(num_tokens) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.take(missing)
             if taken is not None:

@@ -263,12 +263,7 @@ class VLLMChatClient:
         return await self._control("POST", server + path, body, params, timeout_s)
 
     async def _control(
-        self,
-        method: str,
-        url: str,
-        body: Mapping[str, Any] | None,
-        params: Mapping[str, str] | None,
-        timeout_s: float,
+        self, method: str, url: str, body: Mapping[str, Any] | None, params: Mapping[str, str] | None, timeout_s: float
     ) -> dict[str, Any]:
         headers = {} if self._control_token is None else {CONTROL_HEADER: self._control_token}
         data = None if body is None else msgspec.json.encode(body)

@@ -21,9 +21,7 @@ FIELD = "max_think"
 def read_limit(extra_arguments: Mapping[str, Any] | None) -> int | None:
     """A request's limit; None if it has none."""
     limit = (extra_arguments or {}).get(FIELD)
-    if limit is None:
-        return None
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"{FIELD} is {limit!r}; give the number of thinking tokens, an integer of at least 1.")
     return limit
 
@@ -34,17 +32,13 @@ def forced_token(reply: Sequence[int], limit: int, closing: Sequence[int]) -> in
     A tag that the model has already begun is completed, not started again.
     """
     # After len(closing) forced tokens the tag is complete, so longer replies need no search.
-    if not limit <= len(reply) < limit + len(closing) or _contains(reply, closing):
+    if not limit <= len(reply) < limit + len(closing):
         return None
-    begun = max(k for k in range(len(closing)) if list(reply[len(reply) - k :]) == list(closing[:k]))
+    reply, closing = list(reply), list(closing)
+    if any(reply[start : start + len(closing)] == closing for start in range(len(reply) - len(closing) + 1)):
+        return None
+    begun = max(k for k in range(len(closing)) if reply[len(reply) - k :] == closing[:k])
     return closing[begun]
-
-
-def _contains(reply: Sequence[int], closing: Sequence[int]) -> bool:
-    starts = range(len(reply) - len(closing) + 1)
-    return any(
-        reply[start] == closing[0] and list(reply[start : start + len(closing)]) == list(closing) for start in starts
-    )
 
 
 def forced_tokens(replies_RW: "torch.Tensor", lengths_R: "torch.Tensor", closing_K: "torch.Tensor") -> "torch.Tensor":

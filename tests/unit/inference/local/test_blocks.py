@@ -63,7 +63,7 @@ def test_a_published_prefix_is_found_up_to_where_it_differs():
     assert matched(pool, [1]) == matched(pool, []) == []
 
 
-def test_versions_never_mix():
+def test_a_prefix_is_found_only_under_its_version():
     pool = BlockPool(4, SIZE)
     publish_all(pool, pool.take(1), [1, 2], version=3)
     assert matched(pool, [1, 2], version=4) == []

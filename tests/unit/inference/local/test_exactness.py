@@ -112,7 +112,7 @@ async def test_greedy_with_everything_at_once_equals_generate():
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-async def test_the_block_size_does_not_show(block_size):
+async def test_results_do_not_depend_on_the_block_size(block_size):
     async with make_engine(block_size=block_size, kv_tokens=70) as engine:
         for _ in range(2):
             answers = await ask_all(engine, requests())

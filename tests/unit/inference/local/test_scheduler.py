@@ -68,7 +68,7 @@ def check(scheduler: Scheduler, plan: Plan) -> None:
     assert all(not s.blocks and not s.num_computed for s in scheduler.waiting)
 
 
-def test_nothing_to_do_is_an_empty_plan():
+def test_without_sequences_the_plan_is_empty():
     scheduler = make_scheduler()
     assert not scheduler.has_work and step(scheduler) == ({}, [], [])
 
@@ -247,7 +247,7 @@ def test_new_weights_restart_everything():
     assert [s.runs for s in sequences] == [[[0, n], [1, 6 - n]] if n else [[1, 6]] for n in before]
 
 
-def test_removing_gives_blocks_back_whatever_state_the_request_is_in():
+def test_remove_returns_the_blocks_in_every_state():
     scheduler = make_scheduler(max_prefill_tokens=6, max_sequences=2)
     decoding, prefilling, queued = make_sequence(0, 4), make_sequence(1, 10), make_sequence(2, 4)
     add(scheduler, decoding, prefilling, queued)
@@ -277,7 +277,7 @@ EVENTS = st.lists(
     max_rounds=st.sampled_from([1, 1, 4]),
 )
 @settings(max_examples=100, deadline=None)
-def test_every_sequence_gets_all_tokens_whatever_happens(
+def test_every_sequence_gets_all_tokens_under_random_events(
     events, num_blocks, max_sequences, max_prefill_tokens, max_rounds
 ):
     scheduler = make_scheduler(

@@ -338,7 +338,7 @@ async def test_tool_calls_are_read_back(stream):
 
 @pytest.mark.parametrize("text", ["1 < 2 { and so on", "<tool_call>not json</tool_call>", " plain "])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_no_tool_call_is_all_shown(text, stream):
+async def test_text_that_is_no_tool_call_is_shown_whole(text, stream):
     async with client_of(Reciting(text)) as client:
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, tools=[TOOL], stream=stream)
         if stream:

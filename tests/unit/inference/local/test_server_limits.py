@@ -251,7 +251,7 @@ class Verbose(Waiting):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_does_not_read_its_answer_is_hung_up_on(stream):
+async def test_a_client_that_does_not_read_is_disconnected(stream):
     body = json.dumps({"prompt": "a", "stream": stream}).encode()
     async with serving(Verbose(), limits=ServerLimits(answer_s=0.3)) as address:
         host, port = address.removeprefix("http://").split(":")
@@ -320,6 +320,6 @@ async def test_bodies_that_are_too_large_together_are_refused_and_forgotten():
 
 
 @pytest.mark.parametrize("name", ["max_connections", "head_s", "max_completions"])
-def test_a_limit_that_lets_nothing_in_is_refused(name):
+def test_limits_must_be_positive(name):
     with pytest.raises(ConfigError, match=rf"ServerLimits\.{name}=0"):
         replace(ServerLimits(), **{name: 0})

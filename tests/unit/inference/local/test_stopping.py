@@ -209,7 +209,7 @@ async def test_max_tokens_ends_a_completion_for_length():
             assert len(answer.completion_token_ids) == count and answer.finish_reason == "length"
 
 
-async def test_the_models_own_end_tokens_count_besides_the_tokenizers():
+async def test_end_tokens_of_model_and_tokenizer_both_count():
     model = new_model("llama", vocab_size=len(TOKENIZER))
     async with make_engine(model, TOKENIZER) as engine:
         free = tokens(await ask(engine, PROMPT, temperature=1.0, seed=1))

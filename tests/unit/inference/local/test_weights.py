@@ -153,7 +153,7 @@ async def test_numpy_weights_and_other_dtypes_are_taken():
         assert await answers(engine) == by_transformers(other)
 
 
-async def test_weights_that_were_broken_leave_nothing_behind():
+async def test_non_finite_weights_leave_no_trace_in_later_versions():
     """They are finite, what they compute is not: the cache is full of NaN."""
     model = new_model()
     good = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -230,7 +230,7 @@ async def test_many_updates_in_a_row_keep_run_lengths_that_add_up():
     assert engine.version > 2
 
 
-async def test_nothing_moves_while_the_engine_is_paused():
+async def test_a_paused_engine_samples_nothing():
     async with make_engine(new_model()) as engine:
         engine.pause()
         engine.pause()
@@ -265,7 +265,7 @@ async def test_the_cache_can_be_released_between_and_during_requests():
 # --- unannounced changes ---
 
 
-async def test_a_step_that_was_not_announced_is_noticed(caplog):
+async def test_an_unannounced_optimizer_step_begins_a_version(caplog):
     model = new_model()
     async with make_engine(model) as engine:
         await answers(engine)

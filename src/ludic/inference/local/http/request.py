@@ -24,8 +24,8 @@ MAX_MESSAGES, MAX_TOOLS = 4096, 256
 MAX_DEPTH = 32
 """Levels of lists and objects within each other, the body itself included."""
 MAX_COMMAS = 1 << 20
-"""In one body. There are no more values than that in it: parsing takes up to 20 times a body's size, and time in which no other
-client is answered. A text with more commas is longer than a model reads."""
+"""In one body, as a bound on its values: parsing takes up to 20 times a body's size, and time in which no other client is
+answered. A text with more commas is longer than any context."""
 
 
 class RequestRefused(LudicError):
@@ -108,13 +108,13 @@ _ONLY_AS: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,), "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
     "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
-"""Fields that are not supported, and those of their values that ask for nothing."""
+"""Unsupported fields, and their values without effect."""
 _TAKES = {"role": " It is system, user, assistant or tool.", "type": " This server reads only text."}
 RequestBody = TypeVar("RequestBody", bound=Body)
 
 
 def read_body(data: bytes, kind: type[RequestBody]) -> RequestBody:
-    """The body, typed; every field that is unknown, unsupported or of another type is refused by name."""
+    """The typed body; refuses every field that is unknown, unsupported or of the wrong type, by name."""
     asked = {name: value for name, value in parse_object(data).items() if value is not None}
     known = kind.__struct_fields__
     for name in asked.keys() - {*known} - _WITHOUT_EFFECT:
@@ -129,7 +129,7 @@ def read_body(data: bytes, kind: type[RequestBody]) -> RequestBody:
 
 
 def typed(value: Any, kind: Any, where: str = "") -> Any:
-    """The JSON value as that type; else a ConfigError that names the field, what it takes and what it was given."""
+    """The JSON value as that type; else a ConfigError that names the field and what it takes."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair is no UTF-8
@@ -203,13 +203,13 @@ def _read_message(value: Any, where: str) -> Message:
             raise ConfigError(
                 f"{where}.tool_calls must be a list of calls whose arguments are a JSON object, as a text."
             )
-    role = "system" if message.role == "developer" else message.role  # what newer clients call the system
+    role = "system" if message.role == "developer" else message.role  # newer clients' name of the system role
     content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
     return {**given, "role": role, "content": content}
 
 
 def read_tools(tools: list[Any], choice: Any, template: ChatTemplate) -> list[JSONObject]:
-    """Tools to put into the prompt and to read calls of; with tool_choice "none" there are none."""
+    """The tools to put into the prompt; none with tool_choice "none"."""
     if choice not in ("auto", "none"):
         raise ConfigError(f"tool_choice={_shown(choice)} is not supported by this server; 'auto' and 'none' are.")
     if len(tools) > MAX_TOOLS:
@@ -239,14 +239,14 @@ def parse_object(body: bytes) -> JSONObject:
         raise ConfigError(f"The body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"The body must be a JSON object, not {type(value).__name__}.")
-    # What reads it further on calls itself for each level, and Python's stack is small.
+    # The code that reads it recurses into each level, and Python's stack is small.
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
         level = [item for item in inner if isinstance(item, (dict, list))]
         if not level:
             return value
-    raise ConfigError(f"The body has lists or objects within each other more than {MAX_DEPTH} levels deep.")
+    raise ConfigError(f"Lists and objects in the body are nested more than {MAX_DEPTH} levels deep.")
 
 
 def _refuse_constant(name: str) -> None:

@@ -26,7 +26,7 @@ class TextStream:
         self._hold_from = hold_from
         self._ids: list[int] = []
         self._start = self._end = 0
-        """The tokens behind the last piece of text: what follows is decoded after them, never on its own."""
+        """The tokens of the last piece of text: later tokens are decoded together with them."""
         self._text = ""
         self._num_shown = 0
 
@@ -35,7 +35,7 @@ class TextStream:
         return self._text[: self._num_shown]
 
     def push(self, ids: Sequence[int]) -> str:
-        """New tokens; what can be shown now and could not before."""
+        """Add tokens; returns the text that can be shown now and could not before."""
         self._ids += ids
         before = self._decode(self._ids[self._start : self._end])
         text = self._decode(self._ids[self._start :])
@@ -51,18 +51,18 @@ class TextStream:
         return piece
 
     def rest(self, text: str) -> str:
-        """The completion is over, and this is its text: what of it is still to be shown."""
-        # By position: a tokenizer with byte tokens takes back a character when bytes that are no UTF-8 follow it.
+        """The part of the finished completion's text that has not been shown."""
+        # By position: a tokenizer with byte tokens may replace a shown character when bytes that are not UTF-8 follow it.
         return text[self._num_shown :]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How long an end of the text could be the beginning of the stop string."""
+    """Length of the longest end of the text that is the beginning of the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Answer:
-    """The replies to one body, as JSON: all at once, or event by event."""
+    """The replies to one body as JSON, whole or in events."""
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -120,7 +120,7 @@ class Answer:
     def _entry(
         self, index: int, content: JSONObject, ids: list[int], logprobs: Any, finish_reason: str | None
     ) -> JSONObject:
-        """One choice, whole or a piece of it."""
+        """One choice or a part of it."""
         shown = None
         if self._with_logprobs:  # JSON has neither infinity nor nan
             values = (float(value) if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB for value in logprobs)
@@ -170,7 +170,7 @@ class ChatAnswer(Answer):
     prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, *args: Any, parser: ChatTemplate | None) -> None:
-        """`parser` reads tool calls, where the body had tools."""
+        """`parser` reads tool calls if the body has tools."""
         self._parser = parser
         self.hold_from = "<{" if parser else ""  # every dialect begins its calls with one of these
         super().__init__(*args)
@@ -201,7 +201,7 @@ class ChatAnswer(Answer):
             text = stream.push(chunk.token_ids)
         else:
             text, calls = self._read_calls(response.text)
-            shown = stream.shown.lstrip()  # beside calls, the content has lost the white space around it
+            shown = stream.shown.lstrip()  # the parser strips the content around calls
             text = stream.rest(text) if not calls else text[len(shown) :] if text.startswith(shown) else ""
         if self._is_worth_sending(text, chunk):
             delta: JSONObject = {"content": text} if text else {}
@@ -213,15 +213,15 @@ class ChatAnswer(Answer):
     def _read_calls(self, text: str) -> tuple[str, list[ToolCall]]:
         parsed = self._parser.parse_tool_calls(text) if self._parser is not None else None
         if parsed is None or not parsed.tool_calls:
-            return text, []  # a call that cannot be read stays where it is
-        # The parser numbers within a message; ids must differ over a conversation. Mistral's template wants nine.
+            return text, []  # an unreadable call stays in the text
+        # The parser numbers within a message; ids must differ over a conversation. Mistral's template needs 9 characters.
         return parsed.content, [{**call, "id": uuid.uuid4().hex[:9]} for call in parsed.tool_calls]
 
     def _logprobs(self, ids: list[int], logprobs: list[float]) -> JSONObject:
         content = []
         for token, logprob in zip(ids, logprobs, strict=True):
             text = self._token_text(token)
-            encoded = None if "\ufffd" in text else list(text.encode())  # unknown of half a character
+            encoded = None if "\ufffd" in text else list(text.encode())  # unknown for part of a character
             entry = {"token": text, "logprob": logprob, "bytes": encoded}
             content.append({**entry, "top_logprobs": [entry]})
         return {"content": content}

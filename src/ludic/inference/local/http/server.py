@@ -397,9 +397,7 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-async def _merged(
-    streams: Sequence[AsyncGenerator[TokenChunk, None]],
-) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+async def _merged(streams: Sequence[AsyncGenerator[TokenChunk, None]]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """Chunks of several streams as they arrive, with the index of their stream; the first error ends all."""
     arrived: asyncio.Queue[tuple[int, TokenChunk] | BaseException | None] = asyncio.Queue()
 

@@ -134,6 +134,11 @@ _CELL = Suggested(
     parser="pattern", parser_args={"pattern": r"\b[ABC][123]\b"}, max_steps=5, max_tokens=12, cut_off="read"
 )
 
+_ALGORITHMS = (
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gigpo", "rloo", "reinforce", "reinforce_baseline",
+    "reinforce_pp", "ppo", "scalerl", "sft", "rft", "opd", "grpo_opd", "mopd",
+)  # fmt: skip
+
 BUILTINS: Mapping[str, Mapping[str, Entry]] = {
     "env": {
         "tic_tac_toe": Entry("ludic.envs.tic_tac_toe:TicTacToeEnv", suggested=replace(_CELL, unreadable="stop")),
@@ -229,30 +234,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "python": Entry("ludic.tools.python_tool:python_tool"),
         "search": Entry("ludic.tools.search:DocumentSearch", example={"documents": ["Alders grow on wet ground."]}),
     },
-    "algorithm": {
-        name: Entry(f"ludic.training.algorithms:make_{name}")
-        for name in (
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "gspo",
-            "cispo",
-            "sapo",
-            "gmpo",
-            "gigpo",
-            "rloo",
-            "reinforce",
-            "reinforce_baseline",
-            "reinforce_pp",
-            "ppo",
-            "scalerl",
-            "sft",
-            "rft",
-            "opd",
-            "grpo_opd",
-            "mopd",
-        )
-    }
+    "algorithm": {name: Entry(f"ludic.training.algorithms:make_{name}") for name in _ALGORITHMS}
     | {"spo": Entry("ludic.training.algorithms:spo_algorithm")},
 }
 

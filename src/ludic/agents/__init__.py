@@ -4,21 +4,12 @@
 tool_agent.py.
 """
 
-from ludic.agents.act import AgentActResult, AgentActStep
-from ludic.agents.base_agent import Agent
+from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep
 from ludic.agents.folding_agent import FoldingAgent, FoldingReActAgent
-from ludic.agents.react_agent import ReActAgent
-from ludic.agents.retool_agent import ReToolAgent
+from ludic.agents.react_agent import ReActAgent, ReToolAgent
 from ludic.agents.tool_agent import ToolAgent, ToolScope
 
 __all__ = [
-    "Agent",
-    "ToolAgent",
-    "ReActAgent",
-    "ReToolAgent",
-    "FoldingAgent",
-    "FoldingReActAgent",
-    "AgentActStep",
-    "AgentActResult",
-    "ToolScope",
-]
+    "Agent", "ToolAgent", "ReActAgent", "ReToolAgent", "FoldingAgent", "FoldingReActAgent",
+    "AgentActStep", "AgentActResult", "ToolScope",
+]  # fmt: skip

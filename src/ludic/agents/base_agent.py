@@ -7,17 +7,17 @@ protocol connects it with an environment.
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ludic.agents.act import AgentActResult, AgentActStep
 from ludic.context import ContextStrategy
 from ludic.inference import ChatTemplate, Conversation, Prompt
 from ludic.inference.templates.chat import ToolSchemas
 from ludic.parsers import Parser, ParseResult
 from ludic.types import (
+    ActionTarget,
     ChatClient,
     ChatResponse,
     ConfigError,
@@ -33,6 +33,7 @@ from ludic.types import (
     TokenCompletionRequest,
     TokenMismatch,
     TokenTrace,
+    ToolCall,
     require_trainable_reply,
 )
 
@@ -42,6 +43,34 @@ _TOO_BIG_FOR_INFO = frozenset(
     {"raw_response", "used_args", "prompt", "prompt_text", "prompt_token_ids", "completion_token_ids", "token_ids",
      "logprobs"}
 )  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class AgentActStep:
+    """One model call."""
+
+    prompt_messages: MessageView
+    action: str
+    """Raw text of the reply."""
+    trace: TokenTrace
+    parse_result: ParseResult | None
+    """Result of the action parser; None for calls that are not meant for the env."""
+    action_target: ActionTarget = "env"
+    loop_index: int = 0
+    info: Info = field(default_factory=dict)
+    tool_calls: Sequence[ToolCall] | None = None
+    tool_results: Sequence[dict[str, Any]] | None = None
+
+
+@dataclass(slots=True)
+class AgentActResult:
+    """All steps of one `act`, in order."""
+
+    steps: list[AgentActStep]
+
+    @property
+    def final_step(self) -> AgentActStep:
+        return self.steps[-1]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,14 +8,12 @@ docs/folding.md.
 from dataclasses import replace
 from typing import Any
 
-from ludic.agents.act import AgentActStep
-from ludic.agents.base_agent import Agent
+from ludic.agents.base_agent import Agent, AgentActStep
 from ludic.agents.react_agent import ReActAgent
-from ludic.context.summarised import SummarisedDialog
+from ludic.context.windows import SummarisedDialog
 from ludic.types import ConfigError, InferenceSpec, derive_seed
 
 _SUMMARY_SEED = 0x5EED  # distinct from the seeds of the turn's other calls
-_NOTHING = "(nothing)"
 
 
 class FoldingAgent(Agent):
@@ -67,17 +65,16 @@ class FoldingAgent(Agent):
         call = await self._call_model(self._for_summary(inference), seed, timeout_s, tools=self._advertised)
         self._remember(call)
         written = without_thinking(call.text)
-        self._dialog.fold(self._memory(written or _NOTHING))
+        self._dialog.fold(f"{self.summary_heading}\n{written or '(nothing)'}")
         info = {**call.info, "summary": True, "summary_empty": not written}
         return [self._step(call, parse_result=None, action_target="internal", info=info)]
 
     def _is_full(self) -> bool:
         if not self._dialog.has_replies:
             return False
-        return self._dialog.is_full or (self.fold_at_tokens is not None and self._next_length() > self.fold_at_tokens)
-
-    def _next_length(self) -> int:
-        return self._conversation.num_tokens(self.ctx.on_before_act(), tools=self._advertised)
+        if self._dialog.is_full or self.fold_at_tokens is None:
+            return self._dialog.is_full
+        return self._conversation.num_tokens(self.ctx.on_before_act(), tools=self._advertised) > self.fold_at_tokens
 
     def _for_summary(self, inference: InferenceSpec | None) -> InferenceSpec:
         inference = inference or InferenceSpec()
@@ -86,10 +83,6 @@ class FoldingAgent(Agent):
             return inference
         sampling = replace(inference.sampling, max_tokens=limit, min_tokens=min(limit, inference.sampling.min_tokens))
         return replace(inference, sampling=sampling)
-
-    def _memory(self, summary: str) -> str:
-        """The message that replaces the history."""
-        return f"{self.summary_heading}\n{summary}"
 
 
 class FoldingReActAgent(FoldingAgent, ReActAgent):

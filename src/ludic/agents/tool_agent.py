@@ -8,8 +8,7 @@ Tool errors are reported to the model and do not end the episode.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
-from ludic.agents.act import AgentActResult, AgentActStep
-from ludic.agents.base_agent import Agent, ModelCall
+from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep, ModelCall
 from ludic.inference.templates.chat import shows_tools
 from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParseResult
 from ludic.parsers import ParseResult

@@ -4,7 +4,6 @@
 """
 
 from ludic.context.base import ContextStrategy, FullDialog
-from ludic.context.summarised import SummarisedDialog
-from ludic.context.windows import SlidingWindow, TruncatedThinkingContext
+from ludic.context.windows import SlidingWindow, SummarisedDialog, TruncatedThinkingContext
 
 __all__ = ["ContextStrategy", "FullDialog", "TruncatedThinkingContext", "SlidingWindow", "SummarisedDialog"]

@@ -45,7 +45,7 @@ __all__ = [
     "make_tool_call", "tool_parser_for",
 ]  # fmt: skip
 
-_ABOVE = {"TinkerChatClient": "ludic.tinker.client", "TinkerConfig": "ludic.tinker.service"}
+_ABOVE = {"TinkerChatClient": "ludic.tinker.client", "TinkerConfig": "ludic.tinker.client"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""From samples to what Tinker trains on, and back from its log-probs to what a loss sees.
+"""Converts samples to Tinker's training data, and its log-probs to the tokens that a loss reads.
 
-Tinker's built-in losses are sums over tokens, so whatever a loss of ours divides by goes into the advantages. A loss that
-Tinker does not have is computed here from log-probs (`CustomLoss`), at the price of one more forward pass there.
+Tinker's built-in losses are sums over tokens, so a loss's normalisation goes into the advantages. A loss that Tinker does not
+have is computed here from log-probs (`CustomLoss`), which takes one more forward pass at the service.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Reducing = TokenClippedSurrogateLoss | CISPOLoss | MaskedCausalLMCrossEntropyLos
 
 
 def built_in_of(loss: Loss) -> BuiltInLoss | None:
-    """The service's own form of a loss, where it has exactly that."""
+    """The service's equivalent of a loss; None if it has none."""
     if type(loss) is MaskedCausalLMCrossEntropyLoss:
         return BuiltInLoss("cross_entropy")
     if type(loss) is CISPOLoss:
@@ -40,7 +40,7 @@ def _thresholds(low: float, high: float) -> dict[str, float]:
 
 
 def check_loss(loss: Loss, name: str) -> None:
-    """ConfigError for what log-probs of the sampled tokens cannot give."""
+    """Raise ConfigError if the loss needs more than log-probs of the sampled tokens."""
     needs = {
         "a critic": loss.needs.values,
         "the policy's entropy": loss.needs.entropy,
@@ -57,7 +57,7 @@ def check_loss(loss: Loss, name: str) -> None:
 
 
 def check_items(items: Sequence[SAWItem]) -> None:
-    """ConfigError for samples of a distribution that Tinker cannot train."""
+    """Raise ConfigError for samples of a distribution that Tinker cannot train."""
     others = sorted({t for item in items if (t := item.attachments.temperature) not in (None, 1.0)})
     if others:
         raise ConfigError(
@@ -82,7 +82,7 @@ def _loss_inputs(
     items: Sequence[SAWItem], loss: Loss, built_in: BuiltInLoss, facts: BatchFacts
 ) -> list[dict[str, FloatArray]]:
     assert isinstance(loss, Reducing), "the others are not built in"
-    # Log-probs are not known yet, and a reduction does not look at them.
+    # Log-probs are not known yet, and a reduction does not read them.
     tokens = tokens_of(items, [torch.zeros(len(item.input_ids) - 1) for item in items], facts)
     weights = (tokens.weights * _scale(loss, tokens)).numpy()
     if built_in.name == "cross_entropy":
@@ -93,14 +93,14 @@ def _loss_inputs(
 
 
 def _scale(loss: Reducing, tokens: ActionTokens) -> Tensor:
-    """[A] what one token's term counts in the batch's loss: the gradient of the reduction, which is linear."""
+    """[A] factor of each token's term in the batch's loss: the gradient of the reduction, which is linear."""
     terms = torch.ones_like(tokens.weights).requires_grad_()
     (scale,) = torch.autograd.grad(tokens.reduce_tokens(terms, loss.reduction), terms)
     return scale
 
 
 def _at_targets(items: Sequence[SAWItem], values_A: np.ndarray) -> list[FloatArray]:
-    """One value per target of each row: those of action tokens, and zero elsewhere."""
+    """One value per target of each row: the action tokens' values, and zero elsewhere."""
     ends = np.cumsum([0, *(item.num_action_tokens for item in items)])
     spread = []
     for item, (start, end) in zip(items, pairwise(ends), strict=True):
@@ -111,7 +111,7 @@ def _at_targets(items: Sequence[SAWItem], values_A: np.ndarray) -> list[FloatArr
 
 
 def tokens_of(items: Sequence[SAWItem], logprobs: Sequence[Tensor], facts: BatchFacts) -> ActionTokens:
-    """What a loss sees, given the log-probs of every row's targets."""
+    """The action tokens that a loss reads, from the log-probs of every row's targets."""
     starts = np.cumsum([0, *(len(item.input_ids) - 1 for item in items)])[:-1]
     actions = action_fields(items, starts, _CPU)
     return ActionTokens(

@@ -1,7 +1,7 @@
-"""`TinkerPolicy`: a LoRA that is trained and served at Tinker. Here there are only the calls.
+"""`TinkerPolicy`: a LoRA adapter that is trained and served at Tinker.
 
-It stands where a model stands elsewhere: `TinkerTrainer(model=TinkerPolicy(config))` trains it, and agents sample from
-`policy.client`. Every call blocks until the service has answered; trainers call it from a thread.
+It replaces a local model: `TinkerTrainer(model=TinkerPolicy(config))` trains it, and agents sample from `policy.client`. Every
+call blocks until the service has answered; trainers call it from a thread.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,22 +12,21 @@ import numpy as np
 import torch
 
 from ludic.inference.http import EndpointError
-from ludic.tinker.client import TinkerChatClient
-from ludic.tinker.service import TinkerConfig, connect, context_length, sdk, tinker_errors
+from ludic.tinker.client import TinkerChatClient, TinkerConfig, connect, context_length, sdk, tinker_errors
 from ludic.types import FloatArray, LogprobArray, TokenArray, float_array
 
 CustomLoss: TypeAlias = Callable[[list[torch.Tensor]], torch.Tensor]
-"""From the log-probs of each row's targets, which carry a gradient, to a scalar."""
+"""From the differentiable log-probs of each row's targets to a scalar."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainRow:
-    """One sample as Tinker takes it: position i of the tokens predicts the i-th target."""
+    """One sample in Tinker's form: position i of the tokens predicts the i-th target."""
 
     tokens: TokenArray
     targets: TokenArray
     loss_inputs: Mapping[str, FloatArray] = field(default_factory=dict)
-    """What the built-in loss wants beside the targets, one number per target."""
+    """Inputs of the built-in loss besides the targets, one number per target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +39,20 @@ class BuiltInLoss:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one step has to say."""
+    """The result of one step."""
 
     logprobs: list[LogprobArray]
     """Of each row's targets, before the step."""
     metrics: dict[str, float]
-    """The service's own, named as it names them."""
+    """The service's metrics, under its names."""
 
 
 class TinkerPolicy:
     """One training run at the service, and the client that samples from its newest published weights."""
 
     def __init__(self, config: TinkerConfig, *, tokenizer: Any = None) -> None:
-        """Makes the run and publishes its first weights as version 0. Without a `tokenizer`, the service says which it is,
-        and it is fetched from the hub."""
+        """Creates the training run and publishes its first weights as version 0. Without a `tokenizer`, the one that the service
+        names is loaded from the hub."""
         self.config = config
         self._service = connect(config)
         max_context = context_length(self._service, config)
@@ -83,7 +82,7 @@ class TinkerPolicy:
                 gradient = self._run.forward_backward(data, loss.name, dict(loss.settings) or None)
             else:
                 gradient = self._run.forward_backward_custom(data, lambda _, logprobs: (loss(logprobs), {}))
-            # Both are under way before either is waited for: the service works in turns, and a turn takes seconds.
+            # Both are sent before either is awaited: the service works in turns, and a turn takes seconds.
             stepped = self._run.optim_step(step)
             computed, done = gradient.result(), stepped.result()
         logprobs = [_logprobs_of(output, row) for output, row in zip(computed.loss_fn_outputs, rows, strict=True)]
@@ -92,7 +91,7 @@ class TinkerPolicy:
     # --- publishing, saving ---
 
     def publish(self, version: int) -> None:
-        """The client samples from the weights of now, under this version."""
+        """The client samples from the current weights, under this version."""
         self.client.use(self._new_sampler(), version)
 
     def _new_sampler(self) -> Any:
@@ -100,24 +99,24 @@ class TinkerPolicy:
             return self._run.save_weights_and_get_sampling_client()
 
     def save_state(self, name: str) -> str:
-        """Weights and optimizer, kept at the service; their tinker:// path comes back. The same name replaces."""
+        """Save weights and optimizer at the service; returns their tinker:// path. The same name replaces."""
         with tinker_errors(f"save the state as {name!r}"):
             saved = self._run.save_state(name, ttl_seconds=self.config.checkpoint_ttl_s, overwrite=True).result()
         return saved.path
 
     def load_state(self, path: str) -> None:
-        """Go on from what `save_state` kept, in a new training run; `publish` before sampling."""
+        """Continue from a saved state in a new training run; `publish` before sampling."""
         with tinker_errors(f"load {path}", self.config):
             self._run = self._service.create_training_client_from_state_with_optimizer(path)
 
     def save_for_sampling(self, name: str) -> str:
-        """Weights alone, kept for `TinkerChatClient.connect(model_path=…)`."""
+        """Save weights alone, for `TinkerChatClient.connect(model_path=…)`."""
         with tinker_errors(f"save weights as {name!r}"):
             saved = self._run.save_weights_for_sampler(name, ttl_seconds=self.config.checkpoint_ttl_s).result()
         return saved.path
 
     def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
-        """End the session: the service takes nothing more from it. What was saved stays."""
+        """End the session; saved states stay."""
         with tinker_errors("end the session"):
             self._service.close(status).result()
 

@@ -1,7 +1,7 @@
-"""Chat templates for models at Tinker: tinker_cookbook's renderers where that is installed, else the tokenizer's own.
+"""Chat templates for models at Tinker: tinker_cookbook's renderers if it is installed, else the tokenizer's own.
 
-A renderer of the cookbook turns a whole conversation into tokens. `CookbookTemplate` gives it the other half of our contract:
-what follows a sampled reply, so that a conversation goes on by its stored tokens.
+A renderer of the cookbook turns a whole conversation into tokens. `CookbookTemplate` adds `delta`: the tokens after a sampled
+reply, so that a conversation continues from its stored tokens.
 """
 
 import importlib
@@ -20,13 +20,13 @@ from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
 from ludic.types import ConfigError, Message, SamplingParams, TokenArray, TokenIds, token_array
 
 _REPLY = "LudicReplyGoesHere7f3a9c"
-"""Stands in for a reply while its surroundings are rendered."""
+"""Placeholder of a reply while the messages around it are rendered."""
 _LONGEST_STOP = 16
-"""Tokens of a stop text."""
+"""Maximum tokens of a stop text."""
 
 
 def tinker_template(base_model: str, tokenizer: Any, renderer_name: str | None = None) -> ChatTemplate:
-    """`renderer_name` is one of the cookbook's; without it, the one that the cookbook recommends for the model, if it knows it."""
+    """`renderer_name` is one of the cookbook's; default: the one that the cookbook recommends for the model, if it has one."""
     if importlib.util.find_spec("tinker_cookbook") is None and renderer_name is None:
         return _own_template(tokenizer)
     renderers, known = _cookbook("renderers", renderer_name), _cookbook("model_info", renderer_name)
@@ -72,7 +72,7 @@ class CookbookTemplate(ChatTemplate):
             self._has_tools = False
 
     def stops(self, sampling: SamplingParams) -> dict[str, Any]:
-        """What ends a reply of this renderer, beside what `sampling` ends it with: fields of SamplingParams."""
+        """Fields of SamplingParams: the stops of `sampling` and those of this renderer."""
         texts = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
         return {
             "stop_token_ids": (*sampling.stop_token_ids, *self._stop_ids),
@@ -101,8 +101,8 @@ class CookbookTemplate(ChatTemplate):
         following = _behind(self._rendered(messages, tools), sent, completion)
         if following is not None:
             return following
-        # Rendered from its text, the reply has other tokens than those that were sampled, and a renderer may drop the think
-        # block that its prompt opens; what it writes behind a reply is the same.
+        # Rendered from its text, the reply has other tokens than the sampled ones, and a renderer may drop the think block that
+        # its prompt opens; the tokens after the reply are the same.
         stand_in: Message = {"role": "assistant", "content": _REPLY}
         following = self._behind_stand_in(
             self._rendered([*messages[:num_sent], stand_in, *messages[num_sent + 1 :]], tools)
@@ -110,17 +110,17 @@ class CookbookTemplate(ChatTemplate):
         return None if following is None else following[self._num_already_sampled(completion, following) :]
 
     def _behind_stand_in(self, whole: TokenArray) -> TokenArray | None:
-        """None if one token holds the end of the stand-in and more; then a new segment starts."""
+        """None if one token holds the end of the placeholder and more; then a new segment starts."""
         decode, ids = self.tokenizer.decode, whole.tolist()
         end = bisect_left(range(len(ids)), True, key=lambda length: _REPLY in decode(ids[:length]))
         return whole[end:] if decode(ids[:end]).endswith(_REPLY) else None
 
     def _num_already_sampled(self, completion: TokenArray, following: TokenArray) -> int:
-        """How much of what follows the model has written itself, to end its reply: a token, or a text such as "User:"."""
+        """Number of following tokens that the model itself sampled to end its reply: a token, or a text such as "User:"."""
         if len(completion) and len(following) and int(completion[-1]) in self._stop_ids:
             first = int(following[0])
             if first not in self._stop_ids and self.tokenizer.decode([first]) in END_OF_TURN:
-                return 1  # gpt-oss stops with <|return|>, and has <|end|> in its place in a history
+                return 1  # gpt-oss stops with <|return|>; a history has <|end|> in its place
         for count in range(1, min(len(completion), len(following), _LONGEST_STOP) + 1):
             is_stop = count == 1 and int(following[0]) in self._stop_ids
             if is_stop or self.tokenizer.decode(following[:count].tolist()) in self._stop_texts:
@@ -137,7 +137,7 @@ class CookbookTemplate(ChatTemplate):
         return token_array(self.renderer.build_generation_prompt(own).to_ints())
 
     def _own(self, message: Message) -> dict[str, Any]:
-        """The message in the cookbook's form, whose tool calls are objects."""
+        """The message in the cookbook's form, with tool calls as objects."""
         kept: dict[str, Any] = {
             name: message[name] for name in ("role", "content", "name", "tool_call_id") if name in message
         }
@@ -171,6 +171,6 @@ class CookbookTemplate(ChatTemplate):
 
 
 def _behind(whole: TokenArray, *parts: TokenArray) -> TokenArray | None:
-    """What of `whole` comes after these; None if it does not begin with them."""
+    """The rest of `whole` after these parts; None if it does not begin with them."""
     start = np.concatenate(parts)
     return whole[len(start) :] if np.array_equal(whole[: len(start)], start) else None

@@ -13,7 +13,7 @@ pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.inference import ByteTemplate, TinkerChatClient
 from ludic.inference.http import EndpointError, ResponseTimeout
-from ludic.tinker.service import TinkerConfig, sdk
+from ludic.tinker.client import TinkerConfig, sdk
 from ludic.types import (
     ConfigError,
     MissingExtra,

@@ -78,11 +78,10 @@ system:
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-# Installs run side by side; then mypy; then the tests, alone on the machine: some of them hold processes to a time limit.
+# Installs run side by side; then the tests, and mypy on what time they leave: some tests hold processes to a time limit.
 test:
 	$(MAKE) -j 3 -O style try-vllm system
-	$(MAKE) types
-	$(MAKE) tests
+	$(MAKE) -j 2 types tests
 
 # A file's tests share models and servers, so a file stays with one worker; each computes with one thread. tests/conftest.py
 # puts the longest files first.
@@ -99,7 +98,7 @@ style: $(VENV)/.ready-all
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.ready-all
-	$(BIN)/mypy
+	nice -n 19 $(BIN)/mypy
 
 lock:
 	$(PYTHON) scripts/lock.py

@@ -204,6 +204,7 @@ def test_slurm_saves_and_queues_again_when_the_time_is_up(tmp_path):
     job = slurm(tmp_path, HANG="1")
     while not (tmp_path / "record").exists() or "begun" not in lines(tmp_path):
         assert job.poll() is None, job.stderr.read()
+        time.sleep(0.05)
     job.terminate()
     assert job.wait(timeout=30) == 0
     assert lines(tmp_path)[-3:] == ["run ended", "scontrol GPUS= requeue 77", "server ended"]

@@ -15,13 +15,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ludic.cli.args import Switch, parse_with_settings
 from ludic.cli.train import train_run
-from ludic.run import Run, RunConfig
+from ludic.run.config import RunConfig
 from ludic.run.settings import with_values
 from ludic.types import LudicError
+
+if TYPE_CHECKING:
+    from ludic.run import Run  # loads torch
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def parse_script(
     return parse_with_settings(flags, default, args, prog=prog, description=description or "")
 
 
-def train_script(run: Run, flags: ScriptFlags) -> int:
+def train_script(run: "Run", flags: ScriptFlags) -> int:
     """Train like `ludic train`; messages name this script where they say how to resume."""
     again = shlex.join(["python", *(arg for arg in sys.argv if arg != "--resume")])
     run.resolved = replace(run.resolved, parts=replace(run.resolved.parts, command=again))

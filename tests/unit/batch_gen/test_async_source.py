@@ -37,7 +37,7 @@ class Numbered:
 
 async def reaches(condition) -> None:
     """Wait until something has happened, however slow the machine, and a little longer for what should not."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
     await asyncio.sleep(0.01)

@@ -280,7 +280,7 @@ def test_an_endless_answer_is_wrong_and_the_next_one_is_graded():
     start = time.monotonic()
     assert not is_equivalent(TOWER, "18", timeout_s=0.3)
     assert is_equivalent(r"\sqrt{8}", r"2\sqrt2")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
 
 
 def test_grading_works_from_many_threads():
@@ -338,24 +338,24 @@ def worker(tmp_path, monkeypatch):
 
 
 def test_the_reference_comes_first_and_chatter_is_no_verdict(worker):
-    assert worker.check("right", "gold", timeout_s=5)
-    assert not worker.check("gold", "right", timeout_s=5)
+    assert worker.check("right", "gold", timeout_s=60)
+    assert not worker.check("gold", "right", timeout_s=60)
 
 
 @pytest.mark.parametrize("answer", ["hang", "crash", "raise"])
 def test_a_worker_that_breaks_says_no_and_is_replaced(worker, answer):
     start = time.monotonic()
     assert not worker.check(answer, "gold", timeout_s=0.2)
-    assert worker.check("right", "gold", timeout_s=5)
-    assert time.monotonic() - start < 10
+    assert worker.check("right", "gold", timeout_s=60)
+    assert time.monotonic() - start < 50
 
 
 def test_a_worker_that_died_between_questions_costs_no_verdict(worker):
-    assert worker.check("right", "gold", timeout_s=5)
+    assert worker.check("right", "gold", timeout_s=60)
     (process,) = [one._process for one in worker._all if one._process is not None]
     process.kill()
     process.wait()
-    assert worker.check("right", "gold", timeout_s=5)
+    assert worker.check("right", "gold", timeout_s=60)
 
 
 def test_an_honest_answer_does_not_wait_until_slow_ones_are_given_up(worker):
@@ -399,7 +399,7 @@ def test_without_math_verify_the_missing_extra_is_named(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no math_verify here')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MissingExtra, match=r"no math_verify here.*ludic-rl\[math\]"):
-        MathWorker().check(r"\sqrt2", "2", timeout_s=5)
+        MathWorker().check(r"\sqrt2", "2", timeout_s=60)
 
 
 def test_a_forked_child_has_its_own_worker_and_none_outlives_its_process(tmp_path):

@@ -302,7 +302,7 @@ async def test_cancelling_closes_the_connection():
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 

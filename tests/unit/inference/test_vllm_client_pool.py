@@ -102,7 +102,7 @@ def test_requests_that_fail_together_are_one_failure():
 
 async def test_a_request_moves_on_to_another_server_at_once():
     async with fake(faults=["500"]) as bad, fake() as good, client_of(bad, good, wait_s=1000.0) as client:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             response, info = await client.complete_tokens(a_request())
     assert len(response.completion_token_ids) == 4
     assert info["server"] == good.url and len(bad.requests) == 1

@@ -60,7 +60,7 @@ async def test_a_checkout_waits_for_a_release_and_no_longer_than_it_may():
         first = await pool.checkout()
         with pytest.raises(TimeoutError, match="all 1 are in use"):
             await pool.checkout(timeout_s=0.01)
-        waiting = asyncio.create_task(pool.checkout(timeout_s=5))
+        waiting = asyncio.create_task(pool.checkout(timeout_s=60))
         await pool.release(first)
         assert await waiting is first
 
@@ -73,7 +73,7 @@ async def test_a_cancelled_checkout_loses_no_sandbox():
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await pool.release(first)
-        assert await pool.checkout(timeout_s=1) is first
+        assert await pool.checkout(timeout_s=60) is first
 
 
 async def test_a_sandbox_is_given_back_once_and_to_its_own_pool():
@@ -118,7 +118,7 @@ async def test_who_asks_while_the_pool_starts_is_served_when_it_has_started():
     pool = FakePool(n_workers=1)
     starting = asyncio.create_task(pool.start())
     await asyncio.sleep(0)
-    assert await pool.checkout(timeout_s=5) is pool.made[0]
+    assert await pool.checkout(timeout_s=60) is pool.made[0]
     await starting
     await pool.shutdown()
 
@@ -208,7 +208,7 @@ async def test_an_unexpected_error_in_the_background_reaches_the_next_caller():
         pool.script = [True]
         await pool.release(sandbox)
         with pytest.raises(SandboxPoolExhaustedError, match="ZeroDivisionError: a bug"):
-            await pool.checkout(timeout_s=5)
+            await pool.checkout(timeout_s=60)
 
 
 async def test_a_pool_that_cannot_start_says_why_and_keeps_nothing():

@@ -126,10 +126,10 @@ def test_errors_say_what_is_wrong(expression, says):
     ],
 )
 def test_monsters_are_refused_at_once(expression):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError):
         calculator(expression)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_long_sum_is_fine():

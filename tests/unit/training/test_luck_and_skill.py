@@ -22,6 +22,9 @@ from tests.unit.training.hand_made import rollout, turn_weights
 from tests.unit.training.luck_and_skill import LuckThenSkill
 
 GROUP = 8
+STEPS = 44
+"""Of the tiny model. By turn credit, 40 steps end with 0.95 and more, 64 with 1.0; by episodic credit, no number up to 64 with
+more than 0.6."""
 
 
 # --- a table ---
@@ -127,9 +130,9 @@ def turn_grpo():
     "algorithm", [turn_grpo(), make_gigpo(group_size=GROUP, step_weight=4.0)], ids=["turns", "gigpo"]
 )
 async def test_a_tiny_model_learns_the_questions_by_turn_credit(algorithm):
-    assert late_skill(await answers_of(algorithm, steps=64)) > 0.85
+    assert late_skill(await answers_of(algorithm, steps=STEPS)) > 0.85
 
 
 @pytest.mark.slow
 async def test_a_tiny_model_learns_next_to_nothing_by_episodic_credit():
-    assert late_skill(await answers_of(make_grpo(group_size=GROUP), steps=64)) < 0.7
+    assert late_skill(await answers_of(make_grpo(group_size=GROUP), steps=STEPS)) < 0.7

@@ -109,7 +109,7 @@ async def test_a_stop_may_come_from_another_thread():
     stop = StopSignal()
     threading.Timer(0.05, stop.set, args=("enough",)).start()
     with pytest.raises(StopRequested, match="enough"):
-        await asyncio.wait_for(stop.unless(asyncio.sleep(60)), timeout=5)
+        await asyncio.wait_for(stop.unless(asyncio.sleep(60)), timeout=50)
 
 
 async def test_work_that_fails_while_it_is_stopped_does_not_hide_the_stop():

@@ -39,6 +39,6 @@ def test_without_a_well_formed_box_there_is_no_content(raw):
 
 @pytest.mark.parametrize("unit", [r"\boxed{", r"\boxed{5}", "\\", "{", "\\boxed  "])
 def test_a_hostile_reply_takes_linear_time(unit):
-    start = time.perf_counter()
+    start = time.process_time()
     extract_last_boxed_content(unit * 20_000)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2

@@ -19,25 +19,25 @@ from ludic.sandbox.containers import ContainerConfig, DockerSandboxPool, PodmanS
 from ludic.sandbox.interface import Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
+from ludic.sandbox.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError, UnknownName
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxBackend(StrEnum):
-    """What can stand between a program and the host."""
+    """How programs are isolated."""
 
     AUTO = "auto"  # the first that works of bubblewrap and the container engines
     BUBBLEWRAP = "bubblewrap"
     DOCKER = "docker"
     PODMAN = "podman"
     PODMAN_HPC = "podman-hpc"
-    SUBPROCESS = "subprocess"  # nothing at all: must be asked for by name
+    SUBPROCESS = "subprocess"  # no isolation; only if requested by name
 
 
 def _order() -> list[SandboxBackend]:
-    """On Slurm clusters users have no docker; elsewhere podman is the rarer one."""
+    """Slurm clusters have no docker; elsewhere podman is rarer."""
     engines = [SandboxBackend.DOCKER, SandboxBackend.PODMAN, SandboxBackend.PODMAN_HPC]
     if "SLURM_JOB_ID" in os.environ:
         engines.reverse()
@@ -56,29 +56,29 @@ def backend_problem(backend: SandboxBackend | str) -> str:
 
 
 def is_bubblewrap_available() -> bool:
-    return not backend_problem(SandboxBackend.BUBBLEWRAP)
+    return not bubblewrap_problem()
 
 
 def is_docker_available() -> bool:
-    return not backend_problem(SandboxBackend.DOCKER)
+    return not engine_problem("docker")
 
 
 def is_podman_available() -> bool:
-    return not backend_problem(SandboxBackend.PODMAN)
+    return not engine_problem("podman")
 
 
 def is_podman_hpc_available() -> bool:
-    return not backend_problem(SandboxBackend.PODMAN_HPC)
+    return not engine_problem("podman-hpc")
 
 
 def get_backend_info() -> dict[str, str]:
-    """Each backend, and "available" or why not."""
+    """Backend → "available" or why it is not."""
     real = [backend for backend in SandboxBackend if backend is not SandboxBackend.AUTO]
     return {backend.value: backend_problem(backend) or "available" for backend in real}
 
 
 def detect_available_backend() -> SandboxBackend:
-    """The first backend that works here; SandboxError (a RuntimeError) when none does. Never the plain subprocess."""
+    """The first backend that works here, never the plain subprocess; SandboxError (a RuntimeError) if none does."""
     problems = []
     for backend in _order():
         problem = backend_problem(backend)
@@ -89,7 +89,7 @@ def detect_available_backend() -> SandboxBackend:
         "No sandbox backend works here.\n"
         + "\n".join(problems)
         + "\nInstall bubblewrap (apt install bubblewrap), or start docker. backend='subprocess' runs programs without any "
-        "isolation; ask for it only if you would run them yourself."
+        "isolation; choose it only if you would run them yourself."
     )
 
 
@@ -103,9 +103,9 @@ async def create_sandbox_pool(
     config: "BubblewrapConfig | ContainerConfig | SubprocessConfig | None" = None,
     **pool_settings: Any,
 ) -> BaseSandboxPool:
-    """A started pool. `config` is that of the backend; `pool_settings` are the rest of BaseSandboxPool's.
+    """A started pool. `config` belongs to the backend; `pool_settings` are further arguments of BaseSandboxPool.
 
-    `python_version`: like "3.12". "auto" is this Python's version where the backend has it.
+    `python_version`: like "3.12". "auto" is this Python's version if the backend has it.
     """
     chosen = _named(backend)
     if chosen is SandboxBackend.AUTO:
@@ -123,9 +123,7 @@ async def create_sandbox_pool(
 
 def _pool(chosen: SandboxBackend, config: Any, version: str, settings: dict[str, Any]) -> BaseSandboxPool:
     given = {} if version == "auto" else {"python": version}
-    in_image = {
-        "python_version": f"{sys.version_info.major}.{sys.version_info.minor}" if version == "auto" else version
-    }
+    in_image = {"python_version": "{}.{}".format(*sys.version_info) if version == "auto" else version}
     match chosen:
         case SandboxBackend.BUBBLEWRAP:
             return BubblewrapSandboxPool(_checked(config, BubblewrapConfig, given), **settings)
@@ -140,7 +138,7 @@ def _pool(chosen: SandboxBackend, config: Any, version: str, settings: dict[str,
 
 
 def _checked(config: Any, kind: type[Any], given: dict[str, str]) -> Any:
-    """The given config, or one made of the version. A config says the version itself."""
+    """The given config, or one with this version; a given config has its own version."""
     if config is None:
         return kind(**given)
     if not isinstance(config, kind):
@@ -155,7 +153,7 @@ def _named(backend: SandboxBackend | str) -> SandboxBackend:
         raise UnknownName.among("sandbox backend", str(backend), [one.value for one in SandboxBackend]) from None
 
 
-# One pool per event loop for callers without one: envs and tools share its processes and its cache.
+# --- one pool per event loop, shared by envs and tools without their own ---
 
 _pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[BaseSandboxPool]]" = WeakKeyDictionary()
 
@@ -163,18 +161,17 @@ _pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[BaseSandboxPo
 async def shared_pool() -> BaseSandboxPool:
     """The pool of the running event loop, with the first backend that works here and a sandbox per core.
 
-    Made at the first call and shut down when the loop ends (as `asyncio.run` ends it: by cancelling what still runs).
+    Made at the first call, and shut down when the loop ends (`asyncio.run` then cancels all tasks).
     """
     loop = asyncio.get_running_loop()
-    if loop not in _pools or _is_of_no_use(_pools[loop]):
+    if loop not in _pools or _is_unusable(_pools[loop]):
         _pools[loop] = asyncio.create_task(_start())
     return await asyncio.shield(_pools[loop])
 
 
 async def _start() -> BaseSandboxPool:
     pool = await create_sandbox_pool(n_workers=os.cpu_count() or 1)
-    keeper = asyncio.create_task(_keep(pool))
-    _keepers[pool] = keeper
+    _keepers[pool] = asyncio.create_task(_keep(pool))
     return pool
 
 
@@ -182,15 +179,15 @@ async def _keep(pool: BaseSandboxPool) -> None:
     try:
         await asyncio.Event().wait()
     finally:
-        _pools.pop(asyncio.get_running_loop(), None)  # its value holds the loop, which would never be forgotten
+        _pools.pop(asyncio.get_running_loop(), None)  # its value refers to the loop, which would never be freed
         await pool.shutdown()
 
 
 _keepers: "WeakKeyDictionary[BaseSandboxPool, asyncio.Task[None]]" = WeakKeyDictionary()
-"""The loop itself holds its tasks weakly."""
+"""The loop has only weak references to its tasks."""
 
 
-def _is_of_no_use(starting: "asyncio.Task[BaseSandboxPool]") -> bool:
+def _is_unusable(starting: "asyncio.Task[BaseSandboxPool]") -> bool:
     if not starting.done():
         return False
     return starting.cancelled() or starting.exception() is not None or starting.result().has_given_up
@@ -235,18 +232,12 @@ class _SubprocessLauncher:
         return runner
 
 
-class _GroupIsolation:
+class _GroupIsolation(Isolation):
     """A process group and its folder; a program can leave the group."""
 
     def __init__(self, folder: str) -> None:
         self.group: int | None = None
         self._folder = folder
-
-    async def identify(self) -> None:
-        """The group is known from the start."""
-
-    def begin(self, limit_bytes: int) -> None:
-        """Nothing counts the memory of the group."""
 
     async def end(self) -> None:
         group, self.group = self.group, None
@@ -254,9 +245,6 @@ class _GroupIsolation:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def memory(self) -> tuple[int | None, bool]:
-        return None, False
 
 
 class SubprocessSandboxPool(BaseSandboxPool):

@@ -1,8 +1,8 @@
 """Bubblewrap: Linux namespaces without a daemon, the default backend. What it isolates: docs/sandbox.md.
 
-A cell is a process tree with its own user, process, network, IPC and host name spaces, a read-only view of /usr, and one
-writable folder in memory. As root the tree first changes to an unused user, so that the program has no rights on the host
-either; where the kernel lets us, its memory is limited as a whole (ludic.sandbox.cgroup).
+A runner is a process tree with its own user, process, network, IPC and host name spaces, a read-only view of /usr, and one writable
+folder in memory. Started by root, the tree first changes to an unused user, so that the program has no rights on the host; where
+the kernel permits, its memory is limited as a whole (ludic.sandbox.cgroup).
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from ludic.sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process import readable
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
+from ludic.sandbox.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
-# Which Python of the host runs inside a sandbox that shares the host's files.
+# --- the Python of the host that runs inside ---
 
 _FACTS = """
 import sys
@@ -47,9 +47,9 @@ class Interpreter:
     prefix: str
     """The folder with its library."""
     version: str
-    """As "3.11"."""
+    """Like "3.11"."""
     magic: str
-    """The mark of its bytecode."""
+    """Version of its bytecode."""
 
     @property
     def is_part_of_the_system(self) -> bool:
@@ -60,7 +60,7 @@ class Interpreter:
 def find_interpreter(wanted: str = "auto") -> Interpreter:
     """`wanted`: a version like "3.11" (3.9 or newer), the path of an interpreter, or "auto": this version if the system has it.
 
-    The system's Pythons come first: every user may read them, which a Python in a home folder does not promise.
+    The system's Pythons come first: every user may read them, unlike one in a home folder.
     """
     if "/" in wanted:
         found = _ask(Path(wanted))
@@ -68,11 +68,8 @@ def find_interpreter(wanted: str = "auto") -> Interpreter:
             raise ConfigError(f"{wanted} cannot be run as a Python 3.9 or newer. Give another path, or a version.")
         return found
     this = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folders = (Path("/usr/bin"), Path("/usr/local/bin"))
-    if wanted == "auto":
-        candidates = [folder / f"python{this}" for folder in folders] + [folder / "python3" for folder in folders]
-    else:
-        candidates = [folder / f"python{wanted}" for folder in folders]
+    names = (f"python{this}", "python3") if wanted == "auto" else (f"python{wanted}",)
+    candidates = [Path(folder, name) for name in names for folder in ("/usr/bin", "/usr/local/bin")]
     candidates.append(Path(sys.base_prefix) / "bin" / f"python{this}")
     known = []
     for candidate in candidates:
@@ -103,11 +100,11 @@ def _ask(path: Path) -> Interpreter | None:
 _INSIDE_ID = "65534"
 _WORKSPACE = "/tmp"
 _IDENTIFY_S = 10.0
-"""bwrap says the number of its child at once, or never."""
+"""bwrap reports its child's process number at once, or never."""
 _OLDEST = (0, 8)
-"""--disable-userns and --size."""
+"""The first version with --disable-userns and --size."""
 _STAGE = Path("/run/ludic-sandbox")
-"""Root only: binds are first put below this folder, in a mount namespace of the cell, where its user can reach them."""
+"""Root only: binds are first mounted below this folder, in a mount namespace of the runner, where its user can reach them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,16 +115,17 @@ class BubblewrapConfig:
     python: str = "auto"
     """A version, the path of an interpreter, or "auto"; see `find_interpreter`."""
     binds: tuple[Bind, ...] = ()
-    """What every program sees of the host besides /usr; packages, for instance (name them in PYTHONPATH)."""
+    """What every program sees of the host besides /usr, such as packages (name them in PYTHONPATH)."""
     uid: int = 64_999
-    """The user that programs become when we are root. No other program should use it."""
+    """The user that programs run as if Ludic runs as root. No other program should use it."""
 
 
 class BubblewrapLauncher:
-    """Starts cells under bwrap."""
+    """Starts runners under bwrap."""
 
     def __init__(self, config: BubblewrapConfig) -> None:
-        require_bubblewrap()
+        if problem := bubblewrap_problem():
+            raise SandboxError(f"The bubblewrap backend cannot be used: {problem}")
         self._config = config
         self._interpreter = find_interpreter(config.python)
         self._groups: MemoryGroups | None = memory_groups()
@@ -177,8 +175,8 @@ class BubblewrapLauncher:
         return [Bind(source=self._interpreter.prefix, target=self._interpreter.prefix)]
 
 
-class NamespaceIsolation:
-    """A process namespace, ended through its process 1, and a memory group where there are any."""
+class NamespaceIsolation(Isolation):
+    """A process namespace, ended through its process 1, and a memory group where there is one."""
 
     def __init__(self, groups: MemoryGroups | None) -> None:
         self._status_fd: int | None = None
@@ -189,7 +187,7 @@ class NamespaceIsolation:
         self._memory: tuple[int | None, bool] = (None, False)
 
     def open_status(self) -> int:
-        """The descriptor that bwrap writes its status to. Close it when bwrap has it."""
+        """The descriptor that bwrap writes its status to; the caller closes it once bwrap has it."""
         self._status_fd, write_end = os.pipe()
         return write_end
 
@@ -202,7 +200,7 @@ class NamespaceIsolation:
             self._group.begin(limit_bytes)
 
     async def identify(self) -> None:
-        # Done while process 1 certainly lives, since its number may be another's afterwards.
+        # While process 1 certainly lives: its number may be reused afterwards.
         status_fd, self._status_fd = self._status_fd, None
         if status_fd is None:
             return
@@ -211,13 +209,13 @@ class NamespaceIsolation:
                 await readable(status_fd)
             self._leader = _leader(os.read(status_fd, 4096))
         except (TimeoutError, ProcessLookupError):
-            pass  # bwrap hangs, or its child is gone: only bwrap is left to end
+            pass  # bwrap hangs, or its child is gone; then only bwrap has to be ended
         finally:
             os.close(status_fd)
 
     async def end(self) -> None:
-        # Also in the middle of the start: bwrap alone, killed before it has let its child go on, would leave that child
-        # waiting without end. So the child's number is waited for, and the child goes first.
+        # Also during the start: if bwrap were killed before it lets its child go on, that child would wait without end. So this
+        # waits for the child's number, and the child is killed first.
         await self.identify()
         leader, self._leader = self._leader, None
         try:
@@ -263,7 +261,7 @@ class BubblewrapSandboxPool(BaseSandboxPool):
         await self._launcher.close()
 
 
-# --- commands -----------------------------------------------------------------------------------------------
+# --- commands ---
 
 
 def bubblewrap_command(
@@ -296,7 +294,7 @@ def bubblewrap_command(
 
 
 def _as_other_user(uid: int | None, procs: Path | None, binds: Sequence[Bind]) -> list[str]:
-    """What stands before bwrap when we are root: join the memory group, put binds within reach, become the user."""
+    """The command before bwrap if Ludic is root: join the memory group, mount the binds, become the user."""
     if uid is None:
         return []
     steps = [f"echo 0 > {procs}"] if procs else []
@@ -313,7 +311,7 @@ def _as_other_user(uid: int | None, procs: Path | None, binds: Sequence[Bind]) -
 
 
 def _reachable(binds: Sequence[Bind], uid: int | None) -> list[Bind]:
-    """The binds as bwrap finds them: as they are, or where root has staged them for the other user."""
+    """The binds as given, or, for another user, where root has mounted them."""
     if uid is None:
         return list(binds)
     return [replace(bind, source=str(_STAGE / str(number))) for number, bind in enumerate(binds)]
@@ -329,7 +327,7 @@ def _check_binds(binds: Sequence[Bind]) -> None:
 
 @cache
 def _tool(name: str) -> str:
-    """Its path: nothing that is started here has a PATH."""
+    """Its path; the processes started here have no PATH."""
     found = shutil.which(name)
     if found is None:
         raise SandboxError(f"{name} is not installed. The bubblewrap backend needs bwrap, and as root util-linux.")
@@ -337,25 +335,25 @@ def _tool(name: str) -> str:
 
 
 def _leader(status: bytes) -> int | None:
-    """A pidfd of process 1 inside. bwrap writes its JSON in pieces, this number first; nothing, if it gave up before."""
+    """A pidfd of process 1 inside. bwrap writes its JSON in pieces, this number first; None if it failed before."""
     found = re.search(rb'"child-pid": (\d+)', status)
     return os.pidfd_open(int(found[1])) if found else None
 
 
 def _filled_pipe(content: bytes) -> int:
-    """The end to read `content` from; it fits a pipe's buffer."""
+    """A descriptor to read `content` from; it fits a pipe's buffer."""
     read_end, write_end = os.pipe()
     os.write(write_end, content)
     os.close(write_end)
     return read_end
 
 
-# --- is it there? -------------------------------------------------------------------------------------------
+# --- is it there? ---
 
 
 @cache
 def bubblewrap_problem() -> str:
-    """Why bubblewrap cannot be used here; empty when it can. Found out by trying, once."""
+    """Why bubblewrap cannot be used here; empty if it can. It is tried once."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed (Debian and Ubuntu: apt install bubblewrap)."
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True).stdout
@@ -380,11 +378,5 @@ def bubblewrap_problem() -> str:
         return ""
     return (
         f"bwrap cannot make a sandbox here: {done.stderr.strip()} (Does the kernel let users make namespaces? See the sysctls "
-        "kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns; inside a container, ask for "
-        "the right to.)"
+        "kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns; a container needs that right.)"
     )
-
-
-def require_bubblewrap() -> None:
-    if bubblewrap_problem():
-        raise SandboxError(f"The bubblewrap backend cannot be used: {bubblewrap_problem()}")

@@ -1,8 +1,8 @@
-"""Memory cgroups: a limit on, and a measure of, the memory of all processes of a cell together. Needs root.
+"""Memory cgroups: limit and measure the memory of all processes of a runner together. Needs root.
 
-RLIMIT_AS alone is per process, so a program with 32 processes would have 32 times its memory. A group is lent to one cell
-at a time and used again, since making and removing one takes the kernel longer than a run. Both versions of cgroups are
-spoken; where neither can be had (`memory_groups` gives None), only RLIMIT_AS holds.
+RLIMIT_AS alone is per process, so a program with 32 processes would have 32 times its memory. Groups are reused, one runner at a
+time, since making and removing one takes the kernel longer than a run. Supports cgroups v1 and v2; without either (`memory_groups`
+returns None) only RLIMIT_AS limits memory.
 """
 
 import asyncio
@@ -37,25 +37,17 @@ class Dialect:
 
 
 V1 = Dialect(
-    limit="memory.limit_in_bytes",
-    swap_limit="memory.memsw.limit_in_bytes",
-    swap_counts_memory=True,
-    peak="memory.max_usage_in_bytes",
-    peak_reset=True,
-    events="memory.oom_control",
-)
+    limit="memory.limit_in_bytes", swap_limit="memory.memsw.limit_in_bytes", swap_counts_memory=True,
+    peak="memory.max_usage_in_bytes", peak_reset=True, events="memory.oom_control",
+)  # fmt: skip
 V2 = Dialect(
-    limit="memory.max",
-    swap_limit="memory.swap.max",
-    swap_counts_memory=False,
-    peak="memory.peak",
-    peak_reset=False,
-    events="memory.events",
-)
+    limit="memory.max", swap_limit="memory.swap.max", swap_counts_memory=False,
+    peak="memory.peak", peak_reset=False, events="memory.events",
+)  # fmt: skip
 
 
 class MemoryGroup:
-    """One group, lent to one cell at a time."""
+    """One group, used by one runner at a time."""
 
     def __init__(self, folder: Path, dialect: Dialect) -> None:
         self.folder = folder
@@ -64,7 +56,7 @@ class MemoryGroup:
 
     @property
     def procs(self) -> Path:
-        """Where a process writes itself in."""
+        """The file to which a process writes in order to join."""
         return self.folder / "cgroup.procs"
 
     def begin(self, limit_bytes: int) -> None:
@@ -75,13 +67,13 @@ class MemoryGroup:
         self._kills_before = self._kills()
 
     def read(self) -> tuple[int | None, bool]:
-        """Peak bytes since `begin` (None where this kernel does not say), and whether a process was killed for memory."""
+        """Peak bytes since `begin` (None if this kernel does not measure it), and whether a process was killed for memory."""
         peak = self.folder / self._dialect.peak
-        is_ours = self._dialect.peak_reset and peak.exists()  # else it is the peak of the group's previous user
-        return (int(peak.read_text()) if is_ours else None), self._kills() > self._kills_before
+        is_of_this_run = self._dialect.peak_reset and peak.exists()
+        return (int(peak.read_text()) if is_of_this_run else None), self._kills() > self._kills_before
 
     async def remove(self) -> None:
-        """The kernel takes a moment to see that a group is empty. What still cannot be removed is, by a later start."""
+        """Retries, since the kernel notices late that a group is empty. A later start removes what is left."""
         for _ in range(_REMOVE_TRIES):
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -93,7 +85,7 @@ class MemoryGroup:
         if not (self.folder / swap).exists():
             self._write(self._dialect.limit, limit_bytes)
         elif self._dialect.swap_counts_memory:
-            self._write(swap, -1)  # the sum may never be below the part, so it goes up first
+            self._write(swap, -1)  # the sum must not be below the memory limit, so it is raised first
             self._write(self._dialect.limit, limit_bytes)
             self._write(swap, limit_bytes)
         else:
@@ -112,7 +104,7 @@ class MemoryGroup:
 
 
 class MemoryGroups:
-    """Lends groups; makes one when none is free."""
+    """Lends groups, and makes one when none is free."""
 
     def __init__(self, parent: Path, dialect: Dialect) -> None:
         self._parent = parent
@@ -156,16 +148,16 @@ def _usable_parent(root: Path = Path("/sys/fs/cgroup")) -> tuple[Path, Dialect] 
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Groups of harnesses that were killed, and what may still sit in them: bwrap, if that came in its very start."""
+    """Remove groups of processes that were killed, and a bwrap that may still be in them."""
     for folder in parent.iterdir():
         owner, _, rest = folder.name.partition("-")
-        # Process numbers mean something within their namespace only: another container's harness may well be alive.
+        # Process numbers are valid only within their namespace: the owner may be alive in another container.
         if not folder.is_dir() or not rest.startswith(f"{_pid_namespace()}-") or Path("/proc", owner).exists():
             continue
         for pid in (folder / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        with contextlib.suppress(OSError):  # a group is busy until they are gone; then the next start removes it
+        with contextlib.suppress(OSError):  # busy until they are gone; the next start removes it
             folder.rmdir()
 
 
@@ -174,6 +166,6 @@ def _pid_namespace() -> int:
 
 
 def memory_groups() -> MemoryGroups | None:
-    """Groups for one pool, or None where there are none to be had."""
+    """Groups for one pool, or None if there are none."""
     found = _usable_parent() if os.geteuid() == 0 else None
     return MemoryGroups(*found) if found else None

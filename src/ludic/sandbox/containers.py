@@ -1,8 +1,8 @@
 """Docker and Podman: a container per program, through their command lines.
 
-Slower than bubblewrap (a container takes about a second to start, so the pool's warm containers matter more), but with any
-Python that there is an image of, and on hosts where bubblewrap is not allowed. The container has no network, a read-only
-root, no capabilities, an unprivileged user, and limits on memory and processes; the supervisor inside is its process 1.
+Slower than bubblewrap (a container takes about a second to start, so the pool's warm containers matter more), but with the Python
+of any image, and on hosts where bubblewrap is not allowed. The container has no network, a read-only root, no capabilities, an
+unprivileged user, and limits on memory and processes; the supervisor inside is its process 1.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ludic.sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import RunnerProcess, start_runner, supervisor_command
+from ludic.sandbox.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
 Engine = Literal["docker", "podman", "podman-hpc"]
@@ -30,20 +30,20 @@ class ContainerConfig:
 
     python_version: str = "3.11"
     base_image: str | None = None
-    """None: python:<python_version>-slim. The image must be there already: nothing is pulled."""
+    """None: python:<python_version>-slim. The image must exist locally: nothing is pulled."""
     memory_limit: str = "256m"
     """Of the container; a run that asks for more gets another container."""
     cpu_quota: int | None = None
     """Of 100,000 for one core; 0 is no limit. None: 50,000 with docker, no limit with podman."""
     network_disabled: bool = True
     working_dir: str = "/workspace"
-    """The one writable folder. Where the image has it already, its mode there must let all users write."""
+    """The only writable folder. If the image has it, all users must have write permission."""
     gpu: bool = False
     """podman-hpc's --gpu; docker has no such flag."""
     extra_args: tuple[str, ...] = ()
     """More arguments for `docker run` or `podman run`."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
-    """All but its memory_mb, which memory_limit replaces."""
+    """memory_limit replaces its memory_mb."""
 
 
 DockerSandboxConfig = PodmanConfig = ContainerConfig
@@ -53,8 +53,7 @@ class ContainerLauncher:
     """Starts runner processes inside containers."""
 
     def __init__(self, engine: Engine, config: ContainerConfig) -> None:
-        problem = engine_problem(engine)
-        if problem:
+        if problem := engine_problem(engine):
             raise SandboxError(f"The {engine} backend cannot be used: {problem}")
         if config.gpu and engine == "docker":
             raise ConfigError(
@@ -67,7 +66,7 @@ class ContainerLauncher:
         name = f"ludic-{uuid.uuid4().hex}"
         runner = await start_runner(
             container_command(self._engine, self._config, name, limits, binds),
-            env=os.environ,  # the client's: where the engine is; the program has the container's
+            env=os.environ,  # of the client, to find the engine; the program has the container's
             isolation=ContainerIsolation(self._engine, name),
             workspace=self._config.working_dir,
             limit_processes=False,  # RLIMIT_NPROC would count all containers; --pids-limit counts this one
@@ -76,19 +75,13 @@ class ContainerLauncher:
         return runner
 
 
-class ContainerIsolation:
-    """One container, by name."""
+class ContainerIsolation(Isolation):
+    """One container, by name. It starts with its memory limit; RLIMIT_AS sets lower ones."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
         self._name: str | None = name
         self._was_killed_for_memory = False
-
-    async def identify(self) -> None:
-        """Its name is known from the start."""
-
-    def begin(self, limit_bytes: int) -> None:
-        """The container was started with its limit; lower ones are RLIMIT_AS's."""
 
     async def end(self) -> None:
         name, self._name = self._name, None
@@ -136,7 +129,7 @@ class PodmanSandboxPool(ContainerSandboxPool):
         super().__init__(engine, config, **settings)
 
 
-# --- commands -----------------------------------------------------------------------------------------------
+# --- commands ---
 
 
 def container_command(
@@ -148,7 +141,7 @@ def container_command(
     command = [engine, "run", "--interactive", "--name", name, "--pull", "never", "--stop-timeout", "0"]
     command += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", _USER]
     command += ["--memory", str(memory), "--memory-swap", str(memory), "--pids-limit", str(limits.max_processes)]
-    # nproc counts all containers of the user, so it is no limit here; left out, podman asks for more than it may have.
+    # nproc counts all containers of the user, so it is high here; without it podman requests more than it may.
     for name, value in (("nofile", limits.max_open_files), ("core", 0), ("nproc", 4096)):
         command += ["--ulimit", f"{name}={value}:{value}"]
     command += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.workspace_mb}m,mode=1777", "--workdir", folder]
@@ -167,12 +160,12 @@ def container_command(
 
 
 def effective_limits(config: ContainerConfig) -> SandboxLimits:
-    """The config's limits, with the memory that it writes as the engines do."""
+    """The config's limits with its memory_limit."""
     return replace(config.limits, memory_mb=memory_bytes(config.memory_limit) // MB)
 
 
 def memory_bytes(text: str) -> int:
-    """256m, 2g, or plain bytes, as the engines read them."""
+    """Bytes of 256m, 2g, or a plain number, as the engines read them."""
     units = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
     number, unit = (text[:-1], text[-1].lower()) if text and text[-1].lower() in units else (text, "b")
     if not number.isdecimal() or int(number) == 0:
@@ -181,7 +174,7 @@ def memory_bytes(text: str) -> int:
 
 
 async def _output(*command: str) -> str:
-    """What the command says; nothing where it fails, as when the container never came to be."""
+    """The command's output; empty if it fails, as for a container that never started."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
@@ -189,7 +182,7 @@ async def _output(*command: str) -> str:
     return stdout.decode(errors="replace") if process.returncode == 0 else ""
 
 
-# --- is it there? -------------------------------------------------------------------------------------------
+# --- is it there? ---
 
 
 def engine_problem(engine: str) -> str:

@@ -1,47 +1,47 @@
-"""What a sandbox and a pool of sandboxes promise; backends implement it, envs and tools ask for it.
+"""The interfaces of a sandbox and of a pool of sandboxes: backends implement them, envs and tools use them.
 
-A sandbox runs untrusted programs. Whatever the program does, a run ends by its limits, says how it ended, and
-leaves nothing behind that a later run could see.
+A sandbox runs untrusted programs. Every run ends within its limits, reports how it ended, and leaves nothing behind that a later
+run could see.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.types import ConfigError
 from ludic.types.errors import LudicError
 
-# What came of a program: did it compile, how did it end, what did it say, what did it use.
-# Pure data. Everything here was observed from outside the program (exit status, streams, kernel counters) or recorded
-# before its first line ran (the compile result), so nothing a program prints can change it.
+# --- results ---
+# Everything here is observed from outside the program (exit status, streams, kernel counters) or recorded before its first line
+# runs (the compile result), so no output of a program can change it.
 
 
 class CompileStatus(StrEnum):
-    """What the compiler said."""
+    """The compiler's verdict."""
 
     SUCCESS = "success"
     SYNTAX_ERROR = "syntax_error"
-    IMPORT_ERROR = "import_error"  # it opens with an import of a module that the sandbox does not have
+    IMPORT_ERROR = "import_error"  # it begins with an import of a module that the sandbox does not have
     TIMEOUT = "timeout"
     UNKNOWN_ERROR = "unknown_error"  # the compiler itself gave up: nesting too deep, out of memory
 
 
 class RunStatus(StrEnum):
-    """How the run ended. One value; `ludic.sandbox.runner_process` chooses it."""
+    """How the run ended; `ludic.sandbox.process_sandbox` chooses it."""
 
     SUCCESS = "success"  # it ended by itself with exit code 0
     RUNTIME_ERROR = "runtime_error"  # it ended by itself with another exit code
     TIMEOUT = "timeout"
     MEMORY_EXCEEDED = "memory_exceeded"
-    KILLED = "killed"  # ended by a signal, or for endless output; see `signal` and `detail`
+    KILLED = "killed"  # ended by a signal, or for too much output; see `signal` and `detail`
     NOT_RUN = "not_run"  # it did not compile, or an earlier test decided
-    SANDBOX_ERROR = "sandbox_error"  # our fault, not the program's: nothing is known about it
+    SANDBOX_ERROR = "sandbox_error"  # the sandbox failed; nothing is known about the program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileResult:
-    """The verdict of the compiler, which ran inside the sandbox too."""
+    """The result of compiling, which also happens inside the sandbox."""
 
     status: CompileStatus
     error_message: str | None = None
@@ -62,26 +62,25 @@ class ExecutionResult:
     compile_result: CompileResult
     run_status: RunStatus = RunStatus.NOT_RUN
     stdout: str = ""
-    """UTF-8, with a replacement character for what is not; cut at the sandbox's output limit."""
+    """Decoded as UTF-8 with replacement characters; cut at the sandbox's output limit."""
     stderr: str = ""
     exit_code: int | None = None
-    """None when it was ended by a signal, or did not run."""
+    """None when a signal ended it, or it did not run."""
     signal: int | None = None
-    """The signal that ended it, if one did."""
+    """The signal that ended it, if any."""
     return_value: str = ""
     """For sandboxes that evaluate expressions; programs have none."""
     compile_duration_ms: float = 0.0
     run_duration_ms: float = 0.0
     total_duration_ms: float = 0.0
-    """From asking to knowing, including a wait for a fresh process."""
+    """Including the wait for a fresh process."""
     peak_memory_bytes: int | None = None
-    """All processes of the program together where the kernel counts so (memory cgroup), else the largest one; None
-    when the backend cannot tell."""
+    """Of all processes together with a memory cgroup, else of the largest one; None if the backend cannot measure it."""
     cpu_time_ms: float | None = None
     output_truncated: bool = False
     """It wrote more than the output limit, and was killed for it."""
     detail: str = ""
-    """Why it was ended, or what went wrong with the sandbox; for people."""
+    """Why it was ended, or how the sandbox failed; for people."""
     cache_hit: bool = False
     cache_key: str | None = None
 
@@ -103,32 +102,32 @@ class CommandResult(ExecutionResult):
     """One run of a command; its compile result is a success."""
 
     outputs: dict[str, bytes] = field(default_factory=dict)
-    """The files that were asked back, by path. What is missing, no regular file, or too large is not in it."""
+    """The requested files by path, without those that are missing, no regular files, or too large."""
 
 
 class SandboxError(LudicError, RuntimeError):
-    """The sandbox itself failed; says nothing about the program."""
+    """The sandbox itself failed; nothing is known about the program."""
 
 
 class SandboxPoolExhaustedError(SandboxError):
-    """No sandbox is left and none can be made: every attempt of the last few failed."""
+    """No sandbox is left, and the last attempts to make one failed."""
 
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Runs Python programs, isolated in network, CPU, memory, time and filesystem. Its holder has it alone."""
+    """Runs Python programs, isolated in network, CPU, memory, time and filesystem; used by one holder at a time."""
 
     @property
     def python_version(self) -> str:
-        """Of the Python inside, as "3.11"."""
+        """Of the Python inside, like "3.11"."""
         ...
 
     async def reset(self) -> None:
-        """Make it as good as new; raises SandboxError if that cannot be done."""
+        """Restore the initial state; SandboxError if that fails."""
         ...
 
     async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
-        """Compile without running. SandboxError where the sandbox failed and nothing is known."""
+        """Compile without running; SandboxError if the sandbox fails."""
         ...
 
     async def execute(
@@ -143,9 +142,9 @@ class Sandbox(Protocol):
     ) -> ExecutionResult:
         """Run a program in a fresh process and wait for its end.
 
-        `timeout_s` is wall time from the program's start. `skip_compile` leaves out the look at the imports and reports
-        the compile step as a success; a syntax error then is a runtime error. Nothing the program does raises; a
-        failure of the sandbox is a result too (SANDBOX_ERROR).
+        `timeout_s` is wall time from the program's start. `skip_compile` skips the check of imports and reports the compile step
+        as a success; a syntax error then is a runtime error. It never raises: a failure of the sandbox is the status
+        SANDBOX_ERROR.
         """
         ...
 
@@ -163,7 +162,7 @@ class Bind:
 
 @runtime_checkable
 class CommandSandbox(Sandbox, Protocol):
-    """A sandbox that also runs other programs than Python ones."""
+    """A sandbox that also runs commands."""
 
     async def run_command(
         self,
@@ -179,10 +178,10 @@ class CommandSandbox(Sandbox, Protocol):
         workspace_mb: int | None = None,
         env_vars: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        """Run `argv` in a fresh workspace that holds `files` (executable), and bring `outputs` back from it.
+        """Run `argv` in a fresh workspace that holds `files` (executable), and return its files `outputs`.
 
-        Both are paths relative to the workspace, which is also the working folder and HOME. `binds` are what else the
-        command sees of the host, besides the system's own folders.
+        Both are paths relative to the workspace, which is also the working folder and HOME. The command sees `binds` and the
+        system's own folders of the host.
         """
         ...
 
@@ -196,7 +195,7 @@ class SandboxPool(Protocol):
 
     @property
     def available(self) -> int:
-        """Sandboxes that a checkout would get without waiting."""
+        """Sandboxes that a checkout gets without waiting."""
         ...
 
     @property
@@ -209,57 +208,48 @@ class SandboxPool(Protocol):
         ...
 
     async def checkout(self, timeout_s: float = 30.0) -> Sandbox:
-        """A clean sandbox. TimeoutError when none comes free in time; SandboxPoolExhaustedError when none ever will."""
+        """A clean sandbox. TimeoutError if none comes free in time; SandboxPoolExhaustedError if the pool has given up."""
         ...
 
     async def release(self, sandbox: Sandbox) -> None:
-        """Give it back; it is reset in the background before anyone else gets it."""
+        """Return it; it is reset in the background before its next checkout."""
         ...
 
     async def shutdown(self) -> None:
-        """End every process of the pool and wait for it."""
+        """End every process of the pool."""
         ...
 
     def get_cached(self, code_hash: str, tests_hash: str) -> Any | None:
-        """What `put_cached` stored for the pair, or None. Safe from any thread."""
+        """The result that `put_cached` stored for the pair, or None. Safe from any thread."""
         ...
 
     def put_cached(self, code_hash: str, tests_hash: str, result: Any) -> None:
-        """Never store what a sandbox error decided: the next attempt may go well."""
+        """Store a result; never one of a sandbox error, since the next attempt may succeed."""
         ...
 
-
-# What a program may use. Every backend enforces these; a run may ask for other time and memory.
 
 MB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """The limits of one run."""
+    """The limits of one run. Every backend enforces them; a run may set its own time and memory."""
 
     memory_mb: int = 256
-    """Of all processes together where there is a memory cgroup, else of each process."""
+    """Of all processes together with a memory cgroup, else of each process."""
     max_processes: int = 32
     """Threads count too."""
     max_output_bytes: int = 8 * MB
-    """Of stdout and of stderr, each. A program that writes more is killed; what it wrote until then is kept."""
+    """Of stdout and of stderr, each. A program that writes more is killed; the output until then is kept."""
     max_outputs_bytes: int = 64 * MB
-    """Of all files that a command's caller asks back."""
+    """Of all requested output files of a command."""
     workspace_mb: int = 64
-    """Size of the one writable folder."""
+    """Size of the only writable folder."""
     max_open_files: int = 256
 
     def __post_init__(self) -> None:
-        for name in (
-            "memory_mb",
-            "max_processes",
-            "max_output_bytes",
-            "max_outputs_bytes",
-            "workspace_mb",
-            "max_open_files",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"SandboxLimits.{name}={getattr(self, name)}, but it must be at least 1.")
+        for limit in fields(self):
+            if getattr(self, limit.name) < 1:
+                raise ConfigError(f"SandboxLimits.{limit.name}={getattr(self, limit.name)}, but it must be at least 1.")
         if self.memory_mb < 16:
             raise ConfigError(f"SandboxLimits.memory_mb={self.memory_mb}, but Python itself needs about 16 MB.")

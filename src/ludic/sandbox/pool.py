@@ -1,7 +1,7 @@
-"""A pool of sandboxes: lends them, cleans them in the background, replaces those that fail; and the cache of results.
+"""A pool of sandboxes: lends them, resets them in the background, replaces failed ones, and caches results.
 
-The backend makes the sandboxes (`_make_sandbox`). After several failures in a row to clean or to make one, the pool stops
-trying, and every waiting or later `acquire` raises the reason.
+The backend makes the sandboxes (`_make_sandbox`). After several failures in a row the pool stops trying, and every waiting or later
+`checkout` raises the reason.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[K, V]):
-    """At most `max_size` entries, none at all for 0; threads may share it."""
+    """A thread-safe cache with at most `max_size` entries."""
 
     def __init__(self, max_size: int) -> None:
         if max_size < 0:
-            raise ConfigError(f"LRUCache(max_size={max_size}), but a cache cannot hold fewer than 0 entries.")
+            raise ConfigError(f"LRUCache(max_size={max_size}): it must be at least 0.")
         self._counts = {"hits": 0, "misses": 0, "max_size": max_size}
         self._entries: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
@@ -62,17 +62,17 @@ class LRUCache(Generic[K, V]):
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
-"""Before another attempt to make a sandbox; doubled each time."""
+"""Before another attempt to make a sandbox; doubled after each."""
 
 
 class PooledSandbox(Sandbox, Protocol):
-    """A sandbox that can be thrown away."""
+    """A sandbox that can be closed."""
 
     async def close(self) -> None: ...
 
 
 class BaseSandboxPool(ABC):
-    """See ludic.sandbox.interface.SandboxPool. Belongs to the event loop that started it."""
+    """Implements SandboxPool of ludic.sandbox.interface. It belongs to the event loop that started it."""
 
     def __init__(
         self,
@@ -83,13 +83,11 @@ class BaseSandboxPool(ABC):
         max_consecutive_failures: int = 5,
         max_concurrent_ops: int = 8,
     ) -> None:
-        for name, value in (
-            ("n_workers", n_workers),
-            ("max_consecutive_failures", max_consecutive_failures),
-            ("max_concurrent_ops", max_concurrent_ops),
-        ):
-            if value < 1:
-                raise ConfigError(f"A sandbox pool got {name}={value}, but it must be at least 1.")
+        if min(n_workers, max_consecutive_failures, max_concurrent_ops) < 1:
+            raise ConfigError(
+                f"A sandbox pool got n_workers={n_workers}, max_consecutive_failures={max_consecutive_failures} and "
+                f"max_concurrent_ops={max_concurrent_ops}; each must be at least 1."
+            )
         self._n_workers = n_workers
         self._auto_replace = auto_replace_failed
         self._max_failures = max_consecutive_failures
@@ -103,22 +101,22 @@ class BaseSandboxPool(ABC):
         self._starting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0
-        """In a row: one success sets it back."""
+        """In a row; a success resets it."""
         self._end: SandboxError | None = None
-        """Why no sandbox will come any more."""
+        """Why the pool makes no more sandboxes."""
         self._python_version = ""
         self._is_closing = False
 
     @property
     def has_given_up(self) -> bool:
-        """No sandbox will come any more, until it is shut down and started again."""
+        """Whether the pool makes no more sandboxes until it is shut down and started again."""
         return self._end is not None
 
     @abstractmethod
     async def _make_sandbox(self) -> PooledSandbox:
-        """A new sandbox; it is reset before anyone gets it."""
+        """A new sandbox; the pool resets it before a checkout."""
 
-    # --- what users call ----------------------------------------------------------------------------------------
+    # --- used by callers ---
 
     @property
     def python_version(self) -> str:
@@ -151,7 +149,7 @@ class BaseSandboxPool(ABC):
             self._loop, self._end = asyncio.get_running_loop(), None
             try:
                 await self._make_all()
-            except BaseException:  # cancelled, too: another start must not find half a pool
+            except BaseException:  # also when cancelled: another start must not find half a pool
                 self._loop = None
                 await self._close_all()
                 raise
@@ -184,7 +182,7 @@ class BaseSandboxPool(ABC):
             ) from None
 
     async def release(self, sandbox: Sandbox) -> None:
-        """Returns at once. A pool that has been shut down has closed what it lent, so there is nothing left to do."""
+        """Returns at once. A pool that was shut down has already closed its sandboxes."""
         if self._loop is None or self._is_closing:
             return
         owned = next((one for one in self._lent if one is sandbox), None)
@@ -205,7 +203,7 @@ class BaseSandboxPool(ABC):
                 raise TimeoutError(f"{len(late)} sandboxes were not clean after {timeout_s:g} s.")
 
     async def shutdown(self) -> None:
-        """End every process, of lent sandboxes too. `start` may be called again."""
+        """End every process, also of lent sandboxes. `start` may be called again."""
         async with self._starting:
             if self._loop is None:
                 return
@@ -227,10 +225,10 @@ class BaseSandboxPool(ABC):
     async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
 
-    # --- in the background --------------------------------------------------------------------------------------
+    # --- in the background ---
 
     async def _recycle(self, sandbox: PooledSandbox) -> None:
-        """Clean it, or throw it away and put another in its place."""
+        """Reset the sandbox, or replace it."""
         async with self._operations:
             clean: PooledSandbox | None = sandbox
             try:
@@ -238,7 +236,7 @@ class BaseSandboxPool(ABC):
                 self._failures = 0
             except (SandboxError, OSError) as e:
                 logger.warning("a sandbox could not be reset: %s", e)
-                await self._discard(sandbox)  # not counted yet: several may break at once, for one reason that passes
+                await self._discard(sandbox)  # not counted: several may break at once for one passing reason
                 clean = await self._replacement() if self._auto_replace else None
         if clean is None:
             await self._stop_if_empty()
@@ -248,7 +246,7 @@ class BaseSandboxPool(ABC):
             self._changed.notify_all()  # Condition loses a notify() whose waiter is cancelled
 
     async def _replacement(self) -> PooledSandbox | None:
-        """A new one, as long as the pool has not given up."""
+        """A new sandbox, unless the pool has given up."""
         while self._end is None:
             await asyncio.sleep(retry_wait_s(self._failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
             try:
@@ -291,7 +289,7 @@ class BaseSandboxPool(ABC):
             )
 
     def _recycled(self, task: asyncio.Task[None]) -> None:
-        """An unexpected error of a background task must not vanish: the next checkout raises it."""
+        """The next checkout raises an unexpected error of a background task."""
         self._recycling.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("recycling a sandbox failed", exc_info=error)

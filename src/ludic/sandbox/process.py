@@ -1,7 +1,7 @@
 """A child process on the event loop: its end is awaited through a pidfd.
 
-asyncio's own subprocesses spend a thread on each child under Python 3.11, give the child a socket as stdin (which it cannot
-open as /dev/stdin), and lose the exit code when a kill meets the child's own end. Linux only, as sandboxes are.
+asyncio's own subprocesses use a thread per child under Python 3.11, give the child a socket as stdin (which it cannot open as
+/dev/stdin), and lose the exit code when a kill coincides with the child's end. Linux only, as sandboxes are.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 async def readable(fd: int) -> None:
-    """Wait until there is something to read, or the end. A pidfd has something when its process has ended."""
+    """Wait until the descriptor is readable; a pidfd is when its process has ended."""
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
     loop.add_reader(fd, event.set)
@@ -26,7 +26,7 @@ async def readable(fd: int) -> None:
 
 
 class Process:
-    """Made by `start_process`; `wait` must be awaited in the end."""
+    """Made by `start_process`; its user must await `wait`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """As subprocess has it; None before `wait`."""
+        """As in `subprocess`; None before `wait`."""
         return self._popen.returncode
 
     def kill(self) -> None:
@@ -62,7 +62,7 @@ class Process:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Until it has ended. Afterwards its output can be read to the end, if no other process holds the pipes."""
+        """Wait for its end. Then its output can be read to the end, if no other process holds the pipes."""
         if self._popen.returncode is None:
             await readable(self._pidfd)
             self._popen.wait()
@@ -81,13 +81,13 @@ async def start_process(
     pass_fds: Sequence[int] = (),
     new_session: bool = False,
 ) -> Process:
-    """Start `argv` with three pipes. `stdin_owner`: the user who may open the child's stdin again, as /dev/stdin."""
+    """Start `argv` with three pipes. `stdin_owner` is the user that may open the child's stdin as /dev/stdin."""
     pipes = [os.pipe() for _ in range(3)]
     theirs = (pipes[0][0], pipes[1][1], pipes[2][1])
     ours = (pipes[0][1], pipes[1][0], pipes[2][0])
     opened: list[asyncio.BaseTransport] = []
     try:
-        # All that can be interrupted comes before the child: it must not exist without someone to end it.
+        # Everything that can be cancelled comes before the child starts; a child must never be left without an owner.
         stdin = await _writer(ours[0], opened)
         stdout, stderr = await _reader(ours[1], opened), await _reader(ours[2], opened)
         if stdin_owner is not None:
@@ -104,7 +104,7 @@ async def start_process(
     except BaseException:
         for transport in opened:
             transport.close()
-        for fd in ours[len(opened) + 1 :]:  # no transport has them yet; the one that was being opened closes itself
+        for fd in ours[len(opened) + 1 :]:  # without a transport; the one that was being opened closes itself
             os.close(fd)
         raise
     finally:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from typing import Protocol
 
 from ludic.sandbox.interface import MB, CompileResult, CompileStatus, SandboxError, SandboxLimits
 from ludic.sandbox.process import Process, start_process
@@ -161,24 +160,22 @@ class RawRun:
 # --- the process ---
 
 
-class Isolation(Protocol):
-    """Holds the processes of one runner: ends them all, and limits and measures their memory together."""
+class Isolation:
+    """Holds the processes of one runner: ends them all, and, where possible, limits and measures their memory together."""
 
     async def identify(self) -> None:
         """The supervisor is ready and alive: get hold of what `end` needs."""
-        ...
 
     def begin(self, limit_bytes: int) -> None:
         """A run with this limit begins."""
-        ...
 
     async def end(self) -> None:
         """Kill every process and wait until none is left. Calling it again does nothing."""
-        ...
+        raise NotImplementedError
 
     def memory(self) -> tuple[int | None, bool]:
         """After the end: peak bytes of all processes together (None: not counted), and whether one was killed for memory."""
-        ...
+        return None, False
 
 
 class RunnerProcess:

@@ -1,8 +1,8 @@
 """The system calls that a sandboxed program may not make, as a seccomp filter for `bwrap --seccomp`.
 
-A deny list: programs need most calls, and the namespaces already take away what calls act on. Denied is what reaches
-around the limits (memory that RLIMIT_AS does not see, new namespaces), into other processes, or deep into the kernel,
-where bugs are found. Written as classic BPF here, since it is short: load the call's number, compare, return.
+A deny list: programs need most calls, and the namespaces already hide what calls act on. It denies calls that get around the limits
+(memory that RLIMIT_AS does not count, new namespaces), reach other processes, or reach rarely used parts of the kernel. The filter
+is classic BPF: load the call's number, compare, return.
 """
 
 import platform
@@ -27,7 +27,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "process_madvise": (440, 440),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
-    # the supervisor's share of the processor: without any, it could not even be ended
+    # CPU time of the supervisor: without any, it could not end the program
     "setpriority": (141, 140),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
@@ -122,12 +122,12 @@ def program(machine: str | None = None) -> bytes:
         number = numbers[column]
         if number is not None:
             code += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, ERRNO | EPERM)]
-    # Its flags are in memory, where a filter cannot look; callers fall back to clone.
+    # A filter cannot read its flags, which are in memory; callers fall back to clone.
     code += [(_JUMP_EQUAL, 0, 1, CLONE3[column]), (_RETURN, 0, 0, ERRNO | ENOSYS)]
     code += _by_argument(CLONE[column], _ARGUMENT_0, [(_JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)], EPERM)
     for call in (SOCKET, SOCKETPAIR):
         code += _by_argument(call[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, AF_UNIX)], EAFNOSUPPORT)
-    # Its own limits (process 0) it may set; the supervisor's are of the same user.
+    # A program may set its own limits (process 0), but not those of the supervisor, which has the same user.
     code += _by_argument(PRLIMIT[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, 0)], EPERM)
     tests = [(_JUMP_EQUAL, 1, 0, TIOCSTI), (_JUMP_EQUAL, 0, 1, TIOCLINUX)]
     code += _by_argument(IOCTL[column], _ARGUMENT_1, tests, EPERM)
@@ -136,6 +136,6 @@ def program(machine: str | None = None) -> bytes:
 
 
 def _by_argument(number: int, offset: int, tests: list[Instruction], errno: int) -> list[Instruction]:
-    """Refuse the call where the tests, at whose end stand the refusal and the permission, lead to the refusal."""
+    """Deny the call if the tests lead to the first of the two returns behind them."""
     body = [(_LOAD, 0, 0, offset), *tests, (_RETURN, 0, 0, ERRNO | errno), (_RETURN, 0, 0, ALLOW)]
     return [(_JUMP_EQUAL, 0, len(body), number), *body]

@@ -1,13 +1,13 @@
-"""The part that lives inside the sandbox: takes one job, runs it as a child, reports what happened, ends.
+"""The process inside the sandbox: takes one job, runs it as a child, reports the result, ends.
 
-Its source is handed to the sandbox's own Python (3.9 or newer), so it imports nothing of Ludic, and few modules at all:
-every run pays for them. The harness's end of the conversation is ludic.sandbox.runner_process.
+The sandbox's own Python (3.9 or newer) runs its source, so it imports nothing of Ludic, and few modules at all: every run pays for
+them. ludic.sandbox.runner_process is the other end of the conversation.
 
-The program gets the rest of this process's stdin, pipes that are pumped from here as stdout and stderr, and nothing else.
-It cannot write to the stream of frames on our stdout: the descriptor is closed in the child, and this process is not
-dumpable, which closes /proc/<pid>/fd, /proc/<pid>/mem and ptrace to processes of the same user. In a sandbox we are
-process 1, so no signal from inside ends us but SIGINT (Python handles it), and that is seen. When we end, the kernel ends
-every other process of the sandbox. A frame is a letter, the length in four bytes, and the payload:
+The program gets the rest of this process's stdin, and pipes that this process reads as stdout and stderr. It cannot write to the
+frames on this process's stdout: the descriptor is closed in the child, and the process is not dumpable, which closes
+/proc/<pid>/fd, /proc/<pid>/mem and ptrace to processes of the same user. In a sandbox it is process 1, so the only signal from
+inside that ends it is SIGINT (Python handles it), which is noticed. When it ends, the kernel ends every other process of the
+sandbox. A frame is a letter, the length in four bytes, and the payload:
 
     R   ready for a job
     C   the compile record, written before the first line of the program runs
@@ -40,7 +40,7 @@ def read_exactly(size: int) -> bytes:
     while size:
         data = os.read(0, min(size, 1 << 20))
         if not data:
-            os._exit(0)  # the harness has gone, or has no job for us
+            os._exit(0)  # the parent is gone, or has no job
         parts.append(data)
         size -= len(data)
     return b"".join(parts)
@@ -53,23 +53,23 @@ def send(letter: bytes, payload: bytes) -> None:
 
 
 def guard(dumpable: int) -> None:
-    """Die with the parent; be open to other processes of the user, or not."""
+    """Die with the parent; `dumpable` opens this process to others of the user."""
     prctl(PR_SET_PDEATHSIG, SIGKILL)
     prctl(PR_SET_DUMPABLE, dumpable)
 
 
 def prctl(option: int, value: int) -> None:
-    # What ctypes does, without the part of it that is written in Python: importing that takes a tenth of a run.
+    # As ctypes does, without importing its Python part, which would take a tenth of a run.
     function = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type] # None is this process
     if _ctypes.call_function(function, (option, value, 0, 0, 0)) != 0:
         raise OSError("prctl was refused")
 
 
-# --- the child ----------------------------------------------------------------------------------------------
+# --- the child ---
 
 
 def become_the_program(job: dict, stdout: int, stderr: int, notes: int, go: int) -> None:
-    """In the child: limits, descriptors, then the program. Returns where the interpreter should end by itself."""
+    """In the child: set limits and descriptors, then run the program. Returns where the interpreter should end by itself."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.dup2(notes, NOTES, inheritable=False)
@@ -129,7 +129,7 @@ def run_python(job: dict) -> None:
         exec(code, main.__dict__)
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - what the interpreter does with an uncaught error
+    except BaseException as error:  # noqa: BLE001 - as the interpreter treats an uncaught error
         if isinstance(error, MemoryError):
             os.write(NOTES, b"M")
         ours = error.__traceback__
@@ -139,7 +139,7 @@ def run_python(job: dict) -> None:
 
 
 def site_folders() -> list:
-    """What `import site` gives programs, without the .pth files that it would run: exit(), help(), installed packages."""
+    """What `import site` provides (exit(), help(), installed packages), without running .pth files."""
     import site
 
     site.setquit()
@@ -152,8 +152,8 @@ def note(record: tuple) -> None:
 
 
 def wait_for_go() -> None:
-    """Nothing of the program runs before the harness has the compile record: a program that then manages to end its
-    supervisor has been killed, and cannot pass for a sandbox that failed by itself."""
+    """The program starts after the compile record was sent: if it then ends its supervisor, the run counts as killed, not as a
+    failure of the sandbox."""
     os.read(GO, 1)
     os.close(GO)
 
@@ -181,7 +181,7 @@ def cut(text: object) -> str:
 
 
 def first_missing_import(statements: list) -> "tuple[str, int] | None":
-    """Of the imports that open the program: nothing runs before them, so a missing one is certain to fail."""
+    """Of the imports at the beginning of the program: nothing runs before them, so a missing module is certain to fail."""
     for node in statements:
         kind = type(node).__name__
         if kind == "Import":
@@ -199,7 +199,7 @@ def first_missing_import(statements: list) -> "tuple[str, int] | None":
     return None
 
 
-# --- the parent ---------------------------------------------------------------------------------------------
+# --- the parent ---
 
 
 class Streams:
@@ -210,7 +210,7 @@ class Streams:
         self.left = {stdout: limit, stderr: limit}
         self.overflow = False
         self.waited = 0.0
-        """Seconds in which the harness did not read. They are not the program's."""
+        """Seconds in which the reader of the frames was busy; the program's time excludes them."""
 
     def forward(self, fd: int) -> bool:
         """False at the end of the stream, or when there is nothing to read now."""
@@ -228,7 +228,7 @@ class Streams:
         return bool(data) and not self.overflow
 
     def drain(self) -> None:
-        """What is in the pipes at the end. Survivors of the program may hold them open; those are not waited for."""
+        """Forward what the pipes hold at the end; surviving children of the program may keep them open."""
         for fd in self.letters:
             os.set_blocking(fd, False)
             while not self.overflow and self.forward(fd):
@@ -236,7 +236,7 @@ class Streams:
 
 
 class Notes:
-    """Reads the child's notes: first the compile record; anything later only claims that memory ran out."""
+    """Reads the child's notes: first the compile record; any later byte claims that memory ran out."""
 
     def __init__(self, fd: int, go: int) -> None:
         self.fd = fd
@@ -267,10 +267,10 @@ class Notes:
 
 
 def watch(pid: int, streams: Streams, notes: Notes, seconds: float) -> tuple:
-    """Pump until the child has ended, by itself or because it must: (wait status, usage, whether its time was up).
+    """Forward output until the child ends or reaches a limit: (wait status, usage, whether its time was up).
 
-    The clock is here and not in the harness, which may be busy with other things (an update on the same thread) when a
-    program ends. It runs once for compiling and once for the program.
+    The clock is here, since the parent may be busy (an update on the same thread) when a program ends. It runs once for compiling
+    and once for the program.
     """
     child = os.pidfd_open(pid)
     poll = select.poll()
@@ -308,7 +308,7 @@ def send_outputs(job: dict) -> None:
 
 
 def content(path: str, limit: int) -> "bytes | None":
-    """Of a regular file that is no larger. A link in the path leads only where the program could read itself."""
+    """The content of a regular file within the limit. A link in the path leads only where the program itself can read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
@@ -328,8 +328,8 @@ def write_files(job: dict) -> None:
 
 
 def supervise() -> None:
-    """The whole life of this process. Comes back in the child only."""
-    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # the harness may have been started with it ignored
+    """The whole life of this process; returns in the child only."""
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # the parent may have been started with it ignored
     guard(0)
     send(b"R", b"%d.%d" % sys.version_info[:2])
     job = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "big")))
@@ -339,12 +339,12 @@ def supervise() -> None:
     notes_r, notes_w = os.pipe()
     go_r, go_w = os.pipe()
     started = time.perf_counter()
-    gc.freeze()  # what the collector does not visit is not copied for the child
+    gc.freeze()  # memory that the collector does not visit is not copied for the child
     pid = os.fork()
     if pid == 0:
         become_the_program(job, out_w, err_w, notes_w, go_r)
         return
-    # Not go_r: where the child does not compile it is gone, and go is written all the same.
+    # Not go_r: "go" is also written to a child that did not compile and is gone.
     for fd in (0, out_w, err_w, notes_w):
         os.close(fd)
     streams = Streams(out_r, err_r, job["max_output_bytes"])

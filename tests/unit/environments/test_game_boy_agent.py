@@ -37,7 +37,7 @@ def explored(*track) -> ExploredMap:
 # --- navigation ---
 
 
-def test_a_way_back_leads_over_ground_walked_on():
+def test_paths_lead_over_visited_cells():
     known = explored(["right", 2, 1], ["right", 3, 1], ["down", 3, 2], ["down", 3, 3])
     assert known.path((1, 1)) == ["up", "up", "left", "left"]
     assert known.path((3, 3)) == [] and known.path((3, 4)) == ["down"]
@@ -46,7 +46,7 @@ def test_a_way_back_leads_over_ground_walked_on():
     assert in_buttons(["up", "up", "left", "up"]) == "up 2 left up"
 
 
-def test_a_way_refused_twice_is_closed_and_once_is_a_turn():
+def test_a_direction_is_blocked_after_two_bumps_not_one():
     once = explored(["down", 1, 1])
     assert once.path((1, 2)) == ["down"]
     assert explored(["down", 1, 1], ["down", 1, 1]).path((1, 2)) is None
@@ -61,7 +61,7 @@ def test_areas_are_kept_apart():
     assert known.path((4, 4)) == ["down"]
 
 
-def test_without_a_place_nothing_is_claimed():
+def test_without_a_place_the_map_stays_empty():
     assert ExploredMap().path((0, 0)) is None and ExploredMap().drawn() == "Nothing is known yet."
 
 
@@ -79,7 +79,7 @@ async def test_notes_are_kept_replaced_deleted_and_gone_with_the_episode():
     assert agent.read_notes() == "There are no notes."
 
 
-def test_there_is_an_end_to_notes():
+def test_the_number_of_notes_is_limited():
     agent = harness([])
     answers = {agent.write_note(f"note {n}", "x" * 900) for n in range(40)}
     assert answers == {"Noted.", "There are 32 notes already; delete one first."}

@@ -139,7 +139,7 @@ def _clock(env: GameBoyEnv) -> list[int]:
 # --- mistakes ---
 
 
-def test_mistakes_are_answered_with_what_to_do(tmp_path):
+def test_mistakes_are_refused_with_a_hint(tmp_path):
     with pytest.raises(ConfigError, match="Ludic ships no games: give the path of a .gb file"):
         GameBoyEnv(tmp_path / "missing.gb")
     (tmp_path / "short.gb").write_bytes(b"no cartridge")

@@ -54,7 +54,7 @@ async def attempts(*sources: str, **settings):
 
 
 @needs_rust
-async def test_what_the_compiler_says_is_the_next_observation_until_the_program_wins():
+async def test_compiler_errors_are_observations_until_the_program_wins():
     borrowed_twice = program(
         "let mut mine = start.mine; Smelter::build(&tick, start.ore).load(&tick, mine.mine(&mut tick, 1)); todo!()"
     )
@@ -221,7 +221,7 @@ def test_the_program_is_the_last_block_of_a_reply():
 # --- setting up ---
 
 
-def test_mistakes_are_answered_with_what_to_do(tmp_path):
+def test_mistakes_are_refused_with_a_hint(tmp_path):
     with pytest.raises(ConfigError, match="no Cargo.toml.*give the folder of the game's crate"):
         RustorioEnv(tmp_path)
     (tmp_path / "Cargo.toml").write_text("")

@@ -117,7 +117,7 @@ class NoReference(Sound):
         return None
 
 
-async def test_a_sound_env_passes():
+async def test_a_correct_env_passes():
     await check_env(Sound)
 
 
@@ -140,6 +140,6 @@ async def test_a_sound_env_passes():
         (NoReference, "reference_action"),
     ],
 )
-async def test_a_broken_promise_is_found_and_named(env, reason):
+async def test_each_contract_violation_is_reported(env, reason):
     with pytest.raises(EnvCheckFailed, match=reason):
         await check_env(env)

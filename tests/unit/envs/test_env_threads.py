@@ -220,7 +220,7 @@ def test_an_env_serves_several_event_loops():
     assert env.count == 1
 
 
-def test_whether_an_env_blocks_is_said_by_each_class_for_itself():
+def test_blocking_is_not_inherited():
     class Mine(TicTacToeEnv):
         pass
 

@@ -98,7 +98,7 @@ def test_out_of_moves_is_a_truncation_without_reward():
     assert env.active_agents == []
 
 
-def test_the_window_hides_what_is_far():
+def test_the_window_hides_distant_cells():
     env = world("@...K", ".....", ".....", ".....", "D....")
     assert env.snapshot().world["moves_left"] == env.max_moves
     obs = act(env, "right").obs
@@ -141,12 +141,12 @@ def test_the_reference_does_not_plan_through_the_locked_door():
     ("settings", "says"),
     [({"size": 2}, "smallest is 3"), ({"view_radius": 0}, "smallest is 1"), ({"max_moves": 19}, "at least 20")],
 )
-def test_wrong_settings_say_what_would_do(settings, says):
+def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         KeyDoorEnv(**settings)
 
 
-def test_a_snapshot_survives_a_file():
+def test_a_snapshot_is_restored_from_json():
     env, other = KeyDoorEnv(), KeyDoorEnv()
     env.reset(seed=3)
     act(env, env.reference_action(AGENT))

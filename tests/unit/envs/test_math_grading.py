@@ -266,7 +266,7 @@ def test_another_expression_is_not_equivalent(answer, gold):
 @pytest.mark.parametrize(
     "piece", ["$", "-$", "√", "²", "½", "=", "1e", "1,", " million", "{", "^", "(", r"\text{", r"\frac"]
 )
-def test_a_piece_of_notation_repeated_a_thousand_times_is_just_wrong(piece, monkeypatch):
+def test_long_repeated_notation_is_wrong(piece, monkeypatch):
     monkeypatch.setattr(MathWorker, "check", lambda self, answer, gold, *, timeout_s: False)
     assert not is_equivalent(piece * (1900 // len(piece)) + "5", "18")
 
@@ -337,7 +337,7 @@ def worker(tmp_path, monkeypatch):
     worker.close()
 
 
-def test_the_reference_comes_first_and_chatter_is_no_verdict(worker):
+def test_answer_and_reference_keep_their_order_and_printed_text_is_no_reply(worker):
     assert worker.check("right", "gold", timeout_s=60)
     assert not worker.check("gold", "right", timeout_s=60)
 
@@ -358,7 +358,7 @@ def test_a_worker_that_died_between_questions_costs_no_verdict(worker):
     assert worker.check("right", "gold", timeout_s=60)
 
 
-def test_an_honest_answer_does_not_wait_until_slow_ones_are_given_up(worker):
+def test_a_quick_answer_does_not_wait_for_slow_ones(worker):
     worker._quick_s, worker._max_wait_s = 0.1, 0.1
     with ThreadPoolExecutor(9) as pool:
         slow = [pool.submit(worker.check, f"bomb {n}", "gold", timeout_s=3) for n in range(8)]
@@ -388,7 +388,7 @@ def test_questions_that_wait_too_long_for_the_slow_worker_are_wrong(worker):
     assert sum(map(len, worker._endless.values())) == 1, "the others were not tried"
 
 
-def test_waiting_for_others_does_not_count_as_thinking(worker):
+def test_waiting_for_other_questions_does_not_count_as_time(worker):
     with ThreadPoolExecutor(4) as pool:
         slow = [pool.submit(worker.check, "hang", "gold", timeout_s=0.5) for _ in range(2)]
         assert pool.submit(worker.check, "right", "gold", timeout_s=0.5).result()

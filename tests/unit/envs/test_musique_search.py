@@ -72,7 +72,7 @@ def test_the_reward_weighs_exact_match_against_f1(exact_weight, reward):
 # --- searching ---
 
 
-def test_what_is_found_is_shown_and_counted():
+def test_search_results_are_shown_and_counted():
     env = opened()
     found = env.search("Alder Street Observatory", k=1)
     assert found.startswith("# Alder Street Observatory\n") and "Ida Morrow" in found
@@ -99,7 +99,7 @@ def test_more_searches_than_allowed_find_nothing_and_cost():
     assert outcome.reward == pytest.approx(-0.3) and outcome.info["num_excess"] == 1
 
 
-def test_no_loop_costs_more_than_the_answer_is_worth():
+def test_the_loop_penalty_is_limited():
     env = opened(max_searches=1, loop_penalty=0.4)
     for _ in range(9):
         env.search("Ida")
@@ -149,7 +149,7 @@ async def test_a_wrong_number_of_documents_is_told_to_the_model():
 # --- samples ---
 
 
-def test_the_spelling_of_the_hub_is_read_too():
+def test_the_field_names_of_the_hub_are_read():
     hub = {
         "id": "2hop__1",
         "question": "q",

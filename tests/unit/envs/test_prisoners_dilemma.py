@@ -97,7 +97,7 @@ def test_settings_that_make_no_dilemma_are_refused(settings):
         PrisonersDilemmaEnv(**settings)
 
 
-def test_a_snapshot_survives_a_file():
+def test_a_snapshot_is_restored_from_json():
     env, other = started(), PrisonersDilemmaEnv()
     env.step({"player_0": "d", "player_1": "c"})
     other.restore(Snapshot.from_json(json.loads(json.dumps(env.snapshot().to_json()))))

@@ -305,7 +305,7 @@ def test_epsilon_one_plays_as_widely_as_the_random_opponent():
         ({"epsilon": 0.1}, "only concerns opponent='minimax'"),
     ],
 )
-def test_wrong_settings_say_what_there_is(settings, says):
+def test_wrong_settings_are_refused_with_the_known_ones(settings, says):
     with pytest.raises(ConfigError, match=says):
         TicTacToeEnv(**settings)
 
@@ -448,7 +448,7 @@ def test_the_seed_places_the_first_plies_and_nothing_else(plies, to_move):
     assert plies == 0 or len({board for _, board in boards}) > 1
 
 
-def test_dice_cannot_win_a_duel_before_it_begins():
+def test_random_plies_are_limited_so_that_they_cannot_win():
     with pytest.raises(ConfigError, match="random_plies=5"):
         TicTacToeDuel(random_plies=5)
     with pytest.raises(ConfigError, match="no view 'braille'"):

@@ -153,12 +153,12 @@ def test_interleaved_games_with_one_seed_get_the_same_tiles():
         ({"max_moves": 0}, "1"),
     ],
 )
-def test_wrong_settings_say_what_would_do(settings, says):
+def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         TwentyFortyEightEnv(**settings)
 
 
-def test_a_snapshot_survives_a_file():
+def test_a_snapshot_is_restored_from_json():
     env, other = TwentyFortyEightEnv(), TwentyFortyEightEnv()
     env.reset(seed=3)
     act(env, env.legal_actions(AGENT)[0])

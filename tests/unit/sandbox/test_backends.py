@@ -32,14 +32,14 @@ def test_without_any_backend_the_error_says_what_to_install(nothing_installed):
         assert part in text
 
 
-async def test_no_sandbox_is_never_replaced_by_none(nothing_installed):
+async def test_a_missing_sandbox_is_never_replaced_by_a_plain_subprocess(nothing_installed):
     with pytest.raises(RuntimeError, match="No sandbox backend works here"):
         await create_sandbox_pool()
     with pytest.raises(SandboxError, match="bwrap is not installed"):
         await create_sandbox_pool(backend="bubblewrap")
 
 
-def test_the_order_follows_the_place(nothing_installed, monkeypatch):
+def test_the_order_of_backends_depends_on_slurm(nothing_installed, monkeypatch):
     def order() -> list[str]:
         with pytest.raises(RuntimeError) as caught:
             detect_available_backend()
@@ -51,7 +51,7 @@ def test_the_order_follows_the_place(nothing_installed, monkeypatch):
     assert order() == ["bubblewrap", "podman-hpc", "podman", "docker"]
 
 
-def test_the_list_of_backends_says_what_each_lacks(nothing_installed):
+def test_backend_info_says_why_each_is_unavailable(nothing_installed):
     info = get_backend_info()
     assert info["docker"] == "docker is not installed." and info["podman-hpc"] == "podman-hpc is not installed."
     assert info["subprocess"] == "available" and "auto" not in info
@@ -64,7 +64,7 @@ async def test_a_typo_gets_a_hint():
         backend_problem("dokcer")
 
 
-async def test_what_is_not_built_is_refused():
+async def test_an_unknown_backend_is_refused():
     with pytest.raises(UnknownName, match="No sandbox backend named 'singularity'.*bubblewrap"):
         await create_sandbox_pool(backend="singularity")
 
@@ -74,7 +74,7 @@ async def test_a_config_must_be_the_backends_own():
         await create_sandbox_pool(backend="subprocess", config=BubblewrapConfig())
 
 
-async def test_the_plain_backend_must_be_asked_for_and_says_what_it_is_not(caplog):
+async def test_the_subprocess_backend_must_be_named_and_logs_a_warning(caplog):
     async with await create_sandbox_pool(backend="subprocess", n_workers=1) as pool:
         assert isinstance(pool, SubprocessSandboxPool)
         assert (await (await pool.checkout()).execute("print(1)")).stdout == "1\n"
@@ -88,6 +88,6 @@ def test_an_interpreter_is_found_by_version_and_by_path():
 
 
 @pytest.mark.parametrize("wanted", ["2.0", "/no/such/python", "/bin/ls"])
-def test_a_python_that_is_not_there_is_refused(wanted):
+def test_a_missing_python_is_refused(wanted):
     with pytest.raises(ConfigError, match="2.0|/no/such/python|/bin/ls"):
         find_interpreter(wanted)

@@ -6,7 +6,7 @@ from ludic.sandbox import LRUCache
 from ludic.types import ConfigError
 
 
-def test_what_was_not_asked_for_the_longest_goes_first():
+def test_the_least_recently_used_entry_is_dropped():
     cache: LRUCache[str, int] = LRUCache(2)
     cache.put("a", 1)
     cache.put("b", 2)
@@ -32,7 +32,7 @@ def test_clearing_keeps_the_counters():
     assert cache.stats == {"hits": 1, "misses": 1, "size": 0, "max_size": 2} and cache.hit_rate == 0.5
 
 
-def test_a_cache_of_nothing_keeps_nothing():
+def test_a_cache_of_size_zero_is_always_empty():
     cache: LRUCache[str, int] = LRUCache(0)
     cache.put("a", 1)
     assert cache.get("a") is None

@@ -29,7 +29,7 @@ def test_a_run_is_limited_with_its_swap_and_judged_by_its_own_kills(tmp_path, di
     assert group.read()[1] is True
 
 
-def test_a_new_measurement_begins_where_the_kernel_can(tmp_path):
+def test_peak_memory_is_reset_where_the_kernel_supports_it(tmp_path):
     old, new = make_group(tmp_path / "old", V1), make_group(tmp_path / "new", V2, swap=False)
     old.begin(10), new.begin(10)
     assert old.read()[0] == 0 and new.read()[0] is None
@@ -48,7 +48,7 @@ async def test_groups_are_used_again_and_removed_in_the_end(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_version_is_found_and_the_groups_of_the_living_stay(tmp_path):
+def test_the_cgroup_version_is_found_and_groups_of_live_processes_stay(tmp_path):
     namespace = os.stat("/proc/self/ns/pid").st_ino
     (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
     parent = tmp_path / "ludic-sandbox"
@@ -63,7 +63,7 @@ def test_the_version_is_found_and_the_groups_of_the_living_stay(tmp_path):
     assert (parent / f"{os.getpid()}-{namespace}-0").exists()
 
 
-def test_without_the_memory_controller_there_are_none(tmp_path):
+def test_without_the_memory_controller_there_are_no_groups(tmp_path):
     (tmp_path / "cgroup.subtree_control").write_text("cpu pids\n")
     assert _usable_parent(tmp_path) is None
 

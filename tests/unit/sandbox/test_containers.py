@@ -83,7 +83,7 @@ def test_memory_is_written_as_the_engines_read_it(text, number):
 
 
 @pytest.mark.parametrize("text", ["", "m", "lots", "-1m", "0", "1.5g"])
-def test_what_is_no_amount_of_memory_is_refused(text):
+def test_an_invalid_memory_limit_is_refused(text):
     with pytest.raises(ConfigError, match="no amount of memory"):
         memory_bytes(text)
 
@@ -94,7 +94,7 @@ def test_a_missing_engine_is_named(monkeypatch, tmp_path):
         DockerSandboxPool()
 
 
-def test_an_engine_whose_daemon_sleeps_says_so(monkeypatch, tmp_path):
+def test_an_engine_without_its_daemon_is_reported(monkeypatch, tmp_path):
     fake: Path = tmp_path / "docker"
     fake.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)

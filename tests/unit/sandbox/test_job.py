@@ -15,7 +15,7 @@ def decoded(job: Job, *, limit_processes: bool = True) -> dict:
     return marshal.loads(data[4:])
 
 
-def test_the_supervisor_gets_all_it_needs():
+def test_a_job_is_encoded_with_files_env_and_limits():
     job = Job(files={"main.py": b"pass"}, limits=LIMITS, timeout_s=2.0, env={"A": "b"}, stdin=b"not here")
     message = decoded(job)
     assert message["program"] == "/work/main.py" and message["cwd"] == "/work" and message["argv"] == []
@@ -34,13 +34,13 @@ def test_paths_stay_in_the_workspace(path, where):
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_program_needs_some_time_and_not_all_of_it(timeout_s):
+def test_the_time_limit_must_be_positive_and_finite(timeout_s):
     with pytest.raises(ConfigError, match="timeout_s"):
         Job(files={}, limits=LIMITS, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("name", ["memory_mb", "max_processes", "max_output_bytes", "workspace_mb", "max_open_files"])
-def test_limits_must_leave_something(name):
+def test_limits_must_be_positive(name):
     with pytest.raises(ConfigError, match=name):
         SandboxLimits(**{name: 0})
     with pytest.raises(ConfigError, match="Python itself needs"):
@@ -50,6 +50,6 @@ def test_limits_must_leave_something(name):
 @pytest.mark.parametrize(
     "settings", [{"env": {"A=B": "c"}}, {"env": {"": "c"}}, {"env": {"A": "\0"}}, {"argv": ["a\0b"]}]
 )
-def test_what_no_process_can_be_given_is_refused(settings):
+def test_invalid_arguments_and_variables_are_refused(settings):
     with pytest.raises(ConfigError, match="null byte|name of a variable"):
         Job(files={}, limits=LIMITS, timeout_s=1.0, **settings)

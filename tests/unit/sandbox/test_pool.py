@@ -47,7 +47,7 @@ async def test_starting_twice_makes_the_sandboxes_once():
     assert all(one.is_closed for one in pool.made)
 
 
-async def test_a_released_sandbox_is_reset_before_anyone_gets_it():
+async def test_a_released_sandbox_is_reset_before_the_next_checkout():
     async with FakePool(n_workers=1) as pool:
         first = await pool.checkout()
         await pool.release(first)
@@ -55,7 +55,7 @@ async def test_a_released_sandbox_is_reset_before_anyone_gets_it():
         assert await pool.checkout() is first and first.num_resets == 2
 
 
-async def test_a_checkout_waits_for_a_release_and_no_longer_than_it_may():
+async def test_a_checkout_waits_for_a_release_until_its_timeout():
     async with FakePool(n_workers=1) as pool:
         first = await pool.checkout()
         with pytest.raises(TimeoutError, match="all 1 are in use"):
@@ -95,7 +95,7 @@ async def test_a_sandbox_that_cannot_be_reset_is_replaced():
         assert second is not first and first.is_closed and not second.is_closed
 
 
-async def test_the_breaker_counts_failures_in_a_row_only():
+async def test_the_pool_counts_consecutive_failures_only():
     async with FakePool(n_workers=1, max_consecutive_failures=2) as pool:
         for _ in range(5):
             pool.script = [True, False]  # its own reset fails, its replacement's does not
@@ -104,7 +104,7 @@ async def test_the_breaker_counts_failures_in_a_row_only():
         assert pool.available == 1
 
 
-async def test_several_that_break_at_once_for_a_reason_that_passes_do_not_end_the_pool():
+async def test_simultaneous_failures_with_successful_replacements_do_not_stop_the_pool():
     async with FakePool(n_workers=8, max_consecutive_failures=5) as pool:
         lent = [await pool.checkout() for _ in range(8)]
         pool.script = [True] * 6
@@ -114,7 +114,7 @@ async def test_several_that_break_at_once_for_a_reason_that_passes_do_not_end_th
         assert pool.available == 8 and not pool.has_given_up
 
 
-async def test_who_asks_while_the_pool_starts_is_served_when_it_has_started():
+async def test_a_checkout_during_the_start_waits_for_its_end():
     pool = FakePool(n_workers=1)
     starting = asyncio.create_task(pool.start())
     await asyncio.sleep(0)
@@ -136,7 +136,7 @@ async def test_a_start_that_was_cancelled_leaves_nothing_and_can_be_repeated():
         assert pool.available == 2
 
 
-async def test_what_is_released_while_the_pool_shuts_down_is_no_mistake():
+async def test_a_release_during_shutdown_is_ignored():
     class Slow(FakeSandbox):
         async def close(self) -> None:
             await asyncio.sleep(0.01)
@@ -183,7 +183,7 @@ async def test_a_broken_pool_can_be_started_again():
         assert await pool.checkout()
 
 
-async def test_without_replacement_the_pool_shrinks_and_then_says_so():
+async def test_without_replacement_the_pool_shrinks_and_then_raises():
     async with FakePool(n_workers=2, auto_replace_failed=False) as pool:
         one, other = await pool.checkout(), await pool.checkout()
         pool.script = [True, True]
@@ -257,7 +257,7 @@ def test_a_pool_belongs_to_its_loop():
         runner.run(pool.shutdown())
 
 
-async def test_resets_run_side_by_side_up_to_a_number():
+async def test_concurrent_resets_are_limited():
     class Counting(FakeSandbox):
         running = most = 0
 

@@ -90,7 +90,7 @@ def test_frames_are_read_as_plain_values_and_nothing_else():
         read_exit_facts(b"__import__('os').abort()")
 
 
-def test_a_result_answers_the_usual_questions():
+def test_properties_of_a_result():
     late = CompileResult(status=CompileStatus.TIMEOUT)
     assert ExecutionResult(compile_result=late).timed_out and not ExecutionResult(compile_result=late).compiled
     well = ExecutionResult(compile_result=GOOD, run_status=RunStatus.SUCCESS)

@@ -20,7 +20,7 @@ pytest.importorskip("mcp", reason="the mcp extra is not installed")
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
 
-async def test_the_tools_of_a_server_are_listed_and_called_and_tell_of_timeouts_and_of_its_death():
+async def test_server_tools_are_called_and_report_timeouts_and_a_dead_server():
     kept: list[Tool] = []
     with pytest.raises(LookupError):
         await use_everything(kept)

@@ -52,7 +52,7 @@ async def test_arguments_reach_the_handler_checked_and_converted():
     ],
     ids=str,
 )
-async def test_what_does_not_fit_the_schema_is_told_to_the_model(arguments, message):
+async def test_arguments_that_violate_the_schema_are_reported_to_the_model(arguments, message):
     result = await made().call(arguments)
     assert result.is_error and message in result.content
 
@@ -62,7 +62,7 @@ def test_references_are_spelled_out():
     assert spot == {"type": "object", "properties": {"lat": {"type": "number"}}} and "$defs" not in made().parameters
 
 
-def test_the_flat_shape_is_read_too():
+def test_schemas_without_the_inner_level_are_read():
     flat = {"type": "function", **WEATHER["function"]}
     assert made(flat).schema == made().schema
 

@@ -30,7 +30,7 @@ def test_equal_documents_keep_their_order():
     assert DocumentSearch(["same words", "other text", "same words"]).top("same words", k=3) == [0, 2]
 
 
-def test_documents_without_words_are_no_trouble():
+def test_documents_without_words_are_accepted():
     assert DocumentSearch(["", "?!"]).top("heron", k=1) == []
 
 
@@ -44,7 +44,7 @@ async def test_it_is_a_tool_with_a_schema():
 
 
 @pytest.mark.parametrize("documents", [[], "one text"])
-def test_something_to_search_in_is_needed(documents):
+def test_documents_are_required(documents):
     with pytest.raises(ConfigError, match="a list of texts"):
         DocumentSearch(documents)
 

@@ -217,7 +217,7 @@ def test_a_timeout_must_be_positive(timeout_s):
         Tool.from_callable(calculator, timeout_s=timeout_s)
 
 
-def test_what_is_not_callable_is_refused():
+def test_an_object_that_is_not_callable_is_refused():
     with pytest.raises(ConfigError, match="str"):
         as_tool("calculator")  # type: ignore[arg-type]
 
@@ -308,7 +308,7 @@ def test_decorated_functions_show_the_signature_inside():
     assert as_tool(tool).description == "Cached."
 
 
-def test_local_types_and_names_that_are_assigned_later_are_no_obstacle():
+def test_annotations_resolve_local_and_later_assigned_names():
     class Local(Enum):
         A = "a"
 

@@ -92,7 +92,7 @@ def test_a_walk_over_the_ice_reads_as_a_picture_and_ends_in_the_reward():
         act(env, "down")
 
 
-def test_the_seed_decides_what_the_ice_does():
+def test_the_seed_decides_how_the_player_slips():
     def walk(seed):
         env = started("FrozenLake-v1", seed=seed)
         return [act(env, "right").obs for _ in range(3) if env.active_agents]
@@ -116,7 +116,7 @@ def test_out_of_time_is_a_truncation_and_no_termination():
 
 
 @pytest.mark.parametrize("said", ["", "jump", "4", "left right", "²"])
-def test_what_is_no_action_is_answered_with_the_legal_ones_and_moves_nothing(said):
+def test_an_invalid_action_changes_nothing_and_lists_the_legal_ones(said):
     env = started("FrozenLake-v1", invalid_reward=-0.25)
     before = env.current_obs()[AGENT]
     outcome = act(env, said)
@@ -186,7 +186,7 @@ def test_close_closes_the_env_and_a_reset_opens_it_again():
         ({"env_id": "FrozenLake-v1", "action_names": ["a", "b", "c", "A"]}, "name each of them once"),
     ],
 )
-def test_wrong_settings_say_what_would_do(settings, says):
+def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         GymnasiumEnv(**settings)
 

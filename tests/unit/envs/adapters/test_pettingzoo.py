@@ -172,7 +172,7 @@ def test_the_action_of_one_waits_while_the_other_is_asked_again():
     assert env.active_agents == ["player_0", "player_1"]
 
 
-def test_who_is_out_stays_out_and_who_is_cut_off_is_truncated():
+def test_terminated_agents_stay_inactive_and_truncation_is_reported():
     env = started("duel_v0")
     told = env.step({"ann": "1", "bob": "0", "eve": "2"})
     assert (told["bob"].terminated, told["bob"].truncated, env.active_agents) == (True, False, ["ann", "eve"])
@@ -200,7 +200,7 @@ def test_a_parallel_game_can_be_played_in_turns():
         ({"game": BOARD, "action_names": ["a", "b"]}, "has 9 actions"),
     ],
 )
-def test_wrong_settings_say_what_would_do(settings, says):
+def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         PettingZooEnv(**settings)
 

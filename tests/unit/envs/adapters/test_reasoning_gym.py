@@ -100,7 +100,7 @@ def test_a_seed_means_the_same_puzzle_in_every_process():
     assert json.loads(there.stdout.splitlines()[-1]) == here
 
 
-def test_a_generator_that_draws_from_the_global_dice_is_repeatable():
+def test_a_generator_that_uses_global_random_state_is_repeatable():
     first = ReasoningGymEnv("list_functions").reset(seed=3)
     puzzles.make_puzzle.cache_clear(), puzzles._made.cache_clear()
     random.seed(5)
@@ -108,7 +108,7 @@ def test_a_generator_that_draws_from_the_global_dice_is_repeatable():
 
 
 @pytest.mark.parametrize("task", ["list_functions", "pool_matrix"])
-def test_a_generator_that_uses_the_global_dice_leaves_them_as_they_were(task):
+def test_a_generator_leaves_the_global_random_state_unchanged(task):
     python, arrays = random.getstate(), np.random.get_state()[1].copy()
     ReasoningGymEnv(task).reset(seed=777)
     assert random.getstate() == python and (np.random.get_state()[1] == arrays).all()
@@ -192,7 +192,7 @@ def test_a_scorer_that_raises_gives_nothing():
     assert reward(ReasoningGymEnv("prime_factorization"), "two times three") == 0.0
 
 
-def test_not_every_text_says_whether_the_game_of_life_halts():
+def test_game_of_life_halting_compares_the_answer_itself():
     env = ReasoningGymEnv("game_of_life_halting")
     env.reset(seed=1)
     right = env.reference_action("agent_0")

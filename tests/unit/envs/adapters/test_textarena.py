@@ -115,7 +115,7 @@ def roll(env, mover):
     return "[roll]"
 
 
-def test_dice_belong_to_the_episode():
+def test_random_state_belongs_to_the_episode():
     alone = episode(TextArenaEnv("PigDice-v0", num_players=2), 7, roll)
 
     def beside_others(env, mover):
@@ -129,7 +129,7 @@ def test_dice_belong_to_the_episode():
     assert episode(TextArenaEnv("PigDice-v0", num_players=2), 8, roll) != alone
 
 
-async def test_dice_belong_to_the_episode_in_threads_too():
+async def test_random_state_belongs_to_the_episode_also_in_threads():
     def run(seed):
         return episode(TextArenaEnv("PigDice-v0", num_players=2), seed, roll)
 
@@ -139,7 +139,7 @@ async def test_dice_belong_to_the_episode_in_threads_too():
     assert together == [alone[seed] for seed in seeds]
 
 
-def test_a_game_leaves_the_dice_of_others_alone():
+def test_a_game_leaves_the_global_random_state_unchanged():
     random.seed(1)
     np.random.seed(1)
     expected = [random.random(), np.random.random()]
@@ -149,7 +149,7 @@ def test_a_game_leaves_the_dice_of_others_alone():
     assert [random.random(), np.random.random()] == expected
 
 
-def test_dice_go_on_where_they_stopped_also_after_an_error():
+def test_random_state_continues_after_an_error():
     def draw(dice):
         with dice.installed():
             return random.random(), np.random.random()
@@ -171,7 +171,7 @@ def test_dice_go_on_where_they_stopped_also_after_an_error():
         ({"game": "TicTacToe-v0", "num_players": 2, "game_args": {"size": 4}}, ConfigError, "size"),
     ],
 )
-def test_wrong_settings_say_what_would_do(settings, error, says):
+def test_wrong_settings_are_refused_with_a_hint(settings, error, says):
     with pytest.raises(error, match=says):
         TextArenaEnv(**settings).reset(seed=0)
 

@@ -189,7 +189,7 @@ async def test_a_copy_goes_on_from_where_it_was_taken():
     assert await copied.async_step({"guesser": "4"}) == await env.async_step({"guesser": "4"})
 
 
-async def test_two_agents_of_ours_play_the_two_seats_of_user_sim():
+async def test_two_ludic_agents_play_both_agents_of_user_sim():
     """The whole stack: verifiers' own env, our protocol, scripted agents."""
     env = VerifiersEnv(SUMS, env="user-sim", index=0, answer_field="answer")
     lines = {"user": iter(["What does it come to?", "###DONE###"])}
@@ -204,14 +204,14 @@ async def test_two_agents_of_ours_play_the_two_seats_of_user_sim():
     assert totals == {"assistant": pytest.approx(1.1), "user": 0.0}
 
 
-async def test_what_the_program_raises_is_the_failure_of_the_episode():
+async def test_an_exception_of_the_program_fails_the_episode():
     env = await started(env="best-of-n")
     with pytest.raises(ExceptionGroup) as raised:
         await env.async_step({"agent": "1"})
     assert all("second conversation" in str(error) for error in raised.value.exceptions)
 
 
-async def test_a_task_that_uses_a_box_learns_that_there_is_none():
+async def test_a_task_that_uses_a_runtime_is_refused():
     env = await started("needs_a_box")
     with pytest.raises(vf.TaskError, match="plays verifiers tasks without one"):
         await env.async_step({"agent": "1"})
@@ -229,7 +229,7 @@ async def test_a_task_that_uses_a_box_learns_that_there_is_none():
         ({"taskset": SUMS, "index": 100}, "tasks 0 to 99"),
     ],
 )
-def test_wrong_settings_say_what_would_do(settings, says):
+def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         VerifiersEnv(**settings)
 

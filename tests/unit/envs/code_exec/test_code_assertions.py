@@ -66,7 +66,7 @@ def test_keyword_arguments_are_part_of_the_call():
     assert judge("assert f(1, key=[2])", F, []).needs == (Call("f", dumps(((1,), {"key": [2]}))),)
 
 
-def test_what_the_candidate_raised_fails_the_assertion_and_is_told():
+def test_an_exception_of_the_candidate_fails_the_assertion_and_is_reported():
     judgement = judge("assert f(1) == 2", F, [(F1, {"error": "ValueError: no", "type": "ValueError"})])
     assert not judgement.passed and judgement.details == "f(1) raised ValueError: no"
 

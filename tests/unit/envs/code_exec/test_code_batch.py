@@ -75,7 +75,7 @@ async def test_whole_reports_become_results_in_order():
         "deep",
     ],
 )
-async def test_reports_that_the_harness_cannot_have_written_void_the_run(lines):
+async def test_forged_reports_void_the_run(lines):
     results = await served(Sandbox([lines]))
     assert [result.run_status for result in results] == [RunStatus.KILLED] * 2
     assert "tampered" in results[0].detail
@@ -84,12 +84,12 @@ async def test_reports_that_the_harness_cannot_have_written_void_the_run(lines):
 @pytest.mark.parametrize(
     "status", [RunStatus.KILLED, RunStatus.TIMEOUT, RunStatus.SANDBOX_ERROR, RunStatus.RUNTIME_ERROR]
 )
-async def test_a_run_that_did_not_end_well_counts_for_nothing(status):
+async def test_reports_of_a_failed_run_do_not_count(status):
     results = await served(Sandbox([[COMPILED, report(0), report(1, "4"), DONE]], run_status=status))
     assert [result.run_status for result in results] == [status] * 2
 
 
-async def test_what_did_not_fit_into_one_run_goes_into_another():
+async def test_tests_beyond_the_report_limit_go_into_another_run():
     sandbox = Sandbox([[COMPILED, report(0), DONE], [COMPILED, report(0, "4"), DONE]])
     results = await served(sandbox, stop_on_first_failure=False)
     assert [result.stdout for result in results] == ["2", "4"] and len(sandbox.runs) == 2

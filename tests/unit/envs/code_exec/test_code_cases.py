@@ -25,7 +25,7 @@ def test_the_pass_rate_goes_by_weight_and_the_counts_do_not():
     assert len(batch.get_failures()) == 2 and len(batch.get_successes()) == 1
 
 
-def test_without_tests_nothing_has_passed():
+def test_no_tests_do_not_count_as_passed():
     empty = BatchTestResult(results=[])
     assert not empty.all_passed and empty.pass_rate == 0.0 and empty.first_failure is None and not empty.compile_failed
 

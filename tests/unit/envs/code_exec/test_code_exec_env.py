@@ -110,7 +110,7 @@ async def play(env: CodeExecEnv, *codes: str):
         (" \n", {}, -0.1),
     ],
 )
-async def test_the_reward_is_what_the_tests_say(code, config, reward):
+async def test_the_reward_follows_the_test_results(code, config, reward):
     outcome = await play(make(**config), code)
     assert outcome.reward == pytest.approx(reward) and outcome.terminated
 
@@ -173,7 +173,7 @@ async def test_how_much_an_agent_is_told_is_a_setting(feedback, told, kept):
     assert all(part in obs for part in told) and not any(part in obs for part in kept)
 
 
-async def test_of_a_long_error_the_end_is_shown_and_of_no_error_nothing():
+async def test_long_errors_are_cut_at_the_front_and_empty_ones_left_out():
     obs = (await play(make(max_error_length=50), "crash")).obs
     assert "the reason" in obs and "Traceback" not in obs and "exit code 1" in obs
     assert "reason" not in (await play(make(include_stderr_in_obs=False), "crash")).obs
@@ -182,7 +182,7 @@ async def test_of_a_long_error_the_end_is_shown_and_of_no_error_nothing():
 # --- pool and cache ---
 
 
-async def test_the_same_program_is_graded_once_and_each_sandbox_is_given_back():
+async def test_a_repeated_program_is_graded_from_the_cache_and_sandboxes_are_released():
     pool = Pool()
     outcomes = [await play(make(pool), "wrong2") for _ in range(3)]
     assert outcomes[0] == outcomes[1] == outcomes[2] and (pool.lent, pool.returned) == (1, 1)
@@ -197,7 +197,7 @@ async def test_envs_that_grade_differently_do_not_share_results():
     assert pool.lent == 2 and outcome.info["tests"][2]["status"] == "success"
 
 
-async def test_a_runner_that_does_not_tell_its_settings_is_not_trusted_with_the_cache():
+async def test_a_runner_without_a_repr_of_its_settings_is_not_cached():
     class Silent(Runner):
         __repr__ = object.__repr__
 
@@ -209,7 +209,7 @@ async def test_a_runner_that_does_not_tell_its_settings_is_not_trusted_with_the_
 
 
 @pytest.mark.parametrize("code", ["slow", "no_sandbox"])
-async def test_what_may_be_the_machine_s_fault_is_not_cached(code):
+async def test_time_outs_and_sandbox_errors_are_not_cached(code):
     pool = Pool()
     for _ in range(2):
         try:
@@ -266,7 +266,7 @@ def test_an_env_with_the_pool_of_its_process_can_be_pickled():
     assert pickle.loads(pickle.dumps(env)).tests == env.tests
 
 
-def test_what_the_env_suggests_and_plays_itself():
+def test_system_prompt_and_reference_action():
     env = make()
     assert env.reference_action("agent_0") == "right" and env.full_reward == 1.0
     assert "standard input" in env.suggested_sysprompt

@@ -19,11 +19,11 @@ def test_plain_data_comes_back_as_it_went_with_its_types(value):
     assert decode(from_literal(ascii(encode(value)))) == value
 
 
-def test_not_a_number_stays_one():
+def test_nan_is_encoded_and_decoded():
     assert math.isnan(decode(json.loads(dumps(float("nan")))))
 
 
-def test_subclasses_become_what_they_are_made_of():
+def test_subclasses_are_encoded_as_their_base():
     class Sly(int):
         def __eq__(self, other):
             return True
@@ -52,7 +52,7 @@ def test_anything_else_keeps_its_truth_value_and_equals_nothing():
     "text",
     ['{"eval": "1"}', '{"a": 1, "b": 2}', "{}", '{"set": [[1]]}', '{"int": "zz"}', '{"bytes": "q"}', '{"dict": [1]}'],
 )
-def test_foreign_text_is_refused_with_an_ordinary_error(text):
+def test_foreign_data_raises_an_expected_error(text):
     with pytest.raises((ValueError, TypeError, LookupError)):
         decode(json.loads(text))
 

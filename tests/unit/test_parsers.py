@@ -20,7 +20,7 @@ from ludic.parsers import (
 from ludic.types import ConfigError
 
 
-def test_the_first_tag_pair_anywhere_is_the_action():
+def test_first_tag_pair_is_the_action():
     parse = xml_tag_parser("move")
     assert parse("I think <move> A1 </move> or <move>B2</move>") == ParseResult("A1", 0.1, None)
     assert parse("<MOVE>a\nb</Move>").action == "a\nb"
@@ -29,7 +29,7 @@ def test_the_first_tag_pair_anywhere_is_the_action():
 @pytest.mark.parametrize(
     "text", ["", "A1", "<move></move>", "<move>  </move>", "<move>A1", "A1</move>", "<other>x</other>"]
 )
-def test_text_without_a_filled_pair_is_a_failure_with_feedback(text):
+def test_text_without_a_nonempty_pair_fails_with_feedback(text):
     result = xml_tag_parser("move")(text)
     assert result.action is None and result.reward == -1.0
     assert result.obs.startswith("Invalid action format:") and "<move>" in result.obs
@@ -39,7 +39,7 @@ def test_an_unclosed_tag_does_not_swallow_the_next_one():
     assert xml_tag_parser("move")("<move>no <move>A1</move>").action == "A1"
 
 
-def test_exact_wants_the_pair_and_nothing_else():
+def test_exact_accepts_only_the_pair():
     parse = xml_tag_parser("move", exact=True)
     assert parse(" <move>A1</move>\n").action == "A1"
     assert parse("so <move>A1</move>").action is None
@@ -50,14 +50,14 @@ def test_two_tags_under_exact_are_a_failure():
     assert xml_tag_parser("move", exact=True)("<move>A1</move><move>B2</move>").action is None
 
 
-def test_the_remainder_after_a_prefix_is_the_action():
+def test_remainder_after_the_prefix_is_the_action():
     parse = xml_parser("plan", kind="remainder_after_prefix", success_reward=0.3)
     assert parse("<plan>x</plan> go") == ParseResult("go", 0.3, None)
     assert parse("go <plan>x</plan> on").action is None
     assert parse("<plan>x</plan>  ").action is None
 
 
-def test_settings_that_contradict_each_other_are_refused():
+def test_contradicting_settings_are_refused():
     with pytest.raises(ValueError, match="exact"):
         xml_parser("a", exact=True, kind="remainder_after_prefix")
     with pytest.raises(ValueError, match="unknown kind"):
@@ -101,11 +101,11 @@ def test_an_empty_composition_is_refused():
         compose_parsers()
 
 
-def test_raw_takes_the_text_as_it_is():
+def test_raw_returns_the_text_unchanged():
     assert raw_parser(" x ") == ParseResult(" x ", 0.0, None)
 
 
-def test_long_hostile_text_is_read_in_linear_time():
+def test_long_hostile_text_is_parsed_in_linear_time():
     hostile = "<move>" * 20_000
     assert xml_tag_parser("move")(hostile).action is None
     assert xml_tag_parser("move", exact=True)(hostile).action is None
@@ -151,12 +151,12 @@ def test_long_hostile_text_is_read_in_linear_time():
         ("She moved to B2 in version 1.2.3, at the age of 30", "30"),
     ],
 )
-def test_the_final_number_is_read_in_all_its_spellings(text, action):
+def test_final_number_in_different_notations(text, action):
     assert final_number_parser(text) == ParseResult(action, 0.0, None)
 
 
 @pytest.mark.parametrize("text", ["", "I do not know.", "B2", "####", r"\boxed{ }", "v1.2"])
-def test_a_reply_without_a_number_is_a_failure_that_costs_nothing_unless_asked(text):
+def test_a_reply_without_a_number_fails_with_the_given_penalty(text):
     result = final_number_parser(text)
     assert result.action is None and result.reward == 0.0 and "expected a number" in result.obs
     strict = partial(final_number_parser, success_reward=0.2, error_reward=-0.5)
@@ -168,23 +168,23 @@ WORDS = st.text("abc xyz.,:;()=+\n", max_size=30)
 
 
 @given(NUMBERS, WORDS, st.sampled_from(["{}", "{:,}", "{:f}"]), st.sampled_from(["", ".", " apples", "\n", "!"]))
-def test_the_last_number_comes_back_with_its_value_whatever_stands_around_it(number, before, spelling, after):
+def test_last_number_is_found_in_any_surrounding_text(number, before, spelling, after):
     text = f"{before}1 and 2: {spelling.format(number)}{after}"
     assert Fraction(final_number_parser(text).action) == Fraction(number)
 
 
 @given(NUMBERS, WORDS, st.sampled_from([r"\boxed{%s}", "#### %s\n", r"#### 1" "\n" r"\boxed{%s}"]))
-def test_a_marked_number_wins_over_later_ones(number, after, marked):
+def test_a_marked_number_takes_precedence_over_later_ones(number, after, marked):
     text = f"First 3. {marked % f'{number:,}'}{after} 77 and 8"
     assert Fraction(final_number_parser(text).action) == Fraction(number)
 
 
 @given(st.integers(0, 10**15), st.sampled_from(["{}", "{:,}", "{}.0", "${:,}.00", "0{}"]))
-def test_one_number_has_one_spelling(number, spelling):
+def test_equal_numbers_have_one_normal_form(number, spelling):
     assert final_number_parser(f"It is {spelling.format(number)}.").action == str(number)
 
 
-def test_a_long_hostile_reply_is_read_without_a_number_limit():
+def test_final_number_of_a_long_hostile_reply():
     assert final_number_parser("1," * 20_000).action == "1"
     assert len(final_number_parser("9" * 20_000).action) == 20_000
     assert final_number_parser("#### 5" + " " * 20_000 + "!\n" + "#" * 20_000).action == "5"
@@ -198,19 +198,19 @@ def test_a_long_hostile_reply_is_read_without_a_number_limit():
     ("reply", "action"),
     [("B2", "B2"), ("Not A1, I take c3.", "c3"), ("My move is [B1]", "B1"), ("hello", None), ("A12", None)],
 )
-def test_a_pattern_reads_the_last_thing_that_matches(reply, action):
+def test_pattern_returns_the_last_match(reply, action):
     result = pattern_parser(r"\b[ABC][123]\b")(reply)
     assert result.action == action
     assert result.reward == (0.0 if action else -1.0)
     assert (result.obs is None) == (action is not None)
 
 
-def test_a_pattern_with_a_group_takes_the_group():
+def test_pattern_with_a_group_returns_the_group():
     assert pattern_parser(r"move: (\w+)", success_reward=0.5)("Move: left, no, move: right") == ParseResult(
         "right", 0.5, None
     )
 
 
-def test_a_pattern_that_is_none_is_refused():
+def test_an_invalid_pattern_is_refused():
     with pytest.raises(ConfigError, match="not a regular expression"):
         pattern_parser("[ABC")

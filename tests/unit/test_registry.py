@@ -37,7 +37,7 @@ def test_the_decorator_registers_and_returns_the_class(envs):
     assert envs.spec("mine/sub").summary == "A counting env."
 
 
-def test_a_target_can_be_named_and_is_imported_late(envs):
+def test_a_target_string_is_imported_on_first_use(envs):
     envs.register("mine/lazy", "tests.fakes:CountingEnv")
     assert isinstance(envs.make("mine/lazy"), CountingEnv)
     envs.register("mine/broken", "tests.fakes:NoSuchEnv")
@@ -49,14 +49,14 @@ def test_builtin_ids_have_a_long_form(envs):
     assert envs.spec("ludic/tic_tac_toe") is envs.spec("tic_tac_toe")
 
 
-def test_an_unknown_id_answers_with_the_nearest_ones(envs):
+def test_error_for_an_unknown_id_suggests_similar_ones(envs):
     with pytest.raises(UnknownName, match=r"Did you mean 'tic_tac_toe'"):
         envs.make("tictactoe")
     with pytest.raises(KeyError):
         envs.spec("nothing_like_it")
 
 
-def test_a_wrong_argument_is_answered_with_the_right_ones(envs):
+def test_error_for_a_wrong_argument_lists_the_accepted_ones(envs):
     envs.register("mine/count", CountingEnv)
     with pytest.raises(ConfigError, match=r"goal.*It takes: target: int = 3"):
         envs.make("mine/count", goal=3)
@@ -68,12 +68,12 @@ def test_a_missing_argument_is_named():
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "a/b/c", "/x", "ä"])
-def test_ids_are_plain(envs, bad):
+def test_invalid_ids_are_refused(envs, bad):
     with pytest.raises(ConfigError, match="not a valid env id"):
         envs.register(bad, CountingEnv)
 
 
-def test_registering_twice_is_refused_unless_asked_for(envs):
+def test_registering_twice_needs_replace(envs):
     envs.register("mine/count", CountingEnv)
     with pytest.raises(ConfigError, match="registered already"):
         envs.register("mine/count", CountingEnv)
@@ -83,14 +83,14 @@ def test_registering_twice_is_refused_unless_asked_for(envs):
     assert "mine/count" not in envs
 
 
-def test_parsers_are_things_and_not_factories():
+def test_make_binds_arguments_to_a_parser():
     boxed = registry.parsers.make("boxed", success_reward=0.5)
     assert boxed(r"\boxed{4}") == ParseResult("4", 0.5, None)
     assert registry.parsers.make("xml_tag", tag="a")("<a>x</a>").action == "x"
     assert registry.tools.make("calculator")("6*7") == "42"
 
 
-def test_the_module_functions_speak_of_kinds():
+def test_module_functions_take_a_kind():
     assert "tic_tac_toe" in registry.list("env")
     assert registry.spec("protocol", "single_agent").target == "ludic.interaction:SingleAgentProtocol"
     registry.register("env", "test/module_level", CountingEnv)
@@ -142,7 +142,7 @@ def test_an_installed_package_adds_its_parts(tmp_path: Path):
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent for path in (ROOT / "environments").glob("*/pyproject.toml")))
-def test_packages_of_this_repository_keep_their_short_ids(folder: Path, tmp_path: Path):
+def test_packages_of_this_repository_have_short_ids(folder: Path, tmp_path: Path):
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     listed = {(kind, id) for kind, ids in PACKAGES.items() for id, package in ids.items() if package == project["name"]}
     points = {(group.removeprefix("ludic.")[:-1], id) for group, ids in project["entry-points"].items() for id in ids}
@@ -152,7 +152,7 @@ def test_packages_of_this_repository_keep_their_short_ids(folder: Path, tmp_path
     assert printed(code, tmp_path, folder / "src") == str([True] * len(listed))
 
 
-def test_a_part_whose_package_is_not_installed_names_the_package(monkeypatch):
+def test_error_names_the_package_of_a_part_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("ludic.registry.entry_points", lambda group: [])
     envs = registry.Registry("env")
     assert "game_boy" not in envs
@@ -205,7 +205,7 @@ def reward(env: object) -> float:
     return env.env_step("x").reward
 
 
-def test_a_file_is_loaded_with_the_modules_beside_it_wherever_it_is(here, envs):
+def test_a_file_is_loaded_with_the_modules_beside_it(here, envs):
     write_env(here / "one", "rules_one", 1.0)
     write_env(here / "two", "rules_two", 2.0)
     one, two = envs.make("one/env.py:Mine"), envs.make(f"{here}/two/env.py:Mine")
@@ -222,7 +222,7 @@ def test_a_module_of_the_current_folder_needs_no_path(here, envs):
     assert reward(envs.make("package.env:Mine")) == 7.0
 
 
-def test_files_beside_it_do_not_become_other_modules_imports(here, envs):
+def test_modules_beside_a_file_do_not_shadow_installed_ones(here, envs):
     """Not the standard library's at any time, nor an installed package's once the file is loaded."""
     write_env(here / "one", "rules_four", 1.0)
     assert "tabnanny" not in sys.modules and "this_is_installed" not in sys.modules
@@ -240,7 +240,7 @@ def test_files_beside_it_do_not_become_other_modules_imports(here, envs):
     assert this_is_installed.__file__.startswith(str(installed))
 
 
-def test_two_helpers_of_one_name_are_refused_by_name(here, envs):
+def test_two_helper_modules_of_one_name_are_refused(here, envs):
     write_env(here / "one", "rules_five", 1.0)
     write_env(here / "two", "rules_five", 2.0)
     envs.make("one/env.py:Mine")
@@ -265,7 +265,7 @@ def test_two_helpers_of_one_name_are_refused_by_name(here, envs):
         ("from ludic.types import ConfigError\nMine = 3\n", "", r"bad.py:Mine is 3; for the env, name a class"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_one_sentence_with_the_users_line(here, envs, file, helper, message):
+def test_error_for_a_broken_file_names_the_users_line(here, envs, file, helper, message):
     (here / "bad.py").write_text(file)
     (here / "bad_helper.py").write_text(helper)
     for _ in range(2):  # a failed attempt leaves nothing half loaded
@@ -274,7 +274,7 @@ def test_a_file_that_cannot_be_loaded_is_one_sentence_with_the_users_line(here, 
         assert "\n" not in str(raised.value)
 
 
-def test_what_a_file_does_not_hold_is_answered_with_what_it_holds(here, envs):
+def test_error_for_a_missing_name_lists_the_names_in_the_file(here, envs):
     (here / "some.py").write_text("from pathlib import Path\nclass Maze: ...\n")
     with pytest.raises(UnknownName, match=r"No env in some.py named 'Mase'. Did you mean 'Maze'\? Known: Maze\."):
         envs.make("some.py:Mase")
@@ -282,7 +282,7 @@ def test_what_a_file_does_not_hold_is_answered_with_what_it_holds(here, envs):
         envs.make("other.py:Maze")
 
 
-def test_own_parsers_and_tools_are_functions_or_classes_and_the_rest_is_made(here):
+def test_own_parsers_and_tools_may_be_functions_or_classes(here):
     (here / "own.py").write_text(
         "from ludic.parsers import ParseResult\n"
         "def shout(text, mark='!'):\n    return ParseResult(text.upper() + mark, 0.0, None)\n"

@@ -37,7 +37,7 @@ async def test_act_returns_one_parsed_step_with_its_trace():
     assert step.trace.policy_version == 0 and step.info == {"finish_reason": "stop"} == agent.last_info
 
 
-async def test_the_trace_is_exactly_what_the_client_saw_over_turns():
+async def test_traces_of_several_turns_equal_the_clients_requests():
     client = RecordingClient(ScriptedClient(["<a>1</a>", "<a>2</a>", "<a>3</a>"]))
     agent = ready(client)
     traces = []
@@ -50,7 +50,7 @@ async def test_the_trace_is_exactly_what_the_client_saw_over_turns():
         assert after.prompt_token_ids[: len(so_far)].tolist() == so_far
 
 
-async def test_a_reply_cut_off_by_the_token_limit_is_rejected_but_remembered():
+async def test_a_reply_cut_off_by_the_token_limit_is_rejected_but_kept_in_the_context():
     agent = ready(["<a>x</a>"])
     step = (await agent.act(InferenceSpec(sampling=SamplingParams(max_tokens=3)))).final_step
     assert step.parse_result.action is None and step.parse_result.reward == -0.1
@@ -64,24 +64,24 @@ async def test_rejection_of_cut_off_replies_can_be_turned_off():
     assert step.parse_result.action == "x" and step.trace.finish_reason == "length"
 
 
-def test_a_missing_chat_template_is_named():
+def test_a_missing_chat_template_is_refused():
     with pytest.raises(TypeError, match="chat_template"):
         Agent(client=ScriptedClient([]), model="m", ctx=FullDialog(), parser=lambda raw: None)
     with pytest.raises(ConfigError, match="chat_template"):
         make_agent([], chat_template=None)
 
 
-async def test_a_parser_that_returns_nothing_is_a_named_error():
+async def test_a_parser_that_returns_none_is_a_contract_error():
     with pytest.raises(ParserContractError, match="NoneType.*ParseResult"):
         await ready(["x"], parser=lambda raw: None).act()
 
 
-async def test_a_prompt_past_the_agents_limit_is_a_named_error():
+async def test_a_prompt_above_max_prompt_tokens_is_refused():
     with pytest.raises(PromptTooLong, match="limit is 5"):
         await ready(["x"], max_prompt_tokens=5).act()
 
 
-async def test_a_server_that_changes_the_prompt_is_caught():
+async def test_a_server_that_changes_the_prompt_is_a_token_mismatch():
     class AddsBos(ScriptedClient):
         async def complete_tokens(self, request):
             response, info = await super().complete_tokens(request)
@@ -97,7 +97,7 @@ async def test_a_server_that_changes_the_prompt_is_caught():
         await ready(AddsBos(["x"])).act()
 
 
-async def test_a_slow_model_is_timed_out():
+async def test_a_slow_model_times_out():
     class Slow(ScriptedClient):
         async def complete_tokens(self, request):
             await asyncio.sleep(60)
@@ -106,7 +106,7 @@ async def test_a_slow_model_is_timed_out():
         await ready(Slow([])).act(timeout_s=0.01)
 
 
-async def test_after_a_timeout_the_agent_can_go_on():
+async def test_agent_can_act_again_after_a_timeout():
     class SlowOnce(ScriptedClient):
         slow = True
 
@@ -122,7 +122,7 @@ async def test_after_a_timeout_the_agent_can_go_on():
     assert (await agent.act(timeout_s=5)).final_step.parse_result.action == "x"
 
 
-async def test_big_client_facts_stay_out_of_the_step():
+async def test_large_client_facts_are_dropped_from_step_info():
     class Chatty(ScriptedClient):
         async def complete_tokens(self, request):
             response, _ = await super().complete_tokens(request)
@@ -132,7 +132,7 @@ async def test_big_client_facts_stay_out_of_the_step():
     assert step.info == {"queue_ms": 3, "finish_reason": "stop"}
 
 
-async def test_a_context_that_rewrites_without_declaring_it_is_refused():
+async def test_an_undeclared_rewrite_of_history_is_refused():
     class Forgetful(FullDialog):
         def on_before_act(self):
             return super().on_before_act()[-1:]
@@ -144,7 +144,7 @@ async def test_a_context_that_rewrites_without_declaring_it_is_refused():
         await agent.act()
 
 
-async def test_a_context_that_edits_the_reply_without_declaring_it_is_refused():
+async def test_an_undeclared_change_of_a_reply_is_refused():
     class Tidy(FullDialog):
         def on_after_act(self, response):
             self.add_assistant_step(response.text.upper())
@@ -163,7 +163,7 @@ async def test_a_context_that_edits_the_reply_without_declaring_it_is_refused():
         (SlidingWindow(max_turns=1), ["<a>x</a>"] * 3),
     ],
 )
-async def test_a_declared_rewrite_starts_a_new_segment_with_a_fresh_rendering(ctx, replies):
+async def test_a_declared_rewrite_starts_a_new_segment(ctx, replies):
     template = ByteTemplate()
     agent = ready(replies, ctx=ctx, chat_template=template)
     for turn in range(3):
@@ -173,7 +173,7 @@ async def test_a_declared_rewrite_starts_a_new_segment_with_a_fresh_rendering(ct
         agent.on_after_step(f"obs{turn}", {})
 
 
-async def test_reset_forgets_the_conversation():
+async def test_reset_clears_the_conversation():
     agent = ready(["<a>x</a>", "<a>y</a>"])
     first = (await agent.act()).final_step.trace.prompt_token_ids.tolist()
     agent.reset("be good")
@@ -181,7 +181,7 @@ async def test_reset_forgets_the_conversation():
     assert (await agent.act()).final_step.trace.prompt_token_ids.tolist() == first
 
 
-async def test_weights_that_cannot_be_pushed_say_so():
+async def test_push_policy_update_needs_a_client_with_sync_weights():
     with pytest.raises(RuntimeError, match="no weights"):
         await ready([]).push_policy_update({})
 
@@ -201,7 +201,7 @@ async def test_a_context_that_edits_messages_in_place_is_refused():
     assert [m["content"] for m in first.prompt_messages] == ["[old]", "obs"]  # as it was shown then
 
 
-async def test_a_client_that_uses_its_buffer_again_does_not_change_earlier_traces():
+async def test_traces_are_independent_of_the_clients_buffers():
     class Reuses(ScriptedClient):
         def __init__(self, replies):
             super().__init__(replies)
@@ -220,7 +220,7 @@ async def test_a_client_that_uses_its_buffer_again_does_not_change_earlier_trace
     assert agent.chat_template.decode_reply(first.completion_token_ids) == "<a>1</a>"
 
 
-async def test_a_prompt_that_opens_the_think_block_is_part_of_the_reply():
+async def test_reply_text_includes_a_think_tag_opened_by_the_prompt():
     from functools import partial
 
     from ludic.inference import HFChatTemplate

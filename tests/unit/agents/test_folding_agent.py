@@ -1,4 +1,4 @@
-"""Folding: when it happens, what the model is shown afterwards, and that every sampled token is trained exactly once."""
+"""Folding: its triggers, the prompt afterwards, and that every sampled token is trained exactly once."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def folds(rollout) -> list:
 # --- when, and what is shown then ---
 
 
-async def test_a_summary_is_a_step_of_the_turn_it_was_written_in_and_earns_nothing():
+async def test_a_summary_is_a_step_of_its_turn_without_reward():
     rollout = await play(folding(["<a>inc</a>", "<a>inc</a>", "two so far", "<a>inc</a>"]))
     assert [step.kind for step in rollout.steps] == ["agent", "env", "agent", "env", "agent", "agent", "env"]
     fold, action = rollout.steps[4], rollout.steps[5]
@@ -59,7 +59,7 @@ async def test_a_summary_is_a_step_of_the_turn_it_was_written_in_and_earns_nothi
     assert rollout.stop == "terminated" and rollout.total_reward == pytest.approx(1.3)
 
 
-async def test_it_folds_when_the_next_prompt_would_have_more_tokens_than_it_may():
+async def test_agent_folds_when_the_next_prompt_exceeds_fold_at_tokens():
     """Counted exactly: with a limit of the longest prompt of a plain agent it never folds, with one less it does."""
     replies = ["<a>inc</a>"] * 3
     plain = await play(make_agent(replies))
@@ -69,7 +69,7 @@ async def test_it_folds_when_the_next_prompt_would_have_more_tokens_than_it_may(
     assert [step.index for step in folds(tight)] == [4]
 
 
-async def test_a_dialogue_that_folding_cannot_shorten_is_not_folded_twice_in_a_row():
+async def test_a_dialogue_without_new_replies_is_not_folded_again():
     """The limit is below any prompt: it folds before every call but the first, and each time a call follows."""
     rollout = await play(
         folding(["<a>inc</a>", "x", "<a>inc</a>", "y", "<a>inc</a>"], max_turns=None, fold_at_tokens=1)
@@ -89,12 +89,12 @@ async def test_a_dialogue_that_folding_cannot_shorten_is_not_folded_twice_in_a_r
         ("  ", ""),
     ],
 )
-def test_thinking_is_no_part_of_a_summary(reply, written):
+def test_thinking_is_removed_from_a_summary(reply, written):
     assert without_thinking(reply) == written
 
 
 @pytest.mark.parametrize("cls", [FoldingAgent, FoldingReActAgent])
-async def test_a_summary_of_thinking_alone_is_shown_as_nothing_and_said_to_be_empty(cls):
+async def test_a_summary_of_thinking_alone_is_marked_empty(cls):
     replies = ["<a>inc</a>", "<think>hm</think>", "<a>inc</a>"]
     rollout = await play(folding(replies, cls=cls, max_turns=1), target=2)
     (fold,) = folds(rollout)
@@ -104,7 +104,7 @@ async def test_a_summary_of_thinking_alone_is_shown_as_nothing_and_said_to_be_em
     )
 
 
-async def test_a_summary_that_was_cut_off_is_used_as_far_as_it_goes():
+async def test_a_cut_off_summary_is_used():
     client = RecordingClient(ScriptedClient(["<a>inc</a>", "the door is east", "<a>inc</a>"]))
     rollout = await play(folding(client, max_turns=1, max_summary_tokens=8), target=2)
     (fold,) = folds(rollout)
@@ -113,7 +113,7 @@ async def test_a_summary_that_was_cut_off_is_used_as_far_as_it_goes():
     assert rollout.agent_steps[2].prompt_messages[-1]["content"].startswith("What you wrote down before:\nthe door\n\n")
 
 
-async def test_summaries_count_against_the_tokens_of_an_episode():
+async def test_summaries_count_towards_the_token_budget():
     replies = ["<a>inc</a>", "so far one", "<a>inc</a>"]  # 11 tokens each, ends included
     rollout = await play(folding(replies, max_turns=1), target=2, max_tokens=22)
     assert rollout.stop == "token_budget" and len(folds(rollout)) == 1
@@ -128,7 +128,7 @@ async def test_summaries_have_separate_seeds():
     assert len(seeds) == 7 and len(set(seeds)) == 7
 
 
-async def test_a_tool_loop_is_folded_in_its_middle_and_its_shot_clock_goes_on():
+async def test_folding_inside_a_tool_loop_keeps_the_call_count():
     call = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call>"
 
     def look() -> str:
@@ -146,7 +146,7 @@ async def test_a_tool_loop_is_folded_in_its_middle_and_its_shot_clock_goes_on():
     assert last.startswith("What you wrote down before:\ntwice I saw x\n\ncount=0\n\nYou have no tool calls left.")
 
 
-def test_what_could_never_fold_is_refused():
+def test_settings_that_never_fold_are_refused():
     with pytest.raises(ConfigError, match="would never fold"):
         folding([], max_turns=None)
     with pytest.raises(ConfigError, match="fold_at_tokens=0"):
@@ -223,7 +223,7 @@ async def random_episode(seed: int) -> tuple[Rollout, TaggingClient]:
     return rollout, client
 
 
-async def test_every_sampled_token_is_trained_exactly_once_wherever_it_folds():
+async def test_every_sampled_token_is_trained_exactly_once():
     num_folds = num_folds_within_turns = num_unread = 0
     stops = set()
     for seed in range(100):
@@ -282,7 +282,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-async def test_a_fold_is_no_turn_so_every_credit_rule_gives_what_it_gives_without(rule):
+async def test_folding_does_not_change_any_credit_rule(rule):
     good, folded_good = await both_ways(["<a>inc</a>"] * 3, ["one", "two"])
     bad, folded_bad = await both_ways(["<a>dec</a>", "<a>inc</a>", "<a>dec</a>"], ["none", "one"])
     plain, folded = [good, bad], [folded_good, folded_bad]
@@ -307,7 +307,7 @@ async def test_summary_tokens_carry_the_advantage_of_their_episode():
             assert item.token_weights.tolist() == pytest.approx([expected] * item.num_action_tokens)
 
 
-async def test_gamma_counts_turns_and_a_summary_shares_its_turns_return():
+async def test_discounting_counts_turns_and_a_summary_has_its_turns_return():
     """Three turns, 0.1 for the format of each and 1 at the end; γ = 0.5: G = 0.1 + 0.5·(0.1 + 0.5·1.1) = 0.425, 0.65, 1.1."""
     _, rollout = await both_ways(["<a>inc</a>"] * 3, ["one", "two"])
     first, second, third = stitch_rollout(rollout, MonteCarloReturn(gamma=0.5).compute([rollout]))

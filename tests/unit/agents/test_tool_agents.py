@@ -37,7 +37,7 @@ def shown(step):
     return [(m["role"], m["content"]) for m in step.prompt_messages]
 
 
-async def test_every_model_call_is_a_step_and_a_good_tool_call_is_no_parse_error():
+async def test_every_model_call_is_a_step_and_a_valid_tool_call_is_no_parse_error():
     agent = react(["thinking " + call("add", a=1, b=2), "<a>3</a>"])
     tool_step, final = (await agent.act()).steps
     assert tool_step.action_target == "internal" and tool_step.parse_result is None
@@ -63,7 +63,7 @@ async def test_each_prompt_of_the_loop_extends_the_last_one():
         assert following[: len(so_far)] == so_far
 
 
-async def test_the_shot_clock_demands_an_answer_and_takes_whatever_comes():
+async def test_last_react_step_asks_for_an_answer_and_takes_any_reply():
     agent = react([call("add", a=1, b=2), call("add", a=1, b=2)], max_react_steps=2, final_answer_prompt="NOW")
     _tool_step, final = (await agent.act()).steps
     assert shown(final)[-1] == ("tool", "3\n\nNOW")
@@ -71,13 +71,13 @@ async def test_the_shot_clock_demands_an_answer_and_takes_whatever_comes():
     assert agent.ctx.messages[-1]["content"] == call("add", a=1, b=2)
 
 
-async def test_with_one_step_the_shot_clock_joins_the_observation():
+async def test_with_one_react_step_the_final_prompt_is_appended_to_the_observation():
     agent = react(["<a>x</a>"], max_react_steps=1, final_answer_prompt="NOW")
     (only,) = (await agent.act()).steps
     assert shown(only) == [("user", "obs\n\nNOW")] and only.parse_result.action == "x"
 
 
-async def test_a_malformed_tool_call_is_a_failed_action_with_its_own_penalty():
+async def test_a_malformed_tool_call_is_a_failed_action_with_tool_parse_error_penalty():
     agent = react(['<tool_call>{"name": </tool_call>'], tool_parse_error_penalty=-0.7)
     (step,) = (await agent.act()).steps
     assert step.action_target == "env" and step.parse_result.action is None and step.parse_result.reward == -0.7
@@ -98,7 +98,7 @@ async def test_a_call_cut_off_by_the_token_limit_counts_as_cut_off():
         ({"name": "add", "arguments": {"a": "x", "b": 2}}, "a"),
     ],
 )
-async def test_tool_trouble_is_told_to_the_model_and_the_loop_goes_on(arguments, reply):
+async def test_tool_errors_are_reported_to_the_model_and_the_loop_continues(arguments, reply):
     agent = react([f"<tool_call>{json.dumps(arguments)}</tool_call>", "<a>x</a>"])
     steps = (await agent.act()).steps
     content = steps[0].tool_results[0]["content"]
@@ -106,7 +106,7 @@ async def test_tool_trouble_is_told_to_the_model_and_the_loop_goes_on(arguments,
     assert steps[-1].parse_result.action == "x"
 
 
-async def test_a_tool_that_raises_and_one_that_hangs_are_errors_for_the_model():
+async def test_a_tool_that_raises_or_hangs_returns_an_error_to_the_model():
     def explode() -> str:
         """Explode."""
         raise ValueError("boom")
@@ -123,7 +123,7 @@ async def test_a_tool_that_raises_and_one_that_hangs_are_errors_for_the_model():
     assert "boom" in texts[0] and texts[1].startswith("Error") and "0.01" in texts[1]
 
 
-async def test_external_calls_go_to_the_protocol_after_the_internal_ones_ran():
+async def test_external_calls_go_to_the_protocol_after_internal_ones_have_run():
     agent = react([call("add", a=1, b=1) + call("ask", question="why")], external_tools=[ask])
     (step,) = (await agent.act()).steps
     assert step.action_target == "external" and step.parse_result is None
@@ -142,14 +142,14 @@ async def test_tool_call_ids_do_not_repeat_within_an_episode():
     assert agent._num_tool_calls == 0
 
 
-async def test_every_call_of_the_loop_has_its_own_seed():
+async def test_every_model_call_of_the_loop_has_a_different_seed():
     client = RecordingClient(ScriptedClient([call("add", a=1, b=1), "<a>x</a>"]))
     await react(client).act(sampling_seed=11)
     seeds = [request.seed for request in client.requests]
     assert len(set(seeds)) == 2 and None not in seeds
 
 
-async def test_a_tool_agent_loops_without_a_shot_clock():
+async def test_tool_agent_loops_without_a_final_prompt():
     agent = react([call("calculator", expression="6*7"), "<a>42</a>"], cls=ToolAgent, tools=[calculator])
     first, final = (await agent.act()).steps
     assert first.tool_results[0]["content"] == "42" and shown(final)[-1] == ("tool", "42")
@@ -182,14 +182,14 @@ def test_tools_need_a_context_that_supports_them():
 
 
 @pytest.mark.parametrize("kwargs", [{"max_react_steps": 0}])
-def test_a_turn_needs_a_model_call(kwargs):
+def test_a_turn_needs_at_least_one_model_call(kwargs):
     with pytest.raises(ConfigError, match="max_react_steps=0"):
         react([], **kwargs)
     with pytest.raises(ConfigError, match="max_model_calls=0"):
         react([], cls=ToolAgent, max_model_calls=0)
 
 
-async def test_calls_of_one_message_run_one_after_the_other():
+async def test_calls_of_one_message_run_in_order():
     state = {"x": 0}
 
     async def put(x: int) -> str:
@@ -207,7 +207,7 @@ async def test_calls_of_one_message_run_one_after_the_other():
     assert [r["content"] for r in first.tool_results] == ["ok", "7"]
 
 
-def test_a_template_that_hides_the_tools_is_refused_with_advice():
+def test_a_template_that_does_not_show_tools_is_refused():
     class Silent(ByteTemplate):
         def apply(self, messages, *, tools=None, add_generation_prompt=True):
             return super().apply(messages, add_generation_prompt=add_generation_prompt)

@@ -56,7 +56,7 @@ def test_tool_results_are_tool_messages():
     ]
 
 
-def test_a_note_joins_an_observation_that_was_not_shown_yet():
+def test_a_note_is_appended_to_a_pending_observation():
     ctx = FullDialog()
     ctx.on_env_reset("obs", {})
     ctx.add_note("answer now")
@@ -80,14 +80,14 @@ def test_a_note_joins_an_observation_that_was_not_shown_yet():
         ("A1 <think>x</think> B2", "A1 <think>x</think> B2"),
     ],
 )
-def test_old_thinking_is_hidden_only_in_the_strict_shape(said, shown):
+def test_only_a_leading_closed_think_block_with_an_answer_is_truncated(said, shown):
     ctx = TruncatedThinkingContext()
     prompt = play(ctx, [said])
     assert contents(prompt)[1] == shown
     assert contents(ctx.messages)[1] == said  # memory stays whole
 
 
-def test_the_placeholder_can_be_chosen_and_rewriting_is_declared():
+def test_placeholder_can_be_set_and_rewriting_is_declared():
     ctx = TruncatedThinkingContext(placeholder="...")
     assert contents(play(ctx, ["<think>x</think>A1"]))[1] == "<think>...</think>A1"
     assert ctx.rewrites_history
@@ -108,17 +108,17 @@ def test_a_window_shows_the_system_prompt_and_the_last_turns():
     assert len(ctx.messages) == 8 and ctx.rewrites_history
 
 
-def test_a_window_that_is_not_full_shows_everything():
+def test_a_window_with_few_turns_shows_all():
     assert contents(play(SlidingWindow(max_turns=5), ["a"])) == ["obs0", "a", "obs1"]
 
 
-def test_a_window_slides_in_strides_so_that_prompts_grow_in_between():
+def test_slide_by_drops_several_turns_at_a_time():
     ctx = SlidingWindow(max_turns=4, slide_by=3)
     lengths = [len(play(ctx, ["x"] * n)) for n in range(10)]
     assert lengths == [1, 3, 5, 7, 3, 5, 7, 3, 5, 7]
 
 
-def test_the_first_turn_can_be_kept():
+def test_keep_first_turn():
     ctx = SlidingWindow("sys", max_turns=2, keep_first_turn=True)
     assert contents(play(ctx, ["a", "b", "c"])) == ["sys", "obs0", "a", "obs3"]
 
@@ -133,12 +133,12 @@ def test_a_turn_keeps_its_tool_results_and_notes():
 
 
 @pytest.mark.parametrize("bad", [{"max_turns": 0}, {"slide_by": 0}, {"max_turns": 2, "slide_by": 3}])
-def test_a_window_that_cannot_work_is_refused(bad):
+def test_wrong_window_sizes_are_refused(bad):
     with pytest.raises(ConfigError, match="SlidingWindow"):
         SlidingWindow(**bad)
 
 
-def test_a_summary_is_followed_by_where_the_env_stands_also_after_a_reply_that_could_not_be_read():
+def test_fold_keeps_the_last_env_observation_also_after_a_parse_error():
     ctx = SummarisedDialog(max_turns=2)
     ctx.reset(system_prompt="Play.")
     ctx.on_env_reset("You are in a room.", {})

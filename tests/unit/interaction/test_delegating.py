@@ -50,7 +50,7 @@ async def test_parent_and_child_are_both_returned_and_linked():
     assert child.agent_steps[0].prompt_messages[-1]["content"] == "count"
 
 
-async def test_the_childs_answer_is_the_tools_result():
+async def test_answer_of_the_child_is_the_tool_result():
     parent, _ = await run([order(), "<a>inc</a>"], helpers())
     assert parent.agent_steps[1].prompt_messages[-1]["content"] == "four"
     assert parent.stop is StopReason.TERMINATED and parent.total_reward == pytest.approx(1.1)
@@ -62,7 +62,7 @@ async def test_a_child_can_have_its_own_env():
     assert len(child.env_steps) == 2 and child.meta["env_name"] == "CountingEnv"
 
 
-async def test_children_of_one_message_run_side_by_side_and_are_filed_in_order():
+async def test_children_of_one_message_run_concurrently_and_are_returned_in_order():
     barrier = asyncio.Barrier(2)
 
     class Meets(ScriptedClient):
@@ -79,7 +79,7 @@ async def test_children_of_one_message_run_side_by_side_and_are_filed_in_order()
     assert [m["content"] for m in rollouts[0].agent_steps[1].prompt_messages[-2:]] == ["slow", "fast"]
 
 
-async def test_no_more_children_than_allowed():
+async def test_number_of_children_is_limited():
     rollouts = await run([order(), order(), order(), "<a>inc</a>"], helpers(), max_children=2)
     assert len(rollouts) == 3
     assert "all 2 delegations are used" in rollouts[0].agent_steps[3].prompt_messages[-1]["content"]
@@ -133,7 +133,7 @@ async def test_a_failing_child_keeps_its_steps_and_its_own_children():
     assert root.stop is StopReason.TERMINATED and root.meta["child_rollout_ids"] == [mid.id]
 
 
-async def test_results_stand_in_the_order_of_the_calls():
+async def test_tool_results_are_in_the_order_of_the_calls():
     def handler(calls):
         return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "asked"} for c in calls]
 
@@ -145,7 +145,7 @@ async def test_results_stand_in_the_order_of_the_calls():
     assert [m["content"] for m in rollouts[0].agent_steps[1].prompt_messages[-3:]] == ["four", "asked", "3"]
 
 
-async def test_a_failing_child_is_recorded_and_told_to_the_parent():
+async def test_a_failing_child_is_recorded_and_reported_to_the_parent():
     delegates = {"helper": Delegate(make_agent=lambda: make_agent(then_breaks()))}
     parent, child = await run([order(), "<a>inc</a>"], delegates)
     assert (
@@ -156,13 +156,13 @@ async def test_a_failing_child_is_recorded_and_told_to_the_parent():
 
 
 @pytest.mark.parametrize("bad", [order(to="missing"), order(to=["helper"]), order(task=" "), call("delegate")])
-async def test_a_wrong_order_is_answered_with_what_is_needed(bad):
+async def test_wrong_arguments_of_delegate_return_the_accepted_ones(bad):
     rollouts = await run([bad, "<a>inc</a>"], helpers())
     assert len(rollouts) == 1
     assert "['helper']" in rollouts[0].agent_steps[1].prompt_messages[-1]["content"]
 
 
-async def test_other_external_tools_still_go_to_the_handler():
+async def test_other_external_tools_go_to_the_handler():
     def handler(calls):
         return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "because"} for c in calls]
 
@@ -173,7 +173,7 @@ async def test_other_external_tools_still_go_to_the_handler():
     assert {m["content"] for m in rollouts[0].agent_steps[1].prompt_messages[-2:]} == {"because", "four"}
 
 
-async def test_children_have_different_seeds_that_repeat_with_the_episode():
+async def test_child_seeds_differ_and_are_reproducible():
     def seeds_of_a_run():
         clients = []
 
@@ -191,7 +191,7 @@ async def test_children_have_different_seeds_that_repeat_with_the_episode():
     assert results[0] == results[1] and len(set(results[0])) == 2
 
 
-def test_the_tool_lists_the_sub_agents():
+def test_tool_description_lists_the_sub_agents():
     from ludic.tools import tool_schema
 
     schema = tool_schema(
@@ -203,7 +203,7 @@ def test_the_tool_lists_the_sub_agents():
     assert schema["function"]["parameters"]["properties"]["to"]["enum"] == ["a", "b"]
 
 
-def test_limits_that_cannot_work_are_refused():
+def test_limits_below_one_are_refused():
     with pytest.raises(ConfigError, match="at least one delegate"):
         DelegatingProtocol(make_agent([]), delegates={})
     with pytest.raises(ConfigError, match="max_child_tokens=0"):

@@ -12,18 +12,19 @@ def raising(error):
     return run
 
 
-async def test_a_failed_episode_becomes_a_rollout_that_says_why():
+async def test_a_failed_episode_becomes_a_rollout_with_its_failure():
     protocol = SingleAgentProtocol(make_agent([]))
     (rollout,) = await run_or_record(protocol, raising(OSError("no server")), meta={"n": 1})
     assert rollout.stop is StopReason.FAILED and rollout.failure.message == "no server" and rollout.meta == {"n": 1}
 
 
-async def test_a_mistake_in_the_set_up_is_no_failed_episode():
-    with pytest.raises(ConfigError, match="wrong"):
-        await run_or_record(SingleAgentProtocol(make_agent([])), raising(ConfigError("wrong")), meta={})
+@pytest.mark.parametrize("error", [ConfigError("wrong"), PolicyGone("no server left")], ids=repr)
+async def test_config_errors_and_policy_gone_are_raised(error):
+    with pytest.raises(type(error), match=str(error)):
+        await run_or_record(SingleAgentProtocol(make_agent([])), raising(error), meta={})
 
 
-async def test_a_mistake_in_the_set_up_of_a_real_run_travels_on():
+async def test_a_config_error_of_a_protocol_run_is_raised():
     protocol = SingleAgentProtocol(make_agent(["<a>inc</a>"]))
 
     async def run():
@@ -31,9 +32,3 @@ async def test_a_mistake_in_the_set_up_of_a_real_run_travels_on():
 
     with pytest.raises(ConfigError, match="max_steps=0"):
         await run_or_record(protocol, run, meta={})
-
-
-async def test_a_policy_that_is_gone_ends_more_than_the_episode():
-    protocol = SingleAgentProtocol(make_agent([]))
-    with pytest.raises(PolicyGone, match="no server left"):
-        await run_or_record(protocol, raising(PolicyGone("no server left")), meta={})

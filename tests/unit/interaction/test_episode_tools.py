@@ -1,4 +1,4 @@
-"""Tools that an env brings along: who hears of them, who runs them, and how long they last."""
+"""Tools that an env offers for one episode."""
 
 import asyncio
 
@@ -41,14 +41,14 @@ async def play(agent, env=None, seed=7):
 
 
 @pytest.mark.parametrize("cls", [ToolAgent, ReActAgent])
-async def test_the_agent_calls_a_tool_of_the_episode_and_every_model_call_is_a_step(cls):
+async def test_agent_calls_an_episode_tool_and_every_model_call_is_a_step(cls):
     rollout = await play(make_agent([call("read"), "<a>code7</a>"], cls=cls))
     assert [(s.action_target, s.loop_index) for s in rollout.agent_steps] == [("internal", 0), ("env", 1)]
     assert rollout.agent_steps[0].tool_results[0]["content"] == "code7"
     assert rollout.stop is StopReason.TERMINATED and rollout.env_steps[0].reward_components["env"] == 1.0
 
 
-async def test_the_model_is_told_of_the_tool_and_its_tokens_are_those_that_are_trained_on():
+async def test_prompt_contains_the_tool_and_the_trace_has_the_same_tokens():
     client = RecordingClient(ScriptedClient([call("read"), "<a>code7</a>"]))
     rollout = await play(make_agent(client, cls=ReActAgent))
     (first, sampled), (second, answer) = client.calls
@@ -58,7 +58,7 @@ async def test_the_model_is_told_of_the_tool_and_its_tokens_are_those_that_are_t
     assert item.input_ids.tolist() == second + answer
 
 
-async def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
+async def test_tool_errors_are_reported_to_the_model():
     replies = [call("read", page=9), call("read", page="one"), call("raed"), "<a>code7</a>"]
     rollout = await play(make_agent(replies, cls=ReActAgent))
     failed, wrong, unknown = (step.tool_results[0]["content"] for step in rollout.agent_steps[:3])
@@ -66,12 +66,12 @@ async def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
     assert rollout.env_steps[0].info["times_read"] == 1
 
 
-async def test_an_agent_that_cannot_call_tools_says_so():
+async def test_an_agent_without_tool_calls_refuses_episode_tools():
     with pytest.raises(ConfigError, match="Use an agent that can: ToolAgent or ReActAgent"):
         await play(make_agent(["<a>code7</a>"], cls=Agent))
 
 
-async def test_tools_of_one_episode_are_gone_in_the_next():
+async def test_tools_of_one_episode_are_removed_in_the_next():
     agent = make_agent([call("read"), "<a>code7</a>", call("read"), "<a>code8</a>", "<a>inc</a>"], cls=ReActAgent)
     assert (await play(agent, seed=7)).env_steps[0].reward_components["env"] == 1.0
     assert (await play(agent, seed=8)).env_steps[0].reward_components["env"] == 1.0, "each env has its own note"
@@ -87,7 +87,7 @@ class SlowVault(Vault):
         return self.env_reset(seed=seed)
 
 
-async def test_an_agent_that_is_playing_keeps_its_tools_when_another_episode_wants_it():
+async def test_a_busy_agent_keeps_its_tools_when_another_episode_requests_it():
     agent = make_agent([call("read"), "<a>code7</a>"], cls=ReActAgent)
     plays = [play(agent, SlowVault(), seed) for seed in (7, 8)]
     first, second = await asyncio.gather(*plays, return_exceptions=True)
@@ -98,14 +98,14 @@ async def test_an_agent_that_is_playing_keeps_its_tools_when_another_episode_wan
     )
 
 
-async def test_an_agent_that_was_refused_for_lack_of_tools_may_play_elsewhere():
+async def test_an_agent_is_free_after_refusing_episode_tools():
     agent = make_agent(["<a>inc</a>"], cls=Agent)
     with pytest.raises(ConfigError):
         await play(agent)
     assert (await play(agent, env=CountingEnv(1))).env_steps
 
 
-async def test_they_stand_beside_the_agents_own_tools():
+async def test_episode_tools_are_added_to_the_agents_own_tools():
     agent = make_agent([call("add", a=1, b=2) + call("read"), "<a>code7</a>"], cls=ReActAgent, tools=[add])
     rollout = await play(agent)
     assert [result["content"] for result in rollout.agent_steps[0].tool_results] == ["3", "code7"]
@@ -142,7 +142,7 @@ class TwoRooms(LudicEnv):
         return {agent_id: StepOutcome("", 0.0, terminated=True) for agent_id in self.agent_ids}
 
 
-async def test_each_role_has_its_own_tools():
+async def test_each_agent_id_has_its_own_tools():
     agents = {
         "library": make_agent([call("look_up"), "<a>x</a>"], cls=ReActAgent),
         "street": make_agent([call("look_up"), "<a>x</a>"], cls=ReActAgent),

@@ -65,7 +65,7 @@ async def run(protocol, env, **kwargs):
     return {rollout.meta["agent_id"]: rollout for rollout in rollouts}
 
 
-async def test_the_player_who_did_not_move_last_still_gets_its_terminal_reward():
+async def test_player_that_did_not_move_last_gets_its_terminal_reward():
     by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"], b=["<a>2</a>"])), Relay(3))
     loser, winner = by_role["b"], by_role["a"]
     assert loser.env_steps[-1].terminated and loser.env_steps[-1].reward == pytest.approx(-1.0 + 0.1)
@@ -74,7 +74,7 @@ async def test_the_player_who_did_not_move_last_still_gets_its_terminal_reward()
     assert loser.meta["episode_truncated"] is False
 
 
-async def test_a_transition_spans_the_moves_of_the_others():
+async def test_a_transition_includes_the_moves_of_other_agents():
     """What an agent sees next is everything that was said until its next turn, in one message."""
     by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"], b=["<a>2</a>"])), Relay(3))
     first = by_role["a"].env_steps[0]
@@ -83,14 +83,14 @@ async def test_a_transition_spans_the_moves_of_the_others():
     assert len(by_role["a"].env_steps) == 2 and len(by_role["b"].env_steps) == 1
 
 
-async def test_a_player_that_never_moved_still_has_its_result_on_record():
+async def test_player_that_never_moved_has_its_result_recorded():
     by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=[])), Relay(1))
     (step,) = by_role["b"].steps
     assert step.kind == "env" and step.reward == -1.0 and step.source_agent_step_id is None and step.trace is None
     assert by_role["b"].total_reward == -1.0
 
 
-async def test_unmanaged_roles_are_the_envs_business():
+async def test_env_moves_for_unmanaged_agent_ids():
     class WithBot(Relay):
         """Role b is played by the env: it steps with {} when b is to move."""
 
@@ -99,7 +99,7 @@ async def test_unmanaged_roles_are_the_envs_business():
     assert by_role["a"].env_steps[-1].reward == pytest.approx(-1.0 + 0.1)  # b moved last
 
 
-async def test_a_reply_that_cannot_be_read_leaves_the_env_where_it_was():
+async def test_an_unparsed_reply_does_not_step_the_env():
     env = Relay(2)
     by_role = await run(MultiAgentProtocol(agents(a=["hm", "<a>1</a>"], b=["<a>2</a>"])), env)
     assert env.moves == ["1", "2"]
@@ -108,7 +108,7 @@ async def test_a_reply_that_cannot_be_read_leaves_the_env_where_it_was():
     assert again.prompt_messages[-1]["content"].startswith("Invalid action format")
 
 
-async def test_a_player_without_room_left_still_hears_how_it_ends():
+async def test_a_player_out_of_context_still_records_the_final_outcome():
     from ludic import registry
 
     env = registry.envs.make("tic_tac_toe_duel")
@@ -118,7 +118,7 @@ async def test_a_player_without_room_left_still_hears_how_it_ends():
     assert by_role["X"].env_steps[-1].reward == -1.0 and by_role["X"].steps[-1].truncated
 
 
-async def test_the_facts_of_an_agents_own_move_survive_the_moves_of_others():
+async def test_info_of_an_agents_own_move_is_kept_after_other_moves():
     from ludic import registry
 
     env = registry.envs.make("tic_tac_toe_duel")
@@ -132,7 +132,7 @@ async def test_the_facts_of_an_agents_own_move_survive_the_moves_of_others():
     assert by_role["O"].env_steps[-1].info["result"] == "loss"
 
 
-async def test_a_thing_that_happens_twice_is_told_twice():
+async def test_repeated_observations_are_shown_twice():
     class Bot(Relay):
         def step(self, actions):
             outcomes = super().step(actions)
@@ -170,7 +170,7 @@ class Simultaneous(LudicEnv):
         }
 
 
-async def test_simultaneous_agents_act_side_by_side():
+async def test_simultaneous_agents_act_concurrently():
     barrier = asyncio.Barrier(2)
 
     class Meets(ScriptedClient):
@@ -185,7 +185,7 @@ async def test_simultaneous_agents_act_side_by_side():
     assert all(rollout.total_reward == pytest.approx(1.2) for rollout in by_role.values())
 
 
-async def test_an_unread_reply_is_left_out_while_the_others_move_on():
+async def test_an_unparsed_reply_is_left_out_of_a_simultaneous_step():
     env = Simultaneous()
     by_role = await run(MultiAgentProtocol(agents(a=["<a>x</a>"] * 2, b=["hm", "<a>y</a>"])), env)
     assert env.rounds == [{"a": "x"}, {"a": "x", "b": "y"}]
@@ -196,14 +196,14 @@ async def test_an_unread_reply_is_left_out_while_the_others_move_on():
     assert b.total_reward == pytest.approx(-1.0 + 0.5 + 0.6)
 
 
-async def test_agents_still_open_at_the_limit_are_truncated():
+async def test_unfinished_agents_are_truncated_at_max_steps():
     by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Relay(9), max_steps=2)
     for rollout in by_role.values():
         assert rollout.stop is StopReason.MAX_STEPS and rollout.steps[-1].truncated
         assert rollout.meta["truncation_reason"] == "max_steps"
 
 
-async def test_agents_finish_one_by_one():
+async def test_agents_finish_independently():
     class OneLeaves(Simultaneous):
         @property
         def active_agents(self):
@@ -219,7 +219,7 @@ async def test_agents_finish_one_by_one():
     assert len(by_role["b"].env_steps) == 3
 
 
-async def test_external_tools_work_here_too():
+async def test_external_tools_in_a_multi_agent_episode():
     def handler(calls):
         return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "because"} for c in calls]
 
@@ -231,7 +231,7 @@ async def test_external_tools_work_here_too():
     assert action.prompt_messages[-1]["content"] == "because"
 
 
-async def test_a_failure_of_one_agent_cancels_the_others_and_travels_on():
+async def test_failure_of_one_agent_cancels_the_others_and_is_raised():
     cancelled = asyncio.Event()
 
     class Waits(ScriptedClient):
@@ -253,7 +253,7 @@ async def test_a_failure_of_one_agent_cancels_the_others_and_travels_on():
     assert cancelled.is_set()
 
 
-async def test_seeds_differ_between_agents_and_do_not_depend_on_who_else_is_managed():
+async def test_seeds_differ_between_agents_and_do_not_depend_on_other_managed_agents():
     def recorded(*roles):
         clients = {role: RecordingClient(ScriptedClient(["<a>1</a>"] * 9)) for role in roles}
         return clients, MultiAgentProtocol({role: make_agent(client) for role, client in clients.items()})
@@ -267,7 +267,7 @@ async def test_seeds_differ_between_agents_and_do_not_depend_on_who_else_is_mana
     assert [request.seed for request in alone["b"].requests] == seeds[1]
 
 
-async def test_an_env_that_forgets_an_agent_is_named():
+async def test_error_names_an_env_without_an_outcome_for_an_acting_agent():
     class Forgets(Relay):
         def step(self, actions):
             outcomes = super().step(actions)
@@ -296,7 +296,7 @@ class MoverOnly(Relay):
         return {role: told for role, told in super().step(actions).items() if role in mover}
 
 
-async def test_env_may_speak_to_the_acting_agent_only():
+async def test_env_may_return_an_outcome_for_the_acting_agent_only():
     by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>", "<a>3</a>"], b=["<a>2</a>"])), MoverOnly(3))
     assert by_role["b"].agent_steps[0].prompt_messages[-1]["content"] == "you are b"
     assert by_role["a"].agent_steps[1].prompt_messages[-1]["content"] == "a played 1"
@@ -305,7 +305,7 @@ async def test_env_may_speak_to_the_acting_agent_only():
     await check_env(lambda: MoverOnly(3))
 
 
-async def test_an_agent_missing_from_reset_begins_with_its_first_outcome():
+async def test_an_agent_missing_from_reset_starts_with_its_first_outcome():
     by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), TellsTheMover(2))
     assert by_role["b"].agent_steps[0].prompt_messages[-1]["content"] == "a played 1"
     await check_env(lambda: TellsTheMover(3))
@@ -318,7 +318,7 @@ async def test_an_agent_missing_from_reset_begins_with_its_first_outcome():
         await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Silent(2))
 
 
-def test_wrong_roles_and_shared_agents_are_refused():
+def test_unknown_agent_ids_and_shared_agents_are_refused():
     agent = make_agent([])
     with pytest.raises(ConfigError, match="share one Agent"):
         MultiAgentProtocol({"a": agent, "b": agent})
@@ -329,7 +329,7 @@ def test_wrong_roles_and_shared_agents_are_refused():
     assert MultiAgentSyncProtocol is MultiAgentProtocol
 
 
-def test_the_collector_makes_one_rollout_per_seated_agent_with_or_without_steps():
+def test_collector_makes_one_rollout_per_agent_with_or_without_steps():
     collector = TraceCollector(env_name="X")
     step = AgentStep(index=0, prompt_messages=[], action="x", trace=TokenTrace([1], [2]))
     collector.add("a", step)
@@ -352,7 +352,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_every_seat_has_a_rollout_however_the_episode_ends(ending):
+async def test_every_agent_has_a_rollout_for_every_kind_of_ending(ending):
     """Groups are compared role by role: with a role missing from one sibling, GRPO refuses the whole group."""
     case = ENDINGS[ending]
     players = {role: make_agent(texts, max_prompt_tokens=case.get("room")) for role, texts in case["replies"].items()}
@@ -361,7 +361,7 @@ async def test_every_seat_has_a_rollout_however_the_episode_ends(ending):
     assert all(rollout.stop is not None for rollout in rollouts)
 
 
-async def test_every_seat_has_a_rollout_of_an_episode_that_failed():
+async def test_every_agent_has_a_rollout_of_a_failed_episode():
     class Breaks(Relay):
         def step(self, actions):
             raise OSError("board lost")
@@ -371,12 +371,12 @@ async def test_every_seat_has_a_rollout_of_an_episode_that_failed():
     assert [(r.meta["agent_id"], r.failure.message) for r in rollouts] == [("a", "board lost"), ("b", "board lost")]
 
 
-async def test_a_single_agent_that_never_acted_has_a_rollout_too():
+async def test_a_single_agent_that_never_acted_has_a_rollout():
     (rollout,) = await SingleAgentProtocol(make_agent([])).run(env=Relay(0, roles=["a"]), max_steps=3)
     assert rollout.steps == [] and rollout.stop is StopReason.NOBODY_ACTIVE
 
 
-async def test_grpo_credits_a_group_in_which_a_player_moved_in_some_games_only():
+async def test_grpo_credits_a_group_with_games_in_which_a_player_never_moved():
     rollouts = []
     for replies in (["hm"] * 3, ["<a>1</a>", "hm"]):
         protocol = MultiAgentProtocol(agents(a=replies, b=["hm"] * 3))

@@ -47,14 +47,14 @@ async def test_steps_of_a_turn_are_linked():
     assert env_step.trace is agent_step.trace and env_step.parsed_action == "inc" and env_step.action == "<a>inc</a>"
 
 
-async def test_the_parser_reward_is_counted_once():
+async def test_parser_reward_is_counted_once():
     rollout = await run(["<a>inc</a>", "<a>inc</a>"])
     assert [s.reward for s in rollout.agent_steps] == [0.0, 0.0]
     assert rollout.env_steps[1].reward_components == {"env": 1.0, "parser": 0.1}
     assert rollout.total_reward == pytest.approx(1.2) == pytest.approx(rollout.total_reward_all())
 
 
-async def test_a_reply_that_cannot_be_read_never_reaches_the_env():
+async def test_an_unparsed_reply_does_not_reach_the_env():
     rollout = await run(["what?", "<a>inc</a>", "<a>inc</a>"])
     assert kinds(rollout) == ["agent", "agent", "env", "agent", "env"]
     failed = rollout.steps[0]
@@ -65,7 +65,7 @@ async def test_a_reply_that_cannot_be_read_never_reaches_the_env():
     assert rollout.total_reward == pytest.approx(-1.0 + 0.1 + 1.1)
 
 
-async def test_a_parser_without_feedback_gets_the_stock_phrase():
+async def test_default_feedback_for_a_parser_without_one():
     from ludic.parsers import ParseResult
 
     rollout = await run(["x"], max_steps=1, parser=lambda raw: ParseResult(None, 0.0, None))
@@ -87,7 +87,7 @@ async def test_max_steps_truncates_the_last_env_step():
     assert rollout.meta["episode_truncated"] is True and rollout.meta["truncation_reason"] == "max_steps"
 
 
-async def test_when_the_last_turn_is_a_parse_error_that_turn_is_truncated_and_the_one_before_is_left_alone():
+async def test_a_parse_error_in_the_last_turn_truncates_only_that_turn():
     rollout = await run(["<a>inc</a>", "what?"], env=CountingEnv(9), max_steps=2)
     env_step, failed = rollout.env_steps[0], rollout.steps[-1]
     assert not env_step.truncated and env_step.next_obs == "count=1"
@@ -101,7 +101,7 @@ class TimeLimit(CountingEnv):
         return StepOutcome(outcome.obs, 0.0, truncated=True, terminated=False, info={"truncation_reason": "mine"})
 
 
-async def test_truncation_by_the_env_is_told_from_that_by_the_protocol(caplog):
+async def test_truncation_by_the_env_and_by_the_protocol_have_different_reasons(caplog):
     rollout = await run(["<a>inc</a>"], env=TimeLimit(9))
     (step,) = rollout.env_steps
     assert step.truncated and not step.terminated and step.info["truncation_reason"] == "env"
@@ -109,14 +109,14 @@ async def test_truncation_by_the_env_is_told_from_that_by_the_protocol(caplog):
     assert "reserved" in caplog.text  # the env cannot speak in Ludic's name
 
 
-async def test_the_contexts_own_system_prompt_goes_before_the_envs():
+async def test_system_prompt_of_the_context_overrides_the_envs():
     env_prompt = (await run(["<a>inc</a>"] * 2)).steps[0].prompt_messages[0]
     assert env_prompt == {"role": "system", "content": "Say inc."}
     own = (await run(["<a>inc</a>"] * 2, ctx=FullDialog("Mine."))).steps[0].prompt_messages[0]
     assert own["content"] == "Mine."
 
 
-async def test_finish_reason_is_no_truncation():
+async def test_finish_reason_length_is_not_a_truncation():
     agent = make_agent(["<a>inc</a> and so on"])
     (rollout,) = await SingleAgentProtocol(agent).run(
         env=CountingEnv(9), max_steps=1, inference=InferenceSpec(sampling=SamplingParams(max_tokens=5))
@@ -152,7 +152,18 @@ async def test_without_a_sampling_seed_no_seed_is_sent():
 # --- tools ---
 
 
-async def test_a_tool_loop_is_one_turn_with_all_its_steps():
+def answer_all(content="x"):
+    """A handler that gives every call the same answer."""
+    return lambda calls: [{"tool_call_id": c["id"], "tool_name": "ask", "content": content} for c in calls]
+
+
+def asking_agent(replies=None, **settings):
+    """Asks once and then acts, unless there are other replies."""
+    replies = replies or [call("ask", question="why"), "<a>inc</a>", "<a>inc</a>"]
+    return make_agent(replies, cls=ReActAgent, external_tools=[ask], **settings)
+
+
+async def test_a_tool_loop_is_one_turn():
     agent = make_agent([call("add", a=1, b=2), "<a>inc</a>", "<a>inc</a>"], cls=ReActAgent, tools=[add])
     rollout = await run(None, agent=agent)
     tool_step, action_step, env_step = rollout.steps[:3]
@@ -163,59 +174,45 @@ async def test_a_tool_loop_is_one_turn_with_all_its_steps():
     assert rollout.total_reward == pytest.approx(1.2)
 
 
-async def test_external_calls_are_answered_by_the_handler_in_the_same_turn():
+async def test_handler_answers_external_calls_in_the_same_turn():
     seen = []
 
     async def handler(calls):
         seen.extend(calls)
-        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "because"} for c in calls]
+        return answer_all("because")(calls)
 
-    agent = make_agent([call("ask", question="why"), "<a>inc</a>", "<a>inc</a>"], cls=ReActAgent, external_tools=[ask])
-    rollout = await run(None, agent=agent, protocol={"external_tool_handler": handler})
+    rollout = await run(None, agent=asking_agent(), protocol={"external_tool_handler": handler})
     external, action = rollout.steps[:2]
     assert external.action_target == "external" and external.turn_id == action.turn_id and action.loop_index == 1
-    assert action.prompt_messages[-1] == {
-        "role": "tool",
-        "tool_call_id": "call00000",
-        "name": "ask",
-        "content": "because",
-    }
+    shown = {"role": "tool", "tool_call_id": "call00000", "name": "ask", "content": "because"}
+    assert action.prompt_messages[-1] == shown
     assert [c["function"]["name"] for c in seen] == ["ask"]
 
 
 async def test_a_plain_function_can_handle_external_calls():
-    def handler(calls):
-        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "x"} for c in calls]
-
-    agent = make_agent([call("ask", question="why"), "<a>inc</a>", "<a>inc</a>"], cls=ReActAgent, external_tools=[ask])
-    rollout = await run(None, agent=agent, protocol={"external_tool_handler": handler})
+    rollout = await run(None, agent=asking_agent(), protocol={"external_tool_handler": answer_all()})
     assert rollout.stop is StopReason.TERMINATED
 
 
 async def test_external_calls_without_a_handler_are_an_error_that_names_them():
-    agent = make_agent([call("ask", question="why")], cls=ReActAgent, external_tools=[ask])
     with pytest.raises(RuntimeError, match=r"\['ask'\].*external_tool_handler"):
-        await run(None, agent=agent)
+        await run(None, agent=asking_agent())
 
 
-async def test_a_handler_that_forgets_a_call_is_caught():
-    agent = make_agent([call("ask", question="why")], cls=ReActAgent, external_tools=[ask])
+async def test_a_handler_that_omits_a_call_is_an_error():
     with pytest.raises(ValueError, match="one .*per call"):
-        await run(None, agent=agent, protocol={"external_tool_handler": lambda calls: []})
+        await run(None, agent=asking_agent(), protocol={"external_tool_handler": lambda calls: []})
 
 
-async def test_a_model_that_never_stops_calling_external_tools_is_stopped():
-    def handler(calls):
-        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "x"} for c in calls]
-
-    agent = make_agent(lambda request: call("ask", question="why"), cls=ReActAgent, external_tools=[ask])
-    protocol = {"external_tool_handler": handler, "max_external_rounds": 2}
+async def test_external_tool_rounds_are_limited():
+    agent = asking_agent(lambda request: call("ask", question="why"))
+    protocol = {"external_tool_handler": answer_all(), "max_external_rounds": 2}
     rollout = await run(None, agent=agent, max_steps=1, protocol=protocol)
     assert len(rollout.steps) == 3 and rollout.stop is StopReason.MAX_STEPS
     assert rollout.steps[-1].truncated
 
 
-async def test_a_handler_that_raises_or_hangs_is_something_the_model_reads():
+async def test_handler_errors_and_timeouts_are_reported_to_the_model():
     async def hang(calls):
         await asyncio.sleep(60)
 
@@ -223,37 +220,31 @@ async def test_a_handler_that_raises_or_hangs_is_something_the_model_reads():
         raise ConnectionError("gone")
 
     for handler, words in ((hang, "0.01 s"), (explode, "gone")):
-        replies = [call("ask", question="why"), "<a>inc</a>", "<a>inc</a>"]
-        agent = make_agent(replies, cls=ReActAgent, external_tools=[ask])
         protocol = {"external_tool_handler": handler, "external_tool_timeout_s": 0.01}
-        rollout = await run(None, agent=agent, protocol=protocol)
+        rollout = await run(None, agent=asking_agent(), protocol=protocol)
         answer = rollout.agent_steps[1].prompt_messages[-1]["content"]
         assert answer.startswith("Error") and words in answer and rollout.stop is StopReason.TERMINATED
 
 
-async def test_answers_are_shown_in_the_order_of_the_calls_whatever_the_handler_does():
+async def test_answers_are_shown_in_the_order_of_the_calls():
     def backwards(calls):
         return [{"tool_call_id": c["id"], "tool_name": "ask", "content": c["id"]} for c in reversed(calls)]
 
     replies = [call("ask", question="1") + call("ask", question="2"), "<a>inc</a>", "<a>inc</a>"]
-    agent = make_agent(replies, cls=ReActAgent, external_tools=[ask])
-    rollout = await run(None, agent=agent, protocol={"external_tool_handler": backwards})
+    rollout = await run(None, agent=asking_agent(replies), protocol={"external_tool_handler": backwards})
     assert [m["content"] for m in rollout.agent_steps[1].prompt_messages[-2:]] == ["call00000", "call00001"]
 
 
-async def test_external_rounds_count_towards_the_shot_clock():
-    def handler(calls):
-        return [{"tool_call_id": c["id"], "tool_name": "ask", "content": "x"} for c in calls]
-
-    agent = make_agent(lambda r: call("ask", question="why"), cls=ReActAgent, external_tools=[ask], max_react_steps=3)
-    rollout = await run(None, agent=agent, max_steps=1, protocol={"external_tool_handler": handler})
+async def test_external_rounds_count_towards_max_react_steps():
+    agent = asking_agent(lambda request: call("ask", question="why"), max_react_steps=3)
+    rollout = await run(None, agent=agent, max_steps=1, protocol={"external_tool_handler": answer_all()})
     assert len(rollout.agent_steps) == 3 and rollout.steps[-1].action_target == "env"
 
 
 # --- bad input ---
 
 
-async def test_one_agent_cannot_be_in_two_episodes_at_once():
+async def test_an_agent_cannot_be_in_two_episodes_at_once():
     class GivesWay(ScriptedClient):
         async def complete_tokens(self, request):
             await asyncio.sleep(0)
@@ -282,7 +273,7 @@ async def test_an_agent_is_free_again_after_a_failure():
     "outcome",
     [StepOutcome(None, 0.0), StepOutcome("x", None), StepOutcome("x", float("nan")), StepOutcome("x", 0.0, info=[1])],
 )
-async def test_an_outcome_with_wrong_fields_is_named(outcome):
+async def test_error_names_an_outcome_with_wrong_fields(outcome):
     class Wrong(CountingEnv):
         def env_step(self, action):
             return outcome
@@ -292,12 +283,12 @@ async def test_an_outcome_with_wrong_fields_is_named(outcome):
 
 
 @pytest.mark.parametrize("bad", [{"max_steps": 0}, {"env": CountingEnv}])
-async def test_a_run_that_cannot_work_is_refused(bad):
+async def test_wrong_arguments_of_run_are_refused(bad):
     with pytest.raises(ValueError, match="max_steps=0|environment object"):
         await SingleAgentProtocol(make_agent([])).run(**{"env": CountingEnv(), "max_steps": 1, **bad})
 
 
-async def test_an_env_that_ends_silently_on_the_last_allowed_step_is_not_truncated():
+async def test_an_env_without_active_agents_on_the_last_step_is_not_truncated():
     class Silent(CountingEnv):
         @property
         def active_agents(self):
@@ -321,7 +312,7 @@ async def test_an_env_with_two_agents_is_refused_with_advice():
 
 
 @pytest.mark.parametrize("wrong", [("obs", 1.0, False, False), None, "obs"])
-async def test_an_env_that_returns_the_wrong_type_is_named(wrong):
+async def test_error_names_an_env_whose_step_returns_the_wrong_type(wrong):
     class Wrong(CountingEnv):
         def env_step(self, action):
             return wrong
@@ -330,7 +321,7 @@ async def test_an_env_that_returns_the_wrong_type_is_named(wrong):
         await run(["<a>inc</a>"], env=Wrong())
 
 
-async def test_an_env_that_opens_with_the_wrong_type_is_named():
+async def test_error_names_an_env_whose_reset_returns_the_wrong_type():
     class Wrong(CountingEnv):
         def env_reset(self, *, seed=None):
             return "obs"
@@ -339,7 +330,7 @@ async def test_an_env_that_opens_with_the_wrong_type_is_named():
         await run(["<a>inc</a>"], env=Wrong())
 
 
-async def test_an_async_env_is_awaited_and_a_misnamed_one_is_told():
+async def test_an_async_env_is_awaited_and_wrong_method_names_are_an_error():
     class Remote(SingleAgentEnv):
         def env_reset(self, *, seed=None):
             raise AssertionError("the awaitable one is used")
@@ -381,14 +372,14 @@ async def test_a_first_prompt_that_does_not_fit_is_an_error():
         await run(["<a>inc</a>"], max_prompt_tokens=3)
 
 
-async def test_a_later_prompt_that_does_not_fit_ends_the_episode_and_keeps_what_was_sampled():
+async def test_a_later_prompt_that_does_not_fit_ends_the_episode_and_keeps_the_samples():
     rollout = await run(["<a>inc</a>"] * 9, env=CountingEnv(9), max_prompt_tokens=60)
     assert rollout.stop is StopReason.CONTEXT_FULL and rollout.meta["truncation_reason"] == "context_full"
     last = rollout.steps[-1]
     assert last.kind == "env" and last.truncated and last.next_obs is None and len(rollout.env_steps) >= 2
 
 
-async def test_a_tool_loop_that_fills_the_context_keeps_its_calls():
+async def test_a_tool_loop_that_fills_the_context_keeps_its_steps():
     replies = [call("add", a=1, b=2)] * 5
     agent = make_agent(replies, cls=ReActAgent, tools=[add], max_prompt_tokens=420)
     rollout = await run(None, agent=agent)
@@ -403,7 +394,7 @@ async def test_a_token_budget_cuts_the_reply_that_reaches_it_and_ends_the_episod
     assert rollout.steps[-1].info["incomplete_completion"] and rollout.steps[-1].truncated
 
 
-def test_the_seeds_name_is_an_alias():
+def test_single_agent_sync_protocol_is_an_alias():
     assert SingleAgentSyncProtocol is SingleAgentProtocol
 
 

@@ -1,4 +1,4 @@
-"""Candidates of tokens, and which settings of a sampler a trainer cannot repeat."""
+"""Candidate sets, and the sampling settings that a trainer cannot reproduce."""
 
 import pickle
 
@@ -28,7 +28,7 @@ def test_each_token_has_its_own_candidates():
     assert not candidates.ids.flags.writeable and not candidates.ends.flags.writeable
 
 
-def test_those_of_several_calls_are_put_together():
+def test_joined_concatenates_candidate_sets():
     first, second = CandidateSets.of([[3, 1], [7]]), CandidateSets.of([[], [2]])
     assert listed(CandidateSets.joined([first, 2, second])) == [[3, 1], [7], [], [], [], [2]]
     assert listed(CandidateSets.joined([1])) == [[]] and len(CandidateSets.joined([])) == 0
@@ -37,7 +37,7 @@ def test_those_of_several_calls_are_put_together():
 @pytest.mark.parametrize(
     ("tokens", "outside"), [([1, 9, 7], None), ([3, 9, 7], None), ([2, 9, 7], 0), ([1, 9, 3], 2), ([7, 9, 7], 0)]
 )
-def test_a_token_that_is_not_among_its_candidates_is_found(tokens, outside):
+def test_first_outside_finds_a_token_that_is_no_candidate(tokens, outside):
     assert CandidateSets.of([[3, 1], [], [7]]).first_outside(tokens) == outside
 
 
@@ -47,7 +47,7 @@ def test_ends_that_do_not_fit_the_ids_are_refused(ends):
         CandidateSets([1, 2, 3], ends)
 
 
-def test_a_trace_has_candidates_for_every_token_and_is_stored_with_them():
+def test_a_trace_needs_candidates_for_every_token_and_stores_them():
     trace = TokenTrace(
         [1], [2, 3], [-0.5, 0.0], candidates=CandidateSets.of([[2, 5], [3]]), untrainable_sampling="min_tokens=2"
     )
@@ -57,7 +57,7 @@ def test_a_trace_has_candidates_for_every_token_and_is_stored_with_them():
         TokenTrace([1], [2, 3], candidates=CandidateSets.of([[2, 5]]))
 
 
-def test_an_item_has_candidates_for_every_action_token_and_its_tokens_are_among_them():
+def test_an_item_needs_candidates_that_contain_every_action_token():
     def item(*lists):
         return SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, {}, SampleAttachments(candidates=CandidateSets.of(lists)))
 
@@ -81,12 +81,12 @@ def test_an_item_has_candidates_for_every_action_token_and_its_tokens_are_among_
         ({"temperature": 0.0, "repetition_penalty": 1.1}, False, "repetition_penalty=1.1"),
     ],
 )
-def test_what_cannot_be_repeated_is_named(settings, is_recorded, expected):
+def test_untrainable_settings_are_named(settings, is_recorded, expected):
     candidates = CandidateSets.of([[1]]) if is_recorded else None
     assert untrainable_settings(SamplingParams(**settings), None, candidates) == expected
 
 
-def test_settings_that_go_past_the_sampling_params_are_seen_too():
+def test_untrainable_extra_body_overrides_are_named():
     sneaky = VLLMExtensions(repetition_penalty=1.2, extra_body_overrides={"top_p": 0.5, "stop_token_ids": [3]})
     assert untrainable_settings(SamplingParams(), sneaky) == "repetition_penalty=1.2, top_p=0.5"
     assert untrainable_settings(SamplingParams(), VLLMExtensions(max_think=5)) is None

@@ -33,7 +33,7 @@ def test_the_last_well_formed_box_is_read(raw, content):
 
 
 @pytest.mark.parametrize("raw", ["", "42", r"\boxed", r"\boxed{", r"\boxed{{5}", r"boxed{5}", r"\boxed\{5\}", "{5}"])
-def test_without_a_well_formed_box_there_is_no_content(raw):
+def test_no_well_formed_box_gives_none(raw):
     assert extract_last_boxed_content(raw) is None
 
 

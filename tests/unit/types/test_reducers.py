@@ -1,4 +1,4 @@
-"""Reducers, against numbers worked by hand."""
+"""Reducers, against hand-computed numbers."""
 
 import numpy as np
 import pytest
@@ -30,22 +30,22 @@ def reduce(reducer: Reducer, records=RECORDS, **counts) -> float:
         (Reducer("mean", lambda record: record.get("reward"), transform=lambda r: r * 10), 30.0),
     ],
 )
-def test_a_reducer_gives_the_number_worked_by_hand(reducer: Reducer, expected: float):
+def test_reducers_equal_hand_computed_numbers(reducer: Reducer, expected: float):
     assert reduce(reducer) == expected
 
 
-def test_counts_that_are_given_win_over_those_of_the_records():
+def test_given_counts_override_those_of_the_records():
     assert reduce(Reducer("sum", "reward", normalize_by="samples"), sample_count=9) == 1.0
     assert reduce(Reducer("sum", "reward", normalize_by="rollouts"), rollout_count=3) == 3.0
 
 
-def test_what_has_no_value_is_left_out_rather_than_reported_as_zero():
+def test_metrics_without_values_are_left_out():
     reducers = {"mean": Reducer("mean", "nothing.here"), "share": Reducer("count_true", "x", normalize_by="samples")}
     assert apply_reducers_to_records([], reducers) == {}
     assert apply_reducers_to_records(RECORDS, reducers) == {"share": 0.0}
 
 
-def test_the_default_reducers_count_both_kinds_of_cut():
+def test_default_reducers_count_both_kinds_of_truncation():
     assert apply_reducers_to_records(RECORDS, default_reducers()) == {
         "completion_truncated_rate": 0.25,
         "seq_len_truncated_rate": 0.25,
@@ -62,12 +62,12 @@ def test_the_default_reducers_count_both_kinds_of_cut():
         ({"kind": "sum", "source": "a..b"}, "dotted path"),
     ],
 )
-def test_a_reducer_that_cannot_work_says_so(settings, message):
+def test_wrong_reducers_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Reducer(**settings)
 
 
-def test_adding_up_texts_names_the_reducer_and_the_value():
+def test_error_for_a_sum_of_texts_names_the_reducer_and_the_value():
     with pytest.raises(ConfigError, match=r"'it' adds numbers.*'stop' \(str\)"):
         reduce(Reducer("sum", "finish_reason"))
 

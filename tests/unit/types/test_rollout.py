@@ -64,7 +64,7 @@ def rollouts(draw):
 
 @given(rollout=rollouts())
 @settings(max_examples=150, deadline=None)
-def test_json_loses_nothing(rollout):
+def test_json_round_trip(rollout):
     again = Rollout.from_json(rollout.to_json())
     assert again == rollout
     for before, after in zip(rollout.steps, again.steps, strict=True):
@@ -88,7 +88,7 @@ def long_conversation(num_turns: int) -> Rollout:
     return rollout
 
 
-def test_json_grows_with_the_conversation_and_not_with_its_square():
+def test_json_size_is_linear_in_the_conversation():
     short, long = len(long_conversation(10).to_json()), len(long_conversation(80).to_json())
     assert long < 8.5 * short
 
@@ -99,7 +99,7 @@ def test_a_rollout_read_back_shares_memory_between_its_prompts():
     assert sum(buffers.values()) < 8 * again.agent_steps[-1].trace.prompt_token_ids.nbytes
 
 
-def test_total_reward_counts_env_steps_and_unread_replies_once():
+def test_total_reward_counts_env_steps_and_parse_failures_once():
     trace = TokenTrace([1], [2])
 
     def agent(reward, target, parse_error):
@@ -131,7 +131,7 @@ def moved(index: int, turn: str | None, reward: float) -> EnvironmentStep:
     )  # fmt: skip
 
 
-def test_steps_with_one_turn_id_are_one_turn_and_a_step_without_one_is_a_turn_itself():
+def test_turns_group_steps_by_turn_id():
     steps = [
         made_step(0, "a", -0.25),
         made_step(1, "a", -0.5, parse_error=True),
@@ -151,7 +151,7 @@ def test_steps_with_one_turn_id_are_one_turn_and_a_step_without_one_is_a_turn_it
     assert Rollout().turns() == []
 
 
-def test_what_meta_states_is_read_in_one_place():
+def test_properties_read_the_facts_in_meta():
     request = {"group_id": "g", "objective": "sft"}
     meta = {"agent_id": "X", "model": "m", "env_name": "E", "env_seed": 1, "sampling_seed": 2, "request_meta": request}
     rollout = Rollout(meta=meta)
@@ -171,13 +171,13 @@ def test_what_meta_states_is_read_in_one_place():
 @pytest.mark.parametrize(
     "meta", [{}, {"request_meta": None, "engine": None}, {"request_meta": "text", "engine": "liar"}]
 )
-def test_a_rollout_that_states_nothing_has_no_group(meta):
+def test_a_rollout_without_meta_has_no_group(meta):
     rollout = Rollout(meta=meta)
     assert rollout.group is None and rollout.objective is None and rollout.env_seed is None
     assert rollout.request_meta == {} == rollout.engine_facts
 
 
-def test_a_failed_episode_is_data():
+def test_failed_makes_a_rollout_with_a_failure():
     try:
         raise ValueError("the dice fell off the table")
     except ValueError as error:
@@ -193,7 +193,7 @@ def test_numpy_scalars_in_info_become_plain_numbers():
     assert json.loads(rollout.to_json())["meta"] == {"score": 0.5, "n": 3}
 
 
-def test_what_is_not_json_is_named():
+def test_error_names_a_value_that_is_not_json():
     with pytest.raises(TypeError, match="set"):
         Rollout(meta={"x": {1, 2}}).to_json()
 
@@ -215,7 +215,7 @@ def test_message_views_compare_and_index_like_lists():
 # --- failures ---
 
 
-def test_a_failure_shows_the_frames_of_code_that_is_not_ludics():
+def test_failure_has_the_traceback_of_user_code():
     def user_code():
         return json.loads("{")
 
@@ -229,7 +229,7 @@ def test_a_failure_shows_the_frames_of_code_that_is_not_ludics():
     assert "Traceback (most recent call last)" in failure.traceback
 
 
-def test_a_failure_outside_of_the_users_code_names_the_last_frame_only():
+def test_failure_outside_of_user_code_has_only_the_last_frame():
     try:
         exec(compile("1 / 0", f"{ludic.__path__[0]}/made_up.py", "exec"), {})
     except ZeroDivisionError as error:
@@ -237,6 +237,6 @@ def test_a_failure_outside_of_the_users_code_names_the_last_frame_only():
     assert failure.user_traceback == "" and failure.place == "made_up.py:1 in <module>"
 
 
-def test_an_error_that_ludic_raises_on_purpose_explains_itself():
+def test_failure_of_a_ludic_error_has_no_place():
     failure = Failure.from_exception(EnvContractError("obs must be text"))
     assert (failure.summary, failure.place) == ("EnvContractError: obs must be text", "")

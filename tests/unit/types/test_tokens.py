@@ -17,19 +17,19 @@ def test_ids_that_are_not_integers_are_a_type_error(bad):
         TokenTrace(bad, [1])
 
 
-def test_logprobs_that_are_not_numbers_are_a_type_error():
-    with pytest.raises(TypeError, match="completion_logprobs"):
-        TokenTrace([1], [2], ["x"])
-
-
-def test_as_many_logprobs_as_completion_tokens_are_required():
-    with pytest.raises(ValueError, match="2 completion tokens but 1 logprobs"):
-        TokenTrace([1], [2, 3], [-0.1])
-
-
-def test_ids_beyond_32_bits_are_refused_instead_of_wrapped():
-    with pytest.raises(ValueError, match="32 bits"):
-        token_array([2**31])
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TokenTrace([1], [2], ["x"]), TypeError, "completion_logprobs"),
+        (lambda: TokenTrace([1], [2, 3], [-0.1]), ValueError, "2 completion tokens but 1 logprobs"),
+        (lambda: token_array([2**31]), ValueError, "32 bits"),
+        (lambda: TokenTrace.from_dict({"prompt_token_ids": [1]}), ValueError, "completion_token_ids"),
+    ],
+    ids=["text as log-probs", "too few log-probs", "more than 32 bits", "no completion ids"],
+)
+def test_wrong_ids_and_logprobs_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_version_runs_must_cover_the_completion():
@@ -40,15 +40,10 @@ def test_version_runs_must_cover_the_completion():
         TokenTrace([1], [2, 3, 4], version_runs=[(7, 2)])
 
 
-def test_a_trace_survives_its_dictionary():
+def test_trace_dict_round_trip():
     trace = TokenTrace([1, 2], [3], [-0.1], "stop", [(4, 1)], 0.7)
     assert TokenTrace.from_dict(trace.to_dict()) == trace
     assert TokenTrace([1, 2], [3]) != trace
-
-
-def test_a_dictionary_without_ids_is_refused():
-    with pytest.raises(ValueError, match="completion_token_ids"):
-        TokenTrace.from_dict({"prompt_token_ids": [1]})
 
 
 def test_a_trace_cannot_be_changed():
@@ -59,7 +54,7 @@ def test_a_trace_cannot_be_changed():
         trace.prompt_token_ids[0] = 9
 
 
-def test_earlier_views_of_a_log_do_not_see_later_tokens():
+def test_views_of_a_token_log_do_not_change_with_later_appends():
     log = TokenLog([1, 2])
     early = log.view()
     log.append(list(range(1000)))

@@ -1,4 +1,4 @@
-"""Logins of URLs: never shown, refused in settings, and sent only to the server that they are for."""
+"""Logins in URLs: hidden in messages, refused in settings, and sent only to their own server."""
 
 import http.server
 import threading
@@ -39,7 +39,7 @@ WITH_LOGINS = [
 
 
 @pytest.mark.parametrize("url", WITH_LOGINS)
-def test_a_login_is_found_and_never_shown(url):
+def test_a_login_is_detected_and_hidden(url):
     assert holds_login(url)
     assert "hunter2" not in shown_url(url) and "me" not in shown_url(url).replace("scheme", "")
 
@@ -55,7 +55,7 @@ def test_a_login_is_found_and_never_shown(url):
         "http://[::1]:8000/v1",
     ],
 )
-def test_an_address_without_a_login_is_taken_and_shown_as_it_is(url):
+def test_an_address_without_a_login_is_shown_unchanged(url):
     assert not holds_login(url)
     assert shown_url(url) == url.partition("?")[0]
 
@@ -83,7 +83,7 @@ def test_settings_refuse_a_server_with_a_login_and_name_the_variable(make, url):
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_login_becomes_a_header_and_leaves_the_url():
+def test_a_login_becomes_a_header_and_is_removed_from_the_url():
     url = "https://me%40home:p%3Aw@host:8000/v1"
     assert without_login(url) == "https://host:8000/v1"
     assert login_of(url) == "Basic bWVAaG9tZTpwOnc="  # me@home:p:w
@@ -125,7 +125,7 @@ def locked() -> Iterator[tuple[str, list[str | None]]]:
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
-async def test_clients_log_in_with_the_url_or_with_the_variable_and_show_neither(locked, monkeypatch, by_variable):
+async def test_clients_log_in_from_the_url_or_the_variable_and_hide_both(locked, monkeypatch, by_variable):
     place, seen = locked
     if by_variable:
         monkeypatch.setenv(LOGINS_VARIABLE, f"http://other:pw@127.0.0.1:1  http://me:hunter2@{place}/")
@@ -141,7 +141,7 @@ async def test_clients_log_in_with_the_url_or_with_the_variable_and_show_neither
     assert set(seen) == {"Basic bWU6aHVudGVyMg=="}
 
 
-async def test_a_login_is_sent_to_no_other_server_and_a_key_wins(locked, monkeypatch):
+async def test_a_login_is_sent_to_its_server_only_and_an_api_key_overrides_it(locked, monkeypatch):
     place, seen = locked
     monkeypatch.setenv(LOGINS_VARIABLE, "http://me:hunter2@127.0.0.1:1")
     endpoint = OpenAIChatClient(f"http://{place}/v1", max_retries=0)
@@ -169,7 +169,7 @@ async def test_errors_name_a_server_without_its_login():
             assert "hunter2" not in str(refused.value)
 
 
-def test_a_variable_that_holds_no_login_says_so_without_showing_it(monkeypatch):
+def test_error_for_a_variable_without_a_login_hides_the_url(monkeypatch):
     monkeypatch.setenv(LOGINS_VARIABLE, "http://host:8000?hunter2")
     with pytest.raises(ConfigError, match="has no login") as refused:
         OpenAIChatClient("http://host:8000")

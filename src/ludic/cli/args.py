@@ -64,7 +64,7 @@ def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: st
         args=args,
         prog=prog,
         description=description or typing.cast(str, arguments.__doc__),
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         compact_help=False,
     )
 

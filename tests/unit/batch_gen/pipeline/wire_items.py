@@ -1,6 +1,7 @@
 """Items of every kind for tests of the wire format, and what it means that two of them are the same."""
 
 import dataclasses
+import functools
 import math
 from itertools import pairwise
 from typing import Any, Literal, get_type_hints
@@ -37,13 +38,19 @@ ORIGIN_VALUES: dict[Any, st.SearchStrategy] = {
 origins = st.builds(SampleOrigin, **{name: ORIGIN_VALUES[hint] for name, hint in get_type_hints(SampleOrigin).items()})
 
 
-def floats(count: int, values: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
-    """All different, or a few values in long runs; contiguous or not."""
+@functools.cache  # Hypothesis checks a strategy when it is first drawn from, which takes longer than drawing
+def floats(count: int, values: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray | None]:
+    """None, all different, or a few values in long runs; contiguous or not."""
     free = st.lists(values, min_size=count, max_size=count)
     runs = st.lists(values, min_size=1, max_size=2).map(
         lambda few: [few[k * len(few) // max(count, 1)] for k in range(count)]
     )
-    return st.tuples(free | runs, st.booleans()).map(lambda drawn: float_array(*drawn))
+    return st.none() | st.tuples(free | runs, st.booleans()).map(lambda drawn: float_array(*drawn))
+
+
+@functools.cache
+def masks(length: int) -> st.SearchStrategy[np.ndarray]:
+    return st.lists(st.booleans(), min_size=length, max_size=length).map(lambda mask: np.array(mask, dtype=np.bool_))
 
 
 def float_array(values: list[float], is_strided: bool) -> np.ndarray:
@@ -60,24 +67,27 @@ def version_runs(draw, count: int) -> tuple[VersionRun, ...]:
     return tuple(VersionRun(version, length) for version, length in zip(versions, lengths, strict=True))
 
 
+other_candidates = st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=3)
+
+
 @st.composite
 def candidates(draw, tokens: list[int]) -> CandidateSets:
     """Each token among some candidates, or drawn from the whole vocabulary."""
-    others = st.lists(st.integers(0, 2**31 - 1), max_size=3)
-    return CandidateSets.of([draw(st.just([]) | others.map(lambda ids, own=own: [*ids, own])) for own in tokens])
+    drawn = [draw(other_candidates) for _ in tokens]
+    return CandidateSets.of([[] if ids is None else [*ids, own] for ids, own in zip(drawn, tokens, strict=True)])
 
 
 @st.composite
 def attachments(draw, tokens: list[int]) -> SampleAttachments:
     count = len(tokens)
-    logps = draw(st.none() | floats(count, any32))
+    logps = draw(floats(count, any32))
     return SampleAttachments(
         actor_logps=None if logps is None else ActorTokenLogps(logps),
         temperature=draw(st.none() | st.floats(0, 1e300)),
         candidates=draw(st.none() | candidates(tokens)),
         untrainable_sampling=draw(st.none() | texts),
         version_runs=draw(st.just(()) | version_runs(count)),
-        **{name: draw(st.none() | floats(count, finite32)) for name in PER_TOKEN},
+        **{name: draw(floats(count, finite32)) for name in PER_TOKEN},
     )
 
 
@@ -88,11 +98,10 @@ def items(draw) -> SAWItem:
     ids = np.array(draw(st.lists(st.integers(0, largest), min_size=length, max_size=length)), dtype=np.int32)
     if draw(st.booleans()):
         ids = np.stack([ids, ids], axis=1)[:, 0]  # not contiguous
-    masks = st.lists(st.booleans(), min_size=length, max_size=length).map(lambda mask: np.array(mask, dtype=np.bool_))
-    action = draw(masks)
+    action = draw(masks(length))
     return SAWItem(
         ids,
-        draw(st.none() | masks),
+        draw(st.none() | masks(length)),
         action,
         draw(finite),
         draw(metas),

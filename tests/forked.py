@@ -93,21 +93,24 @@ def python(
     cwd: Path | None = None,
     environment: Mapping[str, str | None] | None = None,
     output: Path | None = None,
+    executable: str = sys.executable,
 ) -> Forked:
     """`python -m module …` or `python script.py …`. A variable of None is taken away. With `output`, both streams are appended to
-    that file."""
+    that file. `executable` is the interpreter that the process starts itself."""
     folder = Path(tempfile.mkdtemp(prefix="ludic-forked-"))
     out, err = (folder / "out", folder / "err") if output is None else (output, output)
     given: dict[str, str | None] = {**os.environ, **ALWAYS, **(environment or {})}
     environ = {name: value for name, value in given.items() if value is not None}
     arguments = [str(word) for word in command]
-    process = call(_run, arguments, str(cwd or Path.cwd()), environ, str(out), str(err), name=" ".join(arguments[:2]))
+    streams = (str(out), str(err))
+    process = call(_run, arguments, str(cwd or Path.cwd()), environ, *streams, executable, name=" ".join(arguments[:2]))
     started = Forked(process, out, err)
     weakref.finalize(started, shutil.rmtree, folder, ignore_errors=True)
     return started
 
 
-def _run(arguments: list[str], cwd: str, environ: dict[str, str], out: str, err: str) -> None:
+def _run(arguments: list[str], cwd: str, environ: dict[str, str], out: str, err: str, executable: str) -> None:
+    sys.executable = executable
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)

@@ -308,6 +308,9 @@ def run_example(script: str, settings: Mapping[str, Any]) -> None:
 
         _handed_out: tuple[str, ...] = ()
 
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, lease_times=LeaseTimes(holds_s=3.0, beat_s=0.5), **settings)
+
         async def next_batch(self) -> SAWBatch:
             batch = await super().next_batch()
             self._handed_out = (*self._handed_out, *ids_of(batch.items))

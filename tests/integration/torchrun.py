@@ -1,37 +1,32 @@
 """Groups of processes for tests: started by torchrun, and never left hanging."""
 
-import contextlib
-import os
-import signal
 import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.forked import Finished
-
-ROOT = Path(__file__).parents[2]
+from tests import forked, warm_python
 
 
-def torchrun(num: int, module: str, *arguments: str, timeout_s: float, flags: Sequence[str] = ()) -> Finished:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *flags]
-    group = subprocess.Popen(
-        [*command, "-m", module, *arguments], cwd=ROOT, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )  # fmt: skip
-    try:
-        output, _ = group.communicate(timeout=timeout_s)
-        return Finished(group.returncode, output)
-    except subprocess.TimeoutExpired:
-        _end(group)
-        return Finished(None, group.communicate()[0])
+def torchrun(num: int, module: str, *arguments: str, timeout_s: float, flags: Sequence[str] = ()) -> forked.Finished:
+    with tempfile.TemporaryDirectory(prefix="ludic-torchrun-") as folder:
+        output = Path(folder) / "output"
+        group = forked.python(
+            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *flags, "-m", module, *arguments,
+            cwd=forked.ROOT, output=output, environment={"PYTHON_EXEC": warm_python.executable()},
+        )  # fmt: skip
+        try:
+            code: int | None = group.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            _end(group)
+        return forked.Finished(code, output.read_text(errors="replace"))
 
 
-def _end(group: "subprocess.Popen[str]") -> None:
+def _end(group: forked.Forked) -> None:
     """torchrun puts each rank into its own session: it is asked to end them before it is ended."""
     group.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        group.wait(timeout=40)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group.pid, signal.SIGKILL)
+    try:
+        group.wait(40)
+    except subprocess.TimeoutExpired:
+        group.kill()

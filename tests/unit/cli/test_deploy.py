@@ -6,7 +6,6 @@ import shlex
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from ludic.cli.args import parse_run
 from ludic.cli.pipeline.command import ActorArgs, LaunchArgs
 from ludic.cli.train import TrainArgs
 from ludic.training.loggers import read_metrics
+from tests import warm_python
 from tests.unit.cli.train_parts import ENV
 
 yaml = pytest.importorskip("yaml")
@@ -131,7 +131,7 @@ def test_the_slurm_job_trains_with_everything_on_one_machine(tmp_path):
     programs = {
         "scontrol": "#!/bin/bash\nprintf '127.0.0.1\\nlocalhost\\n'\n",
         "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
-        "ludic": f'#!/bin/bash\nexec {sys.executable} -m ludic.cli.main "$@"\n',
+        "ludic": f'#!/bin/bash\nexec {warm_python.executable()} -m ludic.cli.main "$@"\n',
     }
     for name, text in programs.items():
         (tools / name).write_text(text)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("redis", reason="the pipeline extra is not installed")
 
 from ludic.training.loggers import read_metrics
-from tests import forked
+from tests import forked, warm_python
 from tests.integration.pipeline_harness import counted_by_hand
 from tests.redis_fixtures import end_redis, start_redis
 from tests.unit.cli.train_parts import ENV
@@ -52,11 +52,10 @@ def folder(tmp_path) -> Iterator[Path]:
 
 
 def launch(folder: Path, *arguments: str, **environment: str) -> forked.Forked:
-    """The roles that it starts are fresh interpreters."""
     output = folder / f"said-{len(list(folder.glob('said-*')))}"
     return forked.python(
         "-m", "ludic.cli.main", "launch", *arguments, cwd=folder, output=output,
-        environment={"LUDIC_REDIS_URL": None, **environment},
+        environment={"LUDIC_REDIS_URL": None, **environment}, executable=warm_python.executable(),
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_an_episode_in_two_samples_is_one_chain_whatever_their_order(rule):
     assert np.concatenate(joined) == pytest.approx(whole.attachments.token_returns)
 
 
-def test_an_episode_that_was_cut_off_goes_on_from_where_it_stood():
+def test_a_truncated_episode_bootstraps_from_its_last_value():
     # λ = 0: A = r + γ V' − V; the last one with V' = 0 when the episode is over, V' = V when it was cut off.
     rule = TokenGAE(gamma=0.5, lam=0.0, normalize=False)
     over, cut = rule.credit([item([0, 1]), item([0, 1], rollout="s", truncated=True)], [np.array([0.2, 0.6])] * 2)
@@ -140,7 +140,7 @@ def test_turn_advantages_are_the_enumerated_mixture_of_n_step_ones(seed):
     assert np.concatenate([d.token_weights for d in done]) == pytest.approx(np.repeat(expected, lengths), abs=1e-5)
 
 
-def test_turns_of_one_token_are_tokens():
+def test_turns_of_one_token_equal_tokens():
     rng = np.random.default_rng(0)
     given, values = item(rng.normal(size=7), turns=range(7)), rng.normal(size=7)
     [by_turn] = TurnGAE(gamma=0.9, lam=0.7).credit([given], [values])
@@ -179,7 +179,7 @@ async def test_the_critic_and_the_credit_rule_for_turns_agree_on_a_real_episode(
 # --- refused ---
 
 
-def test_samples_that_do_not_say_what_is_needed_are_refused():
+def test_samples_without_the_needed_fields_are_refused():
     with pytest.raises(ConfigError, match="token_rewards"):
         TokenGAE().credit(random_items([5]), [np.zeros(2)])
     with pytest.raises(ConfigError, match="token_turns"):
@@ -188,7 +188,7 @@ def test_samples_that_do_not_say_what_is_needed_are_refused():
         TurnGAE(gamma=1.5)
 
 
-def test_a_sample_that_comes_twice_is_refused():
+def test_a_duplicate_sample_is_refused():
     with pytest.raises(ConfigError, match=r"segment of rollout r twice \(segments \[0, 0\]\)"):
         TokenGAE().credit([item([0, 1]), item([0, 1])], [np.zeros(2)] * 2)
 

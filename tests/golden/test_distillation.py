@@ -52,7 +52,7 @@ def test_the_weight_of_a_token_is_how_much_likelier_the_teacher_finds_it():
 @pytest.mark.parametrize(
     ("discount", "weights"), [(0.0, [1.0, -2.0, 0.5]), (0.5, [0.125, -1.75, 0.5]), (1.0, [-0.5, -1.5, 0.5])]
 )
-def test_with_a_discount_a_token_answers_for_those_after_it(discount, weights):
+def test_with_a_discount_a_token_gets_a_share_of_later_tokens(discount, weights):
     # 0.5: 0.5; −2 + 0.25 = −1.75; 1 − 0.875 = 0.125
     item = sample([1, 2, 3], old=[-2.0, -1.0, -1.0], teacher=[-1.0, -3.0, -0.5])
     assert only(KLCreditModifier(discount=discount)(SAWBatch(items=[item]))).token_weights.tolist() == weights
@@ -63,14 +63,14 @@ def test_weights_that_differ_by_token_are_added_to():
     assert only(KLCreditModifier()(SAWBatch(items=[item]))).token_weights.tolist() == [0.0, 2.0]
 
 
-def test_samples_that_no_teacher_has_seen_are_refused():
+def test_samples_without_teacher_log_probs_are_refused():
     item = sample([1], old=[-1.0], teacher=None)
     with pytest.raises(ConfigError, match=r"1 of 1 samples .*TeacherAnnotatedBatchSource"):
         KLCreditModifier()(SAWBatch(items=[item]))
 
 
 @pytest.mark.parametrize("settings", [{"coeff": -1.0}, {"coeff": float("nan")}, {"discount": 1.5}])
-def test_settings_that_make_no_sense_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ConfigError, match="KLCreditModifier"):
         KLCreditModifier(**settings)
 
@@ -173,7 +173,7 @@ def test_with_discount_one_it_is_that_of_the_reverse_kl_of_whole_replies():
     torch.testing.assert_close(found, (first.grad, second.grad), rtol=1e-5, atol=1e-6)
 
 
-def test_a_log_ratio_that_carries_the_gradient_itself_would_teach_nothing():
+def test_the_gradient_of_the_log_ratio_itself_has_mean_zero():
     first, _ = trainable()
     log_first = torch.log_softmax(first, -1)
     (log_first.exp().detach() * (log_first - TEACHER[0])).sum().backward()
@@ -207,6 +207,6 @@ def test_a_setting_of_the_other_kind_of_kl_is_refused(settings):
         make_opd(**settings)
 
 
-def test_a_kl_that_there_is_not_is_refused():
+def test_an_unknown_kl_is_refused():
     with pytest.raises(ConfigError, match="sideways"):
         make_opd(kl="sideways")

@@ -67,7 +67,7 @@ def expected_gradient(logits, sampler, corrections):
 @pytest.mark.parametrize(
     "correction", [SequenceTruncation(NO_CAP), SequenceRejection(NO_CAP)], ids=lambda c: type(c).__name__
 )
-def test_the_ratio_of_the_whole_sample_gives_the_policy_gradient_from_anybodys_samples(correction):
+def test_sequence_ratios_give_the_policy_gradient_from_any_samples(correction):
     policy, sampler = table(0), table(1)
     torch.testing.assert_close(expected_gradient(policy, sampler, [correction]), true_gradient(policy))
 
@@ -77,7 +77,7 @@ def test_the_ratio_of_the_whole_sample_gives_the_policy_gradient_from_anybodys_s
     [None, TokenTruncation(NO_CAP), TokenRejection(NO_CAP)],
     ids=lambda correction: type(correction).__name__,
 )
-def test_token_ratios_and_none_are_biased_away_from_the_policy_and_right_on_it(correction):
+def test_token_ratios_and_no_ratios_are_unbiased_only_on_policy(correction):
     policy, sampler = table(0), table(1)
     corrections = [correction] if correction is not None else []
     torch.testing.assert_close(expected_gradient(policy, policy, corrections), true_gradient(policy))
@@ -87,7 +87,7 @@ def test_token_ratios_and_none_are_biased_away_from_the_policy_and_right_on_it(c
     assert off > 0.1
 
 
-def test_the_bias_of_token_ratios_is_how_likely_the_tokens_before_have_become():
+def test_the_bias_of_token_ratios_is_the_missing_ratio_of_earlier_tokens():
     """For a last token only what came before matters; for the first, what comes after."""
     policy, sampler = table(0), table(1)
     found = expected_gradient(policy, sampler, [TokenTruncation(NO_CAP)])

@@ -69,12 +69,12 @@ def two_walks():
         ("scaled", [1 + 2**0.5, 1.0], [-1 - 2 * 2**0.5, -1 + 2**0.5, -1.0]),
     ],
 )
-def test_state_groups_add_what_equal_states_tell_to_what_the_episode_tells(comparison, a, b):
+def test_state_groups_add_the_step_term_to_the_episode_term(comparison, a, b):
     rule = StateGroupReturn(2, gamma=0.5, step_weight=2.0, comparison=comparison)
     assert per_turn(rule, *two_walks()) == [near(a, abs=1e-6), near(b, abs=1e-6)]
 
 
-def test_state_groups_see_the_state_through_the_function_they_are_given():
+def test_state_groups_use_the_given_state_function():
     # All observations differ in the clock; without it both turns 0 are in s: G = 1 and 3, so -2 and 2 twice.
     members = walk(["s 1", "t 2"], [0.0, 1.0]), walk(["s 9", "u 8"], [0.0, 3.0])
     clockless = StateGroupReturn(
@@ -87,14 +87,14 @@ def test_state_groups_see_the_state_through_the_function_they_are_given():
     ]
 
 
-def test_a_reply_that_never_reached_the_env_stands_in_the_state_that_it_was_shown():
+def test_the_state_of_a_reply_that_never_reached_the_env_is_its_last_prompt_message():
     reached = walk(["left or right?"], [1.0])
     unread = Rollout(steps=[agent_step(0, turn="t0", reward=-1.0, info={"parse_error": True})])
     unread.steps[0].prompt_messages = [{"role": "user", "content": "left or right?"}]
     assert observation_before(reached.turns()[0]) == observation_before(unread.turns()[0]) == "left or right?"
 
 
-def test_a_role_is_measured_by_its_own_past_and_not_by_the_batch_at_hand():
+def test_a_role_is_compared_with_earlier_batches_only():
     rule = RoleBaselineReturn(decay=0.5)
 
     def played(*games):
@@ -106,7 +106,7 @@ def test_a_role_is_measured_by_its_own_past_and_not_by_the_batch_at_hand():
     assert played(("x", 1.0), ("o", 0.0)) == near([1 / 6, 1 / 3])
 
 
-def test_what_a_role_usually_earns_survives_a_resume():
+def test_resume_restores_role_baselines():
     before = RoleBaselineReturn(decay=0.5)
     before.compute([rollout([4.0], agent_id="x")])
     wrapped = Relabelled(RoleBaselineReturn(decay=0.5), lambda r: r)
@@ -133,21 +133,21 @@ def test_shaping_does_not_pay_for_where_an_episode_ends(stop):
     ]
 
 
-def test_a_potential_may_be_what_the_env_last_said_of_it():
+def test_info_potential_is_the_last_value_of_the_env():
     told = rollout([0.0, 0.0, 0.0, 1.0])
     for step, progress in zip(told.env_steps, [0.25, None, 0.75, 1.0], strict=True):
         step.info = {} if progress is None else {"progress": progress}
     assert info_potential("progress", start=0.1)(told) == [0.1, 0.25, 0.25, 0.75]
 
 
-def test_hindsight_changes_what_is_learned_and_not_what_was_played():
+def test_relabelling_changes_weights_and_not_rollouts():
     played = rollout([0.0, 0.0, 0.0], calls=2)
     reached_something_at_turn_1 = Relabelled(EpisodicReturn(), lambda r: with_turn_rewards(r, [0.0, 1.0, 0.0]))
     assert per_turn(reached_something_at_turn_1, played) == [[1.0] * 3]
     assert played.total_reward == 0.0
 
 
-def test_hindsight_may_not_touch_tokens_or_drop_steps():
+def test_relabelling_must_keep_tokens_and_steps():
     def shorter(r):
         return Rollout(id=r.id, steps=r.steps[:2], meta=r.meta)
 
@@ -212,7 +212,7 @@ def test_turn_leave_one_out_expects_what_monte_carlo_does_at_any_discount(num_me
     assert expected_gradient(TurnLeaveOneOutReturn(gamma=0.5), num_members) == near(plain)
 
 
-def test_the_group_mean_of_a_turn_bends_the_gradient_towards_early_turns():
+def test_the_turn_group_mean_biases_the_gradient_towards_early_turns():
     # k others reach turn t, each with probability q: the factor is E[k / (k + 1)]; q / 2 for one other,
     # 2 q (1 - q) / 2 + q^2 * 2/3 = q - q^2 / 3 for two.
     two = [g * q / 2 for g, q in zip(TRUE, REACHED, strict=True)]
@@ -221,7 +221,7 @@ def test_the_group_mean_of_a_turn_bends_the_gradient_towards_early_turns():
     assert expected_gradient(TurnGroupReturn(), 3) == near(three)
 
 
-def test_state_groups_against_others_keep_the_sign_and_learn_well_trodden_states_faster():
+def test_state_groups_against_others_keep_the_sign_and_favour_frequent_states():
     # the episode term is leave-one-out: factor 1; the step term is on when the one other gets to the state: q
     rule = StateGroupReturn(2, gamma=1.0, step_weight=3.0, comparison="others")
     assert expected_gradient(rule, 2) == near([g * (1 + 3 * q) for g, q in zip(TRUE, REACHED, strict=True)])
@@ -246,7 +246,7 @@ def test_shaping_by_any_potential_leaves_the_gradient_as_it_was(rule):
     assert expected_gradient(Relabelled(rule, PotentialShaping(some_potential)), 2) == near(TRUE)
 
 
-def test_shaping_by_the_true_values_lets_a_rule_that_looks_one_turn_ahead_see_everything():
+def test_shaping_by_the_true_values_makes_one_turn_rewards_sufficient():
     rule = Relabelled(MonteCarloReturn(0.0), PotentialShaping(lambda r: VALUES[: len(r.turns())]))
     assert expected_gradient(rule, 1) == near(TRUE)
     # without it, it sees what the turn itself paid: 0.24 * (0.5 - 1), 0.15 * (0 + 2), 0.05625 * 4

@@ -146,7 +146,7 @@ def test_token_clip(reduction):
     )  # fmt: skip
 
 
-def test_token_clip_lets_a_ratio_that_went_the_wrong_way_come_back():
+def test_token_clip_keeps_the_gradient_that_brings_a_ratio_back():
     # Weights turned round. t0 min(1.5·(−2), 1.2·(−2)) = −3, free; t1 −2; t2 min(0.5·1, 0.8·1) = 0.5, free.
     # Loss −(−3 − 2 + 0.5) / 2 = 2.25; gradient −ρ A / 2 = 1.5, 1, −0.25.
     check(TokenClippedSurrogateLoss(), batch(weights=(-2, -2, 1)), 2.25, [1.5, 1.0, -0.25], clip_frac=0.0)
@@ -345,7 +345,7 @@ def test_value_loss(clip_eps, value, gradient, error):
     assert means(stats) == pytest.approx({"value_mean": 1.0, "return_mean": 0.9, "value_error": error})
 
 
-def test_a_value_beyond_the_clip_on_the_wrong_side_still_comes_back():
+def test_value_clip_keeps_the_gradient_that_brings_a_value_back():
     # V = 2 left 0 although R = −1: (2 + 1)² = 9 > (0.2 + 1)², so the free error counts; gradient 1 · (2 + 1) / 3 for t0.
     values = f64(2.0, 0.0, 0.0).requires_grad_()
     tokens = batch(values=values, returns=f64(-1.0, 0.0, 0.0), old_values=f64(0.0, 0.0, 0.0))
@@ -435,7 +435,7 @@ def test_corrections_multiply_the_weights(corrections, factors):
         (SequenceMask(0.6, 1.3), 0.0, 2 / 3),
     ],
 )
-def test_corrections_say_how_much_they_cap_and_how_many_tokens_are_left(correction, capped, ess):
+def test_corrections_report_capped_and_zero_fractions(correction, capped, ess):
     _, reported = CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), [correction])(batch())
     stats = effective_sample_size(means({f"rl/{name}": pair for name, pair in reported.items()}))
     assert stats["rl/correction_capped_frac"] == pytest.approx(capped)
@@ -477,7 +477,7 @@ def test_mismatch_between_sampler_and_trainer():
     assert mismatch_stats(batch(old_logps=None)) == {}
 
 
-def test_mismatch_is_told_apart_by_where_in_a_sample_it_is():
+def test_mismatch_is_reported_by_quarter_of_a_sample():
     # Eight tokens of a and four of b, entangled; only a's last two (fourth quarter) have another ratio than 1.
     index = torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 1, 0])
     old = torch.zeros(12)

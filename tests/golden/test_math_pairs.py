@@ -22,6 +22,6 @@ def test_every_answer_is_graded_as_by_hand(kind):
     assert graded == pairs
 
 
-def test_the_set_is_balanced_and_says_nothing_twice():
+def test_the_set_is_balanced_and_has_no_duplicates():
     assert Counter(pair["equivalent"] for pair in PAIRS) == {True: 110, False: 110}
     assert len({(pair["answer"], pair["gold"]) for pair in PAIRS}) == 220 and len(KINDS) >= 25

@@ -20,7 +20,7 @@ def visit(prompt, *rewards):
 # --- the tracker ----------------------------------------------------------------------------------------------
 
 
-def test_nothing_known_is_one_half():
+def test_an_unseen_prompt_has_the_value_one_half():
     assert BetaValueTracker().value_of("new") == 0.5
     assert BetaValueTracker(low=-1.0, high=3.0).value_of("new") == 1.0
 
@@ -78,7 +78,7 @@ def test_the_first_value_is_the_mean_of_the_samples_counted_eight_times():
     assert (wide.value_of("x"), wide.success_of("x")) == (1.0, 0.5)
 
 
-def test_a_state_goes_through_json_and_goes_on_exactly():
+def test_a_state_survives_json_exactly():
     whole, resumed = BetaValueTracker(), BetaValueTracker()
     for i in range(6):
         whole.observe(f"p{i % 2}", i / 6)
@@ -93,7 +93,7 @@ def test_a_state_goes_through_json_and_goes_on_exactly():
     ("settings", "named"),
     [({"d_half": 0.0}, "d_half=0"), ({"rho_min": 0.97}, "rho_min=0.97"), ({"rho_max": 1.0}, "rho_max=1"), ({"high": 0.0}, "high=0")],
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(settings, named):
+def test_invalid_settings_are_refused(settings, named):
     with pytest.raises(ConfigError, match=named):
         BetaValueTracker(**settings)
 
@@ -148,7 +148,7 @@ def test_first_values_come_from_rollouts_played_before():
     assert [rule.tracker.value_of(f"sample_index={i}") for i in (1, 2, 3)] == [0.5, 0.0, 0.5]
 
 
-def test_a_prompt_without_a_name_is_refused():
+def test_a_prompt_without_a_key_is_refused():
     with pytest.raises(ConfigError, match=r"\['group_id'\].*task_index and sample_index"):
         TrackedValueReturn(BetaValueTracker()).compute([rollout([1.0])])
 

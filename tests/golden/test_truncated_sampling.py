@@ -92,7 +92,7 @@ async def test_a_request_for_the_whole_vocabulary_records_nothing():
         assert all(response.candidates is None for response in await answers(trained_model(), **sampling))
 
 
-async def test_a_truncation_that_rules_nothing_out_is_the_whole_vocabulary():
+async def test_a_truncation_without_effect_is_the_whole_vocabulary():
     (response, *_) = await answers(trained_model(), temperature=1.0, top_k=10_000)
     assert response.candidates.lengths.tolist() == [0] * len(response.completion_token_ids)
 

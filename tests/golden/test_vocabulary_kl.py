@@ -150,7 +150,7 @@ def test_no_tensor_ever_holds_the_logits_of_more_than_a_chunk(monkeypatch, top_k
     assert chunked.num_elements == V * D, "the head's own gradient; two positions' logits are less"
 
 
-def test_lumping_tokens_together_only_lowers_the_kl_and_all_of_them_are_the_whole():
+def test_top_k_lowers_the_kl_and_equals_it_at_the_whole_vocabulary():
     arguments = drawn()
     for direction in KLDirection:
         kls = torch.stack([vocabulary_kl(*arguments, VocabularyKL(direction, k)).detach() for k in (1, 4, 16, V)])
@@ -158,7 +158,7 @@ def test_lumping_tokens_together_only_lowers_the_kl_and_all_of_them_are_the_whol
         torch.testing.assert_close(kls[-1], vocabulary_kl(*arguments, VocabularyKL(direction)).detach())
 
 
-def test_a_rest_too_small_for_subtraction_still_pulls():
+def test_a_tiny_rest_probability_still_has_a_gradient():
     # The teacher is sure to eight digits; one minus its probability is 0 in fp32, and the log of that is not a number.
     student, teacher = torch.zeros(1, 3, requires_grad=True), torch.tensor([[20.0, 0.0, 0.0]])
     eye = Head(torch.eye(3))
@@ -168,7 +168,7 @@ def test_a_rest_too_small_for_subtraction_still_pulls():
     assert student.grad[0, 0] < -1
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_incompatible_vocabularies_and_invalid_settings_are_refused():
     three, four = Head(torch.eye(3)), Head(torch.eye(4))
     with pytest.raises(ConfigError, match="has 3 tokens and the teacher 4"):
         vocabulary_kl(torch.zeros(1, 3), three, torch.zeros(1, 4), four, torch.ones(1), VocabularyKL(REVERSE))
@@ -220,6 +220,6 @@ def test_a_correction_weighs_the_tokens():
     assert stats["teacher_kl"][0].item() == 3.5, "what is reported is not corrected"
 
 
-def test_without_a_teacher_the_loss_says_who_has_one():
+def test_a_loss_without_teacher_kl_names_the_trainer_argument():
     with pytest.raises(KeyError, match=r"Trainer\(teacher"):
         DistillationLoss()(tokens_with(None))

@@ -95,13 +95,10 @@ class EngineEvaluator:
         grading: Grading | None = None,
     ) -> None:
         """`requests_fn` is called at every evaluation; return the same requests to compare versions on the same tasks."""
-        self._engine = engine
-        self._requests_fn = requests_fn
-        self._reducers = reducers
-        self._max_steps = max_steps
-        self._timeout_s = timeout_s
-        self._concurrency = concurrency
-        self._grading = grading
+        self._engine, self._requests_fn = engine, requests_fn
+        self._settings: dict[str, Any] = {
+            "reducers": reducers, "max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency, "grading": grading,
+        }  # fmt: skip
         self.last_report: EvalReport | None = None
         """Estimates, outcomes and rollouts of the last evaluation."""
 
@@ -114,16 +111,10 @@ class EngineEvaluator:
         timeout_s: float | None = None,
         concurrency: int | None = None,
     ) -> EvalResult:
-        report = await evaluate(
-            self._engine,
-            self._requests_fn() if requests is None else requests,
-            reducers=self._reducers if reducers is None else reducers,
-            max_steps=self._max_steps if max_steps is None else max_steps,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-            concurrency=self._concurrency if concurrency is None else concurrency,
-            grading=self._grading,
-        )
-        self.last_report = report
+        given = {"reducers": reducers, "max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
+        settings = self._settings | {name: value for name, value in given.items() if value is not None}
+        chosen = self._requests_fn() if requests is None else requests
+        report = self.last_report = await evaluate(self._engine, chosen, **settings)
         return report.records, report.metrics
 
 
@@ -132,8 +123,7 @@ class SnapshotEvaluator:
 
     def __init__(self, evaluator: Evaluator, snapshot: TakesSnapshots) -> None:
         """`snapshot`: the client of the evaluator's agents, such as `ludic.inference.local.snapshot.EngineSnapshot`."""
-        self._evaluator = evaluator
-        self._snapshot = snapshot
+        self._evaluator, self._snapshot = evaluator, snapshot
 
     def take_snapshot(self, version: int) -> None:
         """Copy the current weights; a trainer calls it before each evaluation."""

@@ -57,6 +57,8 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
     last = rollout.steps[-1] if rollout.steps else None
     facts = env_steps[-1].info if env_steps else {}
     unread = [step for step in rollout.steps if is_parse_failure(step)]
+    # Env steps that hold the tokens of model calls which are not steps of the rollout.
+    hidden_calls: list[Step] = [step for step in rollout.sampling_steps if isinstance(step, EnvironmentStep)]
     illegal = [bool(step.info["illegal_move"]) for step in env_steps if "illegal_move" in step.info]
     return Outcome(
         rollout_id=rollout.id,
@@ -73,7 +75,7 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
         result=facts["result"] if isinstance(facts.get("result"), str) else None,
         illegal_move=any(illegal) if illegal else None,
         num_turns=len(rollout.turns()),
-        num_completion_tokens=sum(map(_num_sampled, [*rollout.agent_steps, *_own_samples(rollout)])),
+        num_completion_tokens=sum(map(_num_sampled, [*rollout.agent_steps, *hidden_calls])),
     )
 
 
@@ -120,11 +122,6 @@ def _is_correct(rollout: Rollout, facts: dict[str, Any], reward: float, success_
     return rollout.failure is None and reward >= success_reward - 1e-9
 
 
-def _own_samples(rollout: Rollout) -> list[Step]:
-    """Env steps that hold the tokens of model calls which are not steps of the rollout."""
-    return [step for step in rollout.sampling_steps if isinstance(step, EnvironmentStep)]
-
-
 def _num_sampled(step: Step) -> int:
     """The server's count if it reports one (a text endpoint, whose tokens are not in the trace), else the trace's."""
     counted = step.info.get("completion_tokens")
@@ -144,15 +141,12 @@ def _is_truncated(rollout: Rollout, last: Step | None) -> bool:
     return rollout.stop is not None and rollout.stop.is_truncation
 
 
-# --- records ---
-#
-# Reducers and records.jsonl have one record per reply to the env, shaped like the meta of a training sample, so that one reducer
-# serves both. Unparseable replies have a record, and so does an episode that failed before its first reply: averages over
-# records or rollouts include all of them.
-
-
 def step_records(rollout: Rollout, outcome: Outcome) -> list[dict[str, Any]]:
-    """The records of one rollout, in order; at least one."""
+    """The records of one rollout for reducers and records.jsonl: one per reply to the env, in order; at least one.
+
+    They are shaped like the meta of a training sample, so that one reducer serves both. Unparseable replies have a record, and
+    so does an episode that failed before its first reply: averages over records or rollouts include all of them.
+    """
     of_rollout = _rollout_facts(rollout, outcome)
     calls = {step.id: step for step in [*rollout.agent_steps, *rollout.sampling_steps]}
     shown: list[Step] = [step for step in rollout.steps if step.kind == "env" or is_parse_failure(step)]
@@ -199,9 +193,3 @@ def _step_facts(step: Step, calls: dict[str, Step]) -> dict[str, Any]:
         "prompt_length": 0 if trace is None else len(trace.prompt_token_ids),
         "completion_length": sum(len(call.trace.completion_token_ids) for call in made if call.trace is not None),
     }
-
-
-def all_records(rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Records of the rollouts with an outcome; delegated sub-tasks have none."""
-    by_id = {outcome.rollout_id: outcome for outcome in outcomes}
-    return [record for r in rollouts if r.id in by_id for record in step_records(r, by_id[r.id])]

@@ -74,21 +74,15 @@ def fit_elo(
     points_PP, games_PP = _count(games, players)
     imagined_PP = prior_draws * (games_PP > 0)
     _require_finite(players, points_PP + imagined_PP / 2, games_PP)
-    fixed = players.index(anchor)
-    strength_P = _likeliest(points_PP + imagined_PP / 2, games_PP + imagined_PP, fixed)
-    margin_P = Z95 * SCALE * _standard_errors(strength_P, games_PP, fixed)
-    elo_P = anchor_elo + SCALE * strength_P
-    ratings = [
-        Rating(
-            name,
-            float(elo_P[i]),
-            float(elo_P[i] - margin_P[i]),
-            float(elo_P[i] + margin_P[i]),
-            int(games_PP[i].sum()),
-            float(points_PP[i].sum() / games_PP[i].sum()),
-        )
-        for i, name in enumerate(players)
-    ]
+    free = np.arange(len(players)) != players.index(anchor)
+    strength_P = _likeliest(points_PP + imagined_PP / 2, games_PP + imagined_PP, free)
+    margin_P = np.zeros(len(players))
+    information = _information(_expected(strength_P), games_PP)[np.ix_(free, free)]
+    margin_P[free] = Z95 * SCALE * np.sqrt(np.diag(np.linalg.inv(information)))
+    elo_P, num_games_P = anchor_elo + SCALE * strength_P, games_PP.sum(axis=1)
+    columns = elo_P, elo_P - margin_P, elo_P + margin_P, num_games_P, points_PP.sum(axis=1) / num_games_P
+    rows = zip(players, *(column.tolist() for column in columns), strict=True)
+    ratings = [Rating(name, elo, low, high, int(num_games), score) for name, elo, low, high, num_games, score in rows]
     return sorted(ratings, key=lambda rating: (-rating.elo, rating.player))
 
 
@@ -119,10 +113,9 @@ def _expected(strength_P: Floats) -> Floats:
     return 1.0 / (1.0 + np.exp(strength_P[None, :] - strength_P[:, None]))
 
 
-def _likeliest(points_PP: Floats, games_PP: Floats, fixed: int) -> Floats:
+def _likeliest(points_PP: Floats, games_PP: Floats, free: npt.NDArray[np.bool_]) -> Floats:
     """Newton's method on a concave function; a step that lowers the likelihood is halved."""
     strength_P = np.zeros(len(points_PP))
-    free = np.arange(len(points_PP)) != fixed
     best = _log_likelihood(points_PP, strength_P)
     for _ in range(_MAX_ITERATIONS):
         expected_PP = _expected(strength_P)
@@ -143,17 +136,10 @@ def _log_likelihood(points_PP: Floats, strength_P: Floats) -> float:
 
 
 def _information(expected_PP: Floats, games_PP: Floats) -> Floats:
+    """Of Fisher, about the strengths."""
     weight_PP = games_PP * expected_PP * expected_PP.T
     information: Floats = np.diag(weight_PP.sum(axis=1)) - weight_PP
     return information
-
-
-def _standard_errors(strength_P: Floats, games_PP: Floats, fixed: int) -> Floats:
-    free = np.arange(len(strength_P)) != fixed
-    errors_P = np.zeros(len(strength_P))
-    information = _information(_expected(strength_P), games_PP)[np.ix_(free, free)]
-    errors_P[free] = np.sqrt(np.diag(np.linalg.inv(information)))
-    return errors_P
 
 
 def _require_finite(players: Sequence[str], points_PP: Floats, games_PP: Floats) -> None:
@@ -178,9 +164,6 @@ def _reaches(edges_PP: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     for _ in range(len(edges_PP)):
         reached = reached | ((reached.astype(np.int64) @ reached.astype(np.int64)) > 0)
     return reached
-
-
-# --- round robin ---
 
 
 def round_robin(
@@ -214,23 +197,20 @@ def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Matc
     """
     failed = set()
     earned: dict[str, dict[str, float]] = {}
-    names: dict[str, tuple[str, str]] = {}
+    names: dict[str, list[str]] = {}
     for rollout in rollouts:
         if "policies" not in rollout.meta:
             raise ConfigError(
                 f"Rollout {rollout.id} does not name its policies. Take requests from round_robin or assign_roles."
             )
         episode = rollout.engine_facts["episode_run"]
-        names[episode] = rollout.meta["policies"][seats[0]], rollout.meta["policies"][seats[1]]
+        names[episode] = [rollout.meta["policies"][seat] for seat in seats]
         earned.setdefault(episode, {})[rollout.agent_id or ""] = rollout.total_reward
         if rollout.failure is not None:
             failed.add(episode)
-    return [
-        Match(*names[episode], _score(earned[episode].get(seats[0], 0.0), earned[episode].get(seats[1], 0.0)))
-        for episode in names
-        if episode not in failed
-    ]
-
-
-def _score(own: float, other: float) -> float:
-    return 0.5 if own == other else float(own > other)
+    matches = []
+    for episode, (first, second) in names.items():
+        own, other = (earned[episode].get(seat, 0.0) for seat in seats)
+        if episode not in failed:
+            matches.append(Match(first, second, 0.5 if own == other else float(own > other)))
+    return matches

@@ -4,10 +4,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from ludic.eval.outcome import Outcome, all_records, outcomes_of
+from ludic.eval.outcome import Outcome, outcomes_of, step_records
 from ludic.eval.statistics import Estimate, check_k, majority_at_k, mean_estimate, pass_at_k, share_estimate
 from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers, result_names
 
@@ -52,7 +53,8 @@ def make_report(
     outcomes = outcomes_of(rollouts, success_reward=grading.success_reward)
     if not outcomes:
         raise ConfigError("There is nothing to report: there are no rollouts. Ask for at least one task.")
-    records = all_records(rollouts, outcomes)
+    by_id = {outcome.rollout_id: outcome for outcome in outcomes}  # delegated sub-tasks have none, and no record
+    records = [record for r in rollouts if r.id in by_id for record in step_records(r, by_id[r.id])]
     estimates = _estimates(outcomes, grading)
     chosen = {"completion_truncated_rate": default_reducers()["completion_truncated_rate"], **(reducers or {})}
     reduced = apply_reducers_to_records(records, chosen, sample_count=len(records), rollout_count=len(outcomes))
@@ -94,9 +96,8 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
         found[name] = _share(tasks, holds)
     if is_graded:
         found |= {f"pass@{k}": _pass_at(tasks, k) for k in _ks(grading.pass_k, tasks)}
-        has_answers = all(
-            o.num_turns <= 1 for o in outcomes
-        )  # a vote needs one answer per sample, not the last move of a game
+        # A vote needs one answer per sample, not the last move of a game.
+        has_answers = all(o.num_turns <= 1 for o in outcomes)
         voted = _ks(grading.majority_k, tasks) if has_answers or grading.majority_k is not None else []
         found |= {f"majority@{k}": _majority_at(tasks, k) for k in voted}
     elif grading.pass_k or grading.majority_k:
@@ -119,14 +120,14 @@ def _ks(asked: Sequence[int] | None, tasks: Mapping[str, Sequence[Outcome]]) -> 
 def _result_rates(outcomes: Sequence[Outcome]) -> dict[str, Callable[[Outcome], bool]]:
     """Rates of game results, if the env reports them, as shares of all samples, including unfinished games."""
     names = result_names([o.result for o in outcomes])
-    rates: dict[str, Callable[[Outcome], bool]] = {f"{name}_rate": _has_result(name) for name in names}
+    rates: dict[str, Callable[[Outcome], bool]] = {f"{name}_rate": partial(_has_result, name) for name in names}
     if any(o.illegal_move is not None for o in outcomes):
         rates["illegal_move_rate"] = lambda o: bool(o.illegal_move)
     return rates
 
 
-def _has_result(name: str) -> Callable[[Outcome], bool]:
-    return lambda outcome: outcome.result == name
+def _has_result(name: str, outcome: Outcome) -> bool:
+    return outcome.result == name
 
 
 def _share(tasks: Mapping[str, Sequence[Outcome]], holds: Callable[[Outcome], bool]) -> Estimate:

@@ -6,15 +6,45 @@ Every stage is a Protocol; only `local_backend` and `tinker_backend` load torch 
 """
 
 from ludic.inference.templates.conversation import ClientPolicy
-from ludic.minimal.data import DataLoader, HuggingFaceDataLoader
-from ludic.minimal.generation import CompletionOutput, Generator, Policy, RolloutGenerator
-from ludic.minimal.logging import MetricsLogger, TensorBoardLogger, run_logger
-from ludic.minimal.message import Message, ToolCall, message
-from ludic.minimal.model import Model, SavesWeights, TrainingBatch, UpdateResult, as_rollout
-from ludic.minimal.rendering import ChatRenderer, Dialogue, RenderedPrompt, Renderer, ToolSpec
-from ludic.minimal.rewards import RewardModel
-from ludic.minimal.rl import Action, Env, EnvBuilder, Example, Reward, State, Step, Trajectory
-from ludic.minimal.training import GRPOConfig, GRPOTrainer, compute_advantages
+from ludic.minimal.generation import (
+    ChatRenderer,
+    CompletionOutput,
+    Dialogue,
+    Generator,
+    Policy,
+    RenderedPrompt,
+    Renderer,
+    RolloutGenerator,
+)
+from ludic.minimal.rl import (
+    Action,
+    Env,
+    EnvBuilder,
+    Example,
+    Reward,
+    RewardModel,
+    State,
+    Step,
+    ToolSpec,
+    Trajectory,
+    message,
+)
+from ludic.minimal.training import (
+    DataLoader,
+    GRPOConfig,
+    GRPOTrainer,
+    HuggingFaceDataLoader,
+    MetricsLogger,
+    Model,
+    SavesWeights,
+    TrainingBatch,
+    UpdateResult,
+    as_rollout,
+    compute_advantages,
+    run_logger,
+)
+from ludic.training.loggers import TensorBoardLogger
+from ludic.types import Message, ToolCall
 
 __all__ = [
     "Message", "ToolCall", "message", "State", "Action", "Env", "EnvBuilder", "Step", "Trajectory", "Reward", "Example",

@@ -1,15 +1,49 @@
-"""Rollout generation: policy and env take turns; all episodes run concurrently, so the policy samples them in one batch."""
+"""Rollout generation: policy and env take turns. A renderer translates between messages (envs) and tokens (training).
 
-from collections.abc import Sequence
+All episodes run concurrently, so the policy samples them in one batch.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from ludic.inference.templates.chat import ChatTemplate
+from ludic.inference.templates.conversation import ChatDialogue, Prompt
 from ludic.interaction.base import all_or_none
-from ludic.minimal.rendering import RenderedPrompt, Renderer
-from ludic.minimal.rl import Action, EnvBuilder, Example, State, Step, Trajectory
-from ludic.types import ConfigError, OutOfRoom, TokenTrace, derive_seed
+from ludic.minimal.rl import Action, EnvBuilder, Example, State, Step, ToolSpec, Trajectory
+from ludic.types import ConfigError, Message, OutOfRoom, TokenIds, TokenTrace, derive_seed
 
+RenderedPrompt: TypeAlias = Prompt
+"""`token_ids` is the policy's input; its reply follows them."""
 CompletionOutput: TypeAlias = TokenTrace
 """The prompt's token ids, the sampled ones and their log-probs, why sampling ended, at which temperature and by which version."""
+
+
+class Dialogue(Protocol):
+    """One conversation: a prompt, the reply to it, the next prompt, …"""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> RenderedPrompt:
+        """`messages` is the whole conversation so far."""
+        ...
+
+    def reply(self, completion: TokenTrace) -> Message:
+        """The sampled reply as an assistant message; an env appends it unchanged to the prompt's messages."""
+        ...
+
+
+class Renderer(Protocol):
+    """Messages ↔ tokens, for any number of concurrent conversations."""
+
+    def begin(self) -> Dialogue: ...
+
+
+class ChatRenderer:
+    """Renders with any chat template of the library; sampled tokens are kept and never tokenised again."""
+
+    def __init__(self, template: ChatTemplate, decode: Callable[[TokenIds], str]) -> None:
+        self.template, self.decode = template, decode
+
+    def begin(self) -> ChatDialogue:
+        return ChatDialogue(self.template, self.decode)
 
 
 class Policy(Protocol):

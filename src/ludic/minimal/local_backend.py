@@ -9,8 +9,8 @@ from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
 from ludic.inference.templates.conversation import ClientPolicy, up_to_stop
 from ludic.inference.templates.hf import give_plain_chat, with_plain_stop
-from ludic.minimal.model import TrainingBatch, UpdateResult
-from ludic.minimal.rendering import ChatRenderer
+from ludic.minimal.generation import ChatRenderer
+from ludic.minimal.training import TrainingBatch, UpdateResult
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_dr_grpo
 from ludic.types import SamplingParams

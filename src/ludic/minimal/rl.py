@@ -1,15 +1,20 @@
-"""The RL types: states, actions, environments, trajectories and rewards."""
+"""The RL types: messages, states, actions, environments, trajectories and rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from ludic.minimal.message import Message, ToolCall
-from ludic.minimal.rendering import ToolSpec
-from ludic.types import TokenTrace
+from ludic.types import Message, TokenTrace, ToolCall
 
 Example: TypeAlias = Mapping[str, Any]
 """One line of a dataset."""
+ToolSpec: TypeAlias = dict[str, Any]
+"""A tool's schema in the OpenAI shape; `ludic.tools.Tool.from_callable(function).schema` makes it."""
+
+
+def message(role: str, content: str) -> Message:
+    """A chat message in the OpenAI shape; `role` is system, user, assistant or tool."""
+    return {"role": role, "content": content}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +80,9 @@ class Reward:
     """For accuracy and pass@k."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers, with the same names for every trajectory; their means are logged."""
+
+
+class RewardModel(Protocol):
+    """Separate from the env, so that either can change alone."""
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward: ...

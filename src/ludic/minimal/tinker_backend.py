@@ -9,8 +9,8 @@ from ludic.batch_gen.external_rollouts import OneBatchSource
 from ludic.distributed import TinkerPolicy
 from ludic.inference import TinkerConfig
 from ludic.inference.templates.conversation import ClientPolicy, up_to_stop
-from ludic.minimal.model import TrainingBatch, UpdateResult
-from ludic.minimal.rendering import ChatRenderer
+from ludic.minimal.generation import ChatRenderer
+from ludic.minimal.training import TrainingBatch, UpdateResult
 from ludic.tinker.template import CookbookTemplate, tinker_template
 from ludic.training import TinkerTrainer, TrainerConfig, make_dr_grpo
 from ludic.types import SamplingParams

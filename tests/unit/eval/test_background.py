@@ -70,7 +70,7 @@ def trainer_with(evaluator, **settings):
     return bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=2, evaluator=evaluator, **settings)
 
 
-async def test_training_goes_on_while_it_evaluates():
+async def test_training_continues_during_an_evaluation():
     gate = Gate()
     memory = Memory(gate, at_step=3)  # the evaluation of step 2 can only end after step 3 was trained
     trainer, engine = trainer_with(gate, cfg=config(), train_logger=memory)
@@ -110,7 +110,7 @@ async def test_an_error_in_the_evaluation_ends_the_run():
     assert trainer.step < 3, "it is not kept until the end"
 
 
-async def test_an_error_in_the_last_evaluation_is_not_lost_either():
+async def test_an_error_in_the_last_evaluation_is_raised():
     gate = Gate()
     gate.error = RuntimeError("the judge is ill")
     trainer, engine = trainer_with(gate, cfg=config(), train_logger=Memory(gate, at_step=2))
@@ -136,7 +136,7 @@ async def test_an_orderly_stop_waits_for_the_evaluation():
     assert [step for step, _ in memory.evals] == [2]
 
 
-async def test_a_training_that_fails_leaves_no_evaluation_behind():
+async def test_a_failing_training_cancels_its_evaluation():
     gate = Gate()
     trainer, engine = trainer_with(gate, cfg=config(eval_every_n_steps=1))
     failing = trainer.batch_source.next_batch
@@ -153,7 +153,7 @@ async def test_a_training_that_fails_leaves_no_evaluation_behind():
     assert gate.versions == [1] and gate.num_running == 0 and gate.num_finished == 0
 
 
-async def test_a_checkpoint_that_is_judged_by_its_evaluation_waits_for_it(tmp_path):
+async def test_a_best_checkpoint_waits_for_its_evaluation(tmp_path):
     class Peaks(Gate):
         async def eval(self, **_):
             await asyncio.sleep(0.05)
@@ -193,7 +193,7 @@ class BanditRequestsAgain(BanditRequests):
         return super().__call__()
 
 
-async def test_a_real_evaluation_belongs_to_exactly_one_version(tmp_path):
+async def test_an_evaluation_uses_exactly_one_version(tmp_path):
     model = tiny_llama()
     live = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
     evaluator, snapshot = bandit_evaluator(live)
@@ -239,7 +239,7 @@ async def weights_after(num_steps: int, *, with_evaluation: bool) -> list[torch.
     return list(model.parameters())
 
 
-async def test_an_evaluation_beside_training_does_not_change_what_is_learned():
+async def test_a_background_evaluation_does_not_change_training():
     watched = await weights_after(4, with_evaluation=True)
     alone = await weights_after(4, with_evaluation=False)
     assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True))
@@ -267,7 +267,7 @@ def shake(model) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "tied"])
-async def test_a_snapshot_serves_the_weights_of_when_it_was_taken(kind):
+async def test_a_snapshot_keeps_the_weights_of_its_time(kind):
     model = tiny_llama(tie_word_embeddings=kind == "tied")
     if kind == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))

@@ -26,7 +26,7 @@ async def quiz(*replies: str, samples: int = 1, **settings):
 # --- what counts as wrong (D-2) ---
 
 
-async def test_a_reply_that_cannot_be_read_is_a_wrong_answer():
+async def test_an_unparseable_reply_is_wrong():
     report = await quiz("<a>yes</a>", "yes!", "dunno", "<b>yes</b>")
     assert report.metrics["accuracy"] == 0.25
     assert report.metrics["parse_error_rate"] == 0.75
@@ -36,7 +36,7 @@ async def test_a_reply_that_cannot_be_read_is_a_wrong_answer():
     assert (report.metrics["unreadable_rate"], report.metrics["over_limit_rate"]) == (0.75, 0)
 
 
-async def test_when_no_reply_can_be_read_the_accuracy_is_zero_and_there():
+async def test_accuracy_is_zero_if_no_reply_can_be_parsed():
     report = await quiz("?", "?", "?", "?")
     assert (report.metrics["accuracy"], report.metrics["parse_error_rate"]) == (0.0, 1.0)
 
@@ -80,7 +80,7 @@ async def test_format_rewards_do_not_make_an_answer_right():
 # --- samples, tasks, votes ---
 
 
-async def test_samples_of_a_task_belong_together():
+async def test_samples_of_one_task_are_grouped():
     yes, no = "<a>yes</a>", "<a>no</a>"
     grading = Grading(pass_k=(1, 2), majority_k=(1, 3))
     # q0 3/3, q1 1/3, q2 0/3, q3 2/3
@@ -117,14 +117,14 @@ def test_a_k_of_zero_is_refused_before_anything_is_played():
         ("007", "7"),
     ],
 )
-def test_answers_that_are_plainly_the_same_vote_together(one, other):
+def test_equivalent_answers_vote_together(one, other):
     assert canonical(one) == canonical(other)
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("5", ".5"), ("1,00", "100"), ("-3", "3"), ("1e3", "1000"), ("a b", "ab"), ("10", "1")]
 )
-def test_answers_that_may_differ_vote_apart(one, other):
+def test_different_answers_vote_separately(one, other):
     assert canonical(one) != canonical(other)
 
 
@@ -258,13 +258,13 @@ async def test_every_evaluation_plays_the_same_episodes():
     assert [r["opponent_move"] for r in first] == [r["opponent_move"] for r in second]
 
 
-async def test_evaluating_without_asyncio_works_where_an_event_loop_runs():
+async def test_run_eval_sync_runs_inside_an_event_loop():
     """As in a notebook."""
     records, _ = run_eval_sync(quiz_engine(lambda question: "<a>yes</a>"), questions(FOUR))
     assert len(records) == len(FOUR)
 
 
-def test_there_is_a_way_without_asyncio():
+def test_run_eval_sync_runs_without_an_event_loop():
     records, metrics = run_eval_sync(quiz_engine(lambda question: "<a>yes</a>"), questions(FOUR))
     assert metrics["accuracy"] == 1 and json.loads(json.dumps(records)) == records
 
@@ -279,7 +279,7 @@ async def test_on_rollouts_is_called_for_every_episode():
     assert seen == [1] * 4
 
 
-async def test_an_interrupted_evaluation_goes_on_where_it_stopped(tmp_path):
+async def test_an_interrupted_evaluation_can_be_continued(tmp_path):
     path, asked = tmp_path / "rollouts.jsonl", []
 
     def answers(limit: int = 100):

@@ -83,7 +83,7 @@ def says(text: str, finish_reason: str = "stop", **usage: int) -> web.Response:
 # --- messages ---
 
 
-def test_messages_survive_the_way_through_bytes():
+def test_messages_survive_encoding_and_decoding():
     messages = [
         {"role": "system", "content": "Ünïcödé 🎲\nand lines"},
         {"role": "user", "content": ""},
@@ -93,7 +93,7 @@ def test_messages_survive_the_way_through_bytes():
     assert messages_of(ByteTemplate().apply(messages).prompt_token_ids) == messages
 
 
-def test_the_result_of_a_tool_is_told_as_text():
+def test_a_tool_result_is_rendered_as_text():
     ids = ByteTemplate().apply([{"role": "tool", "content": "4"}]).prompt_token_ids
     assert messages_of(ids) == [{"role": "user", "content": "Tool result: 4"}]
 
@@ -139,7 +139,7 @@ async def test_the_reply_is_what_the_engine_says_itself(engine):
     assert info["completion_tokens"] == len(direct.completion_token_ids)
 
 
-async def test_it_lists_its_models_and_wants_its_key(engine):
+async def test_the_client_lists_models_and_sends_its_key(engine):
     async with endpoint(engine) as client:
         assert await client.list_models() == ["tiny"]
     async with endpoint(engine, api_key="wrong") as client:
@@ -147,7 +147,7 @@ async def test_it_lists_its_models_and_wants_its_key(engine):
             await client.complete_tokens(a_request())
 
 
-async def test_another_model_is_a_mistake_and_a_prompt_too_long_the_end_of_an_episode(engine):
+async def test_an_unknown_model_is_an_error_and_a_long_prompt_ends_the_episode(engine):
     async with endpoint(engine) as client:
         with pytest.raises(ConfigError, match=r"404.*model's name"):
             request = a_request()
@@ -160,7 +160,7 @@ async def test_another_model_is_a_mistake_and_a_prompt_too_long_the_end_of_an_ep
 # --- others ---
 
 
-async def test_only_what_was_asked_for_is_sent():
+async def test_only_settings_that_were_given_are_sent():
     sent: list[dict[str, Any]] = []
 
     def answer(number: int, body: dict[str, Any]) -> web.Response:
@@ -182,7 +182,7 @@ async def test_only_what_was_asked_for_is_sent():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_busy_endpoint_is_asked_again(status):
+async def test_a_busy_endpoint_is_retried(status):
     async with server(lambda number, _: says("at last") if number == 3 else web.Response(status=status)) as client:
         response, _ = await client.complete_tokens(a_request())
     assert response.text == "at last"
@@ -194,27 +194,27 @@ async def test_an_endpoint_that_stays_busy_fails_the_episode():
             await client.complete_tokens(a_request())
 
 
-async def test_an_endpoint_that_is_not_there_is_named():
+async def test_an_unreachable_endpoint_is_named():
     client = OpenAIChatClient("http://127.0.0.1:9/v1", max_retries=1, wait_s=0.001)
     with pytest.raises(EndpointError, match="127.0.0.1:9/v1/chat/completions cannot be reached"):
         await client.complete_tokens(a_request())
     await client.close()
 
 
-async def test_one_prompt_that_is_refused_does_not_end_the_evaluation():
+async def test_a_refused_prompt_does_not_end_the_evaluation():
     body = {"error": {"message": "content policy", "code": "policy"}}
     async with server(lambda *_: web.json_response(body, status=400)) as client:
         with pytest.raises(EndpointError, match="content policy"):
             await client.complete_tokens(a_request())
 
 
-async def test_a_page_that_is_no_api_is_named():
+async def test_an_address_without_an_api_is_named():
     async with server(lambda *_: web.Response(text="<html>hello</html>")) as client:
         with pytest.raises(ConfigError, match="does not follow OpenAI's API"):
             await client.complete_tokens(a_request())
 
 
-async def test_a_reply_that_was_cut_off_says_so():
+async def test_a_truncated_reply_has_finish_reason_length():
     async with server(lambda *_: says("half a", "length", completion_tokens=2)) as client:
         response, info = await client.complete_tokens(a_request())
     assert response.finish_reason == "length" and info == {"completion_tokens": 2}
@@ -226,6 +226,6 @@ def test_an_address_without_http_is_refused():
         OpenAIChatClient("localhost:8000/v1")
 
 
-def test_its_weights_cannot_be_replaced():
+def test_weights_of_an_endpoint_cannot_be_replaced():
     with pytest.raises(ConfigError, match="evaluation"):
         OpenAIChatClient("http://x/v1").sync_weights({})

@@ -26,19 +26,19 @@ def test_one_sample_per_task_gives_wilsons_interval():
     assert bounds(estimate) == pytest.approx((0.49016, 0.94332), abs=1e-4)
 
 
-def test_all_right_is_not_certain():
+def test_a_perfect_score_has_a_lower_bound_below_one():
     # 20 of 20: the lower end is n / (n + z²) = 20 / 23.8415.
     assert bounds(share_estimate([1.0] * 20)) == (pytest.approx(20 / (20 + 1.959964**2)), 1.0)
     assert bounds(share_estimate([0.0] * 20)) == (0.0, pytest.approx(1.959964**2 / (20 + 1.959964**2)))
 
 
-def test_asking_the_same_questions_again_makes_no_more_certain_when_the_answers_repeat():
+def test_repeated_equal_samples_do_not_narrow_the_interval():
     once = share_estimate([1.0] * 5 + [0.0] * 5)
     repeated = share_estimate([1.0] * 5 + [0.0] * 5, num_samples=1000)
     assert bounds(repeated) == pytest.approx(bounds(once))
 
 
-def test_samples_that_vary_within_tasks_count_as_many():
+def test_independent_samples_within_tasks_narrow_the_interval():
     # Shares of 0.4 and 0.6 vary by 0.01 where single samples vary by 0.25: 10 tasks are worth 250 samples, if there were so many.
     tasks = [0.4, 0.6] * 5
     assert bounds(share_estimate(tasks, num_samples=1000)) == pytest.approx(bounds(share_estimate([0.0, 1.0] * 125)))
@@ -52,14 +52,14 @@ def test_a_mean_of_rewards_has_students_interval():
     assert bounds(estimate) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
 
 
-def test_with_many_tasks_students_interval_is_the_normal_one():
+def test_students_interval_approaches_the_normal_one():
     values = [NormalDist(5, 2).inv_cdf((i + 0.5) / 4000) for i in range(4000)]
     assert bounds(mean_estimate(values)) == pytest.approx(
         (5 - 1.96 * 2 / math.sqrt(4000), 5 + 1.96 * 2 / math.sqrt(4000)), abs=1e-3
     )
 
 
-def test_the_table_of_t_goes_over_into_its_expansion_without_a_jump():
+def test_the_t_table_and_its_expansion_agree_where_they_meet():
     def half_width(num: int) -> float:  # of values with standard error 1
         scale = math.sqrt(num * (num - 1) / num) if num % 2 == 0 else 0
         return mean_estimate([scale, -scale] * (num // 2)).high
@@ -69,11 +69,11 @@ def test_the_table_of_t_goes_over_into_its_expansion_without_a_jump():
 
 
 @pytest.mark.parametrize("rewards", [[0.5], [0.5, 0.5, 0.5]])
-def test_rewards_without_spread_have_a_mean_and_no_bounds(rewards):
+def test_equal_rewards_have_infinite_bounds(rewards):
     assert mean_estimate(rewards) == Estimate(0.5, -math.inf, math.inf)
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says():
+def test_the_interval_covers_the_truth_at_its_nominal_rate():
     # Exactly, by summing the binomial: 40 tasks of one sample each, true share 0.3.
     num, truth = 40, 0.3
     covered = 0.0
@@ -84,7 +84,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     assert 0.93 < covered < 0.98
 
 
-def test_with_several_samples_per_task_it_does_so_too_where_counting_samples_would_not():
+def test_the_interval_covers_the_truth_with_several_samples_per_task():
     rng, truth, num = random.Random(0), 0.5, 300
     covered = naive = 0
     for _ in range(num):
@@ -99,7 +99,7 @@ def test_with_several_samples_per_task_it_does_so_too_where_counting_samples_wou
 
 
 @pytest.mark.parametrize("estimate", [mean_estimate, share_estimate])
-def test_nothing_to_average_is_named(estimate):
+def test_an_empty_evaluation_is_refused(estimate):
     with pytest.raises(ConfigError, match="no samples"):
         estimate([])
 
@@ -123,7 +123,7 @@ def test_pass_at_k_by_hand(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
 
 
-def test_pass_at_k_counts_every_choice():
+def test_pass_at_k_equals_the_enumeration():
     for n, c in itertools.product(range(1, 8), range(8)):
         if c <= n:
             graded = [True] * c + [False] * (n - c)
@@ -144,7 +144,7 @@ def test_a_k_beyond_the_samples_is_refused_with_advice(of):
         of()
 
 
-def test_a_k_of_nothing_is_refused():
+def test_a_k_below_one_is_refused():
     with pytest.raises(ConfigError, match="k=0"):
         pass_at_k(4, 1, 0)
 
@@ -179,7 +179,7 @@ def test_majority_of_three_by_hand():
     assert majority_at_k(["a", "a", "b", "c"], [True, True, False, False], 3) == pytest.approx((2 + 2 / 3) / 4)
 
 
-def test_majority_counts_every_choice():
+def test_majority_at_k_equals_the_enumeration():
     answers = ["a", "a", "b", "c", None, "b", "b", None, "a"]
     right = {"a": True, "b": False, "c": True, None: False}
 
@@ -196,11 +196,11 @@ def test_majority_counts_every_choice():
         assert majority_at_k(answers, [right[a] for a in answers], k) == pytest.approx(counted)
 
 
-def test_equal_answers_that_were_graded_differently_are_drawn_by_lot():
+def test_equal_answers_with_different_grades_count_their_mean():
     assert majority_at_k(["a1", "a1", "b2"], [True, False, False], 3) == 0.5
 
 
-def test_among_many_samples_one_answer_always_wins():
+def test_winning_chances_of_many_samples_sum_to_one():
     answers = [str(i % 20) for i in range(48)]
     chances = [majority_at_k(answers, [a == str(i) for a in answers], 24) for i in range(20)]
     assert sum(chances) == pytest.approx(1.0)

@@ -243,7 +243,7 @@ class OneProblem:
 
 
 @pytest.mark.slow
-async def test_it_learns_to_say_yes_and_what_is_sampled_follows_the_weights(model, tmp_path):
+async def test_training_learns_to_say_yes_and_sampling_uses_the_new_weights(model, tmp_path):
     config = GRPOConfig(
         samples_per_prompt=8, max_steps=30, eval_on_start=True, eval_every_steps=30, save_best_checkpoint=True,
         run_dir=tmp_path,
@@ -277,7 +277,7 @@ async def test_a_batch_without_any_weight_is_an_error_that_says_so(model):
     assert result.loss == result.metrics["train/loss"] and result.metrics["train/num_samples"] == 1
 
 
-async def test_an_advantage_moves_the_probability_of_what_was_sampled_the_way_it_points(model):
+async def test_the_sign_of_an_advantage_moves_the_probability_of_its_sample(model):
     prompt, sampled = [3, 5, 6, 1, 4], [6, 1]
     before = (await model.engine.score_tokens(prompt, sampled)).sum()
     rollout = as_rollout(trajectory_of(prompt, sampled), Reward(1.0, True), "g")
@@ -286,7 +286,7 @@ async def test_an_advantage_moves_the_probability_of_what_was_sampled_the_way_it
     assert raised > before + 0.01
 
 
-async def test_a_base_model_is_given_a_plain_chat_and_stops_where_it_would_speak_for_the_user():
+async def test_a_base_model_gets_a_plain_chat_and_stops_before_the_users_turn():
     from ludic.models.tiny import character_tokenizer
 
     tokenizer = character_tokenizer()
@@ -316,7 +316,7 @@ def base_model(tokenizer, **sampling) -> LocalModel:
     return LocalModel(LocalModelConfig(sampling=params), LoadedModel(network, tokenizer, "base"))
 
 
-def test_a_saved_base_model_is_still_stopped_where_it_would_speak_for_the_user(tmp_path):
+def test_a_saved_base_model_still_stops_before_the_users_turn(tmp_path):
     """Its tokenizer was saved with the plain template, and is no chat model's for that."""
     from transformers import AutoTokenizer
 
@@ -333,7 +333,7 @@ def test_a_saved_base_model_is_still_stopped_where_it_would_speak_for_the_user(t
 
 
 @pytest.mark.parametrize(("min_tokens", "kept"), [(0, "ab "), (5, "ab "), (6, "ab END.")])
-def test_a_stop_text_of_ones_own_is_kept_and_is_no_part_of_the_message(min_tokens, kept):
+def test_a_given_stop_text_is_kept_and_cut_from_the_message(min_tokens, kept):
     """Unless it came within the first `min_tokens` tokens, where it ends nothing."""
     from ludic.models.tiny import character_tokenizer
 

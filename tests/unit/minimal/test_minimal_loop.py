@@ -144,19 +144,19 @@ def test_an_advantage_is_the_reward_minus_the_mean_of_its_group():
     assert compute_advantages([[1.0, 0.0, 0.0, 0.0], [2.0, 6.0]]) == [[0.75, -0.25, -0.25, -0.25], [-2.0, 2.0]]
 
 
-def test_the_spread_does_not_divide_it():
+def test_advantages_are_not_divided_by_the_spread():
     assert compute_advantages([[0.0, 0.01]]) == [[-0.005, 0.005]]
     assert compute_advantages([[0.0, 100.0]]) == [[-50.0, 50.0]]
 
 
-def test_a_group_whose_rewards_are_all_alike_has_no_advantages_whatever_rounding_does():
+def test_equal_rewards_give_advantages_of_exactly_zero():
     assert compute_advantages([[0.1] * 3, [1.0]]) == [[0.0] * 3, [0.0]]
 
 
 # --- rollouts -------------------------------------------------------------------------------------------------
 
 
-async def test_each_example_has_a_group_and_everything_open_is_sampled_together():
+async def test_each_example_has_a_group_and_episodes_run_concurrently():
     policy = SeedPolicy()
     examples = [{"say": "a"}, {"say": "b"}, {"say": "c"}]
     groups = await generator().generate(examples, policy=policy, samples_per_prompt=4, seed=7)
@@ -165,7 +165,7 @@ async def test_each_example_has_a_group_and_everything_open_is_sampled_together(
     assert policy.most_open == 12
 
 
-async def test_the_same_seed_gives_the_same_trajectories_and_another_one_others():
+async def test_trajectories_depend_on_the_seed_only():
     async def texts(seed):
         groups = await generator(3).generate(
             [{"say": "a", "turns": 3}] * 4, policy=SeedPolicy(), samples_per_prompt=4, seed=seed
@@ -185,14 +185,14 @@ async def test_an_episode_ends_when_the_env_says_so_or_the_turns_run_out():
     assert short.is_finished and not long.is_finished
 
 
-async def test_an_episode_that_has_no_room_for_another_turn_keeps_what_was_played():
+async def test_an_episode_without_room_for_another_turn_keeps_its_steps():
     [[one]] = await generator(9).generate([{"say": "a", "turns": 9}], policy=SeedPolicy(room=20), samples_per_prompt=1)
     assert len(one.steps) == 2 and not one.is_finished
     with pytest.raises(PromptTooLong):
         await generator().generate([{"say": "a" * 30}], policy=SeedPolicy(room=20), samples_per_prompt=1)
 
 
-def test_no_turn_at_all_is_refused():
+def test_max_turns_of_zero_is_refused():
     with pytest.raises(ConfigError, match="max_turns=0.*at least 1"):
         generator(0)
 
@@ -200,7 +200,7 @@ def test_no_turn_at_all_is_refused():
 # --- the trainer ----------------------------------------------------------------------------------------------
 
 
-async def test_a_step_updates_with_the_groups_that_can_be_told_apart_and_says_how_it_went():
+async def test_a_step_updates_with_groups_that_have_spread_and_logs_metrics():
     loop = trainer(Always(1.0, 1.0, 0.0, 1.0, 0.0, 0.0), [{"say": word} for word in "abc"], logger=Notebook())
     await loop.train()
     (batch,) = loop.model.batches
@@ -212,21 +212,21 @@ async def test_a_step_updates_with_the_groups_that_can_be_told_apart_and_says_ho
     assert stats["train/groups_without_spread"] == pytest.approx(2 / 3) and stats["train/num_samples"] == 2
 
 
-async def test_a_step_in_which_nothing_can_be_told_apart_changes_nothing_and_is_counted():
+async def test_a_step_without_spread_updates_nothing_and_is_counted():
     loop = trainer(Always(1.0, 1.0), [{"say": "a"}], logger=Notebook())
     await loop.train()
     assert loop.model.batches == [] and loop.step == 1
     assert loop.logger.rows[0][1]["train/groups_without_spread"] == 1.0
 
 
-async def test_a_difference_that_is_next_to_none_counts_as_none():
+async def test_tiny_advantages_count_as_zero():
     loop = trainer(Always(0.0, 1e-4, 0.0, 1e-2), [{"say": "a"}, {"say": "b"}])
     found = await loop.train_step([{"say": "a"}, {"say": "b"}])
     assert found["train/groups_without_spread"] == 0.5
     assert [item.weight for item in loop.model.batches[0].items] == [-5e-3, 5e-3]
 
 
-async def test_training_again_goes_on_to_max_steps_and_no_further():
+async def test_train_continues_to_max_steps_and_stops():
     loop = trainer(Parity(), *[[{"say": "a"}]] * 9, config=GRPOConfig(samples_per_prompt=2, max_steps=3))
     await loop.train_step([{"say": "a"}])
     await loop.train()
@@ -235,7 +235,7 @@ async def test_training_again_goes_on_to_max_steps_and_no_further():
     assert loop.step == 3
 
 
-async def test_the_item_of_a_trajectory_is_what_was_sent_and_sampled_with_its_log_probs():
+async def test_an_item_holds_prompt_completion_and_log_probs():
     loop = trainer(Always(1.0, 0.0), [{"say": "a"}])
     await loop.train()
     item = loop.model.batches[0].items[0]
@@ -253,7 +253,7 @@ async def test_evaluation_counts_correct_samples_and_solved_problems():
     assert loop.model.batches == [], "evaluating does not train"
 
 
-async def test_evaluations_come_when_asked_for_and_always_with_the_same_seeds():
+async def test_evaluations_run_every_n_steps_with_the_same_seeds():
     config = GRPOConfig(samples_per_prompt=4, max_steps=4, eval_on_start=True, eval_every_steps=2)
     loop = trainer(Parity(), *[[{"say": "a"}]] * 9, config=config, eval_examples=[{"say": "x"}, {"say": "y"}])
     rows = await loop.train()
@@ -262,7 +262,7 @@ async def test_evaluations_come_when_asked_for_and_always_with_the_same_seeds():
     assert all(row["eval/turns"] == 1 for row in rows)
 
 
-async def test_the_best_evaluation_keeps_its_weights_and_a_note_says_where(tmp_path):
+async def test_the_best_evaluation_saves_weights_and_best_json(tmp_path):
     config = GRPOConfig(
         samples_per_prompt=2, max_steps=3, eval_every_steps=1, save_best_checkpoint=True, run_dir=tmp_path
     )
@@ -275,7 +275,7 @@ async def test_the_best_evaluation_keeps_its_weights_and_a_note_says_where(tmp_p
     assert (note["path"], note["step"], note["eval/accuracy"]) == ("somewhere://2", 2, 0.5)
 
 
-def test_what_cannot_work_is_refused_before_anything_is_sampled():
+def test_invalid_configurations_are_refused():
     with pytest.raises(ConfigError, match="at least 2 trajectories"):
         GRPOConfig(samples_per_prompt=1)
     config = GRPOConfig(save_best_checkpoint=True)
@@ -307,7 +307,7 @@ def drawn(loader: HuggingFaceDataLoader, num_batches: int) -> list[list[int]]:
     return [[example["n"] for example in next(batches)] for _ in range(num_batches)]
 
 
-def test_every_pass_has_each_example_once_in_a_new_order(numbers):
+def test_every_epoch_has_each_example_once_in_a_new_order(numbers):
     first, second, third, fourth = drawn(HuggingFaceDataLoader(numbers, batch_size=5, seed=3), 4)
     assert sorted(first + second) == sorted(third + fourth) == list(range(10))
     assert first + second != third + fourth != list(range(10))
@@ -315,12 +315,12 @@ def test_every_pass_has_each_example_once_in_a_new_order(numbers):
     assert drawn(HuggingFaceDataLoader(numbers, batch_size=5, seed=4), 2) != [first, second]
 
 
-def test_a_limit_takes_the_first_examples_of_those_that_are_wanted(numbers):
+def test_a_limit_takes_the_first_kept_examples(numbers):
     loader = HuggingFaceDataLoader(numbers, batch_size=2, limit=3, keep=lambda example: example["n"] % 2)
     assert [example["n"] for example in loader.examples] == [1, 3, 5]
 
 
-def test_a_loader_goes_on_where_another_one_stood(numbers):
+def test_a_loader_resumes_from_a_saved_state(numbers):
     one, other = (HuggingFaceDataLoader(numbers, batch_size=3, seed=1) for _ in range(2))
     drawn(one, 4)
     other.passes.load_state_dict(one.passes.state_dict())
@@ -329,7 +329,7 @@ def test_a_loader_goes_on_where_another_one_stood(numbers):
         HuggingFaceDataLoader(numbers, batch_size=1, limit=4).passes.load_state_dict(one.passes.state_dict())
 
 
-def test_a_data_set_that_is_not_there_or_empty_is_named(numbers, tmp_path):
+def test_a_missing_or_empty_data_set_is_refused(numbers, tmp_path):
     with pytest.raises(ConfigError, match="Cannot read .*numbrs"):
         HuggingFaceDataLoader(tmp_path / "numbrs.jsonl", batch_size=1)
     with pytest.raises(ConfigError, match="no samples"):
@@ -351,7 +351,7 @@ def test_a_run_folder_has_lines_and_tensorboard_events_and_is_used_once(tmp_path
         run_logger(tmp_path / "run")
 
 
-def test_a_run_that_ended_before_its_first_step_leaves_its_folder_free(tmp_path):
+def test_an_empty_run_folder_can_be_used_again(tmp_path):
     """As one whose model had a mistyped name."""
     run_logger(tmp_path, tensorboard=False).close()
     run_logger(tmp_path, tensorboard=False).close()

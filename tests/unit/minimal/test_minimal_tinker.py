@@ -148,7 +148,7 @@ def test_a_renderer_is_the_tokenizers_own_template_where_the_cookbook_does_not_k
     assert TOKENIZER.decode(prompt.token_ids) == "<|user|> say yes <|end|> <|assistant|>"
 
 
-def test_what_ends_a_reply_of_the_cookbooks_renderer_is_no_part_of_the_message(
+def test_the_stop_token_of_a_cookbook_renderer_is_cut_from_the_message(
     fake: FakeTinker, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("tinker_cookbook")
@@ -170,12 +170,12 @@ def test_an_unknown_project_is_refused_by_name(fake: FakeTinker, monkeypatch: py
         TinkerModel(config_for(fake, project_id="missing"), tokenizer=TOKENIZER)
 
 
-def test_the_end_is_told_to_the_service(fake: FakeTinker, model: TinkerModel):
+def test_close_ends_the_session_at_the_service(fake: FakeTinker, model: TinkerModel):
     model.close()
     assert fake.asked("sessions/session-0/finish")
 
 
-def test_the_gsm8k_program_runs_on_it(
+def test_the_gsm8k_program_runs_on_tinker(
     fake: FakeTinker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["What", "is", "plus", "?", *(rf"\boxed{{{number}}}" for number in range(2, 7))]

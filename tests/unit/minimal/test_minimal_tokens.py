@@ -131,7 +131,7 @@ async def test_tool_calls_reach_the_env_and_the_conversation_goes_on_token_for_t
     assert item.input_ids[item.action_mask].tolist() == [t for _, sampled in client.calls for t in sampled]
 
 
-async def test_a_call_that_was_cut_off_or_cannot_be_read_is_no_call():
+async def test_a_truncated_or_unparseable_tool_call_is_no_call():
     cut = await play(Shop, TOOLS, ScriptedClient([CALL]), max_tokens=len(CALL) - 2)
     assert cut.last_action.is_cut_off and not cut.last_action.tool_calls
     broken = await play(Shop, TOOLS, ScriptedClient(["<tool_call>{price}</tool_call>"]), max_tokens=99)

@@ -245,7 +245,7 @@ def test_a_group_preset_compares_siblings(name):
 
 
 @pytest.mark.parametrize("name", sorted(GROUPED - {"dr_grpo"}))
-def test_only_dr_grpo_leaves_the_deviation_out(name):
+def test_all_group_presets_but_dr_grpo_divide_by_the_deviation(name):
     rollouts = [rollout([6.0]), rollout([0.0])]  # mean 3, deviation 3
     assert max(maker(name)(group_size=2).credit_assigner.compute(rollouts).values()) == pytest.approx(1.0)
     assert max(make_dr_grpo(group_size=2).credit_assigner.compute(rollouts).values()) == pytest.approx(3.0)
@@ -313,7 +313,7 @@ def test_a_kl_coefficient_adds_a_kl_term(make):
 
 
 @pytest.mark.parametrize("make", [make_grpo, make_dapo, make_gspo, make_cispo, make_gmpo, make_scalerl])
-def test_bad_settings_are_refused_where_they_are_given(make):
+def test_presets_refuse_a_negative_clip(make):
     with pytest.raises(ConfigError, match="clip_eps_high=-1"):
         make(clip_eps_high=-1)
 
@@ -343,7 +343,7 @@ def test_sft_takes_any_sample():
     assert len(made.preprocess(SAWBatch(items=[item()]))) == 1 and not made.loss.needs.old_logps
 
 
-def test_sft_learns_the_models_own_distribution_whatever_the_sampler_made_of_it():
+def test_sft_ignores_the_sampling_temperature():
     cold = replace(item(2.0), attachments=SampleAttachments(temperature=0.6, token_weights=[1.0, 3.0]))
     (seen,) = make_sft().preprocess(SAWBatch(items=[cold])).items
     assert seen.attachments.temperature is None and cold.attachments.temperature == 0.6
@@ -368,7 +368,7 @@ def test_a_sample_that_is_dropped_needs_no_log_probs():
 
 
 @pytest.mark.parametrize("make", [make_dapo, make_scalerl])
-def test_groups_that_teach_nothing_are_filtered_unless_told_not_to(make):
+def test_zero_variance_groups_are_filtered_by_default(make):
     flat = [item(0.0, logps=logps(), group_id="flat", rollout_id=f"f{i}") for i in range(2)]
     mixed = [item(w, logps=logps(), group_id="mixed", rollout_id=f"m{w}") for w in (1.0, -1.0)]
     batch = SAWBatch(items=flat + mixed)
@@ -393,7 +393,7 @@ class Bigram(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])  # a critic needs hidden states
-def test_a_step_makes_the_better_sample_more_likely_and_the_worse_less(name):
+def test_one_step_raises_the_good_sample_and_lowers_the_bad_one(name):
     attached = SampleAttachments(actor_logps=ActorTokenLogps([-log(12)] * 2))  # on-policy: all 12 words alike
     good = SAWItem([9, 9, 9], None, [0, 1, 1], 1.0, {}, attached)
     bad = SAWItem([3, 3, 3], None, [0, 1, 1], 1.0 if name == "sft" else -1.0, {}, attached)

@@ -71,7 +71,7 @@ GROUP_RULES = [
 # --- the contract of every rule -------------------------------------------------------------------------------
 
 
-def test_every_rule_of_the_package_is_held_to_the_contract():
+def test_every_exported_rule_is_in_the_contract_table():
     rules = {name for name in credit_assignment.__all__ if hasattr(getattr(credit_assignment, name), "compute")}
     assert rules == RULES.keys()
 
@@ -122,7 +122,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_what_an_inner_rule_remembers_is_saved_and_loaded_through_its_wrapper(name):
+def test_a_wrapper_saves_and_loads_the_state_of_its_inner_rule(name):
     wrapped, bare = WRAPPERS[name](RoleBaselineReturn()), RoleBaselineReturn()
     first, second = [rollout([1.0]), rollout([3.0])], [rollout([2.0])]
     assert wrapped.compute(first) == bare.compute(first)
@@ -133,14 +133,14 @@ def test_what_an_inner_rule_remembers_is_saved_and_loaded_through_its_wrapper(na
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_rule_that_has_to_hear_of_drift_is_refused_by_a_wrapper_that_would_not_tell_it(name):
+def test_a_wrapper_refuses_a_rule_that_follows_drift(name):
     assert not isinstance(WRAPPERS[name](MonteCarloReturn()), FollowsDrift)
     with pytest.raises(ConfigError, match=r"polic"):
         WRAPPERS[name](TrackedValueReturn(BetaValueTracker()))
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_of_a_rule_without_memory_has_none(name):
+def test_a_wrapper_of_a_stateless_rule_has_no_state(name):
     wrapped = WRAPPERS[name](MonteCarloReturn())
     assert wrapped.state_dict() == {}
     wrapped.load_state_dict({})
@@ -223,11 +223,11 @@ def test_partial_groups_may_be_allowed_and_failed_members_do_not_count(rule):
 
 
 @pytest.mark.parametrize("rule", GROUP_RULES)
-def test_a_rollout_left_alone_gets_zero(rule):
+def test_a_rollout_alone_in_its_group_gets_zero(rule):
     assert set(rule(2, allow_partial=True).compute([rollout([5.0, 1.0])]).values()) == {0.0}
 
 
-def test_turn_group_without_a_size_takes_groups_as_they_come():
+def test_turn_group_without_a_size_takes_groups_of_any_size():
     weights = TurnGroupReturn().compute([rollout([0.0]), rollout([3.0]), rollout([3.0])])
     assert sorted(weights.values()) == [-2.0, -2.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -244,7 +244,7 @@ def test_leave_one_out_is_the_group_mean_scaled(rewards):
     "rule",
     [GroupNormalizedReturn(3, normalize_adv=True), HybridNormalizedReturn(3), TurnGroupReturn(3, normalize=True)],
 )
-def test_members_that_are_all_alike_get_nothing_though_the_spread_is_zero(rule):
+def test_equal_members_get_zero(rule):
     assert max(map(abs, rule.compute([rollout([0.1]) for _ in range(3)]).values())) < 1e-6
 
 
@@ -264,7 +264,7 @@ def test_gae_with_perfect_values_is_zero_for_every_lambda():
         assert gae(rewards, returns_to_go(rewards, gamma), gamma=gamma, lam=lam) == pytest.approx([0, 0, 0])
 
 
-def test_gae_wants_one_value_per_reward():
+def test_gae_refuses_another_number_of_values():
     with pytest.raises(ValueError, match="2 rewards and 1 values"):
         gae([1.0, 2.0], [1.0], gamma=1.0, lam=1.0)
 
@@ -273,13 +273,13 @@ def test_gae_wants_one_value_per_reward():
     ("stop", "num_values", "advice"),
     [(StopReason.MAX_STEPS, 2, "was truncated.*one more"), (StopReason.TERMINATED, 3, "was not truncated")],
 )
-def test_gae_wants_a_bootstrap_value_exactly_where_the_episode_was_cut_off(stop, num_values, advice):
+def test_gae_needs_a_bootstrap_value_exactly_for_truncated_episodes(stop, num_values, advice):
     rule = GAE(1.0, 1.0, lambda r: [0.0] * num_values)
     with pytest.raises(ValueError, match=advice):
         rule.compute([rollout([1.0, 1.0], stop=stop)])
 
 
-def test_a_rollout_that_does_not_say_why_it_stopped_is_cut_off_if_its_last_step_is():
+def test_without_a_stop_reason_a_truncated_last_step_means_truncated():
     r = Rollout(steps=[agent_step(0, turn="t"), env_step(1, turn="t", reward=1.0, truncated=True)])
     assert GAE(1.0, 1.0, lambda r: [0.0, 7.0]).compute([r])[(r.id, 1)] == 8.0
 

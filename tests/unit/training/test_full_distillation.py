@@ -111,7 +111,7 @@ def test_the_gradient_does_not_depend_on_cutting_packing_or_chunks(monkeypatch, 
 # --- losses around it ---
 
 
-def test_whatever_wraps_the_loss_asks_for_its_teacher():
+def test_wrappers_need_the_teacher_of_the_inner_loss():
     inner = DistillationLoss(top_k=8)
     terms = [LossTerm(name="rl", loss=CISPOLoss()), LossTerm(name="teacher", loss=inner)]
     wrapped = [CompositeLoss(terms), RoutedLoss(terms), CorrectedLoss(inner, [TokenMask()]), BatchNormalized(inner)]
@@ -126,7 +126,7 @@ def test_two_different_kls_in_one_loss_are_refused():
             kind(terms)
 
 
-def test_beside_a_loss_on_rewards_it_is_a_separate_term():
+def test_distillation_beside_a_reward_loss_is_a_separate_term():
     items = random_items(LENGTHS)
     parts = [make_grpo().loss, DistillationLoss(coeff=0.5)]
     both, _ = gradient(CompositeLoss([LossTerm(name=str(i), loss=loss) for i, loss in enumerate(parts)]), items)
@@ -194,12 +194,12 @@ def loaded(model, **changes):
     ],
     ids=["no teacher", "no use", "no tokenizer", "no tokenizer of it", "other tokenizer", "other size"],
 )
-def test_a_teacher_that_does_not_fit_is_refused_before_the_first_step(algorithm, given, says):
+def test_an_unfit_teacher_is_refused_before_the_first_step(algorithm, given, says):
     with pytest.raises(ConfigError, match=says):
         bandit_trainer(algorithm, group_size=1, num_prompts=2, **given)
 
 
-def test_weights_that_are_spread_over_ranks_are_refused():
+def test_sharded_weights_are_refused():
     policy = TrainedPolicy(tiny_llama())
     with pytest.raises(ConfigError, match="spread over ranks"):
         frozen_teacher(

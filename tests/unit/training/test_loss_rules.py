@@ -152,7 +152,7 @@ def test_at_ratio_one_a_sequence_loss_is_reinforce_with_the_same_normalisation(k
     torch.testing.assert_close(gradient(kind(length_normalize=length_normalize), tokens), reinforce)
 
 
-def test_away_from_ratio_one_the_losses_differ():
+def test_losses_differ_at_ratios_other_than_one():
     # Guards the two tests above against a batch on which everything agrees.
     tokens = random_batch([3, 1, 4], mismatch=0.5)
     kinds = [TokenClippedSurrogateLoss, CISPOLoss, SAPOLoss, ReinforceLoss, MaskedCausalLMCrossEntropyLoss]
@@ -208,7 +208,7 @@ def test_the_expected_gradient_of_a_kl_estimator_is_the_gradient_of_a_kl(estimat
     torch.testing.assert_close(found, backward if estimator == "k3" else forward)
 
 
-def test_differentiating_the_log_ratio_itself_teaches_nothing():
+def test_the_gradient_of_the_log_ratio_itself_has_mean_zero():
     found = expected_gradient(lambda tokens: (tokens.logps - tokens.old_logps).sum(), 1)
     torch.testing.assert_close(found, torch.zeros(5, dtype=torch.float64))
     assert exact_gradient(lambda logits: kl(logits, REFERENCE)).norm() > 0.3
@@ -220,7 +220,7 @@ def test_differentiating_the_log_ratio_itself_teaches_nothing():
 @every_loss
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_micro_batches_add_up_to_the_whole(loss_fn, data):
+def test_losses_of_micro_batches_sum_to_the_loss_of_the_batch(loss_fn, data):
     lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any))
     place = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     tokens = random_batch(lengths, seed=data.draw(st.integers(0, 99)))
@@ -239,7 +239,7 @@ def test_micro_batches_add_up_to_the_whole(loss_fn, data):
 
 
 @given(place=st.lists(st.integers(0, 2), min_size=4, max_size=4))
-def test_mismatch_statistics_add_up_too(place):
+def test_mismatch_statistics_of_micro_batches_sum_to_those_of_the_batch(place):
     tokens = random_batch([2, 1, 3, 2])
     bins = [[i for i, p in enumerate(place) if p == b] for b in sorted(set(place))]
     parts = [mismatch_stats(some_items(tokens, kept)) for kept in bins]
@@ -360,7 +360,7 @@ def test_entropy_is_that_of_the_distribution_an_action_was_drawn_from():
     assert stats["entropy_mean"].item() == pytest.approx(1.791759)
 
 
-def test_equal_weights_leave_nothing_after_normalisation():
+def test_equal_weights_are_zero_after_normalisation():
     # In float32 the mean of seven 0.1s is not 0.1; divided by a deviation of almost zero, the difference would count.
     items = [SAWItem([1, 2], None, [0, 1], 0.1, {}, _attachments([-1.0], None)) for _ in range(7)]
     batch = collate_saw_items(items, pad_token_id=0)
@@ -368,7 +368,7 @@ def test_equal_weights_leave_nothing_after_normalisation():
     assert loss.item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_tensors_that_do_not_fit_are_refused():
+def test_tensors_of_the_wrong_shape_are_refused():
     _, batch, logits = padded_case()
     with pytest.raises(ValueError, match=r"actor_logps has shape \(3, 6\), input_ids \(3, 7\)"):
         tokens_from_logits(logits, {**batch, "actor_logps": batch["actor_logps"][:, 1:]})
@@ -439,7 +439,7 @@ def test_wrappers_need_what_their_parts_need():
         (lambda: CompositeLoss([LossTerm(name="a", loss=EntropyBonus())] * 2), "each name once"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(make, what):
+def test_invalid_settings_are_refused(make, what):
     with pytest.raises(ConfigError, match=what):
         make()
 
@@ -461,7 +461,7 @@ def test_extreme_log_ratios_stay_finite(loss_fn, differences):
 
 
 @pytest.mark.parametrize("loss_fn", [ReinforceLoss(), ReinforceBaselineLoss(), ReinforceLoss(length_normalize=True)])
-def test_a_small_mismatch_over_many_tokens_does_not_blow_up_a_sample(loss_fn):
+def test_a_small_mismatch_over_many_tokens_does_not_magnify_a_sample(loss_fn):
     # 0.05 nats × 400 tokens is a factor e^20 = 4.9e8 for the product; the cap lets at most 2 through.
     tokens = random_batch([400], dtype=torch.float32)
     tokens = replace(tokens, weights=torch.ones(400), old_logps=tokens.logps.detach() - 0.05)
@@ -469,7 +469,7 @@ def test_a_small_mismatch_over_many_tokens_does_not_blow_up_a_sample(loss_fn):
 
 
 @pytest.mark.parametrize("loss_fn", [KLLoss(), KLLoss(estimator="k1"), KLLoss(estimator="k3"), TokenKLLoss()])
-def test_a_policy_that_has_run_far_away_is_still_pulled_back(loss_fn):
+def test_kl_losses_have_a_gradient_far_from_the_reference(loss_fn):
     # 0.06 nats × 400 tokens, and 30 nats on a single token: the penalty must not switch itself off.
     many = random_batch([400])
     many = replace(many, old_logps=many.logps.detach() - 0.06)

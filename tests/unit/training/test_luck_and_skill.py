@@ -82,7 +82,7 @@ def test_turn_credit_learns_from_every_seed(rule):
     [LeaveOneOutReturn(GROUP), GroupNormalizedReturn(GROUP, normalize_adv=True)],
     ids=lambda rule: type(rule).__name__,
 )
-def test_what_episodic_credit_ends_with_is_a_matter_of_luck(rule):
+def test_episodic_credit_depends_on_the_seed(rule):
     skills = [skill_after(rule, rng_seed=seed) for seed in SEEDS]
     assert np.mean(skills) < 0.7 and min(skills) < 0.5
 
@@ -134,5 +134,5 @@ async def test_a_tiny_model_learns_the_questions_by_turn_credit(algorithm):
 
 
 @pytest.mark.slow
-async def test_a_tiny_model_learns_next_to_nothing_by_episodic_credit():
+async def test_a_tiny_model_hardly_learns_by_episodic_credit():
     assert late_skill(await answers_of(make_grpo(group_size=GROUP), steps=STEPS)) < 0.7

@@ -110,7 +110,7 @@ def logps():
     return ActorTokenLogps([-0.5, -0.5])
 
 
-def test_each_objectives_samples_go_through_its_own_hook():
+def test_each_objective_preprocesses_its_own_samples():
     warm = SampleAttachments(actor_logps=logps(), temperature=0.6)
     rl = SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, {}, warm)
     prepared = MIXED.preprocess(SAWBatch(items=[rl, rl.with_origin(objective="sft")], meta={"epoch": 3}))
@@ -206,7 +206,7 @@ async def test_rl_imitation_and_replay_together_learn_the_bandit():
     assert {"train/rl/loss", "train/rl/clip_frac", "train/sft/loss", "train/sft/nll_mean"} <= last.keys()
 
 
-async def test_a_resumed_mixture_goes_on_bit_for_bit(tmp_path):
+async def test_a_resumed_mixture_is_identical_to_the_bit(tmp_path):
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=3)
     small = {"group_size": 4, "num_prompts": 3}
     straight, engine = trainer_of_both(**small)

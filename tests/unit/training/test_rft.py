@@ -15,7 +15,7 @@ def sample(*ids, reward=1.0, group="g", rollout=None, **facts):
     return SAWItem([9, *ids], None, [0] + [1] * len(ids), 1.0, {}, SampleAttachments(temperature=0.6), origin)
 
 
-def test_only_what_earned_enough_is_kept_at_the_models_own_temperature():
+def test_only_rewarded_samples_are_kept_without_their_temperature():
     batch = SAWBatch(items=[sample(1), sample(2, reward=0.4), sample(3, reward=0.5), sample(4, reward=-1.0)])
     kept = make_rft(min_reward=0.5).preprocess(batch)
     assert [item.input_ids[1] for item in kept.items] == [1, 3] and kept.meta["accepted_frac"] == 0.5
@@ -34,7 +34,7 @@ def test_only_what_earned_enough_is_kept_at_the_models_own_temperature():
     ],
     ids=str,
 )
-def test_log_probs_of_another_distribution_are_forgotten_with_it(attached, is_known):
+def test_log_probs_are_dropped_with_the_temperature(attached, is_known):
     logps = ActorTokenLogps([-0.5])
     others = SampleAttachments(actor_logps=logps, temperature=1.0)
     own = SampleAttachments(actor_logps=logps, **attached)
@@ -42,7 +42,7 @@ def test_log_probs_of_another_distribution_are_forgotten_with_it(attached, is_kn
     assert [item.actor_logps is not None for item in kept.items] == [is_known, is_known]
 
 
-def test_a_sample_that_does_not_say_what_it_earned_is_refused():
+def test_a_sample_without_a_reward_is_refused():
     with pytest.raises(ConfigError, match=r"origin\.total_reward"):
         make_rft().preprocess(SAWBatch(items=[SAWItem([1, 2], None, [0, 1], 1.0)]))
 
@@ -55,7 +55,7 @@ def test_equal_sequences_are_imitated_once_if_asked():
     assert len(make_rft(distinct=True).preprocess(batch)) == 3 and len(make_rft().preprocess(batch)) == 4
 
 
-def test_few_rollouts_of_a_prompt_are_imitated_the_best_of_them():
+def test_at_most_max_per_group_rollouts_of_a_prompt_are_kept_the_best_first():
     parts = [sample(1, reward=2.0, rollout="a"), sample(2, reward=2.0, rollout="a")]  # one rollout, two samples
     batch = SAWBatch(
         items=[sample(3, reward=1.0), *parts, sample(4, reward=1.5), sample(5, group="h"), sample(6, group=None)]
@@ -86,7 +86,7 @@ async def rewards_of(steps, make_source=lambda source: source, **settings):
     return history
 
 
-async def test_imitating_what_earned_the_reward_learns_the_bandit():
+async def test_rft_learns_the_bandit():
     history = await rewards_of(40)
     rewards = [stats["train/avg_total_reward"] for stats in history]
     assert np.mean(rewards[:3]) < 0.65 and np.mean(rewards[-4:]) > 0.9

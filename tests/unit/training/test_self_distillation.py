@@ -94,7 +94,7 @@ def accuracy(model, *, hinted):
 
 
 @pytest.mark.slow
-async def test_a_model_internalises_hints_that_only_its_frozen_self_is_told():
+async def test_a_model_learns_hints_that_only_its_frozen_copy_sees():
     model = hint_follower()
     assert accuracy(model, hinted=True) > 0.95 and accuracy(model, hinted=False) == pytest.approx(1 / 8, abs=0.03)
     engine = LocalEngine(model, Vocabulary(), max_model_len=64, kv_tokens=8192)

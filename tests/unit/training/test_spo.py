@@ -65,7 +65,7 @@ async def test_a_tiny_model_learns_the_bandit_with_one_sample_per_prompt():
     assert sum(tracker.value_of(key) for key in tracker.state_dict()["beliefs"]) / len(tracker) > 0.6
 
 
-async def test_each_step_says_how_far_the_policy_moved_and_the_tracker_hears_of_it():
+async def test_each_step_reports_policy_drift_to_the_tracker():
     trainer, engine, tracker = spo_trainer()
     history = [await trainer.train_step() for _ in range(3)]
     engine.close()
@@ -75,7 +75,7 @@ async def test_each_step_says_how_far_the_policy_moved_and_the_tracker_hears_of_
     assert tracker.drift == pytest.approx(sum(moved))
 
 
-async def test_other_algorithms_are_spared_the_measurement():
+async def test_drift_is_not_measured_for_other_algorithms():
     trainer, engine = bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=4)
     assert "train/policy_drift" not in await trainer.train_step()
     engine.close()
@@ -96,7 +96,7 @@ def test_the_drift_is_the_kl_of_the_tokens_under_both_weights():
     assert DriftProbe(policy, [PADDING_ITEM]).measure() == {}
 
 
-async def test_a_resumed_run_goes_on_with_the_same_values_and_the_same_prompts(tmp_path):
+async def test_resume_restores_tracked_values_and_prompts(tmp_path):
     saved = CheckpointConfig(output_dir=str(tmp_path / "a"), every_n_steps=2)
     trainer, engine, tracker = spo_trainer(checkpoint_config=saved)
     for _ in range(4):
@@ -182,7 +182,7 @@ def noise(gradients):
     return float(variance / signal)
 
 
-def test_at_equal_samples_the_gradient_is_quieter_than_grpos():
+def test_the_gradient_varies_less_than_grpos_at_equal_samples():
     rng = random.Random(0)
     spo, tracker = make_spo()
     for prompt, chance in enumerate(CHANCES):
@@ -196,7 +196,7 @@ def test_at_equal_samples_the_gradient_is_quieter_than_grpos():
     assert noise(found["spo"]) < 0.25 * noise(found["grpo"])
 
 
-def test_on_the_same_prompts_a_tracked_value_is_quieter_than_the_mean_of_a_pair():
+def test_a_tracked_value_varies_less_than_the_mean_of_a_pair():
     """What is left of the difference when both see all prompts, under one loss: the baseline alone."""
     rng = random.Random(1)
     spo, tracker = make_spo()

@@ -77,7 +77,7 @@ async def test_a_student_learns_from_its_teacher_what_is_not_rewarded():
 
 
 @pytest.mark.slow
-async def test_a_task_and_a_teacher_together_teach_in_few_steps():
+async def test_rewards_and_a_teacher_together_need_few_steps():
     engine = taught(x=ASCII, y=OTHERS)
     history = await distilled(make_grpo_opd(group_size=8, kl_coeff=0.5), LocalTeacher(engine), 34)
     engine.close()
@@ -86,7 +86,7 @@ async def test_a_task_and_a_teacher_together_teach_in_few_steps():
 
 
 @pytest.mark.slow
-async def test_two_experts_that_know_half_of_the_task_each_teach_all_of_it():
+async def test_two_teachers_of_half_the_task_each_teach_all_of_it():
     knows_x, knows_y = taught(x=ASCII, y=ASCII), taught(x=OTHERS, y=OTHERS)
     teachers = DomainTeachers(
         {"x": LocalTeacher(knows_x), "y": LocalTeacher(knows_y)},
@@ -98,7 +98,7 @@ async def test_two_experts_that_know_half_of_the_task_each_teach_all_of_it():
     assert mean(history[-5:], REWARD) > 0.9
 
 
-async def test_without_a_teacher_the_first_batch_says_what_to_do():
+async def test_a_batch_without_teacher_log_probs_is_refused_with_advice():
     trainer, engine = bandit_trainer(make_opd(), group_size=1, num_prompts=2)
     with pytest.raises(ConfigError, match="TeacherAnnotatedBatchSource"):
         await trainer.train_step()

@@ -85,9 +85,9 @@ class ActionTokens:
     logps: Tensor
     """[A] under the policy that is trained; carries the gradient."""
     weights: Tensor
-    """[A] what credit assignment says of each."""
+    """[A] from credit assignment."""
     item_index: Tensor
-    """[A] which sample of the micro-batch."""
+    """[A] the sample of the micro-batch that each belongs to."""
     num_items: int
     facts: BatchFacts
     old_logps: Tensor | None = None
@@ -101,13 +101,13 @@ class ActionTokens:
     values: Tensor | None = None
     """[A] of a value head; carries a gradient."""
     returns: Tensor | None = None
-    """[A] what the value head should have said."""
+    """[A] targets of the value head."""
     old_values: Tensor | None = None
-    """[A] what it said before the update."""
+    """[A] of the value head before the update."""
     correction: Tensor | None = None
-    """[A] what off-policy corrections have multiplied the weights by."""
+    """[A] the product of all off-policy corrections of the weights."""
     objectives: tuple[str | None, ...] = ()
-    """[B] what each sample is trained for; empty where no sample says."""
+    """[B] the objective of each sample; empty where no sample names one."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logps are not known, where those of others are."""
     padded: tuple[Tensor, Mapping[str, Tensor]] | None = None

@@ -1,14 +1,23 @@
-"""Ratings against closed forms, and against another way of computing them."""
+"""Ratings against closed forms and another computation; tournaments of all pairs in both role assignments."""
 
+import asyncio
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from ludic.eval import Match, elo_table, fit_elo
+from ludic.batch_gen import RolloutEngine, assign_roles
+from ludic.eval import Match, elo_table, fit_elo, matches_of, round_robin
 from ludic.eval.ratings import SCALE
-from ludic.types import ConfigError
+from ludic.inference import ScriptedClient
+from ludic.interaction import Policies
+from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest
+from tests.fakes import make_agent
+
+SEATS = ("X", "O")
+GAME = RolloutRequest(env=EnvSpec("tic_tac_toe_duel"), protocol=ProtocolSpec("duel"))
 
 
 def games(first: str, second: str, *, won: int = 0, drawn: int = 0, lost: int = 0) -> list[Match]:
@@ -20,7 +29,7 @@ def by_name(ratings) -> dict:
 
 
 @pytest.mark.parametrize(("won", "drawn", "lost"), [(7, 2, 1), (1, 0, 9), (0, 5, 0), (30, 1, 1)])
-def test_two_players_are_as_far_apart_as_the_log_odds_of_their_score(won, drawn, lost):
+def test_the_difference_of_two_players_is_the_log_odds_of_their_score(won, drawn, lost):
     found = by_name(fit_elo(games("a", "b", won=won, drawn=drawn, lost=lost), anchor="b", anchor_elo=1500))
     num_games = won + drawn + lost
     share = (won + drawn / 2) / num_games
@@ -103,7 +112,7 @@ def test_the_intervals_are_the_curvature_of_the_likelihood():
         assert found[name].high - found[name].elo == pytest.approx(1.959963984540054 * error, rel=1e-3)
 
 
-def test_the_order_of_games_changes_nothing_at_all():
+def test_ratings_do_not_depend_on_the_order_of_games():
     matches = random_results(5)
     shuffled = list(matches)
     random.Random(0).shuffle(shuffled)
@@ -111,7 +120,7 @@ def test_the_order_of_games_changes_nothing_at_all():
     assert fit_elo(matches, anchor="p1") == fit_elo(shuffled, anchor="p1") == fit_elo(turned, anchor="p1")
 
 
-def test_another_anchor_moves_all_ratings_alike():
+def test_another_anchor_shifts_all_ratings_equally():
     matches = random_results(6)
     one, other = (by_name(fit_elo(matches, anchor=name)) for name in ("p0", "p3"))
     shifts = [one[name].elo - other[name].elo for name in one]
@@ -142,7 +151,7 @@ def test_players_who_never_met_are_not_compared():
         (lambda: fit_elo(games("a", "b", won=1, lost=1), anchor="a", prior_draws=-1), "0 or more"),
     ],
 )
-def test_mistakes_are_named(make, message):
+def test_invalid_matches_and_anchors_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -158,3 +167,77 @@ def test_a_table_has_the_best_first():
 
 def test_an_empty_table_is_its_heading():
     assert elo_table([]) == "player    elo   95 % interval   games  score"
+
+
+# --- round robin ---
+
+
+def first_free(request) -> str:
+    """The board says which cells are free."""
+    text = bytes(i for i in request.prompt_token_ids.tolist() if i < 256).decode()
+    return f"<a>{text.rsplit('Free moves: ', 1)[1][:2]}</a>"
+
+
+def play(requests, **players: ScriptedClient) -> list:
+    all_players = Policies(players, lambda client, name: make_agent(client, model=name))
+    engine = RolloutEngine(protocol_registry={"duel": all_players.protocol})
+    return asyncio.run(engine.generate_rollouts(requests, max_steps=9, concurrency=16))
+
+
+def scripts() -> dict[str, ScriptedClient]:
+    return {
+        "plays": ScriptedClient(first_free),
+        "cheats": ScriptedClient(lambda _: "<a>Z9</a>"),
+        "silent": ScriptedClient(lambda _: "I resign"),
+    }
+
+
+def test_every_pair_plays_as_often_in_both_assignments_with_different_seeds():
+    requests = round_robin(GAME, ["a", "b", "c"], SEATS, num_games=4)
+    seatings = Counter(tuple(request.protocol.kwargs["policies"].values()) for request in requests)
+    assert seatings == {(x, o): 4 for x in "abc" for o in "abc" if x != o}
+    assert len({request.env_seed for request in requests}) == len({r.sampling_seed for r in requests}) == len(requests)
+    assert requests == round_robin(GAME, ["a", "b", "c"], SEATS, num_games=4)
+
+
+def test_the_higher_reward_wins_also_if_the_other_player_never_moved():
+    rollouts = play(round_robin(GAME, list(scripts()), SEATS, num_games=1), **scripts())
+    found = {(match.first, match.second): match.score for match in matches_of(rollouts, SEATS)}
+    assert found == {
+        ("plays", "cheats"): 1.0,
+        ("plays", "silent"): 1.0,  # whose replies cost it a penalty each, until the game is called off
+        ("cheats", "plays"): 0.0,
+        ("cheats", "silent"): 0.0,
+        ("silent", "plays"): 0.0,
+        ("silent", "cheats"): 0.0,
+    }
+
+
+def test_a_legal_game_is_won_by_three_in_a_row():
+    """Both take the first free cell: X gets A1 A3 B2 C1, a diagonal."""
+    rollouts = play(
+        [assign_roles(GAME, {"X": "one", "O": "two"})], one=ScriptedClient(first_free), two=ScriptedClient(first_free)
+    )
+    assert matches_of(rollouts, SEATS) == [Match("one", "two", 1.0)]
+
+
+def test_failed_episodes_are_no_matches():
+    def breaks(_: object) -> str:
+        raise RuntimeError("broken")
+
+    requests = [assign_roles(GAME, {"X": "plays", "O": name}) for name in ("cheats", "broken")]
+    rollouts = play(requests, **scripts(), broken=ScriptedClient(breaks))
+    assert matches_of(rollouts, SEATS) == [Match("plays", "cheats", 1.0)]
+
+
+def test_rollouts_that_do_not_say_who_played_are_refused():
+    rollouts = play([assign_roles(GAME, {"X": "plays", "O": "cheats"})], **scripts())
+    del rollouts[0].meta["policies"]
+    with pytest.raises(ConfigError, match="does not name its policies"):
+        matches_of(rollouts, SEATS)
+
+
+@pytest.mark.parametrize("players", [["a"], ["a", "a"]])
+def test_a_tournament_needs_two_players(players):
+    with pytest.raises(ConfigError, match="two or more"):
+        round_robin(GAME, players, SEATS, num_games=1)

@@ -1,9 +1,0 @@
-"""`RewardModel`: scores a trajectory; separate from the env, so that either can change alone."""
-
-from typing import Protocol
-
-from ludic.minimal.rl import Example, Reward, Trajectory
-
-
-class RewardModel(Protocol):
-    def score(self, example: Example, trajectory: Trajectory) -> Reward: ...

@@ -65,7 +65,7 @@ class FoldingAgent(Agent):
         call = await self._call_model(self._for_summary(inference), seed, timeout_s, tools=self._advertised)
         self._remember(call)
         written = without_thinking(call.text)
-        self._dialog.fold(f"{self.summary_heading}\n{written or '(nothing)'}")
+        self._dialog.fold(self._memory(written or "(nothing)"))
         info = {**call.info, "summary": True, "summary_empty": not written}
         return [self._step(call, parse_result=None, action_target="internal", info=info)]
 
@@ -83,6 +83,10 @@ class FoldingAgent(Agent):
             return inference
         sampling = replace(inference.sampling, max_tokens=limit, min_tokens=min(limit, inference.sampling.min_tokens))
         return replace(inference, sampling=sampling)
+
+    def _memory(self, summary: str) -> str:
+        """The message that replaces the history. Subclasses add to it: GameBoyAgent its notes."""
+        return f"{self.summary_heading}\n{summary}"
 
 
 class FoldingReActAgent(FoldingAgent, ReActAgent):

@@ -311,12 +311,22 @@ async def _check_copies(make: EnvFactory, seed: int, max_steps: int) -> None:
     if not env.active_agents:
         return
     copies = {"pickled copy": _pickled(env), "restored snapshot": _restored(env, make)}
+    for name, copied in copies.items():
+        if copied is not None and _current_obs(copied) != _current_obs(env):
+            raise _fail(env, f"a {name} shows another observation than the env it was taken of.")
     state = rng.getstate()
     rest = await _finish(env, rng, _some_action, max_steps)
     for name, copied in copies.items():
         rng.setstate(state)
         if copied is not None and await _finish(copied, rng, _some_action, max_steps) != rest:
             raise _fail(env, f"a {name} continued differently from the env it was taken of.")
+
+
+def _current_obs(env: Env) -> Any:
+    try:
+        return env.current_obs()
+    except NotImplementedError:  # an env need not offer it
+        return None
 
 
 def _pickled(env: Env) -> Env:

@@ -84,6 +84,17 @@ class BadSnapshot(Sound):
         self.reset()
 
 
+class ForgetsItsView(Sound):
+    view = "start"
+
+    def env_step(self, action):
+        self.view = "later"
+        return super().env_step(action)
+
+    def env_current_obs(self):
+        return self.view
+
+
 class Overpromises(Sound):
     full_reward = 2.0
 
@@ -132,6 +143,7 @@ async def test_a_correct_env_passes():
         (BoolReward, r"\(bool\), not a finite number"),
         (StepsAfterTheEnd, "must raise ResetNeeded"),
         (BadSnapshot, "snapshot continued differently"),
+        (ForgetsItsView, "snapshot shows another observation"),
         (Overpromises, "full_reward is 2.0"),
         (ActiveBeforeReset, "before reset"),
         (Unpicklable, "cannot be pickled"),

@@ -1,13 +1,12 @@
 """Key and door: what each move does, what the window shows, and that every world can be solved."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from ludic.envs.check import check_env
 from ludic.envs.key_door import KeyDoorEnv, shortest_path
-from ludic.types import ConfigError, ResetNeeded, Snapshot
+from ludic.types import ConfigError, ResetNeeded
 
 AGENT = "agent_0"
 
@@ -144,16 +143,3 @@ def test_the_reference_does_not_plan_through_the_locked_door():
 def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         KeyDoorEnv(**settings)
-
-
-def test_a_snapshot_is_restored_from_json():
-    env, other = KeyDoorEnv(), KeyDoorEnv()
-    env.reset(seed=3)
-    act(env, env.reference_action(AGENT))
-    other.restore(Snapshot.from_json(json.loads(json.dumps(env.snapshot().to_json()))))
-    assert other.current_obs() == env.current_obs()
-    while env.active_agents:
-        action = env.reference_action(AGENT)
-        assert other.reference_action(AGENT) == action
-        assert act(other, action) == act(env, action)
-    assert other.active_agents == []

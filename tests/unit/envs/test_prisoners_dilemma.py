@@ -1,12 +1,10 @@
 """The iterated prisoner's dilemma: payoffs, unreadable moves, tit for tat."""
 
-import json
-
 import pytest
 
 from ludic.envs.check import check_env
 from ludic.envs.prisoners_dilemma import PLAYERS, PrisonersDilemmaEnv
-from ludic.types import ConfigError, ResetNeeded, Snapshot
+from ludic.types import ConfigError, ResetNeeded
 
 
 def started(**settings):
@@ -95,14 +93,3 @@ def test_the_reference_is_tit_for_tat():
 def test_settings_that_make_no_dilemma_are_refused(settings):
     with pytest.raises(ConfigError):
         PrisonersDilemmaEnv(**settings)
-
-
-def test_a_snapshot_is_restored_from_json():
-    env, other = started(), PrisonersDilemmaEnv()
-    env.step({"player_0": "d", "player_1": "c"})
-    other.restore(Snapshot.from_json(json.loads(json.dumps(env.snapshot().to_json()))))
-    assert other.current_obs() == env.current_obs()
-    while env.active_agents:
-        actions = {player: env.reference_action(player) for player in PLAYERS}
-        assert other.step(actions) == env.step(actions)
-    assert other.active_agents == []

@@ -1,6 +1,5 @@
 """2048: slides and merges worked by hand, rewards, and the three ways a game ends."""
 
-import json
 import random
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import pytest
 
 from ludic.envs.check import check_env
 from ludic.envs.twenty_forty_eight import TwentyFortyEightEnv, legal_moves, slide, slide_left
-from ludic.types import ConfigError, ResetNeeded, Snapshot
+from ludic.types import ConfigError, ResetNeeded
 
 AGENT = "agent_0"
 STUCK = [[2, 4, 2, 4], [4, 2, 4, 2], [2, 4, 2, 4], [4, 2, 4, 2]]
@@ -156,14 +155,3 @@ def test_interleaved_games_with_one_seed_get_the_same_tiles():
 def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         TwentyFortyEightEnv(**settings)
-
-
-def test_a_snapshot_is_restored_from_json():
-    env, other = TwentyFortyEightEnv(), TwentyFortyEightEnv()
-    env.reset(seed=3)
-    act(env, env.legal_actions(AGENT)[0])
-    other.restore(Snapshot.from_json(json.loads(json.dumps(env.snapshot().to_json()))))
-    assert other.current_obs() == env.current_obs()
-    for _ in range(30):
-        action = env.legal_actions(AGENT)[0]
-        assert act(other, action) == act(env, action)

@@ -25,12 +25,7 @@ class GameBoyAgent(FoldingReActAgent):
 
     name = "game_boy_agent"
 
-    def __init__(
-        self,
-        *,
-        tools: Sequence[ToolLike] | None = None,
-        **agent_kwargs: Any,
-    ) -> None:
+    def __init__(self, *, tools: Sequence[ToolLike] | None = None, **agent_kwargs: Any) -> None:
         self._notes: dict[str, str] = {}
         self._map = ExploredMap()
         own: list[ToolLike] = [self.write_note, self.read_notes, self.path_to, self.show_map]

@@ -334,13 +334,7 @@ def said(error: BaseException) -> str:
 
 
 def _become_candidate(
-    run: Callable[[], None],
-    stdin: int,
-    stdout: int,
-    stderr: int,
-    answers: int,
-    memory_mb: int,
-    waits_for_go: bool,
+    run: Callable[[], None], stdin: int, stdout: int, stderr: int, answers: int, memory_mb: int, waits_for_go: bool
 ) -> None:
     """In the child: never returns."""
     exit_code = 1

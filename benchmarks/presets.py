@@ -24,7 +24,7 @@ from ludic.eval import evaluate
 from ludic.inference import ByteTemplate, LocalTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.training import RLAlgorithm, Trainer
-from ludic.training.learner.rank_batches import NothingToTrainOn
+from ludic.training.learner.batches import NothingToTrainOn
 from ludic.types import BatchSource, SampleOrigin, SAWBatch, SAWItem
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 

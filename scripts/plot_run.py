@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from ludic.training.loggers.jsonl import read_metrics
+from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, LudicError, MissingExtra
 
 

@@ -56,8 +56,8 @@ from ludic.training import (
     make_sft,
     train_policies,
 )
+from ludic.training.config import LRSchedule
 from ludic.training.learner.stop import StopSignal
-from ludic.training.schedules import LRSchedule
 from ludic.types import (
     ChatClient,
     ConfigError,

@@ -36,7 +36,7 @@ from ludic.inference.local import LocalEngine
 from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
 from ludic.training import CheckpointConfig, JSONLLogger, TeeLogger, Trainer, TrainerConfig, make_grpo, make_sft
-from ludic.training.schedules import LRSchedule
+from ludic.training.config import LRSchedule
 from ludic.types import (
     ConfigError,
     EnvSpec,

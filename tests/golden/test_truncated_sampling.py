@@ -15,7 +15,8 @@ import torch
 from ludic.distributed.ranks import Ranks
 from ludic.models import head as head_module
 from ludic.models.head import CandidateMask, Head, chosen_logps
-from ludic.training.learner.gradients import FrozenReference, accumulate_gradients
+from ludic.training.learner.frozen import Reference
+from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.packing import fit_length
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, ReinforceLoss, TokenKLLoss
@@ -162,7 +163,7 @@ class OneShareOfTwo(Ranks):
 
 def gradient(items, *, packed=True, budget=4096, ranks=None):
     model = trained_model()
-    reference = FrozenReference(TrainedPolicy(trained_model(seed=1).requires_grad_(False), packed=packed))
+    reference = Reference(TrainedPolicy(trained_model(seed=1).requires_grad_(False), packed=packed))
     sums = accumulate_gradients(
         TrainedPolicy(model, packed=packed), LOSS, items, micro_token_budget=budget, reference=reference, ranks=ranks
     )

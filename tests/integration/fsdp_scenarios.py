@@ -25,7 +25,8 @@ from ludic.training import (
     make_spo,
     mix_objectives,
 )
-from ludic.training.learner.gradients import AdapterOff, FrozenReference, accumulate_gradients, batch_facts
+from ludic.training.learner.frozen import Reference
+from ludic.training.learner.gradients import accumulate_gradients, batch_facts
 from ludic.training.learner.packing import balanced_shares
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import (
@@ -262,7 +263,7 @@ def gradients(loss: Loss, ranks: Ranks | None, *, reference: str = "frozen", bud
     if ranks is not None:
         model, other = shard_model(model), shard_model(other.requires_grad_(False))
     policy = TrainedPolicy(model)
-    anchor = AdapterOff(policy) if lora else FrozenReference(TrainedPolicy(other.requires_grad_(False)))
+    anchor = Reference(policy, adapter_off=True) if lora else Reference(TrainedPolicy(other.requires_grad_(False)))
     share = items if ranks is None else balanced_shares(items[4:], ranks.world_size)[ranks.rank]
     if ranks is not None and ranks.is_first:
         share = share + items[:4]  # not balanced: some ranks have fewer micro-batches

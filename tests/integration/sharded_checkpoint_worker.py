@@ -29,11 +29,15 @@ from ludic.distributed.fsdp import FSDPSettings, shard_model
 from ludic.models.tiny import word_tokenizer
 from ludic.run.export import Asked, export_run
 from ludic.training.checkpoint.export import export_checkpoint
-from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
+from ludic.training.checkpoint.manager import (
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointManager,
+    ShardedCheckpointManager,
+)
 from ludic.training.checkpoint.model_files import stored_weights
-from ludic.training.checkpoint.sharded import ShardedCheckpointManager
+from ludic.training.checkpoint.state_files import restore_rng, rng_state
 from ludic.training.learner.optimizer import FullPrecisionAdamW
-from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 
 VOCAB = 37
@@ -566,11 +570,11 @@ def the_command_takes_the_newest_of_a_run(folder: Path) -> None:
 class NeverDone(ShardedCheckpointManager):
     """All has been written, but rank 0 does not come to the manifest."""
 
-    def _make_it_count(self, job: Any, entries: Any) -> None:
+    def _commit(self, job: Any, entries: Any) -> None:
         if job.step == 2:
             (self.root.parent / "all-may-be-killed").touch()
             time.sleep(600)
-        super()._make_it_count(job, entries)
+        super()._commit(job, entries)
 
 
 def waits_to_be_killed(folder: Path) -> None:

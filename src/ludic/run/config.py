@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
 from ludic.models import TINY
-from ludic.training.config import CheckpointConfig, TrainerConfig
-from ludic.training.schedules import LRSchedule
+from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams, shown_url
 from ludic.types.urls import PUT_LOGIN, refuse_login
 

@@ -22,9 +22,9 @@ from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
 from ludic.training.checkpoint.state_files import read_state
 from ludic.training.config import TrainerConfig
-from ludic.training.learner.interface import Learner
+from ludic.training.learner.batches import RankBatch
+from ludic.training.learner.interface import Learner, OnCommitted
 from ludic.training.learner.metrics import MetricSums
-from ludic.training.learner.rank_batches import RankBatch
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.training.trainer import TrainingLoop
@@ -87,7 +87,7 @@ class TinkerLearner(Learner):
     ) -> None:
         check_loss(algo.loss, algo.name)
         _check_settings(cfg, algo)
-        self.policy, self.algo, self.cfg = policy, algo, cfg
+        self.policy, self.algo, self.cfg, self.tokenizer = policy, algo, cfg, policy.tokenizer
         self.checkpointer = None if checkpoint_config is None else RemoteCheckpoints(checkpoint_config)
 
     def begin(self, step: int, *, is_resumed: bool) -> None:
@@ -121,11 +121,7 @@ class TinkerLearner(Learner):
         return True
 
     def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        on_committed: Callable[[Path], None],
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], on_committed: OnCommitted
     ) -> None:
         assert self.checkpointer is not None, "the trainer saves only with a checkpointer"
         path = self.policy.save_state(f"step_{step:06d}")
@@ -217,16 +213,6 @@ class TinkerTrainer(TrainingLoop):
         reducers: Mapping[str, Reducer] | None = None,
         evaluator: Evaluator | None = None,
     ) -> None:
-        cfg = cfg if cfg is not None else TrainerConfig()
         self.model = model
-        super().__init__(
-            TinkerLearner(model, algo, cfg, checkpoint_config),
-            algo=algo,
-            batch_source=batch_source,
-            cfg=cfg,
-            resume_from=resume_from,
-            train_logger=train_logger,
-            reducers=reducers,
-            evaluator=evaluator,
-            tokenizer=model.tokenizer,
-        )
+        learner = TinkerLearner(model, algo, cfg if cfg is not None else TrainerConfig(), checkpoint_config)
+        super().__init__(learner, batch_source, resume_from, train_logger, reducers, evaluator)

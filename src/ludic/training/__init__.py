@@ -22,8 +22,8 @@ _NAMES_BY_MODULE = {
     "KLCreditModifier ScaledCredit",
     "ludic.training.value_tracker": "BetaValueTracker",
     "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
-    "keep_agent_steps combine any_of apply_filter default_step_selector",
-    "ludic.training.preprocess": "PreprocessFn compose_preprocess validate_actor_logps forget_temperature drop_zero_weight_samples "
+    "keep_agent_steps combine any_of apply_filter default_step_selector PreprocessFn compose_preprocess "
+    "validate_actor_logps forget_temperature drop_zero_weight_samples "
     "filter_zero_variance_groups",
     "ludic.training.losses": "ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "
     "CISPOLoss SAPOLoss GMPOLoss MaskedCausalLMCrossEntropyLoss KLLoss TokenKLLoss EntropyBonus LossTerm CompositeLoss RoutedLoss "

@@ -1,8 +1,8 @@
-"""The seeds' path of algorithms and of what prepares their batches; they live in `algorithms/` and `preprocess.py`."""
+"""The seeds' path of algorithms and of their preprocess hooks; they live in `algorithms/` and `filters.py`."""
 
 from ludic.training import algorithms
 from ludic.training.algorithms import *  # noqa: F403 - the same names, whatever is added there
-from ludic.training.preprocess import (
+from ludic.training.filters import (
     PreprocessFn,
     compose_preprocess,
     drop_zero_weight_samples,

@@ -1,14 +1,76 @@
-"""`TrainerConfig` and `CheckpointConfig`: the numbers of a training run, checked where they are set. Loads without torch."""
+"""`TrainerConfig`, `LRSchedule` and `CheckpointConfig`: the numbers of a training run, checked where they are set.
+
+Loads without torch.
+"""
 
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from ludic.training.schedules import LRSchedule
 from ludic.types import ConfigError
 
 LengthPolicy: TypeAlias = Literal["raise", "truncate", "drop"]
+_OPTIONAL_COUNTS = ("max_lag", "sync_every_steps", "eval_every_n_steps")
+ScheduleKind: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
+
+
+@dataclass(frozen=True, slots=True)
+class LRSchedule:
+    """Warm up, then stay or decay: what the learning rate is multiplied by, as a pure function of the step.
+
+    Resuming at step n needs nothing but n. Step 0 is the first optimizer step.
+    """
+
+    kind: ScheduleKind = "constant"
+    """`wsd` is warm-up, stable, decay: constant until the last `decay_steps`, then linear."""
+    warmup_steps: int = 0
+    """The first step uses 1/warmup_steps of the rate, and the last of the warm-up all of it."""
+    total_steps: int | None = None
+    """Where the decay arrives at `min_ratio`; later steps stay there. Every kind but `constant` needs it."""
+    min_ratio: float = 0.0
+    """The share of the rate that is left at the end."""
+    decay_steps: int | None = None
+    """How long `wsd` decays; None is a fifth of `total_steps`."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ScheduleKind):
+            raise ConfigError(f"LRSchedule.kind={self.kind!r}; there are {', '.join(get_args(ScheduleKind))}.")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"LRSchedule.warmup_steps={self.warmup_steps}; it must be 0 or more.")
+        if not 0.0 <= self.min_ratio <= 1.0:
+            raise ConfigError(f"LRSchedule.min_ratio={self.min_ratio}; it is a share of the rate, between 0 and 1.")
+        if self.kind != "constant" and self.total_steps is None:
+            raise ConfigError(f"LRSchedule(kind={self.kind!r}) has no end. Set total_steps, or use kind='constant'.")
+        if self.kind != "constant" and self._end <= self.warmup_steps:
+            raise ConfigError(
+                f"LRSchedule.total_steps={self.total_steps} leaves no step after warmup_steps={self.warmup_steps}. "
+                "Warm up for less, or train for longer."
+            )
+        if self.decay_steps is not None and self.kind != "wsd":
+            raise ConfigError(f"LRSchedule.decay_steps is for kind='wsd'; kind={self.kind!r} decays all the way.")
+        if self.decay_steps is not None and not 1 <= self.decay_steps <= self._end - self.warmup_steps:
+            raise ConfigError(
+                f"LRSchedule.decay_steps={self.decay_steps}; between warm-up and end is room for "
+                f"{self._end - self.warmup_steps}."
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return 1.0
+        first = self.warmup_steps
+        if self.kind == "wsd":
+            first = max(self._end - (self.decay_steps or max(self._end // 5, 1)), first)
+        progress = min(max((step - first) / (self._end - first), 0.0), 1.0)
+        left = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
+        return self.min_ratio + (1 - self.min_ratio) * left
+
+    @property
+    def _end(self) -> int:
+        assert self.total_steps is not None, "checked when the schedule was made"
+        return self.total_steps
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +112,7 @@ class TrainerConfig:
     max_lag: int | None = None
     """Samples whose oldest token is more versions behind are dropped and counted; None keeps all."""
     max_empty_batches: int = 8
-    """So many batches in a row with nothing to train on, and the run stops, saying why."""
+    """The run stops with an error after so many batches in a row with nothing to train on."""
     sync_every_steps: int | None = None
     """Publish after every n-th step; None is 1 with a publisher and never without, 0 is never."""
 
@@ -73,18 +135,18 @@ class TrainerConfig:
     eval_timeout_s: float | None = None
     """Seconds for one model call while evaluating; None is no limit."""
     parity_tolerance: float = 0.05
-    """Mean |log-prob difference| per token between sampler and trainer on the first batch above which a warning says so."""
+    """A warning is logged if sampler and trainer differ by more on the first batch (mean |log-prob difference| per token)."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else that should stand in the run's config file."""
+    """Anything else to be written to the run's config file."""
 
     def __post_init__(self) -> None:
         if self.learning_rate is not None:
             self.lr = self.learning_rate
         self.learning_rate = self.lr
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"lr={self.lr}; it must be above 0 and finite.")
-        if self.critic_lr is not None and not 0 < self.critic_lr < math.inf:
-            raise ConfigError(f"critic_lr={self.critic_lr}; it must be above 0 and finite, or None for lr={self.lr}.")
+        for name in ("lr", "critic_lr"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise ConfigError(f"{name}={rate}; it must be above 0 and finite.")
         if self.micro_token_budget < self.max_seq_len or self.max_seq_len < 2:
             raise ConfigError(
                 f"micro_token_budget={self.micro_token_budget} must be at least max_seq_len={self.max_seq_len}, and that at "
@@ -92,35 +154,24 @@ class TrainerConfig:
             )
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm}; it must be above 0, or 0 or None for no clipping.")
-        if (
-            not 0 <= self.weight_decay < math.inf
-            or not 0 < self.eps < math.inf
-            or not all(0 <= b < 1 for b in self.betas)
-        ):
+        is_adamw = 0 <= self.weight_decay < math.inf and 0 < self.eps < math.inf and all(0 <= b < 1 for b in self.betas)
+        if not is_adamw:
             raise ConfigError(
                 f"weight_decay={self.weight_decay}, eps={self.eps}, betas={self.betas}; AdamW takes a finite weight_decay of 0 "
                 "or more, a finite eps above 0, and betas from 0 to below 1."
             )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}; a seed lies between -2^63 and 2^63 - 1.")
-        if self.max_empty_batches < 1 or self.log_every < 1:
-            raise ConfigError(
-                f"max_empty_batches={self.max_empty_batches} and log_every={self.log_every} must be at least 1."
-            )
-        if self.max_lag is not None and self.max_lag < 0:
-            raise ConfigError(f"max_lag={self.max_lag}; it must be 0 or more, or None.")
-        self._check_choices()
-        self.pad_token_id = _pad_id(self.pad_token_id)
-
-    def _check_choices(self) -> None:
+        for name, least in (("max_empty_batches", 1), ("log_every", 1), *((each, 0) for each in _OPTIONAL_COUNTS)):
+            count = getattr(self, name)
+            if count is not None and count < least:
+                or_none = ", or None" if name in _OPTIONAL_COUNTS else ""
+                raise ConfigError(f"{name}={count}; it must be {least} or more{or_none}.")
         if self.too_long not in get_args(LengthPolicy):
             raise ConfigError(f"too_long={self.too_long!r}; there are {', '.join(get_args(LengthPolicy))}.")
         if self.mixed_precision_dtype not in ("bf16", None):
             raise ConfigError(f"mixed_precision_dtype={self.mixed_precision_dtype!r}; there are 'bf16' and None.")
-        for name in ("sync_every_steps", "eval_every_n_steps"):
-            every = getattr(self, name)
-            if every is not None and every < 0:
-                raise ConfigError(f"{name}={every}; it must be 0 (never) or more, or None.")
+        self.pad_token_id = _pad_id(self.pad_token_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,33 @@
-"""Sample filters: which items are trained on. True keeps an item.
+"""Which samples are trained on: filters of single items, and preprocess hooks on whole batches.
 
-Every named filter is a predicate and a factory of itself, so `drop_truncated`, `drop_truncated()` and
-`drop_truncated(item)` all do what they look like. A filter reads `SAWItem.origin`; an item whose origin does not
-state a fact is kept by the filters that drop, and dropped by those that keep.
+A filter reads `SAWItem.origin`; True keeps an item. An item whose origin does not state a fact is kept by the filters that
+drop, and dropped by those that keep. Every named filter is a predicate and a factory of itself, so `drop_truncated`,
+`drop_truncated()` and `drop_truncated(item)` all do what they look like.
+
+A preprocess hook takes a batch, as an algorithm gets it, and returns a new one.
 """
 
 from collections.abc import Callable, Iterable
-from typing import overload
+from dataclasses import replace
+from typing import Any, TypeAlias, overload
 
-from ludic.types import SampleFilter, SAWItem, Step, is_parse_failure
+import numpy as np
+
+from ludic.types import (
+    ConfigError,
+    FloatArray,
+    GroupKey,
+    SampleAttachments,
+    SampleFilter,
+    SAWBatch,
+    SAWItem,
+    Step,
+    is_parse_failure,
+)
+
+PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
+
+# --- filters ---
 
 
 class NamedFilter:
@@ -84,3 +103,176 @@ def apply_filter(items: Iterable[SAWItem], sample_filter: SampleFilter) -> list[
 def default_step_selector(step: Step) -> bool:
     """Steps that close a turn: env steps, and replies to the env that could not be read."""
     return step.kind == "env" or is_parse_failure(step)
+
+
+# --- preprocess hooks ---
+
+
+def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
+    """All hooks, one after the other."""
+
+    def composed(batch: SAWBatch) -> SAWBatch:
+        for fn in fns:
+            batch = fn(batch)
+        return batch
+
+    return composed
+
+
+def validate_actor_logps(batch: SAWBatch) -> SAWBatch:
+    """The batch itself, or a ValueError if an item lacks the log-probs that importance ratios are made of."""
+    missing = [i for i, item in enumerate(batch.items) if item.actor_logps is None]
+    if missing:
+        raise ValueError(
+            f"{_share(missing, batch)} no actor log-probs, which this algorithm's ratios need. Ask the sampler for "
+            "them: InferenceSpec(return_=ReturnSpec.for_rl())."
+        )
+    logps = [item.actor_logps for item in batch.items if item.actor_logps is not None]
+    broken = [i for i, own in enumerate(logps) if not np.isfinite(own).all()]
+    if broken:
+        raise ValueError(
+            f"{_share(broken, batch)} actor log-probs that are not finite. A token that was sampled has a probability "
+            "above 0; look at what the sampler returns."
+        )
+    return batch
+
+
+def _share(indices: list[int], batch: SAWBatch) -> str:
+    shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
+    return f"{len(indices)} of {len(batch)} items (indices {shown}) have"
+
+
+def forget_temperature(batch: SAWBatch) -> SAWBatch:
+    """The batch as if its tokens had been sampled at temperature 1, from the whole vocabulary.
+
+    For imitation, which trains the model's own distribution. The sampler's log-probs are dropped too: compared with the model's
+    own they would look like a mismatch of sampler and trainer.
+    """
+    forgotten: dict[str, Any] = {"temperature": None, "candidates": None, "untrainable_sampling": None}
+    if any(_is_processed(item.attachments) or item.actor_logps is None for item in batch.items):
+        forgotten["actor_logps"] = None  # of all: a batch knows them of every sample or of none
+    items = [replace(item, attachments=replace(item.attachments, **forgotten)) for item in batch.items]
+    return SAWBatch(items=items, meta=dict(batch.meta))
+
+
+def _is_processed(attached: SampleAttachments) -> bool:
+    """Whether the sampler's log-probs are of another distribution than the model's own. Greedy ones are the model's own."""
+    is_scaled = attached.temperature not in (None, 0, 1)
+    return is_scaled or attached.candidates is not None or attached.untrainable_sampling is not None
+
+
+def drop_zero_weight_samples(batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
+    """The batch without items that could not move the policy: |weight| ≤ eps on every action token.
+
+    Their share is in meta["zero_weight_frac"].
+    """
+    _check_eps("drop_zero_weight_samples", eps)
+    kept = [item for item in batch.items if _largest_weight(item) > eps]
+    return _reduced(batch, kept, "zero_weight_frac")
+
+
+def _largest_weight(item: SAWItem) -> float:
+    own = item.attachments.token_weights
+    return abs(item.weight) if own is None else float(np.abs(own).max(initial=0.0))
+
+
+def filter_zero_variance_groups(batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
+    """The batch without groups whose rollouts all have the same weights: comparing them teaches nothing.
+
+    Weights are compared rollout by rollout, however many items (segments, turns) each has. Items without a group, and groups
+    with one rollout, pass. The share of dropped items is in meta["zvp_filter_frac"].
+    """
+    _check_eps("filter_zero_variance_groups", eps)
+    groups: dict[GroupKey, dict[str | int, list[SAWItem]]] = {}
+    for item in batch.items:
+        if (key := item.origin.group) is not None:
+            groups.setdefault(key, {}).setdefault(_rollout_of(item), []).append(item)
+    flat = {key for key, rollouts in groups.items() if _are_alike(rollouts.values(), eps)}
+    kept = [item for item in batch.items if item.origin.group not in flat]
+    return _reduced(batch, kept, "zvp_filter_frac")
+
+
+def _rollout_of(item: SAWItem) -> str | int:
+    """An item that names no rollout counts as one by itself."""
+    rollout_id = item.origin.rollout_id
+    return id(item) if rollout_id is None else rollout_id
+
+
+def _are_alike(rollouts: Iterable[list[SAWItem]], eps: float) -> bool:
+    profiles = [_profile(items, eps) for items in rollouts]
+    if len(profiles) < 2 or len({len(profile) for profile in profiles}) > 1:
+        return False
+    spread = np.std(np.array(profiles, dtype=np.float64), axis=0, ddof=1)
+    return bool((spread <= eps).all())
+
+
+def _profile(items: list[SAWItem], eps: float) -> FloatArray:
+    """The weights of a rollout in order, repetitions left out: how many tokens share a weight does not matter."""
+    weights = np.concatenate([_weights(item) for item in items])
+    is_new = np.abs(np.diff(weights, prepend=np.float32(np.inf))) > eps
+    return weights[is_new]
+
+
+def _weights(item: SAWItem) -> FloatArray:
+    """Of its action tokens, or the item's one weight."""
+    own = item.attachments.token_weights
+    return own if own is not None else np.array([item.weight], dtype=np.float32)
+
+
+def _reduced(batch: SAWBatch, kept: list[SAWItem], share_key: str) -> SAWBatch:
+    dropped = len(batch.items) - len(kept)
+    return SAWBatch(items=kept, meta={**batch.meta, share_key: dropped / len(batch.items) if batch.items else 0.0})
+
+
+def _check_eps(function: str, eps: float) -> None:
+    if not eps >= 0:
+        raise ConfigError(f"{function}(eps={eps}); it must be 0 or more.")
+
+
+# --- rejection: hooks that choose which samples are good enough to be imitated ---
+
+
+def keep_rewarded(batch: SAWBatch, *, min_reward: float = 1.0) -> SAWBatch:
+    """The samples of rollouts that earned `min_reward` in total; their share is in meta["accepted_frac"]."""
+    kept = [item for item in batch.items if _total_reward(item) >= min_reward]
+    share = len(kept) / len(batch.items) if batch.items else 0.0
+    return SAWBatch(items=kept, meta={**batch.meta, "accepted_frac": share})
+
+
+def keep_distinct(batch: SAWBatch) -> SAWBatch:
+    """The batch with each token sequence once; the share left out is in meta["duplicate_frac"]."""
+    first: dict[bytes, SAWItem] = {}
+    for item in batch.items:
+        first.setdefault(item.input_ids.tobytes(), item)
+    share = 1 - len(first) / len(batch.items) if batch.items else 0.0
+    return SAWBatch(items=list(first.values()), meta={**batch.meta, "duplicate_frac": share})
+
+
+def keep_few_per_group(batch: SAWBatch, *, max_rollouts: int) -> SAWBatch:
+    """At most `max_rollouts` of each group, those with the highest reward, so that easy prompts do not outweigh the others.
+
+    Groups are those of credit assignment (`GroupKey`): each role of an episode has its own. Of equal ones the first are kept.
+    Samples without a group pass.
+    """
+    if max_rollouts < 1:
+        raise ConfigError(f"max_rollouts={max_rollouts}; keep at least 1, or leave samples out by min_reward.")
+    rewards: dict[GroupKey | None, dict[str | int, float]] = {}
+    for item in batch.items:
+        rewards.setdefault(item.origin.group, {})[_rollout_of(item)] = _total_reward(item)
+    chosen = {
+        rollout
+        for group, earned in rewards.items()
+        for place, rollout in enumerate(sorted(earned, key=lambda rollout: -earned[rollout]))
+        if group is None or place < max_rollouts
+    }
+    return SAWBatch(items=[item for item in batch.items if _rollout_of(item) in chosen], meta=dict(batch.meta))
+
+
+def _total_reward(item: SAWItem) -> float:
+    reward = item.origin.total_reward
+    if reward is None:
+        raise ConfigError(
+            "A sample has no reward of its rollout (origin.total_reward), so it cannot be accepted or rejected. Items that Ludic "
+            "makes from rollouts have it; give your own SampleOrigin(total_reward=…), or use make_sft for demonstrations."
+        )
+    return reward

@@ -1,7 +1,6 @@
-"""Checks of a run, and a look back at its end: the mistakes that cost a day, because training goes on and merely learns worse.
+"""Checks for mistakes that do not stop training but spoil what it learns, and the likely cause of a run that learned nothing.
 
-Those of the model and of the first batch warn and do not stop: each message says what was seen and what usually causes it.
-Weights that are not finite end the run.
+The checks of the model and of the first batch only warn. Weights that are not finite end the run.
 """
 
 import logging
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(model: Any) -> list[str]:
-    """What would keep training from having any effect."""
+    """Warn if training cannot have any effect."""
     found = []
     problem = adapter_problem(model)
     if problem is not None:
@@ -36,32 +35,23 @@ def require_finite(check: FiniteCheck, ranks: Ranks, what: str, advice: str) -> 
 
 
 def check_masks(items: Sequence[SAWItem], tokenizer: Any = None) -> list[str]:
-    """Whether what is called an action looks like one."""
+    """Warn about action masks and weights that cannot be right, and log the first sample's actions."""
     num_tokens = sum(len(item.input_ids) for item in items)
     num_actions = sum(item.num_action_tokens for item in items)
     found = []
     if num_actions == num_tokens:
-        found.append("Every token is an action token: prompts would be trained on, too.")
+        found.append("Every token is an action token: prompts would be trained on too.")
     if not any(item.token_weights.any() for item in items):
         found.append("Every weight is zero: all rewards of each group are equal, or there are no rewards.")
-    first = items[0]
-    logger.info(
-        "first batch: %d samples, %d tokens, of which %d are actions; the first sample's actions: %s",
-        len(items),
-        num_tokens,
-        num_actions,
-        _shown(first, tokenizer),
-    )
+    ids = items[0].input_ids[items[0].action_mask][:40].tolist()
+    shown = repr(tokenizer.decode(ids)) if tokenizer is not None else str(ids)
+    message = "first batch: %d samples, %d tokens, of which %d are actions; the first sample's actions: %s"
+    logger.info(message, len(items), num_tokens, num_actions, shown)
     return _warn(found)
 
 
-def _shown(item: SAWItem, tokenizer: Any) -> str:
-    ids = item.input_ids[item.action_mask][:40].tolist()
-    return repr(tokenizer.decode(ids)) if tokenizer is not None else str(ids)
-
-
 def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
-    """Whether the trainer gives the sampled tokens the probabilities that they were sampled with."""
+    """Warn if the trainer's probabilities of the sampled tokens are not the sampler's."""
     difference = stats.get("logp_difference_abs")
     if difference is None or difference <= tolerance:
         return []
@@ -69,14 +59,14 @@ def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
         [
             f"Sampler and trainer disagree: on the first batch, before any update, log-probs differ by {difference:.3f} nats per "
             f"token on average (more than parity_tolerance={tolerance}). Usual causes: another precision, a sampling "
-            "temperature that the samples do not tell, an adapter that only one of them has, or samples of another model. "
-            "kl_actor_policy_q1 to _q4 say where in a sample they differ."
+            "temperature that the samples do not record, an adapter that only one of them has, or samples of another model. "
+            "kl_actor_policy_q1 to _q4 show where in a sample they differ."
         ]
     )
 
 
 def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """For a finished run, from its logged updates: whether most of them had no gradient, and the likely cause; else None."""
+    """A message with the likely cause if most of a finished run's logged updates had no gradient; else None."""
     updates = [row for row in rows if row.get("train/grad_norm") is not None]
     idle = [row for row in updates if row["train/grad_norm"] == 0]
     if 2 * len(idle) <= len(updates):
@@ -89,7 +79,7 @@ def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _likely_cause(idle: Sequence[Mapping[str, Any]]) -> str:
-    """The first cause, in the order in which they hide each other, that explains every update without a gradient."""
+    """The first cause that explains every update without a gradient; earlier ones hide later ones."""
 
     def always(name: str, value: float) -> bool:
         return all(row.get(f"train/{name}") == value for row in idle)

@@ -1,11 +1,10 @@
-"""Whether samples that another process sent can be trained on: asked before they are, so that a bad group costs itself and not the
-run.
+"""Checks samples of another process before they are trained on, so that a bad group is dropped and the run continues.
 
-First the numbers, which a model or an optimizer would choke on; then a rehearsal of all that happens to samples before the model
-sees them, so that whatever the algorithm asks for is asked for here, in the algorithm's own words.
+First the numbers, which must be finite and in range; then everything that the trainer does with samples before the forward
+pass, so that the algorithm's own checks apply too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,10 @@ import torch
 from ludic.models.head import plain_model
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
+from ludic.training.learner.batches import prepare
 from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import PREFIXES, batch_stats, prefixed
 from ludic.training.learner.packing import action_fields
-from ludic.training.learner.prepare import prepare
 from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
 
 MAX_WEIGHT = 1e9
@@ -53,20 +52,21 @@ class TrainableSamples:
 
     def _check_ids(self, item: SAWItem) -> None:
         candidates = item.attachments.candidates
-        largest = max((int(ids.max()) for ids in _id_arrays(item) if len(ids)), default=0)
+        arrays = [item.input_ids] if candidates is None else [item.input_ids, candidates.ids]
+        largest = max((int(ids.max()) for ids in arrays if len(ids)), default=0)
         if self._vocab_size is not None and largest >= self._vocab_size:
             where = "a token" if candidates is None else "a token, or a candidate of one,"
             raise UntrainableSamples(
-                f"A sample has {where} with the id {largest}; the model knows {self._vocab_size} tokens. Do actor and learner have "
-                "the same model?"
+                f"A sample has {where} with the id {largest}; the model has {self._vocab_size} tokens. Check that actor and "
+                "learner have the same model."
             )
         if self._max_positions is not None and len(item.input_ids) > self._max_positions:
             raise UntrainableSamples(
-                f"A sample has {len(item.input_ids)} tokens; the model knows {self._max_positions} positions."
+                f"A sample has {len(item.input_ids)} tokens; the model has {self._max_positions} positions."
             )
 
     def _rehearse(self, items: Sequence[SAWItem]) -> None:
-        """What the trainer does with a batch, on the CPU and without the model."""
+        """Do what the trainer does with a batch, on the CPU and without the model."""
         prepared = prepare(SAWBatch(items=list(items)), self._algo, self._cfg, 0)
         kept = prepared.items
         if not kept:
@@ -77,12 +77,6 @@ class TrainableSamples:
         prefixed(batch_stats(kept, prepared.meta, self._reducers))
         starts = np.cumsum([0, *(len(item.input_ids) for item in kept)])[:-1]
         action_fields(kept, starts, torch.device("cpu"))
-
-
-def _id_arrays(item: SAWItem) -> Iterable[np.ndarray]:
-    yield item.input_ids
-    if item.attachments.candidates is not None:
-        yield item.attachments.candidates.ids
 
 
 def _check_numbers(item: SAWItem) -> None:
@@ -118,7 +112,7 @@ def _check_facts(item: SAWItem) -> None:
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """Ids from here on have no embedding, or no logit; None where the model does not say."""
+    """The number of tokens that have an embedding and a logit; None if the model does not say."""
     inner = plain_model(model)
     if not hasattr(inner, "get_input_embeddings"):
         return None

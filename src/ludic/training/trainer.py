@@ -1,8 +1,7 @@
-"""`Trainer`: batches in, weights out. It knows nothing of episodes, nor of how a policy is trained: that is its `Learner`'s.
+"""`Trainer`: batches in, weights out. It knows nothing of episodes; how a policy is trained is its `Learner`'s part.
 
-One step reads as its phases: fetch a batch, update, publish, report; between steps it evaluates and saves. What takes long
-runs in a thread, so that the next batch is generated meanwhile. With several ranks each of them runs this loop, and the
-learner shares every batch out among them.
+One step is: fetch a batch, update, publish, report; between steps it evaluates and saves. What takes long runs in a thread, so
+that the next batch is generated meanwhile. Each of several ranks runs this loop, and the learner shares every batch out.
 """
 
 import asyncio
@@ -18,15 +17,14 @@ from ludic.distributed.ranks import Ranks
 from ludic.models.loading import LoadedModel
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint.state_files import restore_rng, rng_state
 from ludic.training.config import TrainerConfig
+from ludic.training.evaluation import Evaluation, check_evaluation
 from ludic.training.guards import check_parity
-from ludic.training.learner.evaluation import Evaluation, check_evaluation
+from ludic.training.learner.batches import PreparedBatch, RankBatch, data_states, describe, fetch, load_data_states
 from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import prefixed
-from ludic.training.learner.prepare import data_states, describe, fetch, load_data_states
 from ludic.training.learner.publish import ParamFilter
-from ludic.training.learner.rank_batches import PreparedBatch, RankBatch
-from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.training.learner.stop import StopRequested, StopSignal, run_sync
 from ludic.training.learner.torch_learner import TorchLearner
 from ludic.training.loggers import Resumable
@@ -53,30 +51,26 @@ class TrainingLoop:
     def __init__(
         self,
         learner: Learner,
-        *,
-        algo: RLAlgorithm,
         batch_source: BatchSource | None,
-        cfg: TrainerConfig,
-        resume_from: int | str | None,
-        train_logger: TrainingLogger | None,
-        reducers: Mapping[str, Reducer] | None,
-        evaluator: Evaluator | None,
-        tokenizer: Any,
+        resume_from: int | str | None = None,
+        train_logger: TrainingLogger | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
-        self.learner, self.algo, self.batch_source, self.cfg = learner, algo, batch_source, cfg
-        self.logger, self.reducers, self.tokenizer = train_logger, reducers, tokenizer
+        self.learner, self.algo, self.cfg = learner, learner.algo, learner.cfg
+        self.batch_source, self.logger, self.reducers = batch_source, train_logger, reducers
         self.checkpointer = learner.checkpointer
         self.stop = StopSignal()
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
-        self._evaluation = Evaluation(evaluator, cfg, self._log)
+        self._evaluation = Evaluation(evaluator, self.cfg, self._log)
         self._log_lock = threading.Lock()
         """A step is logged from a thread, a background evaluation from the event loop; loggers see one at a time."""
         self._last_saved: int | None = None
         self._untrained_from: dict[str, Any] | None = None
-        """Where the data stood before the batch that is being fetched or trained on; None between steps."""
+        """The data's position before the batch that is being fetched or trained on; None between steps."""
         self._num_fetched = 0
-        """How many samples of the batch that is being trained on came from our own source."""
+        """How many samples of the current batch came from this process's source."""
         learner.check(lambda: self._check(resume_from))
         if resume_from is not None:
             self._resume(resume_from)
@@ -85,8 +79,8 @@ class TrainingLoop:
             self._notify_source()
 
     def _check(self, resume_from: int | str | None) -> None:
-        learner, evaluator = self.learner, self.evaluator
-        check_evaluation(self.cfg, evaluator, is_first=learner.is_first, shares_weights=learner.shares_weights)
+        learner = self.learner
+        check_evaluation(self.cfg, self.evaluator, is_first=learner.is_first, shares_weights=learner.shares_weights)
         if resume_from is not None and self.checkpointer is None:
             raise ConfigError(
                 f"resume_from={resume_from!r} needs a checkpointer; {type(self).__name__} needs a checkpoint_config to make one."
@@ -98,13 +92,12 @@ class TrainingLoop:
 
     @property
     def evaluator(self) -> Evaluator | None:
-        """As it was given; another one needs another trainer."""
         return self._evaluation.evaluator
 
     # --- the loop ---
 
     async def train(self, num_steps: int | None = None) -> dict[str, float]:
-        """`num_steps` more steps, or until the source has no more; the last step's metrics come back."""
+        """`num_steps` more steps, or until the source has no more; returns the last step's metrics."""
         stats: dict[str, float] = {}
         self.stop = StopSignal()
         end = None if num_steps is None else self.step + num_steps
@@ -112,24 +105,24 @@ class TrainingLoop:
             with self.stop.catch_signals(), self.learner.watch():
                 if self.cfg.eval_at_start and self.step == 0:
                     await self._evaluate()
-                # Several processes stop together: where they share out the next batch, they tell each other.
+                # Several processes stop together, at the next batch: sharing it tells all of them.
                 while (end is None or self.step < end) and not (self.stop.is_set and self.learner.is_alone):
                     try:
                         stats = await self._step()
                     except (RequestsExhausted, StopRequested) as reason:
                         logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
                         break
-                    self._evaluation.background.check()
+                    self._evaluation.check()
                     if self._evaluation.is_due(self.step):
                         await self._evaluate()  # before saving: it may decide which checkpoint is the best
                     await self._save_if_due(stats)
                 if self.checkpointer is not None:
                     if self.step and self._last_saved != self.step:
-                        await self._save(stats)  # however it ended, what was learned is kept
+                        await self._save(stats)
                     await asyncio.to_thread(self.checkpointer.finish)
-                await self._evaluation.background.finish()
+                await self._evaluation.finish()
         finally:
-            await self._evaluation.background.cancel()
+            await self._evaluation.cancel()
         return stats
 
     async def train_step(self) -> dict[str, float]:
@@ -149,7 +142,8 @@ class TrainingLoop:
         updated = time.perf_counter()
         if step == 0 and self.learner.is_first:
             check_parity(found, self.cfg.parity_tolerance)
-        await asyncio.to_thread(self._publish)
+        if await asyncio.to_thread(self.learner.publish, self.step):
+            self._notify_source()
         stats = {
             **batch.stats,
             **found,
@@ -163,42 +157,37 @@ class TrainingLoop:
     # --- phases ---
 
     async def _next_batch(self) -> RankBatch:
-        """This process's part of the next batch; all of it where there is only one."""
+        """This process's part of the next batch."""
         try:
             own: PreparedBatch | Exception = await self._fetch()
         except Exception as error:  # noqa: BLE001 - `share` tells other processes before it raises
             own = error
         self._num_fetched = len(own.items) if isinstance(own, PreparedBatch) else 0
-        return await asyncio.to_thread(self.learner.share, own, self._describe)
+        metrics = partial(describe, step=self.step, reducers=self.reducers, tokenizer=self.learner.tokenizer)
+        return await asyncio.to_thread(self.learner.share, own, metrics)
 
     async def _fetch(self) -> PreparedBatch:
-        """What this process brings to the batch of all: nothing, if only the first has a source."""
+        """The batch of this process's source; empty if only the first process has one."""
         if self.stop.is_set:
             raise StopRequested(self.stop.reason or "")
         if self.batch_source is None:
             return PreparedBatch([])
         return await self.stop.unless(fetch(self.batch_source, self.algo, self.cfg, self.step))
 
-    def _describe(self, whole: PreparedBatch) -> dict[str, float]:
-        return describe(whole, self.step, self.reducers, self.tokenizer)
-
     def _note_trained(self) -> None:
-        """The weights have changed: the batch counts as trained on, whatever fails after this."""
+        """Called when the weights have changed: the batch counts as trained on, even if a later phase fails."""
         self.step += 1
         self._untrained_from = None
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_trained(self.step, self._num_fetched)
 
-    def _publish(self) -> None:
-        if self.learner.publish(self.step):
-            self._notify_source()
-
     def _notify_source(self) -> None:
-        if isinstance(self.batch_source, FollowsVersions):  # only now: its next batch is sampled with these weights
+        """Called once the weights are published: the source's next batch is sampled with them."""
+        if isinstance(self.batch_source, FollowsVersions):
             self.batch_source.notify_version(self.step)
 
     def _report(self, stats: dict[str, float], started: float) -> dict[str, float]:
-        """Log what is due. The checkpoint comes after: a process that is killed in between has lost no line."""
+        """Log what is due, before the checkpoint is saved: a process that is killed in between loses no line."""
         named = prefixed({**stats, "step": float(self.step)})
         named["perf/step_s"] = time.perf_counter() - started
         if self.step % self.cfg.log_every == 0:
@@ -226,7 +215,7 @@ class TrainingLoop:
                 self._evaluation.last = result
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Everything that a resumed run needs to go on as if it had not stopped."""
+        """Save everything that a resumed run needs to continue as if it had not stopped."""
         self._write(self._state(), metrics or {})
 
     async def _save_if_due(self, stats: Mapping[str, float]) -> None:
@@ -234,14 +223,14 @@ class TrainingLoop:
             await self._save(stats)
 
     async def _save(self, stats: Mapping[str, float]) -> None:
-        """The state is taken here, in the event loop, where a source that generates ahead changes its own."""
+        """The state is taken in the event loop, where a source that generates ahead changes its own."""
         assert self.checkpointer is not None, "only called to save"
         await self._evaluation.wait_for_metric(self.step, self.checkpointer.config.best_metric)
         metrics = {**self._evaluation.metrics_of(self.step), **stats}
         await asyncio.to_thread(self._write, self._state(), metrics)
 
     def _state(self) -> dict[str, Any]:
-        """Data as it stood before the first batch that has not been trained on: that one is made again."""
+        """With the data's position before the first batch that was not trained on: a resumed run makes that one again."""
         data = self._untrained_from if self._untrained_from is not None else data_states(self.algo, self.batch_source)
         return {"step": self.step, "rng": rng_state(), **data}
 
@@ -254,7 +243,7 @@ class TrainingLoop:
         self._last_saved = self.step
 
     def _notify_saved(self, step: int, folder: Path) -> None:
-        """A sharded checkpoint is on disk some time after `save` returned."""
+        """Called once the checkpoint is on disk; with several ranks some time after `save` returned."""
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_saved(step)
 
@@ -275,7 +264,7 @@ class TrainingLoop:
     # --- without asyncio ---
 
     def train_sync(self, num_steps: int | None = None) -> dict[str, float]:
-        """`train`, also where an event loop runs already: a notebook."""
+        """`train`, also if an event loop is running already, as in a notebook."""
         return run_sync(self.train(num_steps), lambda: self.stop)
 
     def train_step_sync(self) -> dict[str, float]:
@@ -312,10 +301,9 @@ class Trainer(TrainingLoop):
         tokenizer: Any = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """With several `ranks` the model is sharded (shard_model); a source on the first rank alone feeds all of them, the
-        others are given None. Publisher, logger and evaluator are only used on the first. `teacher` is for losses that compare
-        whole distributions (`make_opd(kl="reverse")`), `critic` for a critic that is a second model
-        (`make_ppo(critic="separate")`)."""
+        """With several `ranks` the model is sharded (shard_model); `batch_source` may be None on all ranks but the first, which
+        then feeds all. Publisher, logger and evaluator are only used on the first. `teacher`: for losses that compare whole
+        distributions (`make_opd(kl="reverse")`). `critic`: for a critic that is a second model (`make_ppo(critic="separate")`)."""
         cfg = cfg if cfg is not None else TrainerConfig()
         self.model, self.cfg = model, cfg
         self.learner = learner = TorchLearner(
@@ -339,21 +327,10 @@ class Trainer(TrainingLoop):
         learner.use_optimizer(self.optimizer)
         if isinstance(batch_source, ChecksSamples):
             batch_source.use_sample_check(TrainableSamples(algo, cfg, model, reducers))
-        super().__init__(
-            learner,
-            algo=algo,
-            batch_source=batch_source,
-            cfg=cfg,
-            resume_from=resume_from,
-            train_logger=train_logger,
-            reducers=reducers,
-            evaluator=evaluator,
-            tokenizer=tokenizer,
-        )
+        super().__init__(learner, batch_source, resume_from, train_logger, reducers, evaluator)
 
     @property
     def publisher(self) -> PolicyPublisher | None:
-        """As it was given; another one needs another trainer."""
         return self.learner.updates.publisher
 
     def initialize_optimizer(self) -> Any:

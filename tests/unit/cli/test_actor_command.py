@@ -90,8 +90,8 @@ def test_an_actor_holds_no_adapter():
     assert load_tokenizer(ModelSettings(model="tiny")).encode("a")
 
 
-@pytest.mark.parametrize(("same_wish_s", "arrives"), [(5.0, True), (0.0, False)])
-async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_wish_s, arrives, monkeypatch):
+@pytest.mark.parametrize(("same_request_s", "arrives"), [(5.0, True), (0.0, False)])
+async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_request_s, arrives, monkeypatch):
     report = ActorReport(actor="actor-0")
 
     async def play(config, policy, index, stop):
@@ -102,7 +102,7 @@ async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_wis
         return report
 
     monkeypatch.setattr(run_actor, "_run_episodes", play)
-    monkeypatch.setattr(stopping, "SAME_WISH_S", same_wish_s)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", same_request_s)
     try:
         found = await run_actor._until_stopped(None, None, 0)
     finally:

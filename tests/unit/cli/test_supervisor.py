@@ -187,7 +187,7 @@ def test_a_signal_that_is_delivered_again_at_once_does_not_cut_the_end_short(wat
 
 
 def test_a_second_wish_to_stop_does_not_wait(watched, monkeypatch):
-    monkeypatch.setattr(stopping, "SAME_WISH_S", 0.0)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

@@ -9,9 +9,7 @@ import torch
 from torch import distributed as dist
 
 from ludic.distributed.ranks import ProcessRanks, RankFailed, Ranks, difference, join_ranks, launched, require_same
-from ludic.training.learner.metrics import MetricSums, merge
-from ludic.training.learner.packing import balanced_shares
-from ludic.training.learner.rank_batches import (
+from ludic.training.learner.batches import (
     NothingToTrainOn,
     PreparedBatch,
     RankStop,
@@ -19,6 +17,8 @@ from ludic.training.learner.rank_batches import (
     credit_over_ranks,
     scatter_batch,
 )
+from ludic.training.learner.metrics import MetricSums, merge
+from ludic.training.learner.packing import balanced_shares
 from ludic.training.learner.stop import StopRequested
 from ludic.types import ConfigError, RequestsExhausted
 from tests import forked

@@ -12,7 +12,7 @@ from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.training import CheckpointConfig, JSONLLogger, TrainerConfig, make_grpo
-from ludic.training.loggers.jsonl import read_metrics
+from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.learner.rng import restore_rng, rng_state
+from ludic.training.checkpoint.state_files import restore_rng, rng_state
 from ludic.types import ConfigError
 from tests import forked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
@@ -83,7 +83,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_resumed_model_and_optimizer_go_on_bit_for_bit(tmp_path: Path, maker: str):
+def test_resumed_model_and_optimizer_train_on_bit_for_bit(tmp_path: Path, maker: str):
     model = MAKERS[maker](0)
     optimizer = adamw(model)
     train(model, optimizer, range(3))
@@ -99,7 +99,7 @@ def test_a_resumed_model_and_optimizer_go_on_bit_for_bit(tmp_path: Path, maker: 
     assert_same(values(model), values(resumed))
 
 
-def test_a_tied_model_is_read_by_transformers_as_it_is(tmp_path: Path):
+def test_transformers_reads_a_checkpoint_of_a_tied_model(tmp_path: Path):
     model = trainable("llama-mha-tied")
     train(model, adamw(model), range(2))
     folder = manager(tmp_path).save(2, model=model)
@@ -108,7 +108,7 @@ def test_a_tied_model_is_read_by_transformers_as_it_is(tmp_path: Path):
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
-def test_a_lora_checkpoint_holds_the_adapter_only_and_peft_reads_it(tmp_path: Path):
+def test_peft_reads_a_lora_checkpoint_which_holds_the_adapter_only(tmp_path: Path):
     peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     model = with_lora(trainable())
     train(model, adamw(model), range(2))
@@ -130,7 +130,7 @@ def large_embedding(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "full, as a plain module"])
-def test_a_tensor_of_more_than_2_to_the_24_elements_is_saved_and_comes_back(tmp_path: Path, kind: str):
+def test_tensor_of_more_than_2_to_the_24_elements_is_restored(tmp_path: Path, kind: str):
     wrapped = {"full": lambda model: model, "lora": with_lora, "full, as a plain module": torch.nn.Sequential}[kind]
     is_lora = kind == "lora"
     model = wrapped(large_embedding(0))
@@ -144,7 +144,7 @@ def test_a_tensor_of_more_than_2_to_the_24_elements_is_saved_and_comes_back(tmp_
             manager(tmp_path).load(model=other)
 
 
-def test_large_weights_are_split_and_come_back(tmp_path: Path):
+def test_weights_split_over_several_files_are_restored(tmp_path: Path):
     model = trainable("llama")
     folder = manager(tmp_path, max_shard_size="20KB").save(1, model=model)
     assert len(list(folder.glob("model-*.safetensors"))) > 2
@@ -153,7 +153,7 @@ def test_large_weights_are_split_and_come_back(tmp_path: Path):
     assert_same(values(model), values(other))
 
 
-def test_a_family_that_is_stored_under_other_names_comes_back(tmp_path: Path):
+def test_family_stored_under_other_names_is_restored(tmp_path: Path):
     def mixtral(seed: int) -> Any:
         torch.manual_seed(seed)
         return transformers.MixtralForCausalLM(
@@ -170,7 +170,7 @@ def test_a_family_that_is_stored_under_other_names_comes_back(tmp_path: Path):
     assert_same(values(model), values(other))
 
 
-def test_a_plain_module_with_a_shared_weight_and_a_buffer_comes_back(tmp_path: Path):
+def test_plain_module_with_a_shared_weight_and_a_buffer_is_restored(tmp_path: Path):
     def shared() -> torch.nn.Module:
         module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
         module[1].weight = module[0].weight
@@ -185,14 +185,14 @@ def test_a_plain_module_with_a_shared_weight_and_a_buffer_comes_back(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path):
+def test_compiled_model_is_saved_under_its_uncompiled_names(tmp_path: Path):
     manager(tmp_path).save(1, model=torch.compile(a_module(3.0)))
     plain = a_module()
     manager(tmp_path).load(model=plain)
     assert_same(values(plain), values(a_module(3.0)))
 
 
-def test_state_comes_back_with_the_types_it_had(tmp_path: Path):
+def test_state_is_restored_with_its_types(tmp_path: Path):
     state = {
         "plain": {"epoch": 2, "names": ["a", None, True], "seed": 2**100, "pi": 0.1},
         "tuples": (1, (2.5, "x")),
@@ -218,7 +218,7 @@ def test_state_comes_back_with_the_types_it_had(tmp_path: Path):
     assert written["metrics"] == {"train/loss": None, "eval/x": 0.5}
 
 
-def test_the_tokenizer_is_saved_beside_the_weights(tmp_path: Path):
+def test_tokenizer_is_saved_with_the_weights(tmp_path: Path):
     from tokenizers import Tokenizer, models
 
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -232,7 +232,7 @@ def test_the_tokenizer_is_saved_beside_the_weights(tmp_path: Path):
 # --- what does not fit --------------------------------------------------------------------------------------------
 
 
-def test_another_model_is_refused_before_anything_is_copied(tmp_path: Path):
+def test_other_model_is_refused_before_anything_is_copied(tmp_path: Path):
     manager(tmp_path).save(1, model=trainable("llama"))
     other = trainable("qwen3", seed=3)
     before = values(other)
@@ -242,7 +242,7 @@ def test_another_model_is_refused_before_anything_is_copied(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("saved", "other"), [(2, 1), (1, 2)])
-def test_another_number_of_layers_is_refused(tmp_path: Path, saved: int, other: int):
+def test_other_number_of_layers_is_refused(tmp_path: Path, saved: int, other: int):
     def llama(layers: int) -> Any:
         config = new_model("llama").config
         config.num_hidden_layers = layers
@@ -254,19 +254,19 @@ def test_another_number_of_layers_is_refused(tmp_path: Path, saved: int, other: 
         manager(tmp_path).load(model=llama(other))
 
 
-def test_another_dtype_is_refused(tmp_path: Path):
+def test_other_dtype_is_refused(tmp_path: Path):
     manager(tmp_path).save(1, model=a_module())
     with pytest.raises(ConfigError, match="float32, but .* torch.bfloat16"):
         manager(tmp_path).load(model=a_module().bfloat16())
 
 
-def test_an_adapter_is_refused_on_another_base(tmp_path: Path):
+def test_adapter_is_refused_on_another_base(tmp_path: Path):
     manager(tmp_path).save(1, model=with_lora(trainable(seed=0)))
     with pytest.raises(ConfigError, match="another base"):
         manager(tmp_path).load(model=with_lora(trainable(seed=1)))
 
 
-def test_another_adapter_is_refused(tmp_path: Path):
+def test_other_adapter_is_refused(tmp_path: Path):
     manager(tmp_path).save(1, model=with_lora(trainable()))
     with pytest.raises(ConfigError, match="LoraConfig"):
         manager(tmp_path).load(model=with_lora(trainable(), target_modules=["k_proj"]))
@@ -274,7 +274,7 @@ def test_another_adapter_is_refused(tmp_path: Path):
         manager(tmp_path).load(model=trainable())
 
 
-def test_weights_trained_outside_the_adapter_are_not_lost_silently(tmp_path: Path):
+def test_saving_refuses_weights_trained_outside_the_adapter(tmp_path: Path):
     model = with_lora(trainable())
     model.base_model.model.model.norm.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match="norm.weight.*modules_to_save"):
@@ -282,7 +282,7 @@ def test_weights_trained_outside_the_adapter_are_not_lost_silently(tmp_path: Pat
     assert os.listdir(tmp_path) == []
 
 
-def test_a_missing_or_different_optimizer_says_what_to_do(tmp_path: Path):
+def test_missing_or_different_optimizer_is_refused(tmp_path: Path):
     model = a_module()
     checkpoints = manager(tmp_path, save_optimizer=False)
     checkpoints.save(1, model=model, optimizer=adamw(model))
@@ -293,12 +293,12 @@ def test_a_missing_or_different_optimizer_says_what_to_do(tmp_path: Path):
         checkpoints.load(model=model, optimizer=torch.optim.AdamW([model.weight]))
 
 
-def test_state_that_could_not_be_read_back_is_refused_when_saving(tmp_path: Path):
+def test_saving_refuses_state_that_could_not_be_read_back(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"state\[tracker\['x'\]\[0\]\] is a set"):
         manager(tmp_path).save(1, model=a_module(), state={"tracker": {"x": ({1},)}})
 
 
-def test_a_state_may_repeat_the_step_but_not_contradict_it(tmp_path: Path):
+def test_state_may_repeat_the_step_but_not_contradict_it(tmp_path: Path):
     manager(tmp_path).save(3, model=a_module(), state={"step": 3})
     assert manager(tmp_path).load(model=a_module()) == {"step": 3}
     with pytest.raises(ConfigError, match="of step 4, but its state says step 3"):
@@ -315,7 +315,7 @@ def test_a_state_may_repeat_the_step_but_not_contradict_it(tmp_path: Path):
         ({"keep_every": 25, "every_n_steps": 10}, "no multiple of every_n_steps=10"),
     ],
 )
-def test_settings_that_cannot_work_say_so(settings, message):
+def test_invalid_checkpoint_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         CheckpointConfig("x", **settings)
 
@@ -335,7 +335,7 @@ def test_every_nth_step_is_saved(tmp_path: Path):
     assert checkpoints.maybe_save(5, model=a_module()) == tmp_path / "step_000005"
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path):
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path):
     checkpoints = manager(tmp_path, max_to_keep=2, best_metric="eval/accuracy")
     scores = {1: 0.2, 2: 0.9, 3: float("nan"), 4: 0.9, 5: None, 6: 0.1}
     for step, score in scores.items():
@@ -351,7 +351,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path):
     assert checkpoints.load(model=model) == {"step": 6} and model.weight[0, 0] == 6
 
 
-def test_the_best_can_be_the_lowest(tmp_path: Path):
+def test_best_mode_min_keeps_the_lowest(tmp_path: Path):
     checkpoints = manager(tmp_path, max_to_keep=1, best_metric="eval/loss", best_mode="min")
     for step, loss in enumerate([3.0, 1.0, 2.0], start=1):
         checkpoints.save(step, model=a_module(), metrics={"eval/loss": loss})
@@ -359,7 +359,7 @@ def test_the_best_can_be_the_lowest(tmp_path: Path):
     assert checkpoints.best() == tmp_path / "step_000002"
 
 
-def test_steps_that_keep_every_divides_are_kept_for_good(tmp_path: Path):
+def test_pruning_keeps_steps_that_keep_every_divides(tmp_path: Path):
     checkpoints = manager(tmp_path, max_to_keep=1, keep_every=3)
     for step in range(1, 9):
         checkpoints.save(step, model=a_module(step))
@@ -374,7 +374,7 @@ def test_on_committed_is_called_once_the_checkpoint_is_complete(tmp_path: Path):
     assert told == [(path, path)]
 
 
-def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path):
+def test_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path):
     checkpoints = manager(tmp_path, max_to_keep=2)
     for step in (5, 10):
         checkpoints.save(step, model=a_module(step))
@@ -384,7 +384,7 @@ def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path):
     assert names(tmp_path) == ["step_000006", "step_000010"]
 
 
-def test_a_step_can_be_saved_again(tmp_path: Path):
+def test_step_can_be_saved_again(tmp_path: Path):
     checkpoints = manager(tmp_path, max_to_keep=1)
     checkpoints.save(1, model=a_module(1))
     checkpoints.save(1, model=a_module(2))
@@ -393,14 +393,14 @@ def test_a_step_can_be_saved_again(tmp_path: Path):
     assert model.weight[0, 0] == 2 and names(tmp_path) == ["step_000001"]
 
 
-def test_none_keeps_all(tmp_path: Path):
+def test_max_to_keep_none_keeps_all(tmp_path: Path):
     checkpoints = manager(tmp_path, max_to_keep=None)
     for step in range(5):
         checkpoints.save(step, model=a_module())
     assert len(names(tmp_path)) == 5
 
 
-def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path):
+def test_load_without_a_checkpoint_is_refused(tmp_path: Path):
     checkpoints = manager(tmp_path / "nowhere")
     assert (checkpoints.latest(), checkpoints.best()) == (None, None)
     with pytest.raises(CheckpointError, match="without resuming"):
@@ -423,7 +423,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_never_loaded(tmp_path: Path, caplog, kind: str):
+def test_damaged_checkpoint_is_skipped_with_one_warning(tmp_path: Path, caplog, kind: str):
     checkpoints = manager(tmp_path)
     for step in (1, 2):
         model = a_module(step)
@@ -440,7 +440,7 @@ def test_a_damaged_checkpoint_is_never_loaded(tmp_path: Path, caplog, kind: str)
     assert "step_000002" in warning and message in warning
 
 
-def test_a_killed_replacement_leaves_the_old_one_and_the_next_save_tidies_up(tmp_path: Path):
+def test_killed_replacement_leaves_the_old_one_and_the_next_save_cleans_up(tmp_path: Path):
     checkpoints = manager(tmp_path, max_to_keep=1, best_metric="x")
     checkpoints.save(3, model=a_module(3), metrics={"x": 1.0})
     # what a kill between the two renames leaves
@@ -454,7 +454,7 @@ def test_a_killed_replacement_leaves_the_old_one_and_the_next_save_tidies_up(tmp
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_moment_leaves_a_state_that_loads(tmp_path: Path):
+def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path):
     dice = random.Random(0)
     checkpoints = manager(tmp_path)
     model, optimizer = make_parts()
@@ -487,7 +487,7 @@ def wait_for_newer(checkpoints: CheckpointManager, step: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["weights", "optimizer", "state"])
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, what: str):
+def test_failed_write_leaves_earlier_checkpoints_intact(tmp_path: Path, what: str):
     """The kernel refuses to write files beyond a limit: the same calls fail as on a full disk."""
     checkpoints = manager(tmp_path)
     checkpoints.save(1, model=a_module(1))
@@ -525,7 +525,7 @@ print(checkpoints.load(model=model), sorted(p.name for p in checkpoints.root.ite
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_really_full(tmp_path: Path):
+def test_full_disk_leaves_earlier_checkpoints_intact(tmp_path: Path):
     small_disk = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1M tmpfs "$1" && exec "$2" -c "$3" "$1"', "sh"]
     if (
         shutil.which("unshare") is None

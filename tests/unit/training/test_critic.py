@@ -2,13 +2,14 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from ludic.training import CheckpointConfig, TrainerConfig, make_grpo, make_ppo
-from ludic.training.critic.train import explained_variance, make_critic, saved_critic, value_moments
+from ludic.training.critic.train import explained_variance, make_critic, value_moments
 from ludic.training.learner.metrics import MetricSums
 from ludic.types import ConfigError, SampleAttachments, SAWItem
 from tests.unit.training.bandit import bandit_trainer, tiny_llama
@@ -56,7 +57,7 @@ def weights_of(trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "expected"), [("shared", 0.5), ("detached", 0.1), ("separate, over turns", 0.5)])
-async def test_ppo_learns_the_bandit_and_its_critic_what_to_expect(variant, expected):
+async def test_ppo_learns_the_bandit_and_the_critic_its_returns(variant, expected):
     """Chance earns a half. After 24 updates of 64 episodes the policy earns 0.85 at least, and the critic has noticed; a head
     alone, on layers that do not move for it, is slower."""
     trainer, engine = bandit_trainer(algo(variant), group_size=1, num_prompts=64, **critic_for(variant))
@@ -66,7 +67,7 @@ async def test_ppo_learns_the_bandit_and_its_critic_what_to_expect(variant, expe
     assert history[0]["train/value/value_mean"] == 0 and history[-1]["train/value/value_mean"] > expected
 
 
-async def test_a_separate_critic_learns_to_explain_what_its_policy_cannot_change():
+async def test_separate_critic_learns_under_a_fixed_policy():
     """The same batch again and again: what is left to explain gets less, and the metric says so."""
     trainer = hand_trainer(
         *[ppo_batch(0)] * 30,
@@ -82,7 +83,7 @@ async def test_a_separate_critic_learns_to_explain_what_its_policy_cannot_change
 
 
 @every_variant
-async def test_ten_steps_are_five_and_five_more_after_a_resume_bit_for_bit(variant, tmp_path):
+async def test_resumed_run_with_a_critic_continues_bit_for_bit(variant, tmp_path):
     batches = [ppo_batch(seed) for seed in range(10)]
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=5)
     cfg = {"critic_lr": 3e-3}
@@ -106,7 +107,7 @@ async def test_ten_steps_are_five_and_five_more_after_a_resume_bit_for_bit(varia
     assert all(torch.equal(a, b) for a, b in pairs) and all(bool(a.any()) for a, _ in pairs)
 
 
-async def test_a_checkpoint_of_another_kind_of_critic_is_refused(tmp_path):
+async def test_checkpoint_of_another_kind_of_critic_is_refused(tmp_path):
     for saved, resumed, message in [
         ("separate", "shared", "critic of this checkpoint is separate"),
         ("shared", "separate", "on the policy's own trunk"),
@@ -120,32 +121,28 @@ async def test_a_checkpoint_of_another_kind_of_critic_is_refused(tmp_path):
             other.critic.load_state_dict(state)
 
 
-async def test_a_checkpoint_without_a_critic_is_refused(tmp_path):
+async def test_checkpoint_without_a_critic_is_refused(tmp_path):
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=1, save_optimizer=True)
     await hand_trainer(random_items([12, 20, 9]), algo=make_grpo(group_size=4), checkpoint_config=config).train()
     with pytest.raises(Exception, match="critic|does not fit"):
         hand_trainer(algo=algo("shared"), checkpoint_config=config, resume_from="latest")
 
 
-def test_a_head_that_was_saved_before_there_were_kinds_of_critics_is_found():
+def test_state_without_a_critic_is_refused():
     trainer = hand_trainer(algo=algo("shared"))
-    torch.nn.init.normal_(trainer.critic.head.linear.weight)
-    old = {"step": 3, "value_head": dict(trainer.critic.head.state_dict())}
-    other = hand_trainer(algo=algo("shared"))
-    other.critic.load_state_dict(saved_critic(old, "ppo"))
-    assert torch.equal(other.critic.head.linear.weight, trainer.critic.head.linear.weight)
+    trainer.learner.checkpointer = SimpleNamespace(load=lambda **_: {"step": 3})
     with pytest.raises(ConfigError, match="checkpoint to resume from holds none"):
-        saved_critic({"step": 3}, "ppo")
+        trainer.learner.load()
 
 
-async def test_a_critic_of_other_sizes_is_refused():
+async def test_critic_of_other_sizes_is_refused():
     trainer = hand_trainer(algo=algo("separate"), critic=tiny_llama(seed=7))
     wider = hand_trainer(algo=algo("separate"), critic=tiny_llama(seed=7, intermediate_size=96))
     with pytest.raises(ConfigError, match="made as it was made then"):
         wider.critic.load_state_dict(trainer.critic.state_dict())
 
 
-def test_a_critic_with_an_adapter_trains_and_saves_the_adapter_alone():
+def test_critic_with_an_adapter_trains_and_saves_only_the_adapter():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(tiny_llama(seed=7), peft.LoraConfig(r=2, target_modules="all-linear"))
     trainer = hand_trainer(algo=algo("separate"), critic=adapted)
@@ -171,7 +168,7 @@ async def policy_after_a_step(variant, value_coeff):
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "shared"])
-async def test_the_policys_update_does_not_depend_on_the_value_loss_at_all(variant):
+async def test_value_loss_of_a_separate_critic_does_not_change_the_policy(variant):
     """However much the value loss counts, bit for bit; the gradients are large, so both are clipped."""
     (a, few), (b, many) = [await policy_after_a_step(variant, coeff) for coeff in (0.5, 500.0)]
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -179,20 +176,20 @@ async def test_the_policys_update_does_not_depend_on_the_value_loss_at_all(varia
     assert many["train/critic_grad_norm"] == pytest.approx(1000 * few["train/critic_grad_norm"], rel=1e-4)
 
 
-async def test_a_shared_trunk_feels_the_value_loss_and_is_clipped_with_it():
+async def test_value_loss_trains_a_shared_trunk_and_is_clipped_with_it():
     (a, few), (b, many) = [await policy_after_a_step("shared", coeff) for coeff in (0.5, 500.0)]
     assert not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert many["train/grad_norm"] > 10 * few["train/grad_norm"] and "train/critic_grad_norm" not in few
 
 
-def test_the_output_layer_of_a_separate_critic_is_not_trained():
+def test_output_layer_of_a_separate_critic_is_not_trained():
     model = tiny_llama(seed=7)
     trainer = hand_trainer(algo=algo("separate"), critic=model)
     trained = {id(p) for p in trainer.critic.parameters()}
     assert id(model.lm_head.weight) not in trained and id(model.model.embed_tokens.weight) in trained
 
 
-async def test_the_critic_may_have_its_own_learning_rate():
+async def test_critic_lr_is_the_rate_of_the_critics_weights():
     """Adam's first steps move a weight by about the rate, whatever its gradient. The trunk's first gradient is zero: so is
     the head."""
     cfg = {"lr": 1e-4, "critic_lr": 1e-2, "weight_decay": 0.0}
@@ -208,7 +205,7 @@ async def test_the_critic_may_have_its_own_learning_rate():
 
 
 @every_variant
-async def test_the_budget_does_not_change_what_ppo_learns(variant):
+async def test_micro_token_budget_does_not_change_the_ppo_update(variant):
     weights = []
     for budget in (64, 512):
         trainer = hand_trainer(
@@ -219,7 +216,7 @@ async def test_the_budget_does_not_change_what_ppo_learns(variant):
     assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(*weights, strict=True))
 
 
-def test_a_separate_critic_with_the_policys_weights_says_what_the_shared_one_does():
+def test_separate_critic_with_the_policys_weights_equals_the_shared_one():
     """Two paths to the same number: the policy's hidden states, and those of its copy."""
     model = tiny_llama()
     shared = hand_trainer(algo=algo("shared"), model=model)
@@ -234,7 +231,7 @@ def test_a_separate_critic_with_the_policys_weights_says_what_the_shared_one_doe
         assert torch.equal(shared.critic.values(batch, None, shared.policy), expected)
 
 
-def test_explained_variance_by_hand_and_over_parts():
+def test_explained_variance_by_hand_and_merged_from_parts():
     # R = (1, 2, 3, 6), V = (1, 1, 3, 3): residuals 0, 1, 0, 3, variance 10/4 − 1 = 1.5; Var R = 50/4 − 9 = 3.5. 1 − 3/7.
     def part(returns, values):
         attached = SampleAttachments(token_returns=np.array(returns), token_values=np.array(values))
@@ -251,7 +248,7 @@ def test_explained_variance_by_hand_and_over_parts():
     assert explained_variance(same.means()) == {}, "nothing varies, so there is nothing to explain"
 
 
-def test_wishes_that_do_not_fit_are_named():
+def test_critic_settings_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="give Trainer\\(critic=model\\)"):
         hand_trainer(algo=algo("separate"))
     model = tiny_llama()
@@ -263,7 +260,7 @@ def test_wishes_that_do_not_fit_are_named():
         hand_trainer(critic=tiny_llama())
     with pytest.raises(ConfigError, match="critic_lr=0.1, but"):
         hand_trainer(cfg={"critic_lr": 0.1})
-    with pytest.raises(ConfigError, match="knows 100 tokens and the policy 264"):
+    with pytest.raises(ConfigError, match="has 100 tokens and the policy 264"):
         hand_trainer(algo=algo("separate"), critic=tiny_llama(vocab_size=100))
     with pytest.raises(ConfigError, match="not supported for a policy spread over ranks"):
         policy, critic = hand_trainer().policy, tiny_llama(seed=7)

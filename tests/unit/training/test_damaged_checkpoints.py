@@ -329,7 +329,7 @@ def test_fuzz_a_forged_checkpoint_is_loaded_or_refused(kind: str, saved, tmp_pat
 
 
 @pytest.mark.slow
-def test_any_single_bit_of_a_manifest_may_be_wrong(saved, tmp_path: Path):
+def test_any_flipped_bit_of_a_manifest_is_damage(saved, tmp_path: Path):
     root = saved("module").copy(tmp_path / "checkpoints")
     file = root / "step_000003" / MANIFEST
     content = file.read_bytes()
@@ -368,13 +368,13 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_forged_manifest_is_damage(name: str, saved, tmp_path: Path):
+def test_forged_manifest_is_damage(name: str, saved, tmp_path: Path):
     folder = saved("module").copy(tmp_path / "checkpoints") / "step_000003"
     rewrite_manifest(folder, MANIFESTS[name])
     assert problem_with(folder, checksums=True) == "its manifest.json is damaged"
 
 
-def test_a_manifest_without_a_checksum_is_damage(saved, tmp_path: Path):
+def test_manifest_without_a_checksum_is_damage(saved, tmp_path: Path):
     file = saved("module").copy(tmp_path / "checkpoints") / "step_000003" / MANIFEST
     facts = json.loads(file.read_text())
     del facts["crc32"]
@@ -383,7 +383,7 @@ def test_a_manifest_without_a_checksum_is_damage(saved, tmp_path: Path):
 
 
 @pytest.mark.parametrize("format", [None, "sharded", 3])
-def test_a_checkpoint_of_another_version_says_so_in_one_line(saved, tmp_path: Path, caplog, format: Any):
+def test_checkpoint_of_another_format_is_skipped_with_one_warning(saved, tmp_path: Path, caplog, format: Any):
     root = saved("module").copy(tmp_path / "checkpoints")
     rewrite_manifest(root / "step_000003", lambda facts: facts.update(format=format))
     assert saved("module").load(root)["step"] == 2
@@ -411,23 +411,19 @@ BEST = {
 
 @pytest.mark.parametrize("name", BEST)
 @pytest.mark.parametrize("score", [0.1, 5.0, None])
-def test_a_damaged_pointer_to_the_best_is_written_again_by_the_next_save(
-    saved, tmp_path: Path, caplog, name: str, score
-):
+def test_damage_of_best_json_costs_nothing_and_the_next_save_writes_it_again(saved, tmp_path, caplog, name, score):
     root = saved("module").copy(tmp_path / "checkpoints")
     (root / "best.json").write_bytes(BEST[name])
     manager = CheckpointManager(CheckpointConfig(root, max_to_keep=1, best_metric="score"))
-    assert manager.best() == root / "step_000001", "its own metrics say so"
-    assert all(str(root / "best.json") in message for message in caplog.messages) and caplog.messages
+    assert manager.best() == root / "step_000001", "by the metrics in the checkpoints"
     manager.save(4, model=module(), metrics={} if score is None else {"score": score})
-    caplog.clear()
     best = "step_000004" if score == 5.0 else "step_000001"
     assert manager.best() == root / best and not caplog.messages
     assert json.loads((root / "best.json").read_text())["path"] == best
     assert sorted(path.name for path in root.glob("step_*")) == sorted({best, "step_000004"})
 
 
-def test_a_manifest_of_another_step_is_damage(saved, tmp_path: Path, caplog):
+def test_manifest_of_another_step_is_damage(saved, tmp_path: Path, caplog):
     root = saved("module").copy(tmp_path / "checkpoints")
     shutil.rmtree(root / "step_000003")
     shutil.copytree(root / "step_000001", root / "step_000003")
@@ -435,7 +431,7 @@ def test_a_manifest_of_another_step_is_damage(saved, tmp_path: Path, caplog):
     assert "step_000003: its manifest.json is that of another step" in caplog.text
 
 
-def test_without_an_undamaged_checkpoint_the_error_says_so(saved, tmp_path: Path):
+def test_load_is_refused_if_every_checkpoint_is_damaged(saved, tmp_path: Path):
     root = saved("module").copy(tmp_path / "checkpoints")
     for file in root.glob("*/model.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"\x01")
@@ -572,7 +568,7 @@ REFUSED = "cannot be read|are not those of|in this model|link to a file outside"
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_rank_file_is_refused_before_anything_is_loaded(name: str, saved, tmp_path: Path):
+def test_forged_rank_file_is_refused_before_anything_is_loaded(name: str, saved, tmp_path: Path):
     folder = forge(saved, tmp_path, FORGED[name])
     model = module()
     before = [tensor.clone() for tensor in model.state_dict().values()]
@@ -595,7 +591,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_forged_optimizer_is_refused(name: str, saved, tmp_path: Path):
+def test_forged_optimizer_is_refused(name: str, saved, tmp_path: Path):
     folder = saved("module").copy(tmp_path / "checkpoints") / "step_000003"
     (folder / MANIFEST).unlink()
     values(b'{"shared": {"dict": []}, "own": {"dict": []}, "optimizer": ' + OPTIMIZERS[name] + b"}")(folder)
@@ -605,7 +601,7 @@ def test_a_forged_optimizer_is_refused(name: str, saved, tmp_path: Path):
         CheckpointManager(CheckpointConfig(folder.parent)).load(model=model, optimizer=adamw(model), path=folder)
 
 
-def test_a_checkpoint_in_parts_is_read(saved, tmp_path: Path):
+def test_checkpoint_of_several_ranks_is_read_by_one_process(saved, tmp_path: Path):
     folder = forge(saved, tmp_path, lambda folder: None)
     given = saved("sharded")
     assert given.holds(
@@ -616,7 +612,7 @@ def test_a_checkpoint_in_parts_is_read(saved, tmp_path: Path):
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def test_values_come_back_with_their_types(tmp_path: Path):
+def test_values_are_restored_with_their_types(tmp_path: Path):
     shared = torch.arange(12.0)
     dtypes = [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]
     given = {
@@ -639,14 +635,14 @@ def test_values_come_back_with_their_types(tmp_path: Path):
     assert found["views"][0][0] == 2.0 and str(read_values(tmp_path, 1)) == "{}"
 
 
-def test_a_tensor_that_safetensors_cannot_store_is_refused_when_saving(tmp_path: Path):
+def test_saving_refuses_a_tensor_that_safetensors_cannot_store(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"state\[x\[0\]\] is torch.complex128"):
         encoded({"own": {"x": [torch.ones(2, dtype=torch.complex128)]}})
     with pytest.raises(ConfigError, match=r"state\[x\] is a tensor of an unusual kind"):
         encoded({"own": {"x": torch.ones(2).to_sparse()}})
 
 
-def test_a_large_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rank_with_many_bytes_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ludic.training.checkpoint.rank_files._LARGEST_FILE", 100)
     model = module()
     optimizer = adamw(model)

@@ -8,7 +8,7 @@ from ludic.models import teacher_kl as kl_module
 from ludic.models.loading import LoadedModel
 from ludic.training import TrainerConfig, make_grpo, make_opd
 from ludic.training.algorithms import Objective, mix_objectives
-from ludic.training.frozen_teacher import frozen_teacher
+from ludic.training.learner.frozen import make_teacher
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import (
@@ -152,7 +152,7 @@ def test_a_batch_may_mix_rewards_and_a_teacher():
 def test_a_model_is_not_its_own_frozen_teacher():
     model = tiny_llama()
     with pytest.raises(ConfigError, match="is the model that is trained"):
-        frozen_teacher(
+        make_teacher(
             loaded(model),
             make_opd(kl="reverse"),
             TrainedPolicy(model),
@@ -174,12 +174,12 @@ def loaded(model, **changes):
     ("algorithm", "given", "says"),
     [
         (make_opd(kl="reverse"), {"tokenizer": Vocabulary()}, r"give Trainer\(teacher="),
-        (make_opd(), {"teacher": loaded(tiny_llama(1))}, "would never be asked"),
-        (make_opd(kl="reverse"), {"teacher": loaded(tiny_llama(1))}, "Missing is the student's"),
+        (make_opd(), {"teacher": loaded(tiny_llama(1))}, "would not be used"),
+        (make_opd(kl="reverse"), {"teacher": loaded(tiny_llama(1))}, "Give the student's"),
         (
             make_opd(kl="reverse"),
             {"teacher": LoadedModel(tiny_llama(1), None, "x"), "tokenizer": Vocabulary()},
-            "Missing is the teacher's",
+            "Give the teacher's",
         ),
         (
             make_opd(kl="forward"),
@@ -189,7 +189,7 @@ def loaded(model, **changes):
         (
             make_opd(kl="forward"),
             {"teacher": loaded(tiny_llama(1, vocab_size=272)), "tokenizer": Vocabulary()},
-            "among 272 tokens and the student among 264",
+            "272 tokens and the student 264",
         ),
     ],
     ids=["no teacher", "no use", "no tokenizer", "no tokenizer of it", "other tokenizer", "other size"],
@@ -202,7 +202,7 @@ def test_an_unfit_teacher_is_refused_before_the_first_step(algorithm, given, say
 def test_sharded_weights_are_refused():
     policy = TrainedPolicy(tiny_llama())
     with pytest.raises(ConfigError, match="spread over ranks"):
-        frozen_teacher(
+        make_teacher(
             loaded(tiny_llama(1)),
             make_opd(kl="reverse"),
             policy,

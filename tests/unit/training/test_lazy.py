@@ -18,7 +18,7 @@ def run(code: str) -> str:
 
 
 def test_light_names_load_no_torch():
-    light = ["ludic.training.credit_assignment", "ludic.training.filters", "ludic.training.preprocess"]
+    light = ["ludic.training.credit_assignment", "ludic.training.filters"]
     names = " ".join(TABLE[module] for module in light).split()
     code = (
         "import sys, ludic.training; ludic.training.MonteCarloReturn; "
@@ -34,7 +34,7 @@ def test_importing_the_package_imports_none_of_its_parts():
 
 
 @pytest.mark.parametrize("module", TABLE)
-def test_the_names_are_those_of_the_module(module):
+def test_lazy_names_are_those_of_the_module(module):
     loaded = importlib.import_module(module)
     for name in TABLE[module].split():
         assert getattr(ludic.training, name) is getattr(loaded, name)
@@ -45,21 +45,22 @@ def test_no_name_is_claimed_by_two_modules():
     assert len(names) == len(set(names))
 
 
-def test_an_unknown_name_is_an_attribute_error_as_usual():
+def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'ludic.training' has no attribute 'make_gpro'"):
         _ = ludic.training.make_gpro
     with pytest.raises(ImportError, match="make_gpro"):
         exec("from ludic.training import make_gpro")
 
 
-def test_dir_lists_what_there_is_without_importing_it():
+def test_dir_lists_all_names_without_importing_them():
     listed = dir(ludic.training)
     assert {"Trainer", "make_grpo", "MonteCarloReturn", "__name__"} <= set(listed)
     assert set(ludic.training.__all__) <= set(listed)
 
 
 def test_submodules_can_be_imported_from_the_package():
-    from ludic.training import filters, preprocess
+    from ludic.training import config, filters
 
     assert filters.drop_truncated is ludic.training.drop_truncated
-    assert preprocess.compose_preprocess is ludic.training.compose_preprocess
+    assert config.TrainerConfig is ludic.training.TrainerConfig
+    assert filters.compose_preprocess is ludic.training.compose_preprocess

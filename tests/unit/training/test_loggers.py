@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -24,11 +25,15 @@ from ludic.training.loggers import (
     read_metrics,
 )
 from ludic.training.loggers.rich_live import sparkline
-from ludic.training.loggers.wandb import project_name
 from ludic.types import ConfigError, MissingExtra
 from tests.conftest import Fuzz
 
 STATS = {"train/loss": 0.123456, "train/num_samples": 8.0, "eval/accuracy": 0.5, "perf/step_s": 1e-7}
+
+
+def live_logger(**settings) -> tuple[RichLiveLogger, io.StringIO]:
+    screen = io.StringIO()
+    return RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120), **settings), screen
 
 
 def without_time(path: Path) -> list[dict]:
@@ -38,7 +43,7 @@ def without_time(path: Path) -> list[dict]:
 # --- print ------------------------------------------------------------------------------------------------------
 
 
-def test_printed_lines_hold_a_few_numbers_each(capsys):
+def test_print_logger_wraps_lines(capsys):
     PrintLogger(max_items_per_line=2).log(7, STATS)
     assert capsys.readouterr().out.splitlines() == [
         "[trainer] step 7 | train/loss 0.1235 | train/num_samples 8",
@@ -46,14 +51,14 @@ def test_printed_lines_hold_a_few_numbers_each(capsys):
     ]
 
 
-def test_printed_keys_can_be_chosen_with_or_without_prefix():
+def test_print_logger_keys_match_with_or_without_prefix():
     stream = io.StringIO()
     logger = PrintLogger("run", ["accuracy", "train/loss", "absent"], precision=3, percent=["accuracy"], stream=stream)
     logger.log(1, STATS)
     assert stream.getvalue() == "run step 1 | eval/accuracy 50.0% | train/loss 0.123\n"
 
 
-def test_numbers_that_are_not_finite_can_be_printed():
+def test_print_logger_formats_numbers_that_are_not_finite():
     stream = io.StringIO()
     PrintLogger(stream=stream).log(1, {"a": math.nan, "b": math.inf, "c": -2e20})
     assert stream.getvalue() == "[trainer] step 1 | a nan | b inf | c -2e+20\n"
@@ -62,7 +67,7 @@ def test_numbers_that_are_not_finite_can_be_printed():
 # --- jsonl ------------------------------------------------------------------------------------------------------
 
 
-def test_every_line_is_there_as_soon_as_it_is_logged(tmp_path: Path):
+def test_jsonl_line_is_on_disk_when_log_returns(tmp_path: Path):
     path = tmp_path / "run" / "metrics.jsonl"
     logger = JSONLLogger(path)
     before = time.time()
@@ -74,7 +79,7 @@ def test_every_line_is_there_as_soon_as_it_is_logged(tmp_path: Path):
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
-def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
+def test_jsonl_resume_removes_later_steps(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     interrupted = JSONLLogger(path)
     for step in range(1, 8):
@@ -90,7 +95,7 @@ def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_half_a_line_is_never_read_and_never_continued(tmp_path: Path):
+def test_jsonl_unfinished_line_is_ignored_and_removed(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 0}\n{"step": 2, "ti')
     assert without_time(path) == [{"step": 1}]
@@ -106,7 +111,7 @@ def _log_without_end(path: Path) -> None:
         logger.log(step, {f"train/stat_{i}": step / (i + 1) for i in range(200)})
 
 
-def test_a_killed_run_leaves_whole_lines_but_perhaps_the_last_which_is_not_read(tmp_path: Path):
+def test_killed_writer_leaves_at_most_the_last_jsonl_line_incomplete(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     context = multiprocessing.get_context("fork")
     for _ in range(5):
@@ -125,7 +130,7 @@ def test_a_killed_run_leaves_whole_lines_but_perhaps_the_last_which_is_not_read(
         assert path.read_bytes().count(b"\n") == whole and path.read_bytes().endswith(b"\n")
 
 
-def test_a_stat_that_would_hide_the_step_is_refused(tmp_path: Path):
+def test_jsonl_refuses_a_stat_called_step(tmp_path: Path):
     with pytest.raises(ConfigError, match="train/step"):
         JSONLLogger(tmp_path / "metrics.jsonl").log(1, {"step": 2.0})
 
@@ -141,13 +146,13 @@ DAMAGED_LINES = {
     "a stat that is no number": b'{"step": 2, "train/x": "1"}\n',
     "no text": b'{"step": 2, "tr\xff": 0}\n',
     "carriage returns": b'{"step": 2,\r"time"\r0}\n',
-    "brackets without end": b"[" * 100_000 + b"\n",
-    "endless digits": b'{"step": 2, "train/x": ' + b"9" * 5000 + b"}\n",
+    "unclosed brackets": b"[" * 100_000 + b"\n",
+    "5000 digits": b'{"step": 2, "train/x": ' + b"9" * 5000 + b"}\n",
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED_LINES)
-def test_a_damaged_line_is_left_out_with_a_warning_and_removed_by_resuming(tmp_path: Path, caplog, name: str):
+def test_damaged_jsonl_line_is_skipped_with_a_warning_and_removed_by_resume(tmp_path: Path, caplog, name: str):
     path = tmp_path / "metrics.jsonl"
     logger = JSONLLogger(path)
     logger.log(1, {"train/x": 1.0})
@@ -165,7 +170,7 @@ def test_a_damaged_line_is_left_out_with_a_warning_and_removed_by_resuming(tmp_p
     assert [row["train/x"] for row in read_metrics(path)] == [1.0, 3.0, 5.0] and not caplog.messages
 
 
-def test_fuzz_any_damage_costs_its_own_lines_only(tmp_path: Path, fuzz: Fuzz):
+def test_fuzz_damage_of_a_jsonl_file_loses_only_the_damaged_lines(tmp_path: Path, fuzz: Fuzz):
     whole = b"".join(b'{"step":%d,"time":17.5,"train/x":%d.25}\n' % (step, step) for step in range(1, 30))
     for case in range(fuzz.cases(200)):
         rng = fuzz.rng(case)
@@ -185,7 +190,7 @@ def test_fuzz_any_damage_costs_its_own_lines_only(tmp_path: Path, fuzz: Fuzz):
         logger.close()
 
 
-def test_metrics_that_cannot_be_written_are_named(tmp_path: Path):
+def test_jsonl_error_names_the_file_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"Cannot write metrics to .*metrics.jsonl: Is a directory"):
         JSONLLogger(tmp_path / "metrics.jsonl")
@@ -203,7 +208,7 @@ def read_scalars(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_tensorboard_reads_what_was_logged_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path):
+def test_tensorboard_resume_replaces_repeated_steps(tmp_path: Path):
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     first = TensorBoardLogger(tmp_path)
     for step in (1, 2, 3):
@@ -268,7 +273,7 @@ def read_wandb_history(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_wandb_offline_writes_a_run_with_the_steps(tmp_path: Path, offline_wandb, monkeypatch):
+def test_wandb_offline_run_has_the_logged_steps(tmp_path: Path, offline_wandb, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "from-the-environment")
     logger = WandbLogger(name="a-run", config={"lr": 0.1}, dir=tmp_path, mode="offline")
     assert (logger._run.project, logger._run.name, dict(logger._run.config)) == (
@@ -285,18 +290,22 @@ def test_wandb_offline_writes_a_run_with_the_steps(tmp_path: Path, offline_wandb
     assert (rows[0]["train/loss"], rows[0]["eval/accuracy"], rows[1]["train/loss"]) == (0.5, 0.25, 0.125)
 
 
-def test_the_wandb_project_is_ludic_unless_another_is_given(monkeypatch):
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    assert project_name() == "Ludic"
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    assert (project_name(), project_name("mine")) == ("theirs", "mine")
+@pytest.mark.parametrize(
+    ("variable", "given", "project"), [("", None, "Ludic"), ("theirs", None, "theirs"), ("theirs", "mine", "mine")]
+)
+def test_wandb_project_is_the_given_one_the_variable_or_ludic(monkeypatch, variable, given, project):
+    settings: dict = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=settings.update))
+    monkeypatch.setenv("WANDB_PROJECT", variable)
+    WandbLogger(project=given)
+    assert settings == {"project": project}
 
 
 @pytest.mark.parametrize(
     ("make", "package", "extra"),
     [(WandbLogger, "wandb", "wandb"), (lambda: TensorBoardLogger("x"), "torch.utils.tensorboard", "tensorboard")],
 )
-def test_a_missing_package_names_the_extra_to_install(monkeypatch, make, package, extra):
+def test_missing_package_error_names_the_extra(monkeypatch, make, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtra, match=rf"ludic-rl\[{extra}\]"):
         make()
@@ -315,7 +324,7 @@ class BrokenLogger:
         raise RuntimeError("no network")
 
 
-def test_a_failing_child_is_reported_once_and_harms_no_other(tmp_path: Path, caplog):
+def test_tee_reports_a_failing_child_once_and_logs_to_the_others(tmp_path: Path, caplog):
     broken, path = BrokenLogger(), tmp_path / "metrics.jsonl"
     jsonl = JSONLLogger(path)
     tee = TeeLogger(broken, jsonl)
@@ -330,13 +339,13 @@ def test_a_failing_child_is_reported_once_and_harms_no_other(tmp_path: Path, cap
     assert jsonl._file.closed
 
 
-def test_each_failing_child_is_reported(caplog):
+def test_tee_reports_each_failing_child(caplog):
     tee = TeeLogger(BrokenLogger(), BrokenLogger())
     tee.log(1, {})
     assert len(caplog.records) == 2
 
 
-def test_a_tee_resumes_the_children_that_keep_records(tmp_path: Path):
+def test_tee_resumes_its_resumable_children(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     tee = TeeLogger(PrintLogger(stream=io.StringIO()), JSONLLogger(path))
     tee.log(1, {})
@@ -348,15 +357,14 @@ def test_a_tee_resumes_the_children_that_keep_records(tmp_path: Path):
 # --- rich -------------------------------------------------------------------------------------------------------
 
 
-def test_a_sparkline_spans_its_values():
+def test_sparkline_is_scaled_to_its_values():
     assert sparkline([0.0, 1.0, 7.0, 3.5]) == "▁▂█▅"
     assert sparkline([2.0, 2.0]) == "▄▄"
     assert sparkline([0.0, math.nan, math.inf, 1.0]) == "▁  █"
 
 
-def test_the_live_table_groups_by_prefix_keeps_rare_numbers_and_draws_the_reward():
-    screen = io.StringIO()
-    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120), percent=["accuracy"])
+def test_live_table_groups_by_prefix_keeps_old_values_and_draws_the_reward():
+    logger, screen = live_logger(percent=["accuracy"])
     for step, reward in enumerate([0.0, 1.0, 0.5], start=1):
         evals = {"eval/accuracy": 0.25} if step == 1 else {}
         logger.log(step, {"train/avg_total_reward": reward, "train/loss": 0.5 / step, "perf/step_s": 2.0} | evals)
@@ -368,18 +376,17 @@ def test_the_live_table_groups_by_prefix_keeps_rare_numbers_and_draws_the_reward
         assert text in drawn, text
 
 
-def test_the_live_table_says_how_much_is_left(monkeypatch):
-    screen = io.StringIO()
+def test_live_table_shows_the_time_left(monkeypatch):
     clock = iter([100.0, 110.0, 110.0])
     monkeypatch.setattr("ludic.training.loggers.rich_live.time.monotonic", lambda: next(clock))
-    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120), total_steps=11)
+    logger, screen = live_logger(total_steps=11)
     logger.log(1, {"train/x": 1.0})
     logger.log(2, {"train/x": 1.0})  # ten seconds later, and nine more to go
     logger.close()
     assert "step 1 of 11" in screen.getvalue() and "step 2 of 11, 0:01:30 left" in screen.getvalue()
 
 
-def test_without_a_terminal_there_are_plain_lines():
+def test_live_logger_writes_plain_lines_without_a_terminal():
     file = io.StringIO()
     logger = RichLiveLogger(console=Console(file=file, width=20))
     logger.log(1, STATS)
@@ -389,9 +396,8 @@ def test_without_a_terminal_there_are_plain_lines():
     )
 
 
-def test_closing_gives_the_cursor_back_and_may_be_repeated():
-    screen = io.StringIO()
-    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True))
+def test_live_logger_close_restores_the_cursor_once():
+    logger, screen = live_logger()
     logger.log(1, {"train/avg_total_reward": math.nan})
     logger.close()
     logger.close()
@@ -401,13 +407,13 @@ def test_closing_gives_the_cursor_back_and_may_be_repeated():
 # --- between two steps ------------------------------------------------------------------------------------------
 
 
-def test_keys_may_be_patterns_and_leave_out(capsys):
+def test_print_logger_keys_may_be_patterns_and_exclusions(capsys):
     stats = {"train/win_rate": 0.5, "train/parse_error_rate": 0.1, "eval/accuracy": 0.25, "eval/accuracy_low": 0.2}
     PrintLogger(keys=["accuracy", "*_rate", "!parse_error_rate"]).log(1, stats)
     assert capsys.readouterr().out == "[trainer] step 1 | eval/accuracy 0.2500 | train/win_rate 0.5000\n"
 
 
-def test_what_is_going_on_is_written_now_and_then(monkeypatch, tmp_path):
+def test_activity_is_written_at_most_every_15_seconds(monkeypatch, tmp_path):
     now = [100.0]
     monkeypatch.setattr("ludic.training.loggers.print.time.monotonic", lambda: now[0])
     file = io.StringIO()
@@ -418,9 +424,8 @@ def test_what_is_going_on_is_written_now_and_then(monkeypatch, tmp_path):
     assert file.getvalue() == "[trainer] playing for 15 s\n[trainer] playing for 30 s\n"
 
 
-def test_the_live_table_shows_what_is_going_on_before_the_first_step_and_below_the_table():
-    screen = io.StringIO()
-    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120))
+def test_live_logger_shows_activity_before_the_first_step_and_under_the_table():
+    logger, screen = live_logger()
     logger.show_activity("playing 3 of 8 episodes")
     assert "playing 3 of 8 episodes" in screen.getvalue()
     logger.log(1, {"train/x": 1.0})
@@ -430,11 +435,40 @@ def test_the_live_table_shows_what_is_going_on_before_the_first_step_and_below_t
     logger.close()
 
 
-def test_a_result_that_no_longer_occurs_leaves_the_live_table():
-    screen = io.StringIO()
-    logger = RichLiveLogger(console=Console(file=screen, force_terminal=True, width=120))
+def test_live_table_drops_rates_that_are_no_longer_logged():
+    logger, screen = live_logger()
     logger.log(1, {"train/solved_rate": 0.5, "train/loss": 1.0, "eval/win_rate": 0.75})
     screen.truncate(0)
     logger.log(2, {"train/timeout_rate": 1.0})
     logger.close()
     assert "solved" not in screen.getvalue() and "win_rate" in screen.getvalue() and "loss" in screen.getvalue()
+
+
+# --- the status line --------------------------------------------------------------------------------------------
+
+
+def test_print_logger_writes_the_status_every_few_steps():
+    stream, asked = io.StringIO(), iter(range(100))
+    logger = PrintLogger(stream=stream, status=lambda: f"status {next(asked)}", status_every=2)
+    for step in (1, 2, 3, 4):
+        logger.log(step, {"train/loss": 1.0})
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if "status" in line] == ["[trainer] status 0", "[trainer] status 1"]
+    assert [index for index, line in enumerate(lines) if "status" in line] == [1, 4], "after steps 1 and 3"
+
+
+def test_live_table_shows_the_newest_status_under_the_table():
+    asked = iter(range(100))
+    logger, screen = live_logger(status=lambda: f"status {next(asked)}")
+    logger.log(1, {"train/loss": 1.0})
+    logger.log(2, {"train/loss": 1.0})
+    logger.close()
+    last = screen.getvalue().rpartition("step 2")[2]
+    assert "status 1" in last and last.index("loss") < last.index("status 1")
+
+
+def test_live_logger_writes_the_status_as_a_plain_line_without_a_terminal():
+    stream = io.StringIO()
+    logger = RichLiveLogger(console=Console(file=stream), status=lambda: "all is well")
+    logger.log(1, {"train/loss": 1.0})
+    assert stream.getvalue().splitlines()[-1] == "[trainer] all is well"

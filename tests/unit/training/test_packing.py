@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from ludic.training.learner.packing import (
     MicroBatch,
-    TooLong,
-    check_budget,
     collate_micro_batches,
     collate_saw_items,
     fit_length,
@@ -53,7 +51,7 @@ def two_turns():
     return sample(TWO_TURNS, token_weights=[1, 1, -2, -2, -2], runs=[(4, 3), (5, 2)], temperature=0.7)
 
 
-def test_truncation_keeps_what_was_said_of_the_tokens_that_stay():
+def test_truncation_keeps_the_attachments_of_the_remaining_tokens():
     cut = truncated(two_turns(), 7)
     assert cut.input_ids.tolist() == list(range(10, 17))
     assert cut.action_mask.tolist() == [bool(x) for x in TWO_TURNS[:7]]
@@ -64,57 +62,56 @@ def test_truncation_keeps_what_was_said_of_the_tokens_that_stay():
     assert cut.meta == {"task": 1} and cut.origin == SampleOrigin(rollout_id="r10", seq_len_truncated=True)
 
 
-def test_truncation_forgets_versions_that_sampled_nothing_that_stays():
+def test_truncation_drops_versions_without_remaining_tokens():
     cut = truncated(two_turns(), 4)
     assert cut.attachments.version_runs == (VersionRun(4, 2),) and cut.oldest_version == 4
 
 
-def test_truncation_of_a_sample_without_attachments_invents_none():
+def test_truncation_adds_no_attachments():
     cut = truncated(sample([0, 1, 1, 1], logps=False, weight=0.5), 3)
     assert cut.actor_logps is None and cut.attachments.token_weights is None and cut.attachments.version_runs == ()
     assert cut.weight == 0.5 and cut.num_action_tokens == 2
 
 
-def test_a_sample_that_is_too_long_raises_by_default_and_says_what_to_do():
+def test_fit_length_raises_by_default():
     with pytest.raises(ConfigError, match=r"8 tokens.*max_seq_len=7.*r10.*too_long='truncate'"):
         fit_length([of_length(3), two_turns()], 7)
     assert fit_length([two_turns()], 8).items[0].input_ids.tolist() == list(range(10, 18))
 
 
-@pytest.mark.parametrize("policy", [TooLong.TRUNCATE, "truncate"])
-def test_truncating_drops_a_sample_that_has_no_action_left(policy):
+def test_fit_length_truncates_and_drops_samples_without_action_tokens():
     only_late = sample([0] * 6 + [1, 1], first_id=50)
-    fitted = fit_length([of_length(3), two_turns(), only_late], 6, policy)
+    fitted = fit_length([of_length(3), two_turns(), only_late], 6, "truncate")
     assert [len(item.input_ids) for item in fitted.items] == [3, 6]
     assert (fitted.num_truncated, fitted.num_dropped) == (1, 1)
     assert [item.origin.seq_len_truncated for item in fitted.items] == [False, True]
 
 
-def test_dropping_keeps_the_others_in_order():
+def test_fit_length_drop_keeps_the_others_in_order():
     items = [of_length(3, first_id=1), two_turns(), of_length(6, first_id=2)]
-    fitted = fit_length(items, 6, TooLong.DROP)
+    fitted = fit_length(items, 6, "drop")
     assert fitted.items == [items[0], items[2]]
     assert (fitted.num_truncated, fitted.num_dropped) == (0, 1)
 
 
-def test_an_unknown_policy_is_not_taken_for_one_of_them():
+def test_unknown_length_policy_is_refused():
     with pytest.raises(ValueError, match="shorten"):
         fit_length([], 6, "shorten")
 
 
-def test_padding_of_others_is_taken_off_before_length_counts():
+def test_padding_does_not_count_as_length():
     padded = sample([0, 0, 1, 1, 0], attention=[0, 1, 1, 1, 0])
     (item,) = fit_length([padded], 3).items
     assert item.input_ids.tolist() == [11, 12, 13] and item.action_mask.tolist() == [False, True, True]
     assert item.actor_logps.tolist() == pytest.approx([-0.1, -0.2]) and item.attention_mask.all()
 
 
-def test_a_sample_without_padding_is_left_as_it_is():
+def test_sample_without_padding_is_unchanged():
     item = two_turns()
     assert without_padding(item) is item
 
 
-def test_an_action_token_cannot_be_padding():
+def test_padding_of_action_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"action tokens by its attention mask.*r10"):
         without_padding(sample([0, 1, 1], attention=[1, 1, 0]))
 
@@ -127,7 +124,7 @@ def identities(bins):
 
 
 @given(lengths=st.lists(st.integers(2, 20), max_size=30), budget=st.integers(20, 60))
-def test_packed_bins_stay_within_the_budget_and_lose_nothing(lengths, budget):
+def test_packed_bins_stay_within_the_budget_and_keep_every_sample(lengths, budget):
     items = [of_length(n) for n in lengths]
     bins = split_packed(items, budget)
     assert all(0 < sum(own) <= budget for own in lengths_of(bins))
@@ -142,7 +139,7 @@ def test_packing_is_first_fit_longest_first():
     assert lengths_of(split_packed([of_length(n) for n in (2, 3, 4, 6, 7)], 10)) == [[7, 3], [6, 4], [2]]
 
 
-def test_a_sample_larger_than_the_budget_is_refused():
+def test_sample_larger_than_the_budget_is_refused():
     with pytest.raises(ConfigError, match=r"11 tokens, more than micro_token_budget=10"):
         split_packed([of_length(11)], 10)
 
@@ -163,16 +160,16 @@ def test_padded_bins_stay_within_the_budget_padding_included(lengths, budget):
 
 
 @pytest.mark.parametrize(("budget", "longest"), [(0, 1), (-1, 8), (8, 0), (7, 8)])
-def test_a_budget_that_cannot_hold_the_longest_sample_is_refused(budget, longest):
+def test_budget_below_max_seq_len_is_refused(budget, longest):
     with pytest.raises(ConfigError, match=f"micro_token_budget={budget}"):
         split_items_by_token_budget([of_length(3)], micro_token_budget=budget, max_seq_len=longest)
-    check_budget(8, 8)
+    assert split_items_by_token_budget([of_length(3)], micro_token_budget=8, max_seq_len=8)
 
 
 # --- packed tensors -------------------------------------------------------------------------------------------
 
 
-def test_each_action_token_is_predicted_from_the_position_before_it():
+def test_predictor_of_an_action_token_is_the_position_before_it():
     a, b = sample([0, 1, 1], weight=2.0), sample([0, 0, 1, 0, 1], first_id=20, token_weights=[0.5, -0.5])
     batch = pack([a, b], "cpu")
     # Flat: 10 11 12 | 20 21 22 23 24, actions at 1, 2, 5, 7.
@@ -189,7 +186,7 @@ def test_each_action_token_is_predicted_from_the_position_before_it():
 
 
 @given(masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
-def test_no_action_token_is_lost_or_predicted_from_another_sample(masks):
+def test_predictors_stay_within_their_sample(masks):
     items = [sample([False, *mask], first_id=100 * (n + 1)) for n, mask in enumerate(masks)]
     batch = pack(items, "cpu")
     actions = batch.actions
@@ -204,7 +201,7 @@ def test_log_probs_are_taken_at_the_sampling_temperature():
     assert pack(items, "cpu").actions.inverse_temperature_A.tolist() == [2.0, 2.0, 1.0, 0.5]
 
 
-def test_a_sample_without_action_tokens_is_packed_and_counted():
+def test_sample_without_action_tokens_is_packed():
     actions = pack([sample([0, 0]), sample([0, 1], first_id=20)], "cpu").actions
     assert actions.num_items == 2 and actions.item_A.tolist() == [1] and actions.predictor_A.tolist() == [2]
 
@@ -212,20 +209,20 @@ def test_a_sample_without_action_tokens_is_packed_and_counted():
 @pytest.mark.parametrize(
     "tensors", [lambda items: pack(items, "cpu"), lambda items: collate_saw_items(items, pad_token_id=0)]
 )
-def test_an_action_that_nothing_comes_before_is_refused(tensors):
-    with pytest.raises(ConfigError, match=r"nothing comes before it.*r30.*at least one token"):
+def test_action_at_the_first_position_is_refused(tensors):
+    with pytest.raises(ConfigError, match=r"no token before it.*r30.*at least one token"):
         tensors([sample([0, 1]), sample([1, 1], first_id=30)])
 
 
 @pytest.mark.parametrize(
     "tensors", [lambda items: pack(items, "cpu"), lambda items: collate_saw_items(items, pad_token_id=0)]
 )
-def test_log_probs_are_there_for_all_samples_or_for_none(tensors):
+def test_log_probs_of_some_samples_only_are_refused(tensors):
     with pytest.raises(ValueError, match=r"Samples \[1\] have no actor log-probs"):
         tensors([sample([0, 1]), sample([0, 1], logps=False)])
 
 
-def test_without_log_probs_there_is_no_field_of_them():
+def test_old_logp_is_none_without_log_probs():
     items = [sample([0, 1], logps=False), sample([0, 1, 1], logps=False)]
     assert pack(items, "cpu").actions.old_logp_A is None
     assert {"actor_logps", "old_logp_action"}.isdisjoint(collate_saw_items(items, pad_token_id=0))
@@ -248,7 +245,7 @@ def test_collate_pads_at_the_right():
     assert batch["action_mask"].dtype == batch["weight"].dtype == torch.float32
 
 
-def test_collating_nothing_is_refused():
+def test_collate_refuses_an_empty_list():
     with pytest.raises(ValueError, match="nothing to collate"):
         collate_saw_items([], pad_token_id=0)
 

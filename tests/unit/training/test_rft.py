@@ -5,7 +5,7 @@ import pytest
 
 from ludic.batch_gen import ReplayBatchSource
 from ludic.training import make_rft
-from ludic.training.preprocess import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
+from ludic.training.filters import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
 from ludic.types import ActorTokenLogps, CandidateSets, ConfigError, SampleAttachments, SampleOrigin, SAWBatch, SAWItem
 from tests.unit.training.bandit import bandit_trainer
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.training.learner.rng import restore_rng, rng_state
+from ludic.training.checkpoint.state_files import restore_rng, rng_state
 from ludic.types import ConfigError
 
 
@@ -23,7 +23,7 @@ def draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(()).item()]
 
 
-def test_the_same_numbers_follow_after_restoring():
+def test_restored_rng_draws_the_same_numbers():
     draw()
     state = rng_state()
     first = draw()
@@ -32,7 +32,7 @@ def test_the_same_numbers_follow_after_restoring():
     assert draw() == first
 
 
-def test_the_state_survives_a_file_that_may_hold_tensors_and_plain_values_only():
+def test_rng_state_is_plain_values_and_tensors():
     draw()
     file = io.BytesIO()
     torch.save(rng_state(), file)
@@ -42,7 +42,7 @@ def test_the_state_survives_a_file_that_may_hold_tensors_and_plain_values_only()
     assert draw() == first
 
 
-def test_a_state_from_a_machine_with_more_gpus_is_used_as_far_as_it_goes(caplog):
+def test_rng_state_of_more_gpus_is_restored_with_a_warning(caplog):
     state = rng_state()
     first = draw()
     restore_rng({**state, "cuda": [*state["cuda"], torch.get_rng_state()]})
@@ -53,7 +53,7 @@ def test_a_state_from_a_machine_with_more_gpus_is_used_as_far_as_it_goes(caplog)
 @pytest.mark.parametrize(
     "broken", [{}, {"python": (3, ("x",), None)}, {"python": None}, {"torch": torch.zeros(3)}, {"cuda": 5}]
 )
-def test_a_state_that_is_none_is_refused(broken):
+def test_invalid_rng_state_is_refused(broken):
     state = {**rng_state(), **broken} if broken else {}
     with pytest.raises(ConfigError, match="The random state cannot be restored"):
         restore_rng(state)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ludic.training.schedules import LRSchedule
+from ludic.training.config import LRSchedule
 from ludic.types import ConfigError
 
 
@@ -21,7 +21,7 @@ from ludic.types import ConfigError
         (LRSchedule("wsd", 0, 20, 0.5), {0: 1, 16: 1, 18: 0.75, 20: 0.5}),
     ],
 )
-def test_the_multiplier_is_the_one_worked_by_hand(schedule: LRSchedule, expected: dict[int, float]):
+def test_schedule_multipliers_match_values_worked_by_hand(schedule: LRSchedule, expected: dict[int, float]):
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, abs=1e-12)
 
 
@@ -37,6 +37,6 @@ def test_the_multiplier_is_the_one_worked_by_hand(schedule: LRSchedule, expected
         ({"kind": "wsd", "warmup_steps": 2, "total_steps": 5, "decay_steps": 4}, "room for 3"),
     ],
 )
-def test_a_schedule_that_cannot_work_says_so(settings, message):
+def test_invalid_schedule_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         LRSchedule(**settings)

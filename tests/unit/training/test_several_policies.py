@@ -45,7 +45,7 @@ def sample(server, num: int = 3) -> list:
 # --- one base ---
 
 
-def test_the_base_is_in_memory_once_and_adapters_are_apart():
+def test_policies_share_one_base_and_have_separate_adapters():
     base = tiny_llama()
     where = {p.data_ptr() for p in base.parameters()}
     with players(base=base) as table:
@@ -59,7 +59,7 @@ def test_the_base_is_in_memory_once_and_adapters_are_apart():
         assert {p.data_ptr() for p in past.parameters() if not p.requires_grad} == where
 
 
-def test_first_values_depend_on_the_seed_and_the_place_alone():
+def test_initial_adapter_values_depend_on_seed_and_position_only():
     from peft import LoraConfig
 
     config = LoraConfig(r=4, target_modules="all-linear")
@@ -72,7 +72,7 @@ def test_first_values_depend_on_the_seed_and_the_place_alone():
     assert not same(made[0]["a"], made[0]["b"])
 
 
-def test_a_base_with_an_adapter_and_names_given_twice_are_refused():
+def test_base_with_an_adapter_and_duplicate_names_are_refused():
     from peft import LoraConfig
 
     config = LoraConfig(r=4, target_modules="all-linear")
@@ -87,7 +87,7 @@ def test_a_base_with_an_adapter_and_names_given_twice_are_refused():
 # --- each policy sees only its own side ---
 
 
-def test_training_one_changes_nothing_of_the_other_nor_of_the_base():
+def test_training_one_policy_leaves_the_others_and_the_base_unchanged():
     base = tiny_llama()
     base_before = {name: p.detach().clone() for name, p in base.named_parameters()}
     with players(base=base) as table:
@@ -103,7 +103,7 @@ def test_training_one_changes_nothing_of_the_other_nor_of_the_base():
         assert (table.servers["ann"].version, table.servers["bob"].version) == (3, 0)
 
 
-def test_what_one_samples_while_the_other_is_trained_is_what_it_samples_alone():
+def test_training_one_policy_does_not_change_the_samples_of_another():
     with players() as table:
         alone = sample(table.servers["bob"])
         done = threading.Event()
@@ -122,7 +122,7 @@ def test_what_one_samples_while_the_other_is_trained_is_what_it_samples_alone():
         assert all(said == alone for said in meanwhile)
 
 
-def test_tokens_carry_the_version_of_the_policy_that_made_them():
+def test_tokens_have_the_version_of_their_policy():
     with players() as table:
         for _ in range(2):
             asyncio.run(table.trainers["ann"].train_step())
@@ -138,7 +138,7 @@ def test_tokens_carry_the_version_of_the_policy_that_made_them():
 # --- together ---
 
 
-def test_both_learn_and_both_agree_with_their_samplers_at_every_step(tmp_path):
+def test_both_policies_learn_and_agree_with_their_samplers(tmp_path):
     with players(groups=12) as table:
         asyncio.run(train_policies(table.trainers, 16, train_logger=JSONLLogger(tmp_path / "log.jsonl")))
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -150,7 +150,7 @@ def test_both_learn_and_both_agree_with_their_samplers_at_every_step(tmp_path):
         assert max(row[f"{name}/train/lag_max"] for row in rows) == 0
 
 
-def test_no_policy_trains_on_what_the_frozen_one_played():
+def test_frozen_policys_turns_are_not_trained_on():
     seatings = [{"left": "ann", "right": "past"}]
     with players(seatings=seatings) as table:
         before = trained_weights(table.models["bob"])
@@ -163,7 +163,7 @@ def test_no_policy_trains_on_what_the_frozen_one_played():
 # --- a league ---
 
 
-def test_a_league_keeps_versions_as_they_were_and_lets_the_oldest_go():
+def test_league_keeps_versions_unchanged_and_drops_the_oldest():
     with players(league_every=1, league_size=2) as table:
         said = {0: sample(table.league.client(0))}
         for version in (1, 2, 3):
@@ -178,7 +178,7 @@ def test_a_league_keeps_versions_as_they_were_and_lets_the_oldest_go():
         assert said[3] != said[0]
 
 
-def test_games_against_the_past_say_which_version_it_was():
+def test_games_against_a_league_record_the_version():
     with players(seatings=[{"left": "ann", "right": "past"}], groups=20) as table:
         table.league.add(2)
         batch = asyncio.run(table.trainers["ann"].batch_source.next_batch())
@@ -187,13 +187,13 @@ def test_games_against_the_past_say_which_version_it_was():
         assert {item.origin.policy for item in batch.items} == {"ann"}
 
 
-def test_a_member_is_never_replaced():
+def test_league_member_is_never_replaced():
     with players() as table, pytest.raises(ConfigError, match="already has a member of version 0"):
         table.league.add(0)
 
 
 @pytest.mark.parametrize(("every", "max_size"), [(0, 1), (1, 0)])
-def test_a_league_has_room_for_a_version(every, max_size):
+def test_league_size_below_1_is_refused(every, max_size):
     from ludic.inference.local.snapshot import League
 
     with pytest.raises(ConfigError, match="at least 1"):
@@ -216,7 +216,7 @@ class StopAt:
             self.stop.set("enough")
 
 
-def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     with players(seatings=WITH_PAST) as whole:
         asyncio.run(train_policies(whole.trainers, 5))
         expected = {name: trained_weights(model) for name, model in whole.models.items()}
@@ -235,7 +235,7 @@ def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
         assert {v: sample(second.league.client(v)) for v in second.league.versions} == members
 
 
-def test_a_wish_to_stop_while_games_are_played_ends_all_at_one_step(tmp_path):
+def test_stop_during_games_ends_all_trainers_at_one_step(tmp_path):
     with players(folder=tmp_path) as table:
         stop = StopSignal()
         run = table.shared.run_round
@@ -253,7 +253,7 @@ def test_a_wish_to_stop_while_games_are_played_ends_all_at_one_step(tmp_path):
     assert common_step([tmp_path / "ann", tmp_path / "bob"]) == 2
 
 
-def test_a_run_killed_between_two_saves_goes_on_where_both_were(tmp_path):
+def test_run_killed_between_two_saves_resumes_at_the_common_step(tmp_path):
     with players(folder=tmp_path, every_n_steps=1) as table:
         asyncio.run(train_policies(table.trainers, 2))
         asyncio.run(table.trainers["ann"].train_step())  # and bob is killed before its step
@@ -263,7 +263,7 @@ def test_a_run_killed_between_two_saves_goes_on_where_both_were(tmp_path):
         assert [trainer.step for trainer in table.trainers.values()] == [3, 3]
 
 
-def test_nothing_saved_is_nothing_to_resume(tmp_path):
+def test_common_step_without_checkpoints_is_none(tmp_path):
     assert common_step([tmp_path / "ann", tmp_path / "bob"]) is None
 
 
@@ -289,20 +289,20 @@ def test_requests_that_run_out_within_a_round_are_reported(caplog):
 # --- mistakes ---
 
 
-def test_trainers_at_different_steps_are_told_where_to_meet():
+def test_trainers_at_different_steps_are_refused():
     with players() as table:
         asyncio.run(table.trainers["ann"].train_step())
         with pytest.raises(ConfigError, match=r"'ann': 1, 'bob': 0.*common_step"):
             asyncio.run(train_policies(table.trainers, 1))
 
 
-def test_trainers_that_evaluate_by_themselves_are_refused():
+def test_trainers_set_to_evaluate_are_refused():
     with players() as table:
         table.trainers["bob"].cfg = TrainerConfig(eval_every_n_steps=2)
         with pytest.raises(ConfigError, match="trainer of 'bob' is set to evaluate"):
             asyncio.run(train_policies(table.trainers, 1))
 
 
-def test_at_least_one_policy_has_to_be_trained():
+def test_train_policies_without_trainers_is_refused():
     with pytest.raises(ConfigError, match="at least one trainer"):
         asyncio.run(train_policies({}, 1))

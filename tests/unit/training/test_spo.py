@@ -21,10 +21,10 @@ from ludic.training import (
     make_grpo,
     make_spo,
 )
-from ludic.training.learner.metrics import DriftProbe
+from ludic.training.learner.batches import load_data_states
+from ludic.training.learner.gradients import DriftProbe
 from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.prepare import load_data_states
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 from tests.unit.training.hand_made import rollout

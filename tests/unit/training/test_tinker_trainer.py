@@ -41,8 +41,8 @@ from ludic.training import (
     make_sft,
     make_spo,
 )
+from ludic.training.config import LRSchedule
 from ludic.training.losses import Loss
-from ludic.training.schedules import LRSchedule
 from ludic.types import (
     ActorTokenLogps,
     CandidateSets,

@@ -32,7 +32,7 @@ from ludic.training import (
     make_scalerl,
     make_sft,
 )
-from ludic.training.learner.rank_batches import NothingToTrainOn
+from ludic.training.learner.batches import NothingToTrainOn
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.types import ConfigError, RequestsExhausted, SAWBatch
 from tests import forked
@@ -92,7 +92,7 @@ def mean_reward(history):
 
 
 @pytest.mark.slow
-async def test_a_tiny_model_learns_the_bandit_from_chance_to_nearly_always():
+async def test_tiny_model_learns_the_bandit():
     history = await learn(make_grpo(group_size=8), steps=32)
     assert mean_reward(history[:3]) < 0.6
     assert mean_reward(history[-5:]) > 0.85
@@ -112,7 +112,7 @@ async def test_every_group_algorithm_learns(make):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_reinforce_baseline, make_reinforce_pp], ids=lambda make: make.__name__)
-async def test_algorithms_without_groups_learn_too(make):
+async def test_algorithms_without_groups_learn(make):
     history = await learn(make(), steps=28, group_size=1, num_prompts=64)
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
 
@@ -167,7 +167,7 @@ class BagOfTokens(torch.nn.Module):
         return (self.out(self.embedding(input_ids)),)
 
 
-async def test_any_module_trains_and_resumes_bit_for_bit(tmp_path):
+async def test_plain_module_trains_and_resumes_bit_for_bit(tmp_path):
     batches = [random_items([12, 9, 30], seed=seed) for seed in range(3)]
 
     def trainer(*some, **settings):
@@ -183,7 +183,7 @@ async def test_any_module_trains_and_resumes_bit_for_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 
 
-async def test_packed_and_padded_train_alike():
+async def test_packed_and_padded_training_agree():
     batch = random_items([12, 20, 9, 15, 30])
     results = []
     for packed in (True, False):
@@ -193,7 +193,7 @@ async def test_packed_and_padded_train_alike():
     assert_same_up_to_rounding(*results)
 
 
-async def test_gradient_checkpointing_changes_nothing():
+async def test_gradient_checkpointing_does_not_change_the_update():
     batch = random_items([12, 20, 9])
     weights = []
     for checkpointing in (False, True):
@@ -212,7 +212,7 @@ def with_adapter(model):
 
 
 @pytest.mark.slow
-async def test_an_adapter_learns_and_its_base_stays():
+async def test_training_an_adapter_leaves_its_base_unchanged():
     base = tiny_llama(initializer_range=0.3)  # a frozen head that makes a difference
     before = {name: p.clone() for name, p in base.named_parameters()}
     model = with_adapter(base)
@@ -229,7 +229,7 @@ async def test_an_adapter_learns_and_its_base_stays():
             assert torch.equal(parameter, before[plain]), name
 
 
-def test_dense_weights_of_an_adapter_are_those_of_the_merged_model():
+def test_dense_weights_of_an_adapter_equal_the_merged_model():
     model = with_adapter(tiny_llama())
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -241,7 +241,7 @@ def test_dense_weights_of_an_adapter_are_those_of_the_merged_model():
         assert torch.allclose(dense[name], parameter, atol=1e-6), name
 
 
-async def test_the_reference_of_an_adapter_is_its_base():
+async def test_reference_of_an_adapter_is_its_base():
     grpo = make_grpo(group_size=4)
     loss = CompositeLoss(
         [LossTerm(name="policy", loss=grpo.loss), LossTerm(name="kl", loss=TokenKLLoss(to="reference", coeff=0.1))]
@@ -255,12 +255,12 @@ async def test_the_reference_of_an_adapter_is_its_base():
     assert second["train/kl/kl_mean"] > 1e-6
 
 
-def test_a_loss_that_needs_a_reference_says_so():
+def test_loss_that_needs_a_reference_is_refused_without_one():
     with pytest.raises(ConfigError, match="frozen reference"):
         hand_trainer(algo=make_reinforce_pp(kl_coeff=0.1))
 
 
-def test_a_frozen_adapter_is_warned_about(caplog):
+def test_frozen_adapter_logs_a_warning(caplog):
     model = with_adapter(tiny_llama())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lm_head" in name)
@@ -290,24 +290,24 @@ async def test_stale_samples_are_dropped_and_counted():
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("truncate", 2), ("drop", 1)])
-async def test_long_samples_follow_the_policy(policy, kept):
+async def test_too_long_truncates_or_drops_long_samples(policy, kept):
     trainer = hand_trainer(random_items([20, 100]), cfg={"too_long": policy})
     assert (await trainer.train_step())["train/num_samples"] == kept
 
 
-async def test_a_long_sample_stops_the_run_by_default():
+async def test_long_sample_raises_by_default():
     with pytest.raises(ConfigError, match="100 tokens, more than max_seq_len=64"):
         await hand_trainer(random_items([20, 100])).train_step()
 
 
-async def test_samples_without_log_probs_are_refused_where_ratios_are_needed():
+async def test_samples_without_log_probs_are_refused_if_the_loss_needs_ratios():
     items = random_items([20])
     object.__setattr__(items[0].attachments, "actor_logps", None)
     with pytest.raises(ValueError, match="no actor log-probs"):
         await hand_trainer(items).train_step()
 
 
-async def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
+async def test_gradient_that_is_not_finite_leaves_the_weights_unchanged():
     model = tiny_llama()
     before = model.model.embed_tokens.weight.clone()
     trainer = hand_trainer(random_items([20]), model=model)
@@ -317,7 +317,7 @@ async def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     assert torch.equal(model.model.embed_tokens.weight, before) and trainer.step == 0
 
 
-async def test_steps_whose_gradient_was_cut_are_counted():
+async def test_clipped_steps_are_counted():
     items = random_items([12, 9])
     cut, free = (hand_trainer(items, cfg={"max_grad_norm": limit}) for limit in (1e-6, 1e6))
     assert (await cut.train_step())["train/grad_clipped"] == 1.0
@@ -327,13 +327,13 @@ async def test_steps_whose_gradient_was_cut_are_counted():
         assert (await hand_trainer(items, cfg={"max_grad_norm": off}).train_step())["train/grad_clipped"] == 0.0
 
 
-async def test_a_sampler_of_another_model_is_noticed(caplog):
+async def test_sampler_with_another_model_logs_a_warning(caplog):
     items = random_items([20, 30])  # log-probs around −5 where the model says −5.6
     await hand_trainer(items).train_step()
     assert "Sampler and trainer disagree" in caplog.text
 
 
-async def test_training_ends_where_the_requests_do():
+async def test_training_ends_when_the_requests_are_exhausted():
     trainer = hand_trainer(*[random_items([20])] * 3)
     await trainer.train()
     assert trainer.step == 3
@@ -349,12 +349,12 @@ async def test_training_ends_where_the_requests_do():
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused(settings, message):
+def test_invalid_trainer_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         hand_trainer(cfg=settings)
 
 
-def test_the_seeds_spelling_of_the_learning_rate():
+def test_learning_rate_is_another_name_of_lr():
     assert TrainerConfig(learning_rate=2e-5).lr == 2e-5
 
 
@@ -380,7 +380,7 @@ def wait_for_step(folder, step, process, timeout_s=120):
 
 
 @pytest.mark.slow
-def test_ten_steps_equal_five_a_kill_and_five_more(tmp_path):
+def test_killed_run_resumes_to_the_same_ten_steps(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert start(whole, 10).wait(timeout=120) == 0
     process = start(broken, 10, pause_s=0.2)
@@ -394,7 +394,7 @@ def test_ten_steps_equal_five_a_kill_and_five_more(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_saves_and_ends(tmp_path, number):
+def test_signal_finishes_the_step_saves_and_ends(tmp_path, number):
     process = start(tmp_path, 1000, pause_s=0.1)
     wait_for_step(tmp_path, 2, process)
     process.send_signal(number)
@@ -409,14 +409,14 @@ async def test_resuming_needs_a_checkpointer():
         hand_trainer(resume_from="latest")
 
 
-async def test_the_last_step_is_saved_however_the_run_ends(tmp_path):
+async def test_last_step_is_saved_however_the_run_ends(tmp_path):
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=2)
     trainer = hand_trainer(*[random_items([20])] * 3, checkpoint_config=config)
     await trainer.train()
     assert trainer.checkpointer.latest().name == "step_000003"
 
 
-async def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path):
+async def test_resumed_trainer_continues_bit_for_bit(tmp_path):
     batches = [random_items([12, 20, 9], seed=n) for n in range(6)]
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=3)
     straight = hand_trainer(*batches)
@@ -433,7 +433,7 @@ async def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path):
 # --- the seeds' example ---
 
 
-async def test_the_seeds_example_training_loop_runs_as_it_is_written():
+async def test_example_training_loop_of_the_seeds_runs():
     from ludic.training import GRPORequestStrategy, RolloutBatchSource, RolloutEngine, Trainer, TrainerConfig, make_grpo
 
     model = tiny_llama()
@@ -486,7 +486,7 @@ class ForgetfulServer:
         return self.served == version
 
 
-async def test_a_server_that_was_restarted_gets_its_weights_before_anything_is_sampled_from_it():
+async def test_restarted_server_gets_its_weights_before_the_next_batch():
     server = ForgetfulServer()
     trainer = hand_trainer(*[random_items([12, 9], vocab=64) for _ in range(3)], algo=make_sft(), publisher=server)
     await trainer.train_step()
@@ -514,7 +514,7 @@ class Accounting(Given):
         self.told.append(("saved", step))
 
 
-async def test_a_source_that_keeps_accounts_hears_what_was_trained_and_what_is_safe(tmp_path):
+async def test_source_is_notified_of_trained_and_saved_steps(tmp_path):
     trainer = hand_trainer(
         algo=make_sft(), checkpoint_config=CheckpointConfig(tmp_path, every_n_steps=2), cfg={"too_long": "drop"}
     )
@@ -527,10 +527,10 @@ async def test_a_source_that_keeps_accounts_hears_what_was_trained_and_what_is_s
     ]  # fmt: skip
 
 
-async def test_a_step_that_fails_is_not_told_as_trained():
+async def test_failed_step_is_not_reported_as_trained():
     trainer = hand_trainer(algo=make_sft())
     source = trainer.batch_source = Accounting(random_items([12], vocab=64))
-    trainer.learner._apply_gradients = lambda step: (_ for _ in ()).throw(FloatingPointError("nan"))
+    trainer.learner._clip_gradients = lambda step: (_ for _ in ()).throw(FloatingPointError("nan"))
     with pytest.raises(FloatingPointError):
         await trainer.train_step()
     assert source.told == []
@@ -553,7 +553,7 @@ class AdapterServer(ForgetfulServer):
             raise ConfigError("made for another model")
 
 
-async def test_no_weights_are_merged_for_a_publisher_that_sends_the_adapter():
+async def test_adapter_publisher_gets_no_merged_weights():
     model = tiny_llama()
     server = AdapterServer(model)
     batches = [random_items([12, 9], vocab=64) for _ in range(2)]
@@ -564,7 +564,7 @@ async def test_no_weights_are_merged_for_a_publisher_that_sends_the_adapter():
     assert server.pushed == [1, 1, 2] and server.handed == [{}, {}, {}]
 
 
-def test_a_publisher_that_sends_another_models_adapter_is_refused():
+def test_publisher_of_another_models_adapter_is_refused():
     with pytest.raises(ConfigError, match="another model"):
         hand_trainer(publisher=AdapterServer(tiny_llama()))
     model = tiny_llama()
@@ -583,6 +583,6 @@ def test_a_publisher_that_sends_another_models_adapter_is_refused():
         *(("seed", value) for value in (2**63, -(2**63) - 1, 10**50)),
     ],
 )
-def test_numbers_that_cannot_be_trained_with_are_refused(name, value):
+def test_numbers_out_of_range_are_refused(name, value):
     with pytest.raises(ConfigError, match="lr=" if name == "learning_rate" else f"{name}="):
         TrainerConfig(**{name: value})

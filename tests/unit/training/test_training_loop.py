@@ -10,7 +10,8 @@ from tests.unit.training.samples import random_items
 class Recorder(Learner):
     """Notes which of its methods were called."""
 
-    def __init__(self, folder, *, fails_at=None, publishes=True):
+    def __init__(self, folder, *, fails_at=None, publishes=True, **settings):
+        self.algo, self.cfg = make_sft(), TrainerConfig(**settings)
         self.calls, self.fails_at, self.publishes = [], fails_at, publishes
         self.checkpointer = CheckpointManager(CheckpointConfig(folder, every_n_steps=2)) if folder else None
         self.saved = {}
@@ -72,23 +73,9 @@ class Source:
         self.told.append(("saved", step))
 
 
-def loop_over(learner, source, *, cfg=None, resume_from=None, evaluator=None):
-    return TrainingLoop(
-        learner,
-        algo=make_sft(),
-        batch_source=source,
-        cfg=TrainerConfig(**(cfg or {})),
-        resume_from=resume_from,
-        train_logger=None,
-        reducers=None,
-        evaluator=evaluator,
-        tokenizer=None,
-    )
-
-
-async def test_a_step_checks_servers_updates_and_publishes_and_the_end_is_saved(tmp_path):
+async def test_a_step_checks_servers_updates_publishes_and_the_last_step_is_saved(tmp_path):
     learner, source = Recorder(tmp_path), Source()
-    loop = loop_over(learner, source)
+    loop = TrainingLoop(learner, source)
     stats = await loop.train()
     steps = [(("check_servers", n), ("update", n, 2), ("publish", n + 1)) for n in range(3)]
     assert learner.calls == [
@@ -101,15 +88,15 @@ async def test_a_step_checks_servers_updates_and_publishes_and_the_end_is_saved(
     assert loop.step == 3 and stats["train/loss"] == 0.5 and stats["train/num_samples"] == 2
 
 
-async def test_a_source_is_not_told_of_a_version_that_was_not_published():
+async def test_source_is_not_notified_of_an_unpublished_version():
     source = Source()
-    await loop_over(Recorder(None, publishes=False), source).train(1)
+    await TrainingLoop(Recorder(None, publishes=False), source).train(1)
     assert source.told == [("version", 0), ("trained", 1, 2)]
 
 
-async def test_a_batch_whose_update_failed_is_made_again_after_a_resume(tmp_path):
+async def test_batch_of_a_failed_update_is_made_again_after_a_resume(tmp_path):
     learner, source = Recorder(tmp_path, fails_at="gradient"), Source()
-    loop = loop_over(learner, source)
+    loop = TrainingLoop(learner, source)
     with pytest.raises(FloatingPointError):
         await loop.train()
     loop.save_checkpoint()
@@ -117,9 +104,9 @@ async def test_a_batch_whose_update_failed_is_made_again_after_a_resume(tmp_path
     assert learner.saved["batch_source"] == {"position": 0} and learner.saved["step"] == 0
 
 
-async def test_a_batch_counts_as_trained_once_the_weights_have_changed(tmp_path):
+async def test_batch_counts_as_trained_once_the_weights_have_changed(tmp_path):
     learner, source = Recorder(tmp_path, fails_at="check"), Source()
-    loop = loop_over(learner, source)
+    loop = TrainingLoop(learner, source)
     with pytest.raises(FloatingPointError):
         await loop.train()
     loop.save_checkpoint()
@@ -133,20 +120,20 @@ async def test_a_batch_counts_as_trained_once_the_weights_have_changed(tmp_path)
 )
 async def test_resuming_restores_step_and_data_before_the_weights_are_published(tmp_path, where, loaded):
     first = Recorder(tmp_path)
-    await loop_over(first, Source()).train(1)
+    await TrainingLoop(first, Source()).train(1)
     learner, source = Recorder(tmp_path), Source()
     learner.saved = first.saved
-    loop = loop_over(learner, source, resume_from=where)
+    loop = TrainingLoop(learner, source, resume_from=where)
     assert learner.calls == [("load", *loaded), ("begin", 1, True)]
     assert loop.step == 1 and source.position == 1 and source.told == [("version", 1)]
 
 
-def test_settings_that_the_loop_cannot_follow_are_refused():
+def test_loop_refuses_settings_it_cannot_follow():
     with pytest.raises(ConfigError, match="no evaluator"):
-        loop_over(Recorder(None), Source(), cfg={"eval_at_start": True})
+        TrainingLoop(Recorder(None, eval_at_start=True), Source())
     with pytest.raises(ConfigError, match="needs a checkpointer"):
-        loop_over(Recorder(None), Source(), resume_from="latest")
-    shared = Recorder(None)
+        TrainingLoop(Recorder(None), Source(), resume_from="latest")
+    shared = Recorder(None, eval_in_background=True)
     shared.shares_weights = True
     with pytest.raises(ConfigError, match="would change in the middle of an evaluation"):
-        loop_over(shared, Source(), cfg={"eval_in_background": True})
+        TrainingLoop(shared, Source())

@@ -20,8 +20,8 @@ from ludic.training import (
     make_rft,
     make_sft,
 )
+from ludic.training.learner.batches import prepare, require_trainable_sampling
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.prepare import prepare, require_trainable_sampling
 from ludic.training.losses import tokens_from_logits
 from ludic.types import CandidateSets, ConfigError, InferenceSpec, ReturnSpec, SamplingParams, SAWBatch
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, rollout_engine, tiny_llama
@@ -54,7 +54,7 @@ def trainer_of(algorithm, return_=ReturnSpec.for_rl()):  # noqa: B008 - a frozen
     return trainer, engine
 
 
-async def test_what_the_embedded_engine_cut_off_is_cut_off_in_the_trainer_too():
+async def test_trainer_uses_the_candidates_that_the_engine_recorded():
     trainer, engine = trainer_of(make_grpo(group_size=4))
     history = [await trainer.train_step() for _ in range(3)]
     engine.close()
@@ -89,7 +89,7 @@ async def test_log_probs_of_an_unrecorded_distribution_are_refused_before_anythi
 
 
 @pytest.mark.parametrize(("candidates", "is_refused"), [([65, 66], True), ((), False)], ids=["a part", "all"])
-def test_a_teacher_of_the_whole_vocabulary_is_not_compared_with_a_part_of_it(candidates, is_refused):
+def test_teacher_log_probs_are_refused_for_truncated_samples(candidates, is_refused):
     (item,) = random_items([4])
     ids = item.input_ids[item.action_mask]
     candidates = CandidateSets.of([sorted({int(token), *candidates}) if candidates else () for token in ids])
@@ -100,7 +100,7 @@ def test_a_teacher_of_the_whole_vocabulary_is_not_compared_with_a_part_of_it(can
 
 
 @pytest.mark.parametrize("make", [make_sft, make_rft], ids=lambda make: make.__name__)
-async def test_imitation_takes_them_as_they_are(make):
+async def test_imitation_accepts_truncated_samples(make):
     trainer, engine = trainer_of(make(), ReturnSpec.for_eval())
     batch = await trainer.batch_source.next_batch()
     engine.close()
@@ -110,7 +110,7 @@ async def test_imitation_takes_them_as_they_are(make):
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"presence_penalty": 0.5}, {"min_tokens": 2}], ids=str)
-async def test_a_server_that_cannot_say_what_it_cut_off_is_refused_at_the_first_reply(settings):
+async def test_server_that_does_not_record_candidates_is_refused_at_the_first_reply(settings):
     sampling = replace(CUT, top_p=1.0, **settings)
     source = cut_source(ScriptedClient(["a"] * 16), make_grpo(group_size=4), ReturnSpec.for_rl(), sampling)
     (name,) = settings
@@ -118,7 +118,7 @@ async def test_a_server_that_cannot_say_what_it_cut_off_is_refused_at_the_first_
         await source.next_batch()
 
 
-async def test_the_engine_cannot_record_penalties_either():
+async def test_penalties_are_refused():
     engine = LocalEngine(tiny_llama(), ByteTokenizer(), max_model_len=64, kv_tokens=8192)
     source = cut_source(engine, make_grpo(group_size=4), ReturnSpec.for_rl(), replace(CUT, repetition_penalty=1.3))
     with pytest.raises(ConfigError, match=r"repetition_penalty=1\.3"):

@@ -10,13 +10,13 @@ from torch import Tensor
 from ludic.models.head import whole_logits
 from ludic.training.critic.critic import CriticKind
 from ludic.training.critic.gae import Advantages
-from ludic.training.losses import CompositeLoss, Loss, LossTerm, TokenKLLoss, as_loss
-from ludic.training.preprocess import (
+from ludic.training.filters import (
     compose_preprocess,
     drop_zero_weight_samples,
     filter_zero_variance_groups,
     validate_actor_logps,
 )
+from ludic.training.losses import CompositeLoss, Loss, LossTerm, TokenKLLoss, as_loss
 from ludic.types import CreditAssigner, SAWBatch
 
 Preprocess: TypeAlias = Callable[[SAWBatch], SAWBatch]

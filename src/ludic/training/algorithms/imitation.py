@@ -6,15 +6,15 @@ from torch import Tensor
 
 from ludic.training.algorithms.algorithm import Preprocess, RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.losses.base import Loss, Needs
-from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
-from ludic.training.preprocess import (
+from ludic.training.filters import (
     compose_preprocess,
     forget_temperature,
     keep_distinct,
     keep_few_per_group,
     keep_rewarded,
 )
+from ludic.training.losses.base import Loss, Needs
+from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
 
 
 class MaskedCausalLMCrossEntropyLoss(Loss):

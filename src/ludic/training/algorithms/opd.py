@@ -14,11 +14,11 @@ from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.training.algorithms.algorithm import RLAlgorithm
 from ludic.training.algorithms.cispo import CISPOLoss
 from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, KLCreditModifier, ScaledCredit
+from ludic.training.filters import compose_preprocess, validate_actor_logps
 from ludic.training.losses.base import Loss, Needs, named, require_not_negative
 from ludic.training.losses.clipped import TokenClippedSurrogateLoss
 from ludic.training.losses.corrections import CorrectedLoss, TokenMask
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
-from ludic.training.preprocess import compose_preprocess, validate_actor_logps
 from ludic.types import ConfigError
 
 

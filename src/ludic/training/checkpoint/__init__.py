@@ -1,6 +1,6 @@
-"""Checkpoints: what a run writes to go on from, how it is checked and read back, and how a model is exported.
+"""Checkpoints: what a run writes to resume from, how it is checked and read back, and how a model is exported.
 
-`training`, `tinker`, `run` and `cli` import it. Start with manager.py (the only rank), then sharded.py (several ranks).
+`training`, `tinker`, `run` and `cli` import it. Start with manager.py; the other files are one kind of file each.
 """
 
 from typing import TYPE_CHECKING, Any

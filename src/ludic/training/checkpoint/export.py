@@ -1,8 +1,8 @@
-"""From a checkpoint to a folder that other programs read: `from_pretrained`, vLLM, peft, and CheckpointManager.
+"""From a checkpoint to a folder for other programs: `from_pretrained`, vLLM, peft, and CheckpointManager.
 
 `export_checkpoint` puts the parts of several ranks together and leaves an adapter an adapter; `export_model` writes a model
-that is in memory, such as a base with its adapter merged. `ludic export` calls both. The model has to fit into the memory of
-this machine, not onto a GPU; no torch.distributed is needed.
+that is in memory, such as a base with its adapter merged. `ludic export` calls both. The model must fit into CPU memory; neither
+a GPU nor torch.distributed is needed.
 """
 
 import shutil
@@ -42,7 +42,7 @@ def export_checkpoint(
 ) -> Path:
     """Write the checkpoint in `folder` as one process would have written it; `target` must not exist.
 
-    With the optimizer, a run of one process can go on from it: `Trainer(resume_from=target)`. `finish` may change what was
+    With the optimizer, a run of one process can resume from it: `Trainer(resume_from=target)`. `finish` may change what was
     written before the folder gets its name.
     """
     folder, target = Path(folder), Path(target)
@@ -117,7 +117,7 @@ def _write_weights(folder: Path, target: Path, max_shard_size: str) -> None:
 
 
 def _rebuilt(folder: Path) -> Any:
-    """The transformers model; it knows under which names its family is shared."""
+    """The transformers model, which knows under which names its weights are shared."""
     import transformers
 
     name = architecture(read_object(folder / "config.json"))
@@ -137,7 +137,7 @@ def _rebuilt(folder: Path) -> Any:
 
 
 def _write_state(folder: Path, target: Path, with_optimizer: bool) -> None:
-    """With the optimizer, all that a run needs to go on; else the step and the metrics."""
+    """With the optimizer, all that a run needs to resume; else the step and the metrics."""
     step, metrics = (read_manifest(folder) or {})["step"], read_metrics(folder)
     if not with_optimizer:
         write_plain_state(target, step, {}, metrics)

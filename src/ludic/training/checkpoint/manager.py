@@ -1,35 +1,41 @@
-"""Checkpoints: everything a run needs to go on, written so that no crash can spoil what was there before.
+"""Checkpoints: everything a run needs to continue, written so that no crash can spoil what was there before.
 
     output_dir/step_000100/   weights and tokenizer (see model_files), trainer_state.json, ranks/ (see rank_files), manifest.json
-    output_dir/latest.json    {"path": "step_000100", "step": 100}; best.json likewise, with the metric
+    output_dir/latest.json    {"path": "step_000100", "step": 100}; best.json likewise, with the metric. Both are for people
 
-A checkpoint is written next to its place, synced, and renamed. One that is incomplete or damaged is never loaded. Everything
-is written for any number of ranks; `CheckpointManager` is the only rank, `sharded` has what several ranks need beside.
+A checkpoint is written next to its place, synced, and renamed. One that is incomplete or damaged is never loaded.
+`CheckpointManager` is for one process. Of a model that is sharded over ranks, each rank has a `ShardedCheckpointManager`: it
+writes its own part, in the background. Any number of ranks can load what either of them wrote.
 """
 
 import logging
-import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ludic.training.checkpoint.manifest import (
-    CheckpointError,
-    problem_with,
-    read_manifest,
-    read_object,
-    synced,
-    write_manifest,
+from ludic.training.checkpoint.manifest import CheckpointError, problem_with, read_manifest, synced, write_manifest
+from ludic.training.checkpoint.model_files import (
+    base_fingerprint,
+    check_storable,
+    is_peft,
+    matching_weights,
+    model_tensors,
+    uncompiled,
+    write_description,
+    write_weights,
 )
-from ludic.training.checkpoint.model_files import check_storable, matching_weights, write_weights
 from ludic.training.checkpoint.rank_files import is_written_by, write_rank_files, written_by
 from ludic.training.checkpoint.state_files import (
     RNG,
@@ -41,36 +47,26 @@ from ludic.training.checkpoint.state_files import (
     write_plain_state,
 )
 from ludic.training.config import CheckpointConfig
+from ludic.types import ConfigError
 from ludic.types.files import UNFINISHED, sync, write_json
 
-__all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager"]
+__all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager", "ShardedCheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _REPLACED = ".replaced-"
-_BEST = "best.json"
 _FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_([0-9]{{1,18}})")
 
 
 @dataclass(frozen=True, slots=True)
-class _Best:
-    """A checkpoint and the value that makes it the best."""
-
-    folder: Path
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
+class _SaveJob:
     """All that is needed to write a rank's files and finish the checkpoint."""
 
     step: int
     target: Path
     unfinished: Path
     tensors: dict[str, Tensor]
-    metrics: dict[str, float]
     on_committed: Callable[[Path], None] | None
 
 
@@ -79,7 +75,7 @@ class CheckpointManager:
 
     rank, world_size = 0, 1
     per_rank: Sequence[str] = (RNG,)
-    """What of the state each rank has for itself."""
+    """Which parts of the state each rank has for itself."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self.config = config
@@ -92,7 +88,7 @@ class CheckpointManager:
         return every > 0 and step > 0 and step % every == 0
 
     def maybe_save(self, step: int, **what: Any) -> Path | None:
-        """`save`, if this step is one of those to be saved."""
+        """`save`, if this step is due."""
         return self.save(step, **what) if self.should_save(step) else None
 
     def save(
@@ -108,8 +104,8 @@ class CheckpointManager:
     ) -> Path:
         """Write step_<step> and prune older ones. `state` may hold plain values and tensors, nested in lists and dicts.
 
-        `on_committed` is told the folder once the checkpoint is complete and on the disk: here before `save` returns, on several
-        ranks later. If saving fails, the checkpoints that were there stay as they were.
+        `on_committed` is called with the folder once the checkpoint is complete and on disk: before `save` returns, or later if
+        several ranks write. If saving fails, the checkpoints that were there are unchanged.
         """
         self.finish()
         target = self.root / f"step_{step:06d}"
@@ -131,27 +127,30 @@ class CheckpointManager:
 
         self._together(check_and_encode)
         with self._explained(target, unfinished):
-            self._on_first(lambda: self._begin(unfinished))
+            self._on_first(lambda: self._make_folder(unfinished))
             divided = self._write_model(model, unfinished) | optimizer_tensors(saved)
             self._on_first(write_small_files)
         tensors |= {name: tensor for name, tensor in divided.items() if is_written_by(self.rank, tensor)}
-        self._start(SaveJob(step, target, unfinished, tensors, dict(metrics or {}), on_committed))
+        self._start(_SaveJob(step, target, unfinished, tensors, on_committed))
         return target
 
+    def finish(self) -> None:
+        """Wait for what is being written. Here `save` has waited already."""
+
     def _write_model(self, model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
-        """Write the files of the model; what comes back goes into the rank files."""
+        """Write the files of the model; returns the tensors that go into the rank files."""
         write_weights(model, folder, max_shard_size=self.config.max_shard_size)
         return {}
 
-    def _start(self, job: SaveJob) -> None:
+    def _start(self, job: _SaveJob) -> None:
         self._write(job)
 
-    def _write(self, job: SaveJob) -> None:
-        """On every rank: write its files, and when all have, rank 0 finishes the checkpoint."""
+    def _write(self, job: _SaveJob) -> None:
+        """On every rank: write its files. When all have, rank 0 finishes the checkpoint."""
         with self._explained(job.target, job.unfinished):
             self._together(lambda: write_rank_files(job.unfinished, self.rank, job.tensors))
             entries = self._together(lambda: synced(job.unfinished, written_by(self.rank, job.unfinished)))
-            self._on_first(lambda: self._make_it_count(job, entries))
+            self._on_first(lambda: self._commit(job, entries))
         if job.on_committed is not None:
             job.on_committed(job.target)
 
@@ -162,91 +161,11 @@ class CheckpointManager:
         try:
             yield
             is_done = True
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # torch and safetensors have their own for a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is a RuntimeError in torch
             raise CheckpointError(self._why_not_written(target, error)) from error
         finally:
             if not is_done and self.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-
-    def finish(self) -> None:
-        """Wait for what is being written. Here `save` has waited already."""
-
-    def _together(self, action: Callable[[], Result]) -> list[Result]:
-        """Do something on every rank; what comes back are the results of all."""
-        return [action()]
-
-    def _on_first(self, action: Callable[[], Result]) -> Result:
-        """Do something on rank 0; what comes back is its result, on every rank."""
-        results: list[Any] = self._together(lambda: action() if self.rank == 0 else None)
-        first: Result = results[0]
-        return first
-
-    def _begin(self, unfinished: Path) -> None:
-        """Make the folder, after removing what a killed writer left behind."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        for leftover in self.root.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        for replaced in self.root.glob(f"{_REPLACED}*"):
-            target = self.root / replaced.name.removeprefix(_REPLACED)
-            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
-        unfinished.mkdir()
-
-    def _make_it_count(self, job: SaveJob, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Give the folder its manifest and its name, note the best, and remove what is too old."""
-        newest = next(iter(self._finished()), None)
-        # Counts saves: a run that went back to an older step and on from there has its newest checkpoint at a lower step.
-        serial = 1 if newest is None else 1 + (read_manifest(newest) or {})["serial"]
-        listed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
-        write_manifest(job.unfinished, listed, step=job.step, serial=serial)
-        best = self._best()
-        replaced = self.root / f"{_REPLACED}{job.target.name}"
-        if (
-            job.target.exists()
-        ):  # a folder cannot replace another in one step; between the two renames the old one counts
-            job.target.rename(replaced)
-        job.unfinished.rename(job.target)
-        sync(self.root)
-        shutil.rmtree(replaced, ignore_errors=True)
-        write_json(self.root / "latest.json", {"path": job.target.name, "step": job.step})
-        best = self._note_best(best, job.target, job.metrics)
-        self._prune(None if best is None else best.folder)
-
-    def _note_best(self, best: _Best | None, target: Path, metrics: Mapping[str, float]) -> _Best | None:
-        """Write which checkpoint is the best, now that `target` is there and `best` was the best before."""
-        name = self.config.best_metric
-        if name is None:
-            return best
-        value = float(metrics.get(name, math.nan))
-        is_saved_again = best is not None and best.folder == target  # it is judged by its new value
-        if math.isfinite(value) and (
-            best is None or is_saved_again or best.metric != name or self._is_better(value, best.value)
-        ):
-            best = _Best(target, name, value)
-        elif is_saved_again:
-            best = self._best_of_saved(name)
-        if best is not None:
-            named = {
-                "path": best.folder.name,
-                "step": _step_of(best.folder),
-                "metric": best.metric,
-                "value": best.value,
-            }
-            write_json(self.root / _BEST, named)
-        return best
-
-    def _is_better(self, value: float, other: float) -> bool:
-        return value > other if self.config.best_mode == "max" else value < other
-
-    def _prune(self, best: Path | None) -> None:
-        keep_every, max_to_keep = self.config.keep_every, self.config.max_to_keep
-        for folder in [] if max_to_keep is None else self._finished()[max_to_keep:]:
-            if folder != best and not (keep_every and _step_of(folder) % keep_every == 0):
-                # Renamed first: half a folder under its own name would look like damage.
-                shutil.rmtree(folder.rename(self.root / f"{UNFINISHED}{folder.name}"))
 
     def _why_not_written(self, target: Path, error: Exception) -> str:
         intact = self.latest()
@@ -259,6 +178,56 @@ class CheckpointManager:
             "save_optimizer=False."
         )
 
+    def _together(self, action: Callable[[], Result]) -> list[Result]:
+        """Call `action` on every rank; returns the results of all."""
+        return [action()]
+
+    def _on_first(self, action: Callable[[], Result]) -> Result:
+        """Call `action` on rank 0; returns its result on every rank."""
+        results: list[Any] = self._together(lambda: action() if self.rank == 0 else None)
+        first: Result = results[0]
+        return first
+
+    def _make_folder(self, unfinished: Path) -> None:
+        """Make the folder, after removing what a killed writer left behind."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for leftover in self.root.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for replaced in self.root.glob(f"{_REPLACED}*"):
+            target = self.root / replaced.name.removeprefix(_REPLACED)
+            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
+        unfinished.mkdir()
+
+    def _commit(self, job: _SaveJob, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Give the folder its manifest and its name, write the pointers, and remove what is too old."""
+        newest = self.latest()
+        # Counts saves: a run that went back to an older step has its newest checkpoint at a lower step.
+        serial = 1 if newest is None else 1 + (read_manifest(newest) or {})["serial"]
+        listed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
+        write_manifest(job.unfinished, listed, step=job.step, serial=serial)
+        replaced = self.root / f"{_REPLACED}{job.target.name}"
+        if (
+            job.target.exists()
+        ):  # a folder cannot replace another in one step; between the two renames the old one counts
+            job.target.rename(replaced)
+        job.unfinished.rename(job.target)
+        sync(self.root)
+        shutil.rmtree(replaced, ignore_errors=True)
+        write_json(self.root / "latest.json", {"path": job.target.name, "step": job.step})
+        best = self._best()
+        if best is not None:
+            folder, value = best
+            named = {"path": folder.name, "step": _step_of(folder), "metric": self.config.best_metric, "value": value}
+            write_json(self.root / "best.json", named)
+        self._prune(None if best is None else best[0])
+
+    def _prune(self, best: Path | None) -> None:
+        keep_every, max_to_keep = self.config.keep_every, self.config.max_to_keep
+        for folder in [] if max_to_keep is None else self._finished()[max_to_keep:]:
+            if folder != best and not (keep_every and _step_of(folder) % keep_every == 0):
+                # Renamed first: half a folder under its own name would look like damage.
+                shutil.rmtree(folder.rename(self.root / f"{UNFINISHED}{folder.name}"))
+
     # --- reading ---
 
     def latest(self) -> Path | None:
@@ -266,7 +235,7 @@ class CheckpointManager:
         return next(iter(self._finished()), None)
 
     def is_empty(self) -> bool:
-        """Whether no checkpoint was ever finished here; a damaged one is one."""
+        """Whether no checkpoint was ever finished here, not even one that is damaged now."""
         return not self._folders()
 
     def steps(self) -> list[int]:
@@ -274,44 +243,24 @@ class CheckpointManager:
         return list(map(_step_of, self._finished()))
 
     def best(self) -> Path | None:
-        """The checkpoint with the best metric so far."""
+        """The checkpoint with the best `best_metric`; None if no checkpoint has it."""
         best = self._best()
-        return None if best is None else best.folder
+        return None if best is None else best[0]
 
-    def _best(self) -> _Best | None:
-        """What best.json says. If that cannot be true, the best of the checkpoints that are there, by their own metrics."""
-        pointer, name = self.root / _BEST, self.config.best_metric
-        if not pointer.exists():
+    def _best(self) -> tuple[Path, float] | None:
+        """The best checkpoint and its metric, by the checkpoints' own files; of equal ones the oldest."""
+        name, sign = self.config.best_metric, 1 if self.config.best_mode == "max" else -1
+        if name is None:
             return None
-        try:
-            return self._named_best(pointer)
-        except CheckpointError as error:
-            found = None if name is None else self._best_of_saved(name)
-            known = (
-                "No other is known to be the best." if found is None else f"The best is {found.folder.name} instead."
-            )
-            self._warn(f"{error} {known}")
-            return found
-
-    def _named_best(self, pointer: Path) -> _Best:
-        named = read_object(pointer)
-        name, metric, value = (named.get(key) for key in ("path", "metric", "value"))
-        if not isinstance(name, str) or not _FOLDER.fullmatch(name) or not isinstance(metric, str):
-            raise CheckpointError(f"{pointer} is damaged: it names no checkpoint and metric.")
-        folder = self.root / name
-        problem = self._quick_problem(folder)
-        if problem is not None:
-            raise CheckpointError(f"{pointer} names {name}, but {problem}.")
-        if type(value) is not float or read_metrics(folder).get(metric) != value:
-            raise CheckpointError(f"{pointer} is damaged: its value is not the one that {name} has.")
-        return _Best(folder, metric, value)
-
-    def _best_of_saved(self, metric: str) -> _Best | None:
-        best: _Best | None = None
-        for folder in self._finished():
-            value = read_metrics(folder).get(metric)
-            if value is not None and (best is None or self._is_better(value, best.value)):
-                best = _Best(folder, metric, value)
+        best: tuple[Path, float] | None = None
+        for folder in reversed(self._finished()):
+            try:
+                value = read_metrics(folder).get(name)
+            except CheckpointError as error:
+                self._warn(f"{folder.name} cannot be the best checkpoint: {error}")
+                continue
+            if value is not None and (best is None or sign * value > sign * best[1]):
+                best = folder, value
         return best
 
     def load(
@@ -322,7 +271,7 @@ class CheckpointManager:
         step: int | None = None,
         path: str | Path | None = None,
     ) -> dict[str, Any]:
-        """Put weights and optimizer back in place and return the state that was saved, with its `step`.
+        """Copy weights and optimizer into place and return the state that was saved, with its `step`.
 
         The checkpoint is `path`, else that of `step`, else the newest that is undamaged.
         """
@@ -338,11 +287,12 @@ class CheckpointManager:
         return state
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
-        """The checkpoint that `load` loads: `path`, else that of `step`, else the newest that is undamaged. It warns about
-        each one that it skips; CheckpointError if there is none."""
+        """The checkpoint that `load` loads; it warns about each one that it skips. CheckpointError if there is none."""
         is_asked_for = step is not None or path is not None
-        for folder in self._candidates(step, path):
-            problem = self._problem_with(folder)
+        share = slice(self.rank, None, self.world_size)  # ranks divide the files among them
+        for folder in self._on_first(lambda: self._candidates(step, path)):
+            problems = self._together(partial(problem_with, folder, checksums=True, share=share))
+            problem = next((problem for problem in problems if problem is not None), None)
             if problem is None:
                 return folder
             if is_asked_for:
@@ -358,23 +308,14 @@ class CheckpointManager:
         if step is not None:
             return [self.root / f"step_{step:06d}"]
         for folder in self._folders():
-            problem = self._quick_problem(folder)
+            problem = _quick_problem(folder)
             if problem is not None:
                 self._warn(f"Skipping the checkpoint {folder}: {problem}.")
         return self._finished()
 
-    def _problem_with(self, folder: Path) -> str | None:
-        return problem_with(folder, checksums=True)
-
-    def _quick_problem(self, folder: Path) -> str | None:
-        """Of a folder under its own name; the content of its files is not read."""
-        problem = problem_with(folder, checksums=False)
-        if problem is None and _step_of(folder) != (read_manifest(folder) or {}).get("step"):
-            return "its manifest.json is that of another step"
-        return problem
-
     def _warn(self, message: str) -> None:
-        logger.warning("%s", message)
+        if self.rank == 0:
+            logger.warning("%s", message)
 
     def _folders(self) -> list[Path]:
         there = sorted(self.root.iterdir()) if self.root.is_dir() else []
@@ -382,11 +323,107 @@ class CheckpointManager:
 
     def _finished(self) -> list[Path]:
         """Complete checkpoints, the newest first."""
-        complete = [folder for folder in self._folders() if self._quick_problem(folder) is None]
+        complete = [folder for folder in self._folders() if _quick_problem(folder) is None]
         return sorted(complete, key=lambda folder: (read_manifest(folder) or {}).get("serial", 0), reverse=True)
+
+
+def _quick_problem(folder: Path) -> str | None:
+    """Of a folder under its own name; the content of its files is not read."""
+    problem = problem_with(folder, checksums=False)
+    if problem is None and _step_of(folder) != (read_manifest(folder) or {}).get("step"):
+        return "its manifest.json is that of another step"
+    return problem
 
 
 def _step_of(folder: Path) -> int:
     named = _FOLDER.fullmatch(folder.name)
     assert named is not None, "only called for folders that are named so"
     return int(named[1])
+
+
+class ShardedCheckpointManager(CheckpointManager):
+    """The checkpoints of one run, as seen by one of its ranks. All ranks call everything together, and see one output_dir.
+
+    `save` copies what is to be written into CPU memory and returns; a thread of every rank writes. When all have written, rank 0
+    writes the manifest and renames the folder. A rank that fails, or dies, leaves what was there before. `on_committed` is called
+    on every rank, from the writing thread. The error of a failed checkpoint is raised by the next `save` or `finish`.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        per_rank: Sequence[str] = (RNG,),
+        in_background: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """`per_rank`: which parts of the state each rank has for itself; of everything else rank 0's is saved. `timeout_s`: how
+        long ranks wait for the slowest to write its part."""
+        super().__init__(config)
+        if not dist.is_initialized():
+            raise ConfigError(
+                "ShardedCheckpointManager needs torch.distributed, which is not initialised. Start the run by torchrun, or use "
+                "CheckpointManager, which reads checkpoints of several ranks as well."
+            )
+        self.per_rank, self.in_background = tuple(per_rank), in_background
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # A separate group: the writing thread communicates while training does, and gloo needs no GPU for it.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._fingerprint: dict[str, str] | None = None
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete; CheckpointError if it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write_model(self, model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+        self._together(lambda: _check_is_seen(folder))
+        if self._fingerprint is None:  # once: frozen weights do not change, and every rank has to send its parts for it
+            own = uncompiled(model)
+            self._fingerprint = base_fingerprint(own) if is_peft(own) else {}
+        fingerprint = self._fingerprint
+        self._on_first(lambda: write_description(model, fingerprint, folder))
+        return model_tensors(model)
+
+    def _start(self, job: _SaveJob) -> None:
+        """Write from copies, which training does not change."""
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in job.tensors.items()}
+        self._writing = self._thread.submit(self._write, replace(job, tensors=copies))
+        self._writing.add_done_callback(_log_failure)
+        if not self.in_background:
+            self.finish()
+
+    def _together(self, action: Callable[[], Result]) -> list[Result]:
+        """An error on one rank is raised on all."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as failure:  # noqa: BLE001 - the other ranks would wait for this one; it is raised below
+            error = failure
+        outcomes: list[Any] = [None] * self.world_size
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(outcomes, (result, reason), group=self._group)
+        if error is not None and not isinstance(error, (OSError, SafetensorError)):
+            raise error
+        failed = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(outcomes) if reason is not None]
+        if failed:
+            raise CheckpointError("; ".join(failed)) from error
+        return [result for result, _ in outcomes]
+
+
+def _check_is_seen(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}, which rank 0 has just made, is not there for this rank. Choose an output_dir on a disk that all ranks "
+            "share."
+        )
+
+
+def _log_failure(writing: "Future[None]") -> None:
+    """Log the failure now; the next `save` or `finish` raises it."""
+    error = writing.exception()
+    if error is not None:
+        logger.error("%s", error)

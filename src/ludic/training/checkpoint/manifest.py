@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the size and CRC-32 of every file, and of the manifest itself.
 
-It is written last, so its presence says that the folder was finished. `manager`, `export` and the commands that take a
-checkpoint check folders against it. A file that cannot be read counts as damaged.
+It is written last, so a folder that has one was finished. `manager`, `export` and the commands that take a checkpoint check
+folders against it. A file that cannot be read counts as damaged.
 """
 
 import json
@@ -47,7 +47,7 @@ def synced(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, listed: Mapping[str, Any], *, step: int, serial: int) -> None:
-    """Write the last file of a folder; `listed` comes from `synced`."""
+    """Write the last file of a folder; `listed` is what `synced` returned."""
     for inner in [path for path in folder.rglob("*") if path.is_dir()]:
         sync(inner)
     facts = {"format": FORMAT, "step": step, "serial": serial, "files": dict(listed)}
@@ -59,7 +59,7 @@ def _checksum_of(facts: Mapping[str, Any]) -> int:
 
 
 def _checksum(file: Path) -> int:
-    """CRC-32 finds accidents, and is as fast as a fast disk."""
+    """CRC-32 detects accidental damage, and is as fast as a fast disk."""
     value = 0
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -68,7 +68,7 @@ def _checksum(file: Path) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The facts of a finished folder: format, step, serial, files. None where the manifest is missing or damaged."""
+    """The facts of a finished folder: format, step, serial, files. None if the manifest is missing or damaged."""
     try:
         return _manifest(folder)
     except _Damaged:
@@ -162,7 +162,7 @@ def _wrong_checksum(folder: Path, listed: Mapping[str, Any]) -> str | None:
 
 
 def listed_files(folder: Path) -> list[Path]:
-    """The files that belong to a folder: those of its manifest; all where it has none."""
+    """The files of a folder: those that its manifest lists, or all if it has none."""
     manifest = read_manifest(folder)
     return list(files_in(folder)) if manifest is None else [folder / name for name in sorted(manifest["files"])]
 
@@ -173,7 +173,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file; OSError or ValueError where there is none."""
+    """The value in a JSON file; OSError or ValueError if there is none."""
     try:
         return json.loads(path.read_bytes())
     except RecursionError as error:
@@ -181,7 +181,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError where there is none."""
+    """The JSON object in a file; CheckpointError if there is none."""
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
 """A model's weights as files, and back into the same model, bit for bit.
 
-One process writes a transformers model as `save_pretrained` does, so that all programs that read Hugging Face folders read a
-checkpoint; a peft model as its adapter alone; any other module as one safetensors file. Several ranks write their parts into
-the rank files, and beside them the configuration. Reading copies into the tensors that the model has, so an engine or an
-optimizer that shares them sees the new values; of a sharded model every rank reads its part.
+One process writes a transformers model as `save_pretrained` does, so that programs for Hugging Face folders read a checkpoint; a
+peft model as its adapter alone; any other module as one safetensors file. Several ranks write their parts into the rank files,
+and beside them the configuration. Reading copies into the model's own tensors, so an engine or an optimizer that shares them
+sees the new values; of a sharded model every rank reads its part.
 """
 
 import copy
@@ -27,13 +27,13 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_FINGERPRINT = "base_fingerprint.json"
 MODEL = "model."
-"""How the names of weights begin in the rank files; those of an adapter with "model.<adapter>."."""
+"""Prefix of weights in the rank files; for those of an adapter it is "model.<adapter>."."""
 _SAMPLES = 16
 _SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
-"""LoRA's output is multiplied by a number that comes from these; other kinds of adapters have none of them."""
+"""Settings of LoRA that determine its scale; other kinds of adapters have none of them."""
 
 Matched: TypeAlias = tuple[StoredTensors | WholeTensors, dict[str, Tensor]]
-"""Stored tensors, and the tensors of the model that they are copied into."""
+"""Stored tensors, and the model's tensors that they are copied into."""
 
 
 def is_peft(model: torch.nn.Module) -> bool:
@@ -50,7 +50,7 @@ def uncompiled(model: torch.nn.Module) -> Any:
 
 
 def _made_by(package: str, name: str, thing: Any) -> bool:
-    """Only a package that is loaded can have made it, so this never loads one."""
+    """Never loads the package: only a loaded one can have made the thing."""
     module = sys.modules.get(package)
     return module is not None and isinstance(thing, getattr(module, name))
 
@@ -74,7 +74,7 @@ def check_storable(model: torch.nn.Module) -> None:
 
 
 def _address(tensor: Any) -> int:
-    """0 for an empty part; the ranks that hold something can tell."""
+    """0 for an empty part of a sharded tensor."""
     own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return own.data_ptr()
 
@@ -94,7 +94,7 @@ def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str =
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Name -> this rank's part, of all weights that ranks write; a tied weight once, under its first name."""
+    """Name → this rank's part, of all weights that ranks write; a tied weight once, under its first name."""
     own: Any = uncompiled(model)
     if is_peft(own):
         return {
@@ -157,7 +157,7 @@ def read_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def matching_weights(model: torch.nn.Module, folder: Path) -> Callable[[], None]:
-    """Compare the stored weights with the model; what comes back copies them. Ranks compare together, and copy alone."""
+    """Compare the stored weights with the model; returns a function that copies them."""
     own: Any = uncompiled(model)
     pairs: list[Matched]
     if is_peft(own):
@@ -217,15 +217,15 @@ def _names_that_differ(stored: Mapping[str, Any], own: Mapping[str, Tensor]) -> 
 
 
 def _place(name: str, tensor: Tensor) -> Any:
-    """The same for two names of one weight. A rank's part may be empty and have no address, but it is one object."""
+    """Equal for two names of one weight. A rank's part may be empty and have no address, but it is one object."""
     if is_sharded(tensor):
         return id(tensor)
     return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
 
 
 def _converted(model: Any, folder: Path) -> tuple[WholeTensors, list[str]]:
-    """Some families (mixtures of experts) are stored under other names than they have in memory; transformers knows them.
-    Beside the weights come the names that it could not match."""
+    """The weights under their names in memory, which differ for some families (mixtures of experts), as transformers converts
+    them; and the names that it could not match."""
     with no_progress_bar():
         loaded, report = type(model).from_pretrained(
             folder, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -264,7 +264,7 @@ def _same_kind(stored: Any, own: Mapping[str, Tensor], folder: Path) -> Matched:
 
 
 def _check_scale(own: Mapping[str, Any], file: Path) -> None:
-    """The same tensors under another alpha are another adapter, and nothing else would show it."""
+    """The same tensors with another alpha are another adapter; no other check notices it."""
     saved = read_object(file)
     differing = [name for name in _SCALE if saved.get(name) != own.get(name)]
     if differing:
@@ -278,18 +278,13 @@ def _check_scale(own: Mapping[str, Any], file: Path) -> None:
 # --- which model --------------------------------------------------------------------------------------------------
 
 
-def base_fingerprint(model: torch.nn.Module) -> dict[str, str]:
-    """Of all frozen weights. A sharded model's weights are gathered one by one, so every rank calls it."""
-    return _fingerprint(model, lambda parameter: not parameter.requires_grad)
-
-
 def _check_base(model: torch.nn.Module, folder: Path) -> None:
     """An adapter fits its own base only."""
     file = folder / BASE_FINGERPRINT
     if file not in listed_files(folder):
         raise ConfigError(f"{folder} is not the checkpoint of an adapter: it has no {BASE_FINGERPRINT}.")
     saved = read_object(file)
-    own = _fingerprint(model, lambda _: True)
+    own = base_fingerprint(model, frozen_only=False)
     other = [name for name, value in saved.items() if own.get(name) != value]
     if other:
         raise ConfigError(
@@ -298,11 +293,12 @@ def _check_base(model: torch.nn.Module, folder: Path) -> None:
         )
 
 
-def _fingerprint(model: torch.nn.Module, include: Callable[[torch.nn.Parameter], bool]) -> dict[str, str]:
-    """Shape, dtype and a few values of each weight: enough to tell one model from another, and fast."""
-    chosen = {
-        name: parameter for name, parameter in model.named_parameters() if include(parameter) and parameter.numel()
-    }
+def base_fingerprint(model: torch.nn.Module, *, frozen_only: bool = True) -> dict[str, str]:
+    """Shape, dtype and a few values of each weight: enough to tell one model from another, and fast.
+
+    Weights of a sharded model are gathered one by one, so every rank calls it.
+    """
+    chosen = {name: p for name, p in model.named_parameters() if p.numel() and not (frozen_only and p.requires_grad)}
     if not chosen:
         return {}
     with torch.no_grad():
@@ -314,10 +310,10 @@ def _fingerprint(model: torch.nn.Module, include: Callable[[torch.nn.Parameter],
 
 
 def _some_values(parameter: Any) -> Tensor:
-    if is_sharded(parameter):  # parts that wait in CPU memory are gathered as the others are
+    if is_sharded(parameter):  # offloaded parts are moved to the device first
         parameter = parameter.to(parameter.device_mesh.device_type).full_tensor()
     flat = parameter.reshape(-1)
-    # In whole numbers: a float32 cannot tell places beyond 2^24 apart, and rounds differently on another device.
+    # Integer arithmetic: a float32 is not exact beyond 2^24, and rounds differently on another device.
     places_K = torch.arange(_SAMPLES, device=flat.device) * (len(flat) - 1) // (_SAMPLES - 1)
     found: Tensor = flat[places_K].float()
     return found
@@ -339,12 +335,8 @@ def _kind(model: Any) -> str:
 
 
 def _described(config: Mapping[str, Any]) -> str:
-    sizes = ", ".join(
-        f"{name} {config[name]}"
-        for name in ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
-        if name in config
-    )
-    return f"a {architecture(config)} ({sizes})"
+    shown = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
+    return f"a {architecture(config)} ({', '.join(f'{name} {config[name]}' for name in shown if name in config)})"
 
 
 def architecture(config: Mapping[str, Any]) -> str:

@@ -34,6 +34,9 @@ _LARGEST_FILE = 1 << 32
 _UNSTORABLE = (torch.complex128, torch.complex32)
 """safetensors has no names for these."""
 
+_LISTS: dict[str, Any] = {"list": list, "tuple": tuple}
+_DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+
 Box: TypeAlias = tuple[int, ...]
 
 
@@ -47,7 +50,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def _local_part(tensor: Any) -> tuple[Tensor, Box]:
-    """What this rank holds of a tensor, and where that begins in the whole."""
+    """This rank's part of a tensor, and where it begins in the whole."""
     if not is_sharded(tensor):
         return tensor, (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -57,7 +60,7 @@ def _local_part(tensor: Any) -> tuple[Tensor, Box]:
 
 
 def is_written_by(rank: int, tensor: Any) -> bool:
-    """Whether this rank writes its part: one of the ranks that hold a part does, and rank 0 writes what is not sharded."""
+    """Whether this rank writes its part: of the ranks that hold the same part one does, and rank 0 writes unsharded tensors."""
     if not is_sharded(tensor):
         return rank == 0
     place = tensor.device_mesh.get_coordinate()
@@ -67,7 +70,7 @@ def is_written_by(rank: int, tensor: Any) -> bool:
 
 
 def _copy_part(source: Tensor, begins: Box, target: Any) -> None:
-    """Copy what a part of a tensor, which begins there in the whole, and this rank's part of `target` have in common."""
+    """Copy the overlap of `source`, a part that begins at `begins` in the whole tensor, with this rank's part of `target`."""
     local, start = _local_part(target)
     low = [max(pair) for pair in zip(begins, start, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(begins, source.shape, start, local.shape, strict=True)]
@@ -95,7 +98,7 @@ def write_rank_files(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> 
 
 
 def written_by(rank: int, folder: Path) -> list[Path]:
-    """The files that a rank reads back: what it wrote itself; rank 0 also what belongs to no rank."""
+    """The files that a rank has written; rank 0 also those outside the rank files."""
     owners = {file: int(file.name[:5]) if file.parent.name == RANKS else 0 for file in files_in(folder)}
     return [file for file, owner in owners.items() if owner == rank]
 
@@ -129,16 +132,16 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Tables of nested plain values and tensors as a few tensors, copied; `read_values` gives them back with their types.
+    """Tables of nested plain values and tensors as a few tensors, copied; `read_values` restores them with their types.
 
-    ConfigError for what could not be read back.
+    ConfigError for values that could not be restored.
     """
     tensors: dict[str, Tensor] = {}
 
     def encode(path: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            is_unusual = value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg()
-            if is_unusual or is_sharded(value):
+            is_plain = value.layout is torch.strided and not (value.is_quantized or value.is_conj() or value.is_neg())
+            if not is_plain or is_sharded(value):
                 raise ConfigError(
                     f"state[{path}] is a tensor of an unusual kind; give a plain one (.full_tensor(), .to_dense().clone())."
                 )
@@ -150,9 +153,9 @@ def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
             return {"tensor": len(tensors) - 1}
         if type(value) is float and not math.isfinite(value):
             return {"float": repr(value)}
-        if type(value) in (list, tuple):
+        if type(value) in _LISTS.values():
             return {type(value).__name__: [encode(f"{path}[{index}]", each) for index, each in enumerate(value)]}
-        if type(value) in (dict, OrderedDict):
+        if type(value) in _DICTS.values():
             pairs = [[encode(path, key), encode(f"{path}[{key!r}]", each)] for key, each in value.items()]
             if hasattr(value, "_metadata"):  # torch puts versions there, beside the weights of a module
                 return {type(value).__name__: pairs, "_metadata": encode(path, value._metadata)}
@@ -174,7 +177,7 @@ def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file. All that goes wrong in the block is put down to the file."""
+    """An open safetensors file. Any error in the block is reported as damage of the file."""
     try:
         with safe_open(file, framework="pt") as stored:
             yield stored
@@ -191,7 +194,7 @@ def rank_files(folder: Path) -> list[Path]:
 
 
 def num_ranks(folder: Path) -> int:
-    """How many ranks wrote a checkpoint; 1 where none wrote a file, as in an export."""
+    """How many ranks wrote a checkpoint; 1 if none wrote a file, as in an export."""
     return len({file.name.partition("-")[0] for file in rank_files(folder)}) or 1
 
 
@@ -208,7 +211,7 @@ def read_values(folder: Path, rank: int) -> dict[str, Any]:
 def _decoded(node: Any, stored: Any) -> Any:
     if type(node) is not dict:
         if type(node) is list:
-            raise ValueError("a list stands where a value belongs")
+            raise ValueError("it holds a list in the place of a value")
         return node
     metadata = node.pop("_metadata", None)
     ((kind, inner),) = node.items()
@@ -216,18 +219,14 @@ def _decoded(node: Any, stored: Any) -> Any:
         return stored.get_tensor(f"{_VALUES}.{inner:d}").clone()
     if kind == "float":
         return float(inner)
-    if kind in ("list", "tuple"):
-        values = [_decoded(each, stored) for each in inner]
-        return values if kind == "list" else tuple(values)
-    if kind not in ("dict", "OrderedDict"):
+    if kind in _LISTS:
+        return _LISTS[kind](_decoded(each, stored) for each in inner)
+    if kind not in _DICTS:
         raise ValueError(f"it holds a {kind}, which is not read")
-    pairs = ((_decoded(key, stored), _decoded(value, stored)) for key, value in inner)
-    if kind == "dict":
-        return dict(pairs)
-    ordered: Any = OrderedDict(pairs)
-    if metadata is not None:
-        ordered._metadata = _decoded(metadata, stored)
-    return ordered
+    found = _DICTS[kind]((_decoded(key, stored), _decoded(value, stored)) for key, value in inner)
+    if metadata is not None and isinstance(found, OrderedDict):
+        found._metadata = _decoded(metadata, stored)  # type: ignore[attr-defined] # as torch does
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +271,7 @@ class StoredTensors(dict[str, StoredTensor]):
             raise ValueError(f"a part of {name} is not within {tuple(shape)}")
         about = self.setdefault(name.removeprefix(self._prefix), StoredTensor(shape, tensor.dtype, []))
         if (about.shape, about.dtype) != (shape, tensor.dtype) or any(begins == part.begins for part in about.parts):
-            raise ValueError(f"{name} contradicts what is stored of it in {about.parts[0].file.name}")
+            raise ValueError(f"{name} contradicts its part in {about.parts[0].file.name}")
         about.parts.append(_Part(file, tuple(begins), tuple(tensor.shape)))
 
     def copy_into(self, targets: Mapping[str, Any]) -> None:

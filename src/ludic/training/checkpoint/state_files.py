@@ -1,8 +1,8 @@
-"""What a checkpoint holds beside the weights: the state of the run, and the optimizer.
+"""What a checkpoint holds beside the weights: the state of the run, random generators among it, and the optimizer.
 
-Plain values of the state are in trainer_state.json, for people to read; all else is in the rank files. A checkpoint can be
-read by another number of ranks: the optimizer is divided as the parameters are, and random generators are made for new ranks.
-A position in the data cannot be divided: some samples would come twice and others never.
+Plain values of the state are in trainer_state.json, for people to read; all else is in the rank files. Another number of ranks
+can read a checkpoint: the optimizer is divided as the parameters are, and new ranks get new random generators. A position in
+the data cannot be divided: some samples would come twice and others never.
 """
 
 import logging
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
 from ludic.training.checkpoint.rank_files import StoredTensors, encoded, num_ranks, rank_files, read_values
-from ludic.training.learner.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 from ludic.types.files import write_json
 
@@ -29,7 +28,7 @@ STATE_FILE = "trainer_state.json"
 RNG = "rng"
 OPTIMIZER = "optimizer"
 _HOW = ("foreach", "fused", "capturable")
-"""Settings of an optimizer that say how this machine computes, and not what."""
+"""Settings of an optimizer that depend on the machine."""
 
 
 # --- state --------------------------------------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def read_metrics(folder: Path) -> dict[str, float]:
 
 
 def read_state(folder: Path, *, rank: int = 0, world_size: int = 1, per_rank: Sequence[str] = (RNG,)) -> dict[str, Any]:
-    """The state in `folder` as this rank goes on from it, with its `step`; `per_rank` names what each rank has for itself."""
+    """The state in `folder` that this rank continues from, with its `step`; `per_rank` names what each rank has for itself."""
     saved = read_object(folder / STATE_FILE)
     step, plain = saved.get("step"), saved.get("state")
     if type(step) is not int or type(plain) is not dict or type(saved.get("metrics")) is not dict:
@@ -84,25 +83,24 @@ def read_state(folder: Path, *, rank: int = 0, world_size: int = 1, per_rank: Se
     of_first, own = _table(first, "own"), _table(read_values(folder, rank) if rank else first, "own")
     shared = {**plain, **_table(first, "shared"), "step": step}
     is_split = world_size > 1
-    divided = [
-        name for name in of_first if name != RNG and (num_saved != world_size or (is_split and name not in per_rank))
-    ]
-    if divided:
+    is_refused = {
+        name: num_saved != world_size or (is_split and name not in per_rank) for name in of_first if name != RNG
+    }
+    if divided := [name for name in is_refused if is_refused[name]]:
         raise CheckpointError(
             f"{folder} was saved by {num_saved} ranks, each with its own {', '.join(divided)}, which cannot be divided again. "
             f"Resume with {num_saved} ranks that read their own data (now: {world_size}), or start a new run from the weights."
         )
-    undivided = [name for name in per_rank if name != RNG and name in shared and is_split]
-    if undivided:
+    if undivided := [name for name in per_rank if name != RNG and name in shared and is_split]:
         raise CheckpointError(
-            f"{folder} has one {', '.join(undivided)} for all ranks, but each of the {world_size} ranks here wants its own. Let "
+            f"{folder} has one {', '.join(undivided)} for all ranks, but each of the {world_size} ranks here has its own. Let "
             "rank 0 read the data for all, as when it was saved, or start a new run from the weights."
         )
     if num_saved == world_size:
         return {**shared, **own}
     if rank == 0:
         logger.warning(
-            "%s was saved by %d ranks and there are %d now; what is random will differ.", folder, num_saved, world_size
+            "%s was saved by %d ranks and there are %d now; random numbers will differ.", folder, num_saved, world_size
         )
     before = of_first.get(RNG, shared.get(RNG))
     if before is not None and not own and rank:
@@ -119,8 +117,44 @@ def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+# --- random generators: python, numpy, torch on the CPU and on every GPU ---
+
+
+def rng_state() -> dict[str, Any]:
+    """Everything that the next random number of this process depends on."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    keys_K = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys_K, int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set all generators to what `rng_state` returned."""
+    try:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(state["torch"].cpu())
+        saved, available = [each.cpu() for each in state["cuda"]], torch.cuda.device_count()
+        for device, each in zip(range(available), saved, strict=False):  # as many as both have
+            torch.cuda.set_rng_state(each, device)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"The random state cannot be restored ({type(error).__name__}: {error}). Give what `rng_state` returned, which "
+            "checkpoints of a Trainer have."
+        ) from error
+    if len(saved) != available:
+        message = "The random state was saved with %d GPUs and there are %d here; samples drawn on a GPU will differ."
+        logger.warning(message, len(saved), available)
+
+
 def _new_rng(of_first: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """For a rank that did not exist when the checkpoint was made: not what another rank draws, and always the same."""
+    """For a rank that did not exist when the checkpoint was made: other numbers than another rank's, and always the same."""
     seed = zlib.crc32(of_first["torch"].numpy().tobytes(), rank)
     before = rng_state()
     random.seed(seed)
@@ -157,39 +191,32 @@ def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class StoredOptimizer:
-    """The optimizer of a checkpoint, compared with the one that is to take it over: first `copy`, then `load`."""
+    """The optimizer of a checkpoint, checked against the one that gets it: first `copy`, then `load`."""
 
     def __init__(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         self._folder, self._optimizer = folder, optimizer
         self._values = read_optimizer_values(folder)
         self._tensors = StoredTensors(rank_files(folder), f"{OPTIMIZER}.")
-        self._room = self._room_for()
+        self._targets = self._empty_targets()
 
     def copy(self) -> None:
         """Read this rank's part."""
-        self._tensors.copy_into(self._room)
+        self._tensors.copy_into(self._targets)
 
     def load(self) -> None:
         """Give it to the optimizer."""
         try:
             self._optimizer.load_state_dict(self._computed_as_here(self._state_dict()))
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RuntimeError,
-        ) as error:  # torch trusts what it is given
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:  # torch trusts its argument
             raise self._misfit(str(error)) from error
 
-    def _room_for(self) -> dict[str, Tensor]:
+    def _empty_targets(self) -> dict[str, Tensor]:
         """Tensors to read into: what has a parameter's shape is sharded as it is."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        like = {
-            f"copies.{index}": copied for index, copied in enumerate(self._optimizer.state_dict().get("copies", []))
-        }
+        copies = self._optimizer.state_dict().get("copies", [])
+        like = {f"copies.{index}": copied for index, copied in enumerate(copies)}
         like |= {f"state.{index}": parameter for index, parameter in enumerate(parameters)}
-        room = {}
+        targets = {}
         for name, about in self._tensors.items():
             own = like.get(".".join(name.split(".")[:2]))
             if own is None:
@@ -197,13 +224,13 @@ class StoredOptimizer:
             if own.shape != about.shape and len(about.shape):
                 raise self._misfit(f"{name} is {tuple(about.shape)} there, for a parameter of {tuple(own.shape)} here")
             is_alike = own.shape == about.shape
-            room[name] = torch.zeros_like(own, dtype=about.dtype) if is_alike else torch.zeros((), dtype=about.dtype)
-        return room
+            targets[name] = torch.zeros_like(own, dtype=about.dtype) if is_alike else torch.zeros((), dtype=about.dtype)
+        return targets
 
     def _state_dict(self) -> dict[str, Any]:
         whole = {**self._values, "state": {index: dict(values) for index, values in self._values["state"].items()}}
         copies = {}
-        for name, tensor in self._room.items():
+        for name, tensor in self._targets.items():
             kind, index, *slot = name.split(".")
             if kind == "copies":
                 copies[int(index)] = tensor
@@ -212,7 +239,7 @@ class StoredOptimizer:
         return {**whole, "copies": [copies[index] for index in sorted(copies)]} if "copies" in whole else whole
 
     def _computed_as_here(self, state: dict[str, Any]) -> dict[str, Any]:
-        """With this machine's way to compute: what was saved on a CPU, or unsharded, may not work here."""
+        """With this machine's settings of how to compute: those of a CPU, or of unsharded weights, may not work here."""
         own_groups = self._optimizer.param_groups
         if len(own_groups) != len(state["param_groups"]):
             return state  # torch raises
@@ -236,10 +263,6 @@ def read_optimizer_values(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to go on with a fresh one."
         )
-    if (
-        type(values) is not dict
-        or type(values.get("state")) is not dict
-        or type(values.get("param_groups")) is not list
-    ):
-        raise CheckpointError(f"The optimizer in {folder} cannot be read: it has no state and groups.")
-    return values
+    if type(values) is dict and type(values.get("state")) is dict and type(values.get("param_groups")) is list:
+        return values
+    raise CheckpointError(f"The optimizer in {folder} cannot be read: it has no state and groups.")

@@ -1,6 +1,6 @@
-"""Critics: what is to be expected before each action token, from the policy's hidden states or from a second model.
+"""Critics: the expected return before each action token, from the policy's hidden states or from a second model.
 
-How a critic's word becomes weights is said in ludic.training.critic.gae; what its loss is, in ludic.training.algorithms.ppo.
+ludic.training.critic.gae turns values into weights; ludic.training.algorithms.ppo has the critic's loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ class CriticKind(StrEnum):
     SHARED = "shared"
     """The policy's hidden states; its gradient moves the policy's layers, too."""
     DETACHED = "detached"
-    """The policy's hidden states as they are: the policy does not feel the critic's loss."""
+    """The policy's hidden states, detached: the critic's loss does not train the policy."""
     SEPARATE = "separate"
-    """Those of another model, which is trained with it."""
+    """The hidden states of a second model, which is trained with the policy."""
 
 
 class Critic(Protocol):
@@ -37,11 +37,11 @@ class Critic(Protocol):
         ...
 
     def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
-        """[A] of a micro-batch; `hidden_AD` are the policy's hidden states of it, where they are at hand."""
+        """[A] of a micro-batch; `hidden_AD` are the policy's hidden states of it, if already computed."""
         ...
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that is trained and is not the policy's."""
+        """All trained weights that are not the policy's."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -138,7 +138,7 @@ def _require_same(is_other: bool, then: str, *, has_now: str) -> None:
 def expected_values(
     policy: TrainedPolicy, critic: Critic, batches: Sequence[Sequence[SAWItem]], pad_token_id: int = 0
 ) -> dict[int, np.ndarray]:
-    """What the critic says before each action token of every sample, by the sample's identity."""
+    """The critic's values before each action token of every sample, by the sample's `id`."""
     found: dict[int, np.ndarray] = {}
     for members in batches:
         values = critic.values(policy.batch(members, pad_token_id), None, policy).cpu().numpy()

@@ -1,11 +1,12 @@
-"""Advantages from a critic: what happened beyond what it expected, token by token or turn by turn.
+"""Advantages from a critic: returns beyond what it expected, token by token or turn by turn.
 
-Before an update the critic says what it expected before each action token; generalised advantage estimation turns that and the
-rewards into one weight per token, and into what it should have expected. An episode that became several samples is one chain:
-the estimate runs over all of them.
+Before an update the critic gives a value before each action token. Generalised advantage estimation turns values and rewards
+into one weight per token, and into the return that the critic should have predicted. An episode that became several samples is
+one chain: the estimate runs over all of them.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ class Advantages(Protocol):
     """How values and rewards become weights."""
 
     def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
-        """The samples with their advantages as weights, and with what the critic said and should have said."""
+        """The samples with their advantages as weights, and with the critic's values and the returns."""
         ...
 
 
@@ -38,78 +39,62 @@ class _Chain(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenGAE:
-    """Every action token is one step."""
+class _GAE(ABC):
+    """Generalised advantage estimation; a subclass says what one step is."""
 
     gamma: float = 1.0
-    """Discount per action token."""
+    """Discount per step."""
     lam: float = 0.95
     normalize: bool = True
     """Centre and scale the advantages over the batch's tokens."""
 
     def __post_init__(self) -> None:
-        _check(self, self.gamma, self.lam)
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ConfigError(f"{type(self).__name__}(gamma={self.gamma}, lam={self.lam}); both lie between 0 and 1.")
 
     def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
-        return _credited(items, values, self._estimate, normalize=self.normalize)
+        credited: dict[int, SAWItem] = {}
+        for chain in _chains(items):
+            bounds = np.cumsum([items[i].num_action_tokens for i in chain])[:-1]
+            advantages, returns = self._estimate(_joined([items[i] for i in chain], [values[i] for i in chain]))
+            for i, own, own_returns in zip(chain, np.split(advantages, bounds), np.split(returns, bounds), strict=True):
+                credited[i] = _with(items[i], own, values[i], own_returns)
+        done = [credited[i] for i in range(len(items))]
+        return _normalized(done) if self.normalize else done
+
+    @abstractmethod
+    def _estimate(self, chain: _Chain) -> tuple[Floats, Floats]:
+        """Advantages and returns of the tokens of one episode."""
+
+
+class TokenGAE(_GAE):
+    """Every action token is one step."""
+
+    __slots__ = ()
 
     def _estimate(self, chain: _Chain) -> tuple[Floats, Floats]:
         advantages = gae(chain.rewards, chain.values, gamma=self.gamma, lam=self.lam, bootstrap=chain.bootstrap)
         return advantages, advantages + chain.values
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnGAE:
-    """A turn is one step, whatever it was made of: a reply, a tool loop, a summary and a reply.
+class TurnGAE(_GAE):
+    """A turn is one step: a reply, a tool loop, a summary and a reply.
 
-    The critic's word before a turn's first action token is the turn's value, and all of its tokens get the turn's advantage.
-    Each of them is also asked to predict the turn's return; what is said before the others is not used, but for the episode's last
-    token, from which one that was cut off goes on.
+    The critic's value before a turn's first action token is the turn's value, and all of its tokens get the turn's advantage.
+    Each of them also learns to predict the turn's return. The values before the other tokens are not used, but for the last
+    token of an episode that was cut off, which gives the bootstrap value.
     """
 
-    gamma: float = 1.0
-    """Discount per turn."""
-    lam: float = 0.95
-    normalize: bool = True
-    """Centre and scale the advantages over the batch's tokens."""
-
-    def __post_init__(self) -> None:
-        _check(self, self.gamma, self.lam)
-
-    def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
-        return _credited(items, values, self._estimate, normalize=self.normalize)
+    __slots__ = ()
 
     def _estimate(self, chain: _Chain) -> tuple[Floats, Floats]:
-        turns = np.concatenate([_turns(item) for item in chain.samples])
+        turns = np.concatenate([_attached(item, "token_turns") for item in chain.samples])
         starts = np.flatnonzero(np.diff(turns, prepend=-1.0))
         values_T = chain.values[starts]
         rewards_T = np.add.reduceat(chain.rewards, starts)
         advantages_T = gae(rewards_T, values_T, gamma=self.gamma, lam=self.lam, bootstrap=chain.bootstrap)
         lengths_T = np.diff(starts, append=len(turns))
         return np.repeat(advantages_T, lengths_T), np.repeat(advantages_T + values_T, lengths_T)
-
-
-def _check(rule: TokenGAE | TurnGAE, gamma: float, lam: float) -> None:
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ConfigError(f"{type(rule).__name__}(gamma={gamma}, lam={lam}); both lie between 0 and 1.")
-
-
-def _credited(
-    items: Sequence[SAWItem],
-    values: Sequence[np.ndarray],
-    estimate: Callable[[_Chain], tuple[Floats, Floats]],
-    *,
-    normalize: bool,
-) -> list[SAWItem]:
-    """`estimate` gives the advantages and the returns of the tokens of one chain."""
-    credited: dict[int, SAWItem] = {}
-    for chain in _chains(items):
-        bounds = np.cumsum([items[i].num_action_tokens for i in chain])[:-1]
-        advantages, returns = estimate(_joined([items[i] for i in chain], [values[i] for i in chain]))
-        for i, own, own_returns in zip(chain, np.split(advantages, bounds), np.split(returns, bounds), strict=True):
-            credited[i] = _with(items[i], own, values[i], own_returns)
-    done = [credited[i] for i in range(len(items))]
-    return _normalized(done) if normalize else done
 
 
 def _chains(items: Sequence[SAWItem]) -> list[list[int]]:
@@ -126,38 +111,26 @@ def _in_order(items: Sequence[SAWItem], chain: list[int]) -> list[int]:
     if len(set(segments.values())) < len(chain):
         raise ConfigError(
             f"The batch has a segment of rollout {items[chain[0]].origin.rollout_id} twice (segments "
-            f"{sorted(segments.values())}): as one episode its rewards would count twice. A critic needs every episode once in "
-            "a batch; do not replay samples to it."
+            f"{sorted(segments.values())}): its rewards would count twice. A critic needs every episode once in a batch; do not "
+            "replay samples to it."
         )
     return sorted(chain, key=segments.__getitem__)
 
 
 def _joined(samples: list[SAWItem], values: Sequence[np.ndarray]) -> _Chain:
     expected = np.concatenate(values).astype(np.float64)
-    # Cut off by a limit, the episode would have gone on from about where it stood.
+    # An episode that a limit cut off would have continued with about the value of its last token.
     bootstrap = float(expected[-1]) if samples[-1].origin.episode_truncated else 0.0
-    return _Chain(np.concatenate([_rewards(item) for item in samples]), expected, bootstrap, samples)
+    return _Chain(np.concatenate([_attached(item, "token_rewards") for item in samples]), expected, bootstrap, samples)
 
 
-def _rewards(item: SAWItem) -> Floats:
-    rewards = item.attachments.token_rewards
-    if rewards is None:
-        raise ConfigError(_missing(item, "what its tokens earned", "token_rewards"))
-    return rewards.astype(np.float64)
-
-
-def _turns(item: SAWItem) -> Floats:
-    turns = item.attachments.token_turns
-    if turns is None:
-        raise ConfigError(_missing(item, "which turns its tokens belong to", "token_turns"))
-    return turns.astype(np.float64)
-
-
-def _missing(item: SAWItem, what: str, name: str) -> str:
-    return (
-        f"A sample (rollout {item.origin.rollout_id}) does not say {what}; this critic needs attachments.{name}, which "
-        "stitching writes."
-    )
+def _attached(item: SAWItem, name: str) -> Floats:
+    values: FloatArray | None = getattr(item.attachments, name)
+    if values is None:
+        raise ConfigError(
+            f"A sample (rollout {item.origin.rollout_id}) has no attachments.{name}, which this critic needs and stitching writes."
+        )
+    return values.astype(np.float64)
 
 
 def _with(item: SAWItem, advantages: Floats, values: np.ndarray, returns: Floats) -> SAWItem:
@@ -172,7 +145,7 @@ def _with(item: SAWItem, advantages: Floats, values: np.ndarray, returns: Floats
 
 def _normalized(items: list[SAWItem]) -> list[SAWItem]:
     everything = np.concatenate([item.token_weights for item in items]).astype(np.float64)
-    # A critic that knows everything leaves advantages that are the rounding of values and returns.
+    # The advantages of a perfect critic are rounding errors of values and returns.
     spread = spread_of(everything, np.concatenate([made for item in items for made in _made_of(item)]))
     mean, factor = everything.mean(), 1 / (spread + 1e-8) if spread else 0.0
     done = []

@@ -1,6 +1,5 @@
 """The critic in a training run: its construction, its values before each update, and how well they matched the returns."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,9 @@ from ludic.models.execution import recompute_activations
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.critic.critic import Critic, CriticKind, HeadCritic, ModelCritic, expected_values
+from ludic.training.learner.batches import RankBatch, credit_over_ranks
 from ludic.training.learner.gradients import equal_micro_batches
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.rank_batches import RankBatch, credit_over_ranks
 from ludic.training.losses import BatchFacts
 from ludic.types import ConfigError, SAWItem
 
@@ -22,9 +21,8 @@ from ludic.types import ConfigError, SAWItem
 def make_critic(
     given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool, recomputes: bool
 ) -> Critic | None:
-    """The critic that the algorithm asks for, if it does; `given` is the model of a separate one. `recomputes`: with gradient
-    checkpointing."""
-    _check_wish(given, algo, policy, cfg, is_spread=is_spread)
+    """The critic that the algorithm asks for, if it does; `given` is the model of a separate one."""
+    _check_request(given, algo, policy, cfg, is_spread=is_spread)
     if not algo.loss.needs.values:
         return None
     if algo.critic is not CriticKind.SEPARATE:
@@ -36,13 +34,15 @@ def make_critic(
         recompute_activations(given)
     if trunk.head.shape[0] < policy.head.shape[0]:
         raise ConfigError(
-            f"Trainer(critic=…) knows {trunk.head.shape[0]} tokens and the policy {policy.head.shape[0]}; take a critic of the "
+            f"Trainer(critic=…) has {trunk.head.shape[0]} tokens and the policy {policy.head.shape[0]}; take a critic of the "
             "policy's family."
         )
     return ModelCritic(trunk)
 
 
-def _check_wish(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool) -> None:
+def _check_request(
+    given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool
+) -> None:
     is_wanted = algo.loss.needs.values
     is_separate = is_wanted and algo.critic is CriticKind.SEPARATE
     if given is not None and not is_separate:
@@ -58,7 +58,7 @@ def _check_wish(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: Train
         raise ConfigError(f"{algo.name} trains a critic, which is not supported with tensor parallel; use FSDP.")
     if algo.advantages is None:
         raise ConfigError(
-            f"{algo.name} trains a critic, but does not say how to use it; set advantages=TokenGAE(…) or TurnGAE(…)."
+            f"{algo.name} trains a critic, but has no rule to use its values; set advantages=TokenGAE(…) or TurnGAE(…)."
         )
     if not is_separate:
         return
@@ -74,40 +74,22 @@ def _check_wish(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: Train
         )
 
 
-def saved_critic(state: Mapping[str, Any], algo_name: str) -> Mapping[str, Any]:
-    """The critic's part of a checkpoint."""
-    if "critic" in state:
-        found: Mapping[str, Any] = state["critic"]
-        return found
-    if "value_head" in state:  # from when every critic was a head on the policy
-        return {"head": state["value_head"]}
-    raise ConfigError(
-        f"{algo_name} has a critic, but the checkpoint to resume from holds none. Resume with the algorithm that it was "
-        "trained with, or begin a new run from its weights."
-    )
-
-
-# --- asking it ---
-
-
 def with_advantages(
     critic: Critic, algo: RLAlgorithm, policy: TrainedPolicy, share: RankBatch, cfg: TrainerConfig, ranks: Ranks
 ) -> tuple[list[SAWItem], BatchFacts]:
-    """The share's samples with weights from what the critic expects of them now, and the batch's facts with these weights."""
+    """The share's samples with weights from the critic's present values, and the batch's facts with these weights."""
     bins = equal_micro_batches(policy, share.items, cfg.micro_token_budget, ranks)
     values = expected_values(policy, critic, bins, cfg.pad_token_id)
-    expected = [_with_values(item, values[id(item)]) for item in share.items]
+    expected = [
+        replace(item, attachments=replace(item.attachments, token_values=values[id(item)])) for item in share.items
+    ]
 
     def credit(items: list[SAWItem]) -> list[SAWItem]:
-        """An episode that became several samples is credited as one, whichever ranks they are on."""
+        """An episode that became several samples is credited as one, also if they are on several ranks."""
         assert algo.advantages is not None, "make_critic has checked"
         return algo.advantages.credit(items, [_values(item) for item in items])
 
     return credit_over_ranks(ranks, expected, credit)
-
-
-def _with_values(item: SAWItem, values: np.ndarray) -> SAWItem:
-    return replace(item, attachments=replace(item.attachments, token_values=values))
 
 
 def _values(item: SAWItem) -> np.ndarray:
@@ -115,13 +97,11 @@ def _values(item: SAWItem) -> np.ndarray:
     return item.attachments.token_values
 
 
-# --- how well it knew ---
-
 _MOMENTS = ("critic/return", "critic/return_square", "critic/residual", "critic/residual_square")
 
 
 def value_moments(items: list[SAWItem]) -> dict[str, tuple[float, float]]:
-    """Sums over this rank's tokens from which `explained_variance` is taken, at the end and over all ranks."""
+    """Sums over this rank's tokens, from which `explained_variance` is computed over all ranks."""
     if not items:  # fewer samples than ranks
         return {}
     returns = np.concatenate([item.attachments.token_returns for item in items]).astype(np.float64)
@@ -131,8 +111,8 @@ def value_moments(items: list[SAWItem]) -> dict[str, tuple[float, float]]:
 
 
 def explained_variance(stats: dict[str, float]) -> dict[str, float]:
-    """1 − Var(return − value) / Var(return), in the place of the moments: 1 is a perfect critic, 0 one that says the same of
-    everything. Where all returns are alike there is nothing to explain, and nothing is said."""
+    """`stats` with 1 − Var(return − value) / Var(return) in the place of the moments, if returns differ at all: 1 is a perfect
+    critic, 0 one that predicts a constant."""
     if _MOMENTS[0] not in stats:
         return stats
     mean, square, residual, residual_square = (stats.pop(name) for name in _MOMENTS)

@@ -6,18 +6,16 @@ does not depend on how the batch was cut, nor on how many ranks share it.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.distributed.fsdp import is_sharded, sync_gradients
+from ludic.distributed.fsdp import sync_gradients
 from ludic.distributed.ranks import Ranks
-from ludic.models.head import EntropyMode, plain_model
-from ludic.training.algorithms import RLAlgorithm
-from ludic.training.config import TrainerConfig
+from ludic.models.head import EntropyMode
 from ludic.training.critic.critic import Critic
+from ludic.training.learner.frozen import Reference
 from ludic.training.learner.metrics import MetricSums
 from ludic.training.learner.packing import (
     PADDING_ITEM,
@@ -28,14 +26,8 @@ from ludic.training.learner.packing import (
 )
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
-from ludic.training.losses.tokens import sum_and_count
-from ludic.types import ConfigError, SAWItem, spread_of
-
-
-class Reference(Protocol):
-    """A frozen policy to stay close to."""
-
-    def logps(self, batch: PackedBatch) -> Tensor: ...
+from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
+from ludic.types import SAWItem, spread_of
 
 
 def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
@@ -57,19 +49,14 @@ def _facts(items: Sequence[SAWItem]) -> BatchFacts:
     )
 
 
-def micro_batches(
-    policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int, *, padded: bool = False
-) -> list[list[SAWItem]]:
-    if policy.packed and not padded:
-        return split_packed(items, micro_token_budget)
-    return split_items_by_token_budget(items, micro_token_budget=micro_token_budget, max_seq_len=micro_token_budget)
-
-
 def equal_micro_batches(
     policy: TrainedPolicy, items: Sequence[SAWItem], micro_token_budget: int, ranks: Ranks, *, padded: bool = False
 ) -> list[list[SAWItem]]:
-    """Padded with empty micro-batches, so that every rank runs the same number; otherwise collectives deadlock."""
-    bins = micro_batches(policy, items, micro_token_budget, padded=padded)
+    """The micro-batches of this rank, and empty ones until every rank has the same number; otherwise collectives deadlock."""
+    if policy.packed and not padded:
+        bins = split_packed(items, micro_token_budget)
+    else:
+        bins = split_items_by_token_budget(items, micro_token_budget=micro_token_budget, max_seq_len=micro_token_budget)
     return bins + [[PADDING_ITEM]] * (int(ranks.max(len(bins))) - len(bins))
 
 
@@ -87,9 +74,9 @@ def accumulate_gradients(
     facts: BatchFacts | None = None,
     ranks: Ranks | None = None,
 ) -> MetricSums:
-    """Add the batch's gradient to the parameters'; what the loss and the mismatch have to say comes back.
+    """Add the batch's gradient to the parameters'; returns the metrics of the loss and of the sampler's mismatch.
 
-    Where `items` are one rank's share, `facts` are those of the whole batch, and gradients are summed over ranks.
+    If `items` are one rank's share, `facts` are those of the whole batch, and gradients are summed over ranks.
     """
     facts = batch_facts(items) if facts is None else facts
     sums = MetricSums()
@@ -111,7 +98,7 @@ def accumulate_gradients(
 
 
 def _zero_loss(tokens: ActionTokens) -> Tensor:
-    """Zero, by way of everything that a loss could have used: the gradients are there, and are zero."""
+    """Zero, computed from everything that a loss could use, so that all gradients exist and are zero."""
     used = (tokens.logps, tokens.entropy, tokens.values, tokens.teacher_kl)
     return sum((values.sum() for values in used if values is not None), torch.zeros(())) * 0.0
 
@@ -137,6 +124,10 @@ def action_tokens(
         padded = logits_BLV, collate_saw_items(batch.items, pad_token_id=pad_token_id, device=policy.device)
     else:
         hidden_AD, logps, entropy = policy.outputs(batch, entropy=entropy_mode)
+    teacher_kl: Tensor | None = None
+    if teacher is not None and loss.needs.teacher_kl is not None:
+        own_AD = policy.action_hidden(batch) if hidden_AD is None else hidden_AD
+        teacher_kl = policy.kl_to(teacher, own_AD, batch, loss.needs.teacher_kl)
     actions = batch.actions
     return ActionTokens(
         logps=logps,
@@ -147,7 +138,7 @@ def action_tokens(
         old_logps=actions.old_logp_A,
         ref_logps=reference.logps(batch) if reference is not None and loss.needs.reference else None,
         entropy=entropy,
-        teacher_kl=_teacher_kl(policy, teacher, hidden_AD, batch, loss),
+        teacher_kl=teacher_kl,
         values=critic.values(batch, hidden_AD, policy) if critic is not None else None,
         returns=actions.return_A,
         old_values=actions.value_A,
@@ -157,52 +148,24 @@ def action_tokens(
     )
 
 
-def _teacher_kl(
-    policy: TrainedPolicy, teacher: TrainedPolicy | None, hidden_AD: Tensor | None, batch: PackedBatch, loss: Loss
-) -> Tensor | None:
-    if teacher is None or loss.needs.teacher_kl is None:
-        return None
-    return policy.kl_to(
-        teacher, policy.action_hidden(batch) if hidden_AD is None else hidden_AD, batch, loss.needs.teacher_kl
-    )
+class DriftProbe:
+    """How far one update moves the policy: KL per token of one micro-batch between the weights before and after it.
 
+    The mismatch that every step logs (`kl_actor_policy`) is taken before the update: on-policy it is about 0 however fast the
+    policy moves.
+    """
 
-def make_reference(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig) -> Reference | None:
-    """The reference that the algorithm compares with, if it does: the `given` model, or the one under the policy's adapter."""
-    if not algo.loss.needs.reference:
-        return None
-    if given is not None:
-        placed = given if is_sharded(given) else given.to(policy.device)
-        frozen = placed.eval().requires_grad_(False)
-        return FrozenReference(
-            TrainedPolicy(frozen, packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype)
-        )
-    if plain_model(policy.model) is not policy.model:
-        return AdapterOff(policy)
-    raise ConfigError(
-        f"{algo.name} compares with a frozen reference; give Trainer(reference=model), or train a LoRA adapter, whose "
-        "base model is the reference."
-    )
-
-
-class FrozenReference:
-    """Another model that is never trained."""
-
-    def __init__(self, policy: TrainedPolicy) -> None:
+    def __init__(self, policy: TrainedPolicy, items: Sequence[SAWItem], pad_token_id: int = 0) -> None:
         self._policy = policy
+        self._batch = policy.batch(items, pad_token_id)
+        self._counts = items[0] is not PADDING_ITEM
+        self._before_A = self._logps()
+
+    def measure(self) -> Stats:
+        """`policy_drift`: KL(before ‖ after) per token (k3), as a sum over ranks; empty for a padding item."""
+        difference_A = (self._logps() - self._before_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return {"policy_drift": sum_and_count(difference_A.exp() - 1 - difference_A)} if self._counts else {}
 
     @torch.no_grad()
-    def logps(self, batch: PackedBatch) -> Tensor:
-        return self._policy.logps(batch)[0]
-
-
-class AdapterOff:
-    """The base model under a peft adapter: a reference that takes no memory."""
-
-    def __init__(self, policy: TrainedPolicy) -> None:
-        self._policy = policy
-
-    @torch.no_grad()
-    def logps(self, batch: PackedBatch) -> Tensor:
-        with self._policy.model.disable_adapter():
-            return self._policy.logps(batch)[0]
+    def _logps(self) -> Tensor:
+        return self._policy.logps(self._batch)[0]

@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointManager
+from ludic.training.config import TrainerConfig
+from ludic.training.learner.batches import Describe, PreparedBatch, RankBatch
 from ludic.training.learner.gradients import batch_facts
-from ludic.training.learner.rank_batches import PreparedBatch, RankBatch
 
 T = TypeVar("T")
 
-Describe: TypeAlias = Callable[[PreparedBatch], dict[str, float]]
-"""The metrics of a whole batch before it is trained on."""
+OnCommitted: TypeAlias = Callable[[Path], None]
+"""Gets the folder of a checkpoint once it is on disk."""
 
 
 class Learner(ABC):
@@ -27,6 +29,10 @@ class Learner(ABC):
     `begin` and `check` may be called from a thread. With several processes, each of them calls the same methods in the same order.
     """
 
+    algo: RLAlgorithm
+    cfg: TrainerConfig
+    tokenizer: Any = None
+    """Saved with checkpoints, and used to show samples."""
     checkpointer: CheckpointManager | None = None
     is_first: bool = True
     """Whether this process evaluates, logs and publishes."""
@@ -43,7 +49,7 @@ class Learner(ABC):
 
     @abstractmethod
     def load(self, *, step: int | None = None, path: str | None = None) -> dict[str, Any]:
-        """Restore a checkpoint, the newest by default; the state that was given to `save` comes back, with "step" in it."""
+        """Restore a checkpoint, the newest by default; returns the state that was given to `save`, with "step" in it."""
 
     @abstractmethod
     def begin(self, step: int, *, is_resumed: bool) -> None:
@@ -52,7 +58,7 @@ class Learner(ABC):
     # --- one step ---
 
     def watch(self) -> contextlib.AbstractContextManager[None]:
-        """Entered around training: an error in here names the process that failed, on all of them."""
+        """Entered around training: an error in one process is raised in all, naming the process that failed."""
         return contextlib.nullcontext()
 
     def check_servers(self, step: int) -> None:
@@ -60,18 +66,18 @@ class Learner(ABC):
         return
 
     def share(self, own: PreparedBatch | Exception, describe: Describe) -> RankBatch:
-        """This process's part of the batch that all processes fetched together. An error in the place of a batch is raised."""
+        """This process's part of the batch that all processes fetched together. `own` may be an error, which is raised."""
         if isinstance(own, Exception):
             raise own
         return RankBatch(own.items, batch_facts(own.items), describe(own))
 
     @abstractmethod
     def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
-        """One optimizer step; its metrics come back. `on_step` is called as soon as the weights have changed."""
+        """One optimizer step; returns its metrics. `on_step` is called as soon as the weights have changed."""
 
     @abstractmethod
     def publish(self, step: int) -> bool:
-        """Send the weights to what samples from them, if this step is due. Whether the next samples are of this version."""
+        """Send the weights to the sampler, if this step is due; returns whether the next samples are of this version."""
 
     def broadcast(self, value: T) -> T:
         """The first process's value."""
@@ -81,10 +87,6 @@ class Learner(ABC):
 
     @abstractmethod
     def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        on_committed: Callable[[Path], None],
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], on_committed: OnCommitted
     ) -> None:
-        """Write a checkpoint of weights, optimizer and `state`; `on_committed` gets its folder once it is on disk."""
+        """Write a checkpoint of weights, optimizer and `state`."""

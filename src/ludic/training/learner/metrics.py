@@ -1,4 +1,4 @@
-"""Statistics of a training step: what losses report, what a batch tells about itself, and how they are named.
+"""Statistics of a training step: those of losses, those of a batch, and how they are named.
 
 A loss reports each stat as (sum, count), never as a mean: sums and counts add up to the same number however a batch was
 split. Names get one of three prefixes: train/, eval/, perf/.
@@ -10,11 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ludic.training.learner.packing import PADDING_ITEM
-from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
 from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers, result_rates
 
 PREFIXES = ("train/", "eval/", "perf/")
@@ -26,7 +22,7 @@ Scalar: TypeAlias = float | torch.Tensor
 
 
 def prefixed_name(name: str) -> str:
-    """`eval_x` is eval/x; `gpu_x`, `tokens_per_s` and every `x_s` are perf/; what has a prefix keeps it; the rest train/."""
+    """`eval_x` is eval/x; `gpu_x` and every `x_s` are under perf/; a name with a prefix keeps it; the rest is under train/."""
     if name.startswith(PREFIXES):
         return name
     if name.startswith("gpu_") or name.endswith("_s"):  # seconds, and things per second
@@ -144,8 +140,8 @@ def batch_stats(
 ) -> dict[str, float]:
     """Counts, lengths and rewards of the items that are trained on, and the numbers that their source gave in `meta`.
 
-    What is said of a rollout counts once per rollout, however many items it became. An average in `meta` wins over the
-    one of the items: a source knows all that it generated, the items are what its filters left.
+    Statistics of rollouts count each rollout once, however many items it became. An average in `meta` wins over that of the
+    items: a source knows all that it generated, the items are what its filters left.
     """
     rollouts = _by_rollout(items)
     origins = [item.origin for item in items]
@@ -210,28 +206,3 @@ def _numbers(meta: Mapping[str, Any]) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float | None:
     listed = [float(value) for value in values]
     return sum(listed) / len(listed) if listed else None
-
-
-# How far one update moved the policy: KL per token between the weights before and after it.
-# The mismatch that every step logs (`kl_actor_policy`) is taken before the update, so on-policy it is about 0 however fast
-# the policy moves. This looks at the same tokens once more afterwards. One micro-batch is enough for an average, and costs
-# two forward passes of it.
-
-
-class DriftProbe:
-    """Made before an update, asked after it."""
-
-    def __init__(self, policy: TrainedPolicy, items: Sequence[SAWItem], pad_token_id: int = 0) -> None:
-        self._policy = policy
-        self._batch = policy.batch(items, pad_token_id)
-        self._counts = items[0] is not PADDING_ITEM
-        self._before_A = self._logps()
-
-    def measure(self) -> Stats:
-        """`policy_drift`: KL(before ‖ after) per token (k3), for ranks to add up; nothing of a filler."""
-        difference_A = (self._logps() - self._before_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return {"policy_drift": sum_and_count(difference_A.exp() - 1 - difference_A)} if self._counts else {}
-
-    @torch.no_grad()
-    def _logps(self) -> Tensor:
-        return self._policy.logps(self._batch)[0]

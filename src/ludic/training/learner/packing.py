@@ -1,29 +1,20 @@
 """From samples to tensors: micro-batches within a token budget, packed end to end, or padded.
 
-Packing wastes nothing: the budget counts real tokens. The padded form stays for losses on whole logits and for models
-that cannot pack. Both say the same of every action token, in the same words (`ActionFields`).
+Packing wastes nothing: the budget counts real tokens. The padded form is for losses on whole logits and for models that cannot
+pack. Both have the same fields of every action token (`ActionFields`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ludic.models.head import CandidateMask
+from ludic.training.config import LengthPolicy
 from ludic.types import CandidateSets, ConfigError, SAWItem
-
-
-class TooLong(StrEnum):
-    """What happens to a sample longer than `max_seq_len`."""
-
-    RAISE = "raise"
-    TRUNCATE = "truncate"
-    """Cut at the right; the sample goes on if any action token is left."""
-    DROP = "drop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +26,23 @@ class Fitted:
     num_dropped: int = 0
 
 
-def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: TooLong | str = TooLong.RAISE) -> Fitted:
-    """Apply the policy to samples that are too long."""
-    policy = TooLong(policy)
+def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: LengthPolicy = "raise") -> Fitted:
+    """Raise, truncate or drop samples longer than `max_seq_len`. A truncated sample is kept if any action token is left."""
+    if policy not in get_args(LengthPolicy):
+        raise ConfigError(f"too_long={policy!r}; there are {', '.join(get_args(LengthPolicy))}.")
     kept: list[SAWItem] = []
     num_truncated = num_dropped = 0
     for item in map(without_padding, items):
         if len(item.input_ids) <= max_seq_len:
             kept.append(item)
             continue
-        if policy is TooLong.RAISE:
+        if policy == "raise":
             raise ConfigError(
                 f"A sample has {len(item.input_ids)} tokens, more than max_seq_len={max_seq_len} (rollout "
                 f"{item.origin.rollout_id}). Raise max_seq_len and micro_token_budget, shorten episodes, or set "
                 "too_long='truncate' or 'drop'."
             )
-        cut = truncated(item, max_seq_len) if policy is TooLong.TRUNCATE else None
+        cut = truncated(item, max_seq_len) if policy == "truncate" else None
         if cut is None or not cut.num_action_tokens:
             num_dropped += 1
         else:
@@ -70,7 +62,7 @@ def without_padding(item: SAWItem) -> SAWItem:
 
 
 def truncated(item: SAWItem, length: int) -> SAWItem:
-    """The first `length` tokens of a sample, with what was said of them."""
+    """The first `length` tokens of a sample, with their attachments."""
     mask = item.action_mask[:length]
     assert item.attention_mask is not None, "SAWItem fills it in"
     return replace(
@@ -87,7 +79,7 @@ def truncated(item: SAWItem, length: int) -> SAWItem:
 
 
 PADDING_ITEM = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]), 0.0)
-"""What a rank computes that has no sample left while others still have: as short as can be, and multiplied by zero."""
+"""What a rank without samples computes while others still have some: as short as possible, and multiplied by zero."""
 
 
 def balanced_shares(items: Sequence[SAWItem], num_shares: int) -> list[list[SAWItem]]:
@@ -99,18 +91,6 @@ def balanced_shares(items: Sequence[SAWItem], num_shares: int) -> list[list[SAWI
         shares[smallest].append(item)
         num_tokens[smallest] += len(item.input_ids)
     return shares
-
-
-def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
-    if micro_token_budget <= 0 or max_seq_len <= 0:
-        raise ConfigError(
-            f"micro_token_budget={micro_token_budget} and max_seq_len={max_seq_len} must both be above 0."
-        )
-    if micro_token_budget < max_seq_len:
-        raise ConfigError(
-            f"micro_token_budget={micro_token_budget} is less than max_seq_len={max_seq_len}: the longest sample would not "
-            "fit a micro-batch."
-        )
 
 
 def split_packed(items: Sequence[SAWItem], micro_token_budget: int) -> list[list[SAWItem]]:
@@ -138,8 +118,12 @@ def split_items_by_token_budget(
     items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int
 ) -> list[list[SAWItem]]:
     """For the padded form: sorted by length, filled while longest × count fits the budget."""
-    check_budget(micro_token_budget, max_seq_len)
-    fitted = fit_length(items, max_seq_len, TooLong.TRUNCATE).items
+    if not 0 < max_seq_len <= micro_token_budget:
+        raise ConfigError(
+            f"micro_token_budget={micro_token_budget} and max_seq_len={max_seq_len}: both must be above 0, and the longest sample "
+            "must fit a micro-batch."
+        )
+    fitted = fit_length(items, max_seq_len, "truncate").items
     bins: list[list[SAWItem]] = []
     for item in sorted(fitted, key=lambda item: len(item.input_ids)):
         if bins and (len(bins[-1]) + 1) * len(item.input_ids) <= micro_token_budget:
@@ -155,10 +139,10 @@ def split_items_by_token_budget(
 # Letters: A action tokens of all samples, T flat tokens, B samples, L longest sample.
 @dataclass(frozen=True, slots=True)
 class ActionFields:
-    """What is known of every action token before the model is asked."""
+    """What is known of every action token before the forward pass."""
 
     predictor_A: Tensor
-    """Where the hidden state is that predicts the token: flat position of the token before it."""
+    """Flat position of the token before it, whose hidden state predicts it."""
     target_A: Tensor
     item_A: Tensor
     """Which sample of this micro-batch it belongs to."""
@@ -168,15 +152,15 @@ class ActionFields:
     inverse_temperature_A: Tensor
     num_items: int
     candidates: CandidateMask | None = None
-    """What each was drawn from, where a sampler ruled tokens out."""
+    """What each was drawn from, if a sampler excluded tokens."""
     value_A: Tensor | None = None
-    """What a critic expected before the update."""
+    """The critic's value before the update."""
     return_A: Tensor | None = None
-    """What it should have expected."""
+    """The return that the critic learns to predict."""
     objectives: tuple[str | None, ...] = ()
-    """Of each sample; empty where no sample names one."""
+    """Of each sample; empty if no sample names one."""
     without_old_logps: tuple[int, ...] = ()
-    """Samples whose old_logp_A is not known, where those of others are."""
+    """Samples whose old_logp_A is not known, if those of others are."""
 
     @property
     def num_tokens(self) -> int:
@@ -254,8 +238,8 @@ def _candidates(items: Sequence[SAWItem], device: torch.device) -> CandidateMask
 def _check_prompt(item: SAWItem) -> None:
     if len(item.action_mask) and item.action_mask[0]:
         raise ConfigError(
-            f"The first token of a sample is an action, but nothing comes before it to predict it (rollout "
-            f"{item.origin.rollout_id}). A prompt needs at least one token."
+            f"The first token of a sample is an action, but no token before it predicts it (rollout {item.origin.rollout_id}). A "
+            "prompt needs at least one token."
         )
 
 
@@ -265,7 +249,7 @@ def _objectives(items: Sequence[SAWItem]) -> tuple[str | None, ...]:
 
 
 def _without_logps(items: Sequence[SAWItem]) -> tuple[int, ...]:
-    """Samples without actor log-probs, where others have them."""
+    """Samples without actor log-probs, if others have them."""
     missing = tuple(i for i, item in enumerate(items) if item.actor_logps is None)
     return missing if len(missing) < len(items) else ()
 
@@ -275,7 +259,7 @@ def _old_logps(items: Sequence[SAWItem], device: torch.device) -> Tensor | None:
         return None
     for name in {item.origin.objective for item in items}:
         _check_all_or_none([item for item in items if item.origin.objective == name])
-    unknown = np.float32(np.nan)  # shows if a loss that should not look at them does
+    unknown = np.float32(np.nan)  # a loss that uses them by mistake becomes NaN
     given = [
         np.full(item.num_action_tokens, unknown) if (logps := item.actor_logps) is None else logps for item in items
     ]
@@ -293,7 +277,7 @@ def _to(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-# --- the padded form, as the seeds describe it ---
+# --- the seeds' padded form ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +331,7 @@ def _check_whole_vocabulary(items: Sequence[SAWItem]) -> None:
     if cut is not None:
         raise ConfigError(
             f"A sample (rollout {cut.origin.rollout_id}) was drawn from a part of the vocabulary (top_p, top_k or min_p), "
-            "which padded batches of whole logits do not know. Train with Trainer, or sample without truncation."
+            "which padded batches of whole logits do not support. Train with Trainer, or sample without truncation."
         )
 
 

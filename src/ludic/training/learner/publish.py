@@ -22,7 +22,7 @@ ParamFilter: TypeAlias = Callable[[str, torch.Tensor], bool]
 
 
 class WeightUpdates:
-    """Publishes the weights of one model. All ranks call it alike; the first one sends."""
+    """Publishes the weights of one model. All ranks make the same calls; the first one sends."""
 
     def __init__(
         self,
@@ -34,8 +34,7 @@ class WeightUpdates:
         param_filter: ParamFilter | None,
         every: int | None,
     ) -> None:
-        """`is_spread`: each rank has only a part of the weights. `every`: publish after so many steps; None is after each, 0
-        is never."""
+        """`is_spread`: each rank has only a part of the weights. `every`: publish after every n-th step; None is 1, 0 is never."""
         self.publisher = publisher
         self._model, self._ranks = model, ranks
         self._is_spread, self._filter, self._every = is_spread, param_filter, every
@@ -44,9 +43,9 @@ class WeightUpdates:
         self._adapter = publisher if isinstance(publisher, AdapterPublisher) else None
         sends = publisher is not None and self._in_place is None
         self._sends, self._can_verify = ranks.broadcast((sends, self._verifies is not None))
-        """The first rank's answers: the others help to gather weights, and have no publisher."""
+        """Those of the first rank: the others help to gather weights, and have no publisher."""
         self._published: int | None = None
-        """The version that servers have, as far as we know; None before the first."""
+        """The last version that was sent; None before the first."""
 
     @property
     def shares_weights(self) -> bool:
@@ -88,18 +87,18 @@ class WeightUpdates:
             )
 
     def begin(self, version: int, *, is_resumed: bool) -> None:
-        """Servers get restored weights. An engine that shares the weights may have served another run: its version is set."""
+        """Send restored weights to servers. An engine that shares the weights gets the version: it may have served another run."""
         if is_resumed and self._sends:
             self._send(version)
         if self._in_place is not None:
             self._in_place.publish({}, version=version)
 
     def pause_engine(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """Entered around a change of the weights: an engine that holds them waits, and goes on with `version`."""
+        """Entered around a change of the weights: an engine that shares them waits, and continues with `version`."""
         return contextlib.nullcontext() if self._in_place is None else self._in_place.updating(version)
 
     def after_step(self, version: int) -> bool:
-        """Whether the next samples are of this version; an engine that shares the weights has it already."""
+        """Send if due; returns whether the next samples are of this version. An engine that shares the weights has it already."""
         if self._sends:
             every = 1 if self._every is None else self._every
             if not every or version % every:
@@ -108,7 +107,7 @@ class WeightUpdates:
         return True
 
     def check_servers(self, version: int) -> None:
-        """A server that was restarted has lost the weights; it gets them again before the next samples are drawn."""
+        """Send again if a server has lost the weights by a restart."""
         if not self._can_verify or self._published is None:
             return
         is_lost = False

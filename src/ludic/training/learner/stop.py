@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.2
-SAME_WISH_S = 5.0
-"""Signals that come within this time of the first, of whatever kind, are the same request."""
+SAME_REQUEST_S = 5.0
+"""Signals within this time of the first, SIGINT or SIGTERM, are the same request."""
 
 
 class StopRequested(Exception):
@@ -35,16 +35,16 @@ class StopRequests:
         self._last_at = 0.0
 
     def hear(self) -> bool:
-        """Note a signal. Whether it is a new request, and not the last one delivered again."""
+        """Note a signal; returns whether it is a new request, and not the last one delivered again."""
         now = time.monotonic()
-        if self.num and now - self._last_at <= SAME_WISH_S:
+        if self.num and now - self._last_at <= SAME_REQUEST_S:
             return False
         self.num, self._last_at = self.num + 1, now
         return True
 
 
 class StopSignal:
-    """Set by the first SIGINT or SIGTERM, or by `set`; a signal more than SAME_WISH_S later interrupts at once."""
+    """Set by the first SIGINT or SIGTERM, or by `set`; a signal more than SAME_REQUEST_S later interrupts at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -81,10 +81,8 @@ class StopSignal:
 
     @contextlib.contextmanager
     def catch_signals(self) -> Iterator[None]:
-        """Signals come here meanwhile; the handlers that were there are put back afterwards.
-
-        Where handlers cannot be installed (another thread), nothing changes.
-        """
+        """Handle signals in the block, and restore the earlier handlers afterwards. In another thread than the main one, which
+        cannot install handlers, nothing changes."""
         loop = asyncio.get_running_loop()
         with _handle_signals(lambda number: self.on_signal(number, loop)):
             yield
@@ -98,15 +96,15 @@ class StopSignal:
         name = signal.Signals(number).name
         self.set(name)
         # Not from here: a signal may come in the middle of writing another line.
-        message = "%s: stopping after this step, then saving; once more, %g s from now or later, to interrupt it."
-        loop.call_soon_threadsafe(logger.warning, message, name, SAME_WISH_S)
+        message = "%s: stopping after this step, then saving; send it again after %g s to interrupt at once."
+        loop.call_soon_threadsafe(logger.warning, message, name, SAME_REQUEST_S)
 
 
 def run_sync(work: Coroutine[Any, Any, T], stop: Callable[[], StopSignal] | None = None) -> T:
     """The result of `work`, for callers without asyncio: `asyncio.run`.
 
-    Where an event loop runs already, as in a notebook, the work runs in a new thread with a new loop. Signals, which only reach
-    the main thread, are passed on to `stop`.
+    If an event loop is running already, as in a notebook, the work runs in a new thread with a new loop. Signals, which only
+    reach the main thread, are passed on to `stop`.
     """
     try:
         loop_here = asyncio.get_running_loop()
@@ -157,8 +155,8 @@ def _end_wait(stopped: asyncio.Future[None]) -> None:
 
 
 async def _cancel(task: asyncio.Future[T]) -> None:
-    """Wait until it has ended; that it failed while being cancelled must not hide why it was."""
+    """Wait until it has ended; an error while it is cancelled is logged, and must not hide the reason for cancelling."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.warning("what was stopped failed while it ended: %s: %s", type(error).__name__, error)
+        logger.warning("the cancelled work failed while it ended: %s: %s", type(error).__name__, error)

@@ -8,7 +8,6 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,25 +20,18 @@ from ludic.models.head import is_decoder, plain_model
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
-from ludic.training.checkpoint.sharded import ShardedCheckpointManager
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager, ShardedCheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.critic.train import (
-    explained_variance,
-    make_critic,
-    saved_critic,
-    value_moments,
-    with_advantages,
-)
-from ludic.training.frozen_teacher import frozen_teacher
+from ludic.training.critic.train import explained_variance, make_critic, value_moments, with_advantages
 from ludic.training.guards import check_model, require_finite
-from ludic.training.learner.gradients import accumulate_gradients, equal_micro_batches, make_reference
-from ludic.training.learner.interface import Describe, Learner
-from ludic.training.learner.metrics import DriftProbe, MetricSums, merge
+from ludic.training.learner.batches import Describe, PreparedBatch, RankBatch, RankStop, StopKind, scatter_batch
+from ludic.training.learner.frozen import make_reference, make_teacher
+from ludic.training.learner.gradients import DriftProbe, accumulate_gradients, equal_micro_batches
+from ludic.training.learner.interface import Learner, OnCommitted
+from ludic.training.learner.metrics import merge
 from ludic.training.learner.optimizer import make_adamw
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.publish import ParamFilter, WeightUpdates
-from ludic.training.learner.rank_batches import PreparedBatch, RankBatch, RankStop, StopKind, scatter_batch
 from ludic.training.losses import ForeignLoss
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import ConfigError, FollowsDrift, PolicyPublisher, SAWItem
@@ -102,7 +94,7 @@ class TorchLearner(Learner):
         if cfg.compile or (is_sharded(model) and settings_of(model).compile):
             compile_layers(model)  # after the policy has looked at the layers
         self.reference = make_reference(reference, algo, self.policy, cfg)
-        self.teacher = frozen_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
+        self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
         self.critic = make_critic(critic, algo, self.policy, cfg, is_spread=self.is_spread, recomputes=recompute)
         self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
         torch.manual_seed(cfg.seed + ranks.rank % self.plan.num_shares)
@@ -197,13 +189,20 @@ class TorchLearner(Learner):
         )
         if self.critic is not None:
             sums.add(value_moments(items))
-        norms = self._apply_gradients(step)
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * (self.cfg.lr_schedule(step) if self.cfg.lr_schedule is not None else 1.0)
+        norms = self._clip_gradients(step)
+        with self.updates.pause_engine(step + 1):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         on_step()
         after = FiniteCheck(self._named_trained())
         sums.add_max({_SUSPECTS: after.num_suspects})  # read below, with everything else
         if probe is not None:
             sums.add(probe.measure())
-        stats = explained_variance(effective_sample_size(self._over_ranks(sums)))
+        gathered = self.ranks.gather(sums.totals())
+        means = self.ranks.broadcast(None if gathered is None else merge(gathered).means())
+        stats = explained_variance(effective_sample_size(means))
         if stats.pop(_SUSPECTS):
             self._check_updated(step + 1, after)
         if isinstance(self.algo.credit_assigner, FollowsDrift):
@@ -217,41 +216,28 @@ class TorchLearner(Learner):
         bins = equal_micro_batches(self.policy, items, self.cfg.micro_token_budget, self.ranks)
         return DriftProbe(self.policy, bins[0], self.cfg.pad_token_id)
 
-    def _apply_gradients(self, step: int) -> dict[str, float]:
-        """One optimizer step; the norms that the gradients had, and whether one was above the limit."""
+    def _clip_gradients(self, step: int) -> dict[str, float]:
+        """Returns the norms before clipping. The gradient of a critic apart from the policy is clipped separately."""
         limit = self.cfg.max_grad_norm or math.inf
-        norms = self._clip_gradients(limit)
-        schedule = self.cfg.lr_schedule
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * (schedule(step) if schedule is not None else 1.0)
-        if not all(map(math.isfinite, norms.values())):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(
-                f"The gradient of step {step} is not finite ({norms}); the weights were left as they are. Look at the batch's "
-                "log-probs and weights, lower lr, or train in fp32."
-            )
-        with self.updates.pause_engine(step + 1):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {**norms, "grad_clipped": float(max(norms.values()) > limit)}
-
-    def _clip_gradients(self, limit: float) -> dict[str, float]:
-        """Together; but a critic apart from the policy must not scale the policy's gradient either."""
         policy, critic = self._policy_parameters(), self._critic_parameters()
         if self.is_spread:
             self.ranks.sum_tensors([p.grad for p in critic if p.grad is not None])
         if self.critic is None or not self.critic.is_apart:
-            return {"grad_norm": self._clip([*policy, *critic], limit)}
-        return {"grad_norm": self._clip(policy, limit), "critic_grad_norm": self._clip(critic, limit)}
+            norms = {"grad_norm": self._clip([*policy, *critic], limit)}
+        else:
+            norms = {"grad_norm": self._clip(policy, limit), "critic_grad_norm": self._clip(critic, limit)}
+        if not all(map(math.isfinite, norms.values())):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"The gradient of step {step} is not finite ({norms}); the weights were not changed. Look at the batch's "
+                "log-probs and weights, lower lr, or train in fp32."
+            )
+        return {**norms, "grad_clipped": float(max(norms.values()) > limit)}
 
     def _clip(self, parameters: list[torch.nn.Parameter], limit: float) -> float:
         if not self.is_spread:
             return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
         return clip_gradients([p.grad for p in parameters if p.grad is not None], limit, self.ranks)
-
-    def _over_ranks(self, sums: MetricSums) -> dict[str, float]:
-        gathered = self.ranks.gather(sums.totals())
-        return self.ranks.broadcast(None if gathered is None else merge(gathered).means())
 
     def _check_updated(self, step: int, check: FiniteCheck) -> None:
         saved = None if self.checkpointer is None else self.checkpointer.latest()
@@ -267,7 +253,6 @@ class TorchLearner(Learner):
     # --- publishing, checkpoints ---
 
     def begin(self, step: int, *, is_resumed: bool) -> None:
-        """All weights are checked, frozen ones too."""
         others = [(what, model) for what, model in self._frozen.items() if model is not None]
         frozen = [(f"{what}.{name}", p) for what, model in others for name, p in model.named_parameters()]
         check = FiniteCheck([*self.model.named_parameters(), *self._named_trained(), *frozen])
@@ -283,11 +268,7 @@ class TorchLearner(Learner):
         return self.updates.after_step(step)
 
     def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        on_committed: Callable[[Path], None],
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], on_committed: OnCommitted
     ) -> None:
         assert self.checkpointer is not None, "the trainer saves only with a checkpointer"
         self._select_device()
@@ -305,11 +286,16 @@ class TorchLearner(Learner):
         assert self.checkpointer is not None, "the trainer resumes only with a checkpointer"
         state = self.checkpointer.load(model=self.model, optimizer=self.optimizer, step=step, path=path)
         if self.critic is not None:
-            self.critic.load_state_dict(saved_critic(state, self.algo.name))
+            if "critic" not in state:
+                raise ConfigError(
+                    f"{self.algo.name} has a critic, but the checkpoint to resume from holds none. Resume with the algorithm that "
+                    "it was trained with, or begin a new run from its weights."
+                )
+            self.critic.load_state_dict(state["critic"])
         return state
 
 
-# Before training: all ranks have the same settings, and each knows its part.
+# --- before training: all ranks have the same settings ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +317,7 @@ def check_ranks_agree(
     *,
     has_source: bool,
 ) -> RankPlan:
-    """ConfigError on all ranks if they cannot train together."""
+    """What each rank does; ConfigError on all ranks if they cannot train together."""
     is_cut = is_tensor_parallel(model)
     if ranks.world_size > 1 and not (is_sharded(model) or is_cut):
         raise ConfigError(

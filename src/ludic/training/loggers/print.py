@@ -23,24 +23,17 @@ class PrintLogger:
         status_every: int = 5,
         activity_every_s: float = 15.0,
     ) -> None:
-        """`keys` chooses what is shown, in that order (see `chosen`); `percent` are shown in percent; `stream` is stdout unless
-        given.
-
-        `status` is asked for one more line after the first step and then every `status_every`-th. Between two steps, what is
-        going on is written at most every `activity_every_s` seconds.
-        """
-        self._prefix = prefix
-        self._keys = keys
-        self._precision = precision
-        self._max_items_per_line = max_items_per_line
-        self._percent = percent
-        self._stream = stream
-        self._status, self._status_every = status, status_every
+        """`keys`: what is shown, in that order (see `chosen`). `percent`: names of shares, shown in percent. `stream`: by
+        default stdout. `status`: returns one more line, after the first step and then every `status_every`-th. Between two
+        steps, activity is written at most every `activity_every_s` seconds."""
+        self._prefix, self._keys, self._percent = prefix, keys, percent
+        self._precision, self._max_items_per_line = precision, max_items_per_line
+        self._stream, self._status, self._status_every = stream, status, status_every
+        self._activity_every_s = activity_every_s
         self._status_at: int | None = None
         """The step at which the status line is due; None: at once."""
-        self._activity_every_s = activity_every_s
         self._written_at: float | None = None
-        """When the last line was written, or when there was first anything to say."""
+        """When the last line was written, or activity was first shown."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         # sys.stdout is looked up now, since it may have been replaced since this logger was made.
@@ -77,8 +70,8 @@ class PrintLogger:
 def chosen(stats: Mapping[str, float], keys: Sequence[str] | None) -> Mapping[str, float]:
     """All stats, or those asked for, in the order of the keys.
 
-    A key without a prefix means every stat that is called so behind its prefix. It may be a pattern, such as *_rate; one that
-    begins with ! leaves out what it fits.
+    A key matches the full name or the name behind its prefix. It may be a pattern, such as *_rate; a key that begins with !
+    leaves out what it matches.
     """
     if keys is None:
         return stats
@@ -87,11 +80,11 @@ def chosen(stats: Mapping[str, float], keys: Sequence[str] | None) -> Mapping[st
         name: stats[name]
         for key in keys
         for name in stats
-        if _fits(name, key) and not any(_fits(name, other) for other in left_out)
+        if _matches(name, key) and not any(_matches(name, other) for other in left_out)
     }
 
 
-def _fits(name: str, key: str) -> bool:
+def _matches(name: str, key: str) -> bool:
     return fnmatchcase(name, key) or fnmatchcase(name.split("/", 1)[-1], key)
 
 

@@ -39,15 +39,11 @@ class RichLiveLogger:
         console: Console | None = None,
         status: Callable[[], str] | None = None,
     ) -> None:
-        """`keys` chooses what is shown; `history` values of `spark_key` are kept and the last `spark_window` drawn.
-
-        With `total_steps` it also says how much time is left. `status` is asked for a line under the table at each `log`.
-        """
-        self._keys = keys
+        """`keys`: what is shown. `history` values of `spark_key` are kept and the last `spark_window` drawn. `total_steps`: to
+        show the time that is left. `status`: returns a line under the table, at each `log`."""
+        self._keys, self._precision, self._percent = keys, precision, percent
         self._spark_key = spark_key if "/" in spark_key else f"train/{spark_key}"
         self._spark_window = spark_window
-        self._precision = precision
-        self._percent = percent
         self._console = console or Console()
         self._history: deque[float] = deque(maxlen=history)
         self._latest: dict[str, float] = {}
@@ -87,7 +83,7 @@ class RichLiveLogger:
                 self._draw()
 
     def _forget_rates_of(self, stats: Mapping[str, float]) -> None:
-        """A result that no longer occurs has no rate any more; its last one must not stand there as if it were new."""
+        """A result that no longer occurs has no rate; the table must not show its last one as if it were new."""
         groups = tuple(f"{name.partition('/')[0]}/" for name in stats if name.endswith("_rate"))
         self._latest = {
             name: value
@@ -153,7 +149,7 @@ class RichLiveLogger:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One bar per value, the lowest and the highest of them at the ends of the scale; a gap for what is not finite."""
+    """One bar per value, scaled from the lowest to the highest; a gap for what is not finite."""
     real = [value for value in values if math.isfinite(value)]
     low, spread = (min(real), max(real) - min(real)) if real else (0.0, 0.0)
     top = len(BARS) - 1

@@ -369,10 +369,10 @@ POISONS: dict[str, tuple[Callable[[], Poison], str]] = {
     "token weights of 3e38": (lambda: attached(token_weights=np.full(7, 3e38, np.float32)), "token_weights"),
     "a temperature of 1e-300": (lambda: attached(temperature=1e-300), "temperature 1e-300"),
     "a temperature of 1e300": (lambda: attached(temperature=1e300), "temperature 1e\\+300"),
-    "an id outside the vocabulary": (lambda: replaced(input_ids=np.full(10, VOCAB, np.int32)), f"knows {VOCAB} tokens"),
-    "a negative id": (lambda: on_the_wire("ids", "h", -1), "knows 32 tokens"),
+    "an id outside the vocabulary": (lambda: replaced(input_ids=np.full(10, VOCAB, np.int32)), f"the model has {VOCAB} tokens"),
+    "a negative id": (lambda: on_the_wire("ids", "h", -1), "the model has 32 tokens"),
     "a sample that is too long": (lambda: with_items(lambda item: good_item("long", Random(0), length=60)), "max_seq_len=48"),
-    "an action without a prompt": (lambda: replaced(action_mask=[1, 0, 0] + [1] * 6 + [0]), "nothing comes before it"),
+    "an action without a prompt": (lambda: replaced(action_mask=[1, 0, 0] + [1] * 6 + [0]), "no token before it"),
     "actions that attention masks out": (lambda: replaced(attention_mask=[1] * 9 + [0]), "masks out action tokens"),
     "text as a reward": (lambda: origin(total_reward="a lot"), "got `str` - at `\\$.total_reward"),
     "a reward that is no number": (lambda: origin(total_reward=math.nan), "a reward is a finite number"),
@@ -460,7 +460,7 @@ def test_the_check_knows_a_models_vocabulary_and_its_learned_positions():
     assert (vocabulary_of(rotary), positions_of(rotary)) == (VOCAB, None)
     check = TrainableSamples(make_grpo(group_size=2), TrainerConfig(max_seq_len=64), learned)
     check([good_item("a", Random(0), length=17)])
-    with pytest.raises(ValueError, match="knows 17 positions"):
+    with pytest.raises(ValueError, match="has 17 positions"):
         check([good_item("a", Random(0), length=18)])
 
 

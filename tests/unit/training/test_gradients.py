@@ -11,7 +11,8 @@ from torch import nn
 from ludic.models import head as head_module
 from ludic.models.head import whole_logits
 from ludic.training import ConstantCredit, RLAlgorithm
-from ludic.training.learner.gradients import FrozenReference, accumulate_gradients
+from ludic.training.learner.frozen import Reference
+from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.packing import collate_saw_items
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import (
@@ -57,7 +58,7 @@ def trainable(family: str = "llama", seed: int = 0):
 
 def gradient(loss, items, *, family="llama", packed=True, budget=4096):
     model = trainable(family)
-    reference = FrozenReference(TrainedPolicy(trainable(family, seed=1).requires_grad_(False)))
+    reference = Reference(TrainedPolicy(trainable(family, seed=1).requires_grad_(False)))
     sums = accumulate_gradients(
         TrainedPolicy(model, packed=packed),
         loss,
@@ -82,7 +83,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("budget", [30, *(pytest.param(other, marks=pytest.mark.slow) for other in (40, 64))])
-def test_the_gradient_and_the_statistics_do_not_depend_on_the_budget(name, budget):
+def test_gradient_and_statistics_do_not_depend_on_the_budget(name, budget):
     items = random_items(LENGTHS)
     whole, cut = gradient(LOSSES[name], items), gradient(LOSSES[name], items, budget=budget)
     assert cut[1]["num_micro_batches"] > 1 == whole[1]["num_micro_batches"]
@@ -127,7 +128,7 @@ def test_an_output_bias_is_trained_as_transformers_computes_it(packed):
     assert float(found["lm_head.bias"].abs().max()) > 1e-3
 
 
-def test_a_model_that_cannot_pack_is_padded(caplog):
+def test_model_that_cannot_pack_is_padded(caplog):
     config = transformers.GPTJConfig(vocab_size=128, n_embd=16, n_layer=1, n_head=2, n_positions=64, rotary_dim=4)
     torch.manual_seed(0)
     model = transformers.GPTJForCausalLM(config).eval()
@@ -156,7 +157,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("form", GIVEN)
-def test_any_module_that_gives_logits_is_trained(form):
+def test_module_that_returns_logits_is_trained(form):
     torch.manual_seed(0)
     loss = CompositeLoss(
         [LossTerm(name="policy", loss=CISPOLoss()), LossTerm(name="entropy", loss=EntropyBonus(coeff=0.1))]
@@ -165,7 +166,7 @@ def test_any_module_that_gives_logits_is_trained(form):
     assert_gradient_of_whole_logits(Recurrent(GIVEN[form]), loss, random_items(LENGTHS))
 
 
-def test_a_module_that_gives_no_logits_is_refused():
+def test_module_without_logits_is_refused():
     policy = TrainedPolicy(Recurrent(lambda logits: logits[:, 0]))
     with pytest.raises(
         ConfigError, match=r"Recurrent was given token ids of \(1, 5\).*returned a tensor of \(1, 128\)"
@@ -186,7 +187,7 @@ class OfTheSeeds:
 
 
 @pytest.mark.parametrize("model", [trainable, Recurrent])
-def test_a_loss_with_compute_alone_is_trained(model):
+def test_loss_with_only_compute_is_trained(model):
     items = random_items(LENGTHS)
     assert_gradient_of_whole_logits(model(), OfTheSeeds(), items)
     made = model()
@@ -219,12 +220,12 @@ def assert_same_gradient(found, expected):
     assert_same((found, {}), (expected, {}))
 
 
-def test_the_order_of_samples_does_not_matter():
+def test_gradient_does_not_depend_on_the_order_of_samples():
     items = random_items(LENGTHS)
     assert_same(gradient(LOSSES["grpo"], items[::-1]), gradient(LOSSES["grpo"], items))
 
 
-def test_the_chunks_of_the_head_do_not_show(monkeypatch):
+def test_gradient_does_not_depend_on_the_heads_chunks(monkeypatch):
     items = random_items(LENGTHS)
     whole = gradient(LOSSES["with_entropy_and_kl"], items)
     monkeypatch.setattr(head_module, "_CHUNK_ELEMENTS", 7 * 128)

@@ -33,11 +33,11 @@ def test_small_updates_are_not_rounded_away():
     assert abs(lost.norm() / wanted.norm() - 1) > 0.1, "if plain AdamW were as good, this file could go"
 
 
-def test_weights_in_fp32_are_stepped_as_ever():
+def test_fp32_weights_are_stepped_as_by_adamw():
     assert torch.equal(moved(torch.float32, FullPrecisionAdamW), moved(torch.float32, torch.optim.AdamW))
 
 
-async def test_the_trainer_uses_it_for_bf16_and_resumes_bit_for_bit(tmp_path):
+async def test_trainer_uses_fp32_copies_for_bf16_and_resumes_bit_for_bit(tmp_path):
     batches = [random_items([12, 20, 9], seed=n) for n in range(4)]
     config = CheckpointConfig(output_dir=str(tmp_path), every_n_steps=2)
     model = lambda seed=0: tiny_llama(seed).to(torch.bfloat16)  # noqa: E731

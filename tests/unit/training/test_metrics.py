@@ -14,7 +14,7 @@ from tests.origins import meta_and_origin
 # --- names ------------------------------------------------------------------------------------------------------
 
 
-def test_names_get_the_prefix_of_their_kind():
+def test_names_get_their_prefix():
     named = prefixed(
         {
             "loss": 1,
@@ -33,7 +33,7 @@ def test_names_get_the_prefix_of_their_kind():
     }  # fmt: skip
 
 
-def test_two_stats_with_one_name_are_not_merged_silently():
+def test_two_stats_with_one_name_are_refused():
     with pytest.raises(ConfigError, match="'train/loss'"):
         prefixed({"loss": 1, "train/loss": 2})
 
@@ -56,20 +56,20 @@ def test_means_do_not_depend_on_how_the_batch_was_split(splits, as_cell):
     assert sums.means() == {"kl": 16.75 / 6, "ratio_max": 10.0}
 
 
-def test_tensors_and_numbers_of_any_kind_add_up_exactly():
+def test_tensors_and_numbers_are_summed_exactly():
     sums = MetricSums()
     sums.add({"x": (torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor(2**24 + 1)), "y": (1, 2)})
     sums.add({"x": (2.5, 2), "y": (torch.tensor(True), torch.tensor(1, dtype=torch.int32))})
     assert sums.means() == {"x": 4.0 / (2**24 + 3), "y": 2 / 3}
 
 
-def test_a_mean_over_nothing_is_left_out():
+def test_mean_over_a_count_of_zero_is_left_out():
     sums = MetricSums()
     sums.add({"clip_fraction": (torch.tensor(0.0), 0), "loss": (1.0, 1)})
     assert sums.means() == {"loss": 1.0}
 
 
-def test_a_nan_stays_visible():
+def test_nan_is_not_lost_in_a_maximum():
     sums = MetricSums()
     sums.add({"loss": (math.nan, 1)})
     sums.add_max({"norm": 1.0})
@@ -79,7 +79,7 @@ def test_a_nan_stays_visible():
     assert math.isnan(means["loss"]) and math.isnan(means["norm"])
 
 
-def test_a_stat_holds_no_graph():
+def test_stat_holds_no_autograd_graph():
     weight = torch.ones((), requires_grad=True)
     sums = MetricSums()
     sums.add({"loss": (weight * 2, 1)})
@@ -115,7 +115,7 @@ ITEMS = [
 ]
 
 
-def test_a_batch_is_described_by_numbers_worked_by_hand():
+def test_batch_stats_match_values_worked_by_hand():
     assert batch_stats(ITEMS, {}) == {
         "num_samples": 3, "num_rollouts": 2, "num_tokens": 12, "num_action_tokens": 6,
         "avg_completion_length": 2.0, "avg_prompt_length": 2.0,
@@ -127,7 +127,7 @@ def test_a_batch_is_described_by_numbers_worked_by_hand():
     }  # fmt: skip
 
 
-def test_a_reply_that_was_cut_off_is_over_a_limit_and_not_unreadable():
+def test_reply_that_was_cut_off_counts_as_over_limit_and_not_unreadable():
     cut_off = item([0, 1], rollout_id="a", num_parse_errors=1, num_cut_off=1)
     unreadable = item([0, 1], rollout_id="b", num_parse_errors=1, num_cut_off=0)
     both = item([0, 1], rollout_id="c", num_parse_errors=2, num_cut_off=1)
@@ -135,7 +135,7 @@ def test_a_reply_that_was_cut_off_is_over_a_limit_and_not_unreadable():
     assert (stats["parse_error_rate"], stats["unreadable_rate"], stats["over_limit_rate"]) == (0.75, 0.5, 0.5)
 
 
-def test_results_that_envs_report_are_shares_of_all_rollouts():
+def test_env_results_are_shares_of_all_rollouts():
     def ended(*results):
         return batch_stats([item([0, 1], rollout_id=str(n), result=result) for n, result in enumerate(results)])
 
@@ -146,7 +146,7 @@ def test_results_that_envs_report_are_shares_of_all_rollouts():
     assert "text 3_rate" not in ended(*(f"text {n}" for n in range(20))), "free text is no result"
 
 
-def test_the_source_knows_what_filters_removed_but_not_what_is_trained_on():
+def test_averages_of_the_source_win_and_counts_are_those_of_the_items():
     meta = {"avg_total_reward": 0.125, "num_samples": 99, "num_failed": 4, "source": "offline", "done": True}
     stats = batch_stats(ITEMS, meta)
     assert (stats["avg_total_reward"], stats["num_samples"], stats["num_failed"]) == (0.125, 3, 4)
@@ -161,7 +161,7 @@ def test_own_reducers_replace_the_default_ones():
     assert "completion_truncated_rate" not in stats
 
 
-def test_items_of_no_rollout_and_an_empty_batch_have_no_reward_to_tell():
+def test_items_without_a_rollout_have_no_reward_stats():
     stats = batch_stats([item([0, 1]), item([0, 1])])
     assert stats["num_rollouts"] == 2 and "avg_total_reward" not in stats
     assert batch_stats([])["num_samples"] == 0
@@ -194,11 +194,11 @@ def update(norm=0.0, **stats):
         ([update(), update(), update(norm=0.5)], "Little was learned: the gradient was zero in 2 of 3 updates. All"),
     ],
 )
-def test_a_run_without_gradients_is_told_with_its_likely_cause(rows, message):
+def test_run_without_gradients_gets_the_likely_cause(rows, message):
     evaluation = {"step": 1, "eval/accuracy": 0.5}
     assert message in (why_nothing_was_learned([*rows, evaluation]) or "")
 
 
 @pytest.mark.parametrize("rows", [[], [update(norm=0.1)], [update(), update(norm=0.1)], [{"eval/accuracy": 1.0}]])
-def test_a_run_with_gradients_is_not_called_idle(rows):
+def test_run_with_gradients_gets_no_message(rows):
     assert why_nothing_was_learned(rows) is None

@@ -57,12 +57,12 @@ def small_bandit(**settings):
 # --- event loops and stops ---
 
 
-def test_steps_without_asyncio_can_be_taken_one_after_the_other():
+def test_train_step_sync_can_be_called_repeatedly():
     trainer = hand_trainer(*[random_items([12, 20])] * 3)
     assert [trainer.train_step_sync()["train/step"] for _ in range(3)] == [1, 2, 3]
 
 
-async def test_training_without_asyncio_works_where_an_event_loop_runs():
+async def test_train_sync_works_inside_a_running_event_loop():
     """As in a notebook."""
     trainer = hand_trainer(*[random_items([12, 20])] * 4)
     assert trainer.train_sync(2)["train/step"] == 2
@@ -71,8 +71,8 @@ async def test_training_without_asyncio_works_where_an_event_loop_runs():
         trainer.eval_sync()
 
 
-@pytest.mark.parametrize(("same_wish_s", "interrupts"), [(5.0, False), (0.0, True)])
-async def test_a_signal_stops_training_in_a_notebook(same_wish_s, interrupts, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("same_request_s", "interrupts"), [(5.0, False), (0.0, True)])
+async def test_signal_stops_train_sync_inside_a_running_event_loop(same_request_s, interrupts, monkeypatch, tmp_path):
     class Interrupting(Given):
         async def next_batch(self):
             if len(self.batches) == 2:
@@ -83,7 +83,7 @@ async def test_a_signal_stops_training_in_a_notebook(same_wish_s, interrupts, mo
                 await asyncio.sleep(60)
             return await super().next_batch()
 
-    monkeypatch.setattr(stopping, "SAME_WISH_S", same_wish_s)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", same_request_s)
     before = signal.getsignal(signal.SIGINT)
     config = CheckpointConfig(output_dir=tmp_path)
     source = Interrupting(*[random_items([12, 20])] * 4)
@@ -95,7 +95,7 @@ async def test_a_signal_stops_training_in_a_notebook(same_wish_s, interrupts, mo
         assert CheckpointManager(config).steps() == [2]
 
 
-def test_training_ahead_goes_on_in_another_event_loop():
+def test_source_that_generates_ahead_continues_in_another_event_loop():
     trainer, engine = small_bandit(make_source=lambda source: AsyncRolloutBatchSource(source, max_lag=1))
     positions = []
     for _ in range(3):
@@ -105,14 +105,14 @@ def test_training_ahead_goes_on_in_another_event_loop():
     assert trainer.step == 6 and positions == [2, 4, 6], "what was made ahead when a loop ended is made again"
 
 
-async def test_a_stop_may_come_from_another_thread():
+async def test_stop_can_be_set_from_another_thread():
     stop = StopSignal()
     threading.Timer(0.05, stop.set, args=("enough",)).start()
     with pytest.raises(StopRequested, match="enough"):
         await asyncio.wait_for(stop.unless(asyncio.sleep(60)), timeout=50)
 
 
-async def test_work_that_fails_while_it_is_stopped_does_not_hide_the_stop():
+async def test_error_of_cancelled_work_does_not_hide_the_stop():
     async def fails_when_cancelled():
         try:
             await asyncio.sleep(60)
@@ -125,7 +125,7 @@ async def test_work_that_fails_while_it_is_stopped_does_not_hide_the_stop():
         await stop.unless(fails_when_cancelled())
 
 
-async def test_signal_handlers_that_were_there_are_given_back():
+async def test_earlier_signal_handlers_are_restored():
     seen = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -139,21 +139,21 @@ async def test_signal_handlers_that_were_there_are_given_back():
             signal.signal(number, handler)
 
 
-async def test_a_repeated_signal_is_the_same_wish_and_a_later_one_interrupts(monkeypatch):
+async def test_repeated_signal_is_one_request_and_a_later_one_interrupts(monkeypatch):
     now = 100.0
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))  # and not the clock of asyncio
     stop = StopSignal()
     with stop.catch_signals():
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
-            now += stopping.SAME_WISH_S / 3
+            now += stopping.SAME_REQUEST_S / 3
         assert stop.is_set and stop.reason == "SIGTERM"
         now += 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
-async def test_a_signal_after_the_program_itself_asked_for_the_end_interrupts_nothing():
+async def test_signal_after_stop_was_set_does_not_interrupt():
     stop = StopSignal()
     with stop.catch_signals():
         stop.set("enough")
@@ -161,7 +161,7 @@ async def test_a_signal_after_the_program_itself_asked_for_the_end_interrupts_no
     assert stop.is_set
 
 
-async def test_signals_during_a_save_let_it_finish_and_end_the_run(tmp_path, monkeypatch):
+async def test_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
     save = CheckpointManager.save
 
     def interrupted(*args, **kwargs):
@@ -178,7 +178,7 @@ async def test_signals_during_a_save_let_it_finish_and_end_the_run(tmp_path, mon
     assert CheckpointManager(config).steps() == [1]
 
 
-async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
+async def test_stop_does_not_wait_for_an_evaluation(tmp_path):
     class Endless:
         async def eval(self, **_):
             trainer.stop.set("enough")
@@ -194,7 +194,7 @@ async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
     assert trainer.step == 1 and stats["train/step"] == 1 and (tmp_path / "step_000001").is_dir()
 
 
-async def test_signals_are_listened_to_while_the_last_checkpoint_is_written(tmp_path):
+async def test_signals_are_handled_while_the_last_checkpoint_is_written(tmp_path):
     heard = []
     before = signal.getsignal(signal.SIGTERM)  # not always the default: a test beside this one may have started Ray
 
@@ -217,7 +217,7 @@ async def test_signals_are_listened_to_while_the_last_checkpoint_is_written(tmp_
 # --- checkpoints ---
 
 
-async def test_a_batch_whose_making_was_interrupted_is_made_again_after_a_resume(tmp_path):
+async def test_interrupted_batch_is_made_again_after_a_resume(tmp_path):
     config = CheckpointConfig(output_dir=tmp_path)
     trainer, engine = small_bandit(checkpoint_config=config)
     await trainer.train(2)
@@ -235,7 +235,7 @@ async def test_a_batch_whose_making_was_interrupted_is_made_again_after_a_resume
     assert resumed.step == 2 and resumed.batch_source.state_dict() == position
 
 
-async def test_a_batch_that_could_not_be_trained_on_is_made_again_after_a_resume(tmp_path):
+async def test_untrained_batch_is_made_again_after_a_resume(tmp_path):
     class Counting(Given):
         num_taken = 0
 
@@ -260,7 +260,7 @@ async def test_a_batch_that_could_not_be_trained_on_is_made_again_after_a_resume
     assert resumed.batch_source.num_taken == 1
 
 
-async def test_the_best_checkpoint_holds_the_weights_that_were_evaluated(tmp_path):
+async def test_best_checkpoint_has_the_evaluated_weights(tmp_path):
     class Peaks:
         """Step 2 is the best."""
 
@@ -280,7 +280,7 @@ async def test_the_best_checkpoint_holds_the_weights_that_were_evaluated(tmp_pat
     assert read_json(tmp_path / "step_000003" / "trainer_state.json")["metrics"]["eval/accuracy"] == 0.3
 
 
-async def test_an_evaluation_of_other_weights_does_not_judge_a_checkpoint(tmp_path):
+async def test_evaluation_of_older_weights_does_not_decide_the_best_checkpoint(tmp_path):
     class Always:
         async def eval(self, **_):
             return [], {"accuracy": 1.0}
@@ -296,7 +296,7 @@ async def test_an_evaluation_of_other_weights_does_not_judge_a_checkpoint(tmp_pa
     assert trainer.checkpointer.best() is None
 
 
-async def test_states_are_taken_where_they_change_in_the_event_loop(tmp_path):
+async def test_state_is_taken_in_the_event_loop(tmp_path):
     """In another thread, what generates ahead could change them in the middle."""
     taken_in = []
 
@@ -319,7 +319,7 @@ async def test_states_are_taken_where_they_change_in_the_event_loop(tmp_path):
 # --- what a step leaves behind ---
 
 
-async def test_a_batch_that_failed_half_way_leaves_no_gradient_behind():
+async def test_failed_update_leaves_no_gradient():
     good = random_items([12, 20])
     broken = random_items([30, 60], seed=5)  # longest first, so one micro-batch is done before
     broken[0] = replace(broken[0], input_ids=broken[0].input_ids + 10_000)  # not in the vocabulary
@@ -347,7 +347,7 @@ async def test_parameter_groups_keep_their_own_learning_rates():
 # --- versions ---
 
 
-async def test_a_second_run_on_one_engine_begins_at_its_own_version():
+async def test_second_run_on_one_engine_begins_at_version_0():
     first, engine = small_bandit()
     await first.train(2)
     second = Trainer(
@@ -362,20 +362,20 @@ async def test_a_second_run_on_one_engine_begins_at_its_own_version():
     assert stats["train/lag_mean"] == 0 and engine.version == 1
 
 
-def test_an_engine_that_serves_another_model_is_refused():
+def test_engine_of_another_model_is_refused():
     engine = LocalEngine(tiny_llama(), ByteTokenizer(), max_model_len=64, kv_tokens=1024)
     with contextlib.closing(engine), pytest.raises(ConfigError, match="does not hold the trained model"):
         hand_trainer(model=tiny_llama(), publisher=SharedWeightsPublisher(engine))
 
 
-def test_shared_weights_cannot_be_published_now_and_then():
+def test_sync_every_steps_is_refused_with_shared_weights():
     model = tiny_llama()
     engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=1024)
     with contextlib.closing(engine), pytest.raises(ConfigError, match="sync_every_steps=4"):
         hand_trainer(model=model, publisher=SharedWeightsPublisher(engine), cfg={"sync_every_steps": 4})
 
 
-async def test_an_engine_that_cannot_take_new_weights_is_not_left_standing():
+async def test_engine_runs_again_after_it_refused_new_weights():
     class Broken:
         def weights_changed(self):
             raise MemoryError("no room")
@@ -393,14 +393,14 @@ async def test_an_engine_that_cannot_take_new_weights_is_not_left_standing():
 # --- precision, references, settings ---
 
 
-async def test_checkpointing_leaves_the_engine_its_fast_way():
+async def test_gradient_checkpointing_keeps_the_engines_fused_forward():
     trainer, engine = small_bandit(cfg=TrainerConfig(lr=1e-2, max_seq_len=64, gradient_checkpointing=True))
     await trainer.train_step()
     engine.close()
     assert not isinstance(engine._runner._model, ModuleForward)
 
 
-async def test_an_adapter_learns_under_gradient_checkpointing():
+async def test_adapter_learns_under_gradient_checkpointing():
     peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     batch, weights = random_items([12, 20]), []
     for checkpointing in (False, True):
@@ -413,7 +413,7 @@ async def test_an_adapter_learns_under_gradient_checkpointing():
     assert all(torch.allclose(weights[0][name], value, atol=1e-6) for name, value in weights[1].items())
 
 
-async def test_a_reference_is_moved_to_where_the_policy_is():
+async def test_reference_is_moved_to_the_policys_device():
     grpo = make_grpo(group_size=4)
     kl = LossTerm(name="kl", loss=TokenKLLoss(to="reference", coeff=0.1))
     algo = replace(grpo, loss=CompositeLoss([LossTerm(name="policy", loss=grpo.loss), kl]))
@@ -435,7 +435,7 @@ async def test_a_reference_is_moved_to_where_the_policy_is():
     ],
     ids=str,
 )
-def test_a_setting_that_means_nothing_is_named(settings, message):
+def test_unknown_precision_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(**settings)
 
@@ -454,7 +454,7 @@ def spoiling(trainer, name, at_step):
 
 
 @pytest.mark.parametrize("part", ["trained", "frozen", "reference"])
-def test_weights_that_are_loaded_must_be_finite(part, monkeypatch):
+def test_loaded_weights_must_be_finite(part, monkeypatch):
     hide_nan_queries(monkeypatch)
     model, reference = tiny_llama(), tiny_llama(seed=1)
     spoilt = reference if part == "reference" else model
@@ -472,7 +472,7 @@ def test_weights_that_are_loaded_must_be_finite(part, monkeypatch):
         hand_trainer(random_items([12, 20]), model=model, **settings)
 
 
-def test_a_step_that_leaves_weights_not_finite_ends_the_run_before_they_are_saved(tmp_path, monkeypatch):
+def test_step_that_makes_weights_not_finite_ends_the_run_before_saving(tmp_path, monkeypatch):
     hide_nan_queries(monkeypatch)
     published = []
 

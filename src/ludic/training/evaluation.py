@@ -1,15 +1,13 @@
-"""When a trainer's weights are evaluated, and the newest result: in between two steps, or beside the steps that follow."""
+"""Evaluations of a trainer's weights: between two steps, or in the background while the next steps run."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.types import ConfigError, Evaluator, TakesSnapshots
-
-Log: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 def check_evaluation(cfg: TrainerConfig, evaluator: Evaluator | None, *, is_first: bool, shares_weights: bool) -> None:
@@ -25,15 +23,18 @@ def check_evaluation(cfg: TrainerConfig, evaluator: Evaluator | None, *, is_firs
 
 
 class Evaluation:
-    """One evaluator, which evaluates at once or in the background."""
+    """One evaluator, its newest result, and at most one evaluation in the background."""
 
-    def __init__(self, evaluator: Evaluator | None, cfg: TrainerConfig, log: Log) -> None:
+    def __init__(
+        self, evaluator: Evaluator | None, cfg: TrainerConfig, log: Callable[[int, Mapping[str, float]], None]
+    ) -> None:
         self.evaluator = evaluator
         self._cfg, self._log = cfg, log
-        self.background = BackgroundTask()
-        """The evaluation that runs while training goes on."""
         self.last: dict[str, float] = {}
         """The newest metrics, with the step of the evaluated weights under eval/step."""
+        self._task: asyncio.Task[Any] | None = None
+        """The evaluation that runs while training continues, or whose result was not yet looked at."""
+        self._task_step = 0
 
     def is_due(self, step: int) -> bool:
         every = self._cfg.eval_every_n_steps
@@ -45,10 +46,10 @@ class Evaluation:
             with contextlib.suppress(StopRequested):  # it can take long, and nothing is lost with it
                 await stop.unless(self.run_now(step))
             return
-        await self.background.finish()
+        await self.finish()
         if not stop.is_set:
             self._take_snapshot(step)
-            self.background.start(step, self._evaluate(step))
+            self._task_step, self._task = step, asyncio.create_task(self._evaluate(step))
 
     async def run_now(self, step: int) -> dict[str, float]:
         """The metrics of the weights as they are, logged under eval/."""
@@ -61,11 +62,32 @@ class Evaluation:
 
     async def wait_for_metric(self, step: int, name: str | None) -> None:
         """If a background evaluation of this step is about to give the metric of this name, wait for it."""
-        if name is not None and name.startswith("eval/") and self.background.is_of(step):
-            await self.background.finish()
+        if name is not None and name.startswith("eval/") and self._task_step == step:
+            await self.finish()
+
+    def check(self) -> None:
+        """Raise the error of a background evaluation that has failed."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+
+    async def finish(self) -> None:
+        """Wait for the background evaluation, and raise its error."""
+        task, self._task = self._task, None
+        if task is not None:
+            try:
+                await task
+            finally:
+                await _cancel(task)  # also if the waiting coroutine was cancelled
+
+    async def cancel(self) -> None:
+        """Called when training has failed: end the background evaluation and drop its result."""
+        task, self._task = self._task, None
+        if task is not None:
+            await _cancel(task)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """`step` is the version that the evaluator sees; in the background, the trainer's goes on meanwhile."""
+        """`step` is the version that the evaluator sees; in the background the trainer's own is ahead of it."""
         if self.evaluator is None:
             raise ConfigError("There is no evaluator; give Trainer(evaluator=…).")
         _, metrics = await self.evaluator.eval(
@@ -82,43 +104,6 @@ class Evaluation:
     def _take_snapshot(self, step: int) -> None:
         if isinstance(self.evaluator, TakesSnapshots):
             self.evaluator.take_snapshot(step)
-
-
-class BackgroundTask:
-    """At most one evaluation that runs beside the steps of a trainer; its errors are raised by `check` or `finish`."""
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[Any] | None = None
-        self._step = 0
-
-    def start(self, step: int, evaluation: Coroutine[Any, Any, Any]) -> None:
-        assert self._task is None, "the evaluation before has to be finished first"
-        self._step, self._task = step, asyncio.create_task(evaluation)
-
-    def is_of(self, step: int) -> bool:
-        """Whether an evaluation of this step's weights is running, or has ended and was not looked at."""
-        return self._task is not None and self._step == step
-
-    def check(self) -> None:
-        """Raise the error of an evaluation that has failed."""
-        if self._task is not None and self._task.done():
-            task, self._task = self._task, None
-            task.result()
-
-    async def finish(self) -> None:
-        """Wait for it, and raise its error."""
-        if self._task is not None:
-            task, self._task = self._task, None
-            try:
-                await task
-            finally:
-                await _cancel(task)  # also when the one who waits was cancelled
-
-    async def cancel(self) -> None:
-        """For a training that has failed: end it and drop its result."""
-        if self._task is not None:
-            task, self._task = self._task, None
-            await _cancel(task)
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:

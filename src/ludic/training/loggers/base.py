@@ -1,0 +1,164 @@
+"""What a logger may offer beside `log`; several loggers as one (`TeeLogger`); and the record of a run (`JSONLLogger`).
+
+A line of the record is {"step": 7, "time": 1730000000.0, "train/loss": 0.1, …}; a number that JSON does not have (NaN,
+infinity) is null. Each line is one write to the file, so killing the process leaves at most the last line incomplete.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ludic.types import ConfigError, TrainingLogger
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """Has something to finish when the run ends."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """Keeps what it was told, and can forget what a resumed run will tell again."""
+
+    def resume(self, step: int) -> None:
+        """Forget what came after `step`; called once, before the first `log`."""
+        ...
+
+
+@runtime_checkable
+class ShowsActivity(Protocol):
+    """Can show what happens between two calls of `log`, such as a batch that is being generated."""
+
+    def show_activity(self, text: str) -> None:
+        """Called every second or so; the text is empty when there is nothing to show."""
+        ...
+
+
+class TeeLogger:
+    """Passes everything on to each child. A child that fails is reported once, and called again the next time."""
+
+    def __init__(self, *loggers: TrainingLogger) -> None:
+        self._children = loggers
+        self._reported: set[int] = set()
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        for index, child in enumerate(self._children):
+            # Each child gets a copy: one that changes it must not change what the others see.
+            self._survive(index, "log", partial(child.log, step, dict(stats)))
+
+    def show_activity(self, text: str) -> None:
+        for index, child in enumerate(self._children):
+            if isinstance(child, ShowsActivity):
+                self._survive(index, "show_activity", partial(child.show_activity, text))
+
+    def resume(self, step: int) -> None:
+        """Not guarded: a record that cannot be resumed would hold every step twice."""
+        for child in self._children:
+            if isinstance(child, Resumable):
+                child.resume(step)
+
+    def close(self) -> None:
+        for index, child in enumerate(self._children):
+            if isinstance(child, Closable):
+                self._survive(index, "close", child.close)
+
+    def _survive(self, index: int, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            if index not in self._reported:
+                self._reported.add(index)
+                name = type(self._children[index]).__name__
+                logger.exception("%s failed in %s; training continues, later failures are not reported.", name, what)
+
+
+class JSONLLogger:
+    """Appends JSON lines to a file that may be read meanwhile."""
+
+    def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
+        """`resume_step`: lines of later steps are removed, as by `resume`."""
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            self._drop_unfinished_line()
+        except OSError as error:
+            raise ConfigError(f"Cannot write metrics to {self.path}: {error.strerror}.") from error
+        if resume_step is not None:
+            self.resume(resume_step)
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        taken = {"step", "time"} & stats.keys()
+        if taken:
+            raise ConfigError(f"A stat called {sorted(taken)} would hide the line's own. Give it a prefix: train/step.")
+        numbers = {name: float(value) for name, value in stats.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        line = json.dumps({"step": step, "time": time.time(), **finite}, separators=(",", ":")).encode() + b"\n"
+        start = os.fstat(self._file.fileno()).st_size
+        if self._file.write(line) != len(line):
+            self._file.truncate(start)  # half a line would spoil the next one too
+            raise OSError(f"Only part of a line fitted into {self.path}; is the disk full?")
+
+    def resume(self, step: int) -> None:
+        """Remove the lines of steps after `step`, which the resumed run writes again, and damaged lines."""
+        kept = [line for line, row in _whole_lines(self.path) if row["step"] <= step]
+        shorter = self.path.with_name(f".{self.path.name}.resumed")
+        with shorter.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        shorter.replace(self.path)
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _drop_unfinished_line(self) -> None:
+        """A power cut can leave one, or a kill between two pages of a long line."""
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            logger.warning("%s ends in the middle of a line; %d bytes are cut off.", self.path, len(content) - whole)
+            self._file.truncate(whole)
+
+
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a metrics file, also while it is being written. Damaged lines are left out, with a warning."""
+    return (row for _, row in _whole_lines(Path(path)))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    damaged = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            row = _row(line)
+            if row is None:
+                damaged.append(number)
+            else:
+                yield line, row
+    if damaged:
+        logger.warning("%s: %d damaged lines are left out, the first is line %d.", path, len(damaged), damaged[0])
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for what `log` cannot have written."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return row if all(value is None or type(value) in (int, float) for value in row.values()) else None

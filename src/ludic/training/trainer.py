@@ -142,17 +142,11 @@ class TrainingLoop:
         updated = time.perf_counter()
         if step == 0 and self.learner.is_first:
             check_parity(found, self.cfg.parity_tolerance)
-        if await asyncio.to_thread(self.learner.publish, self.step):
-            self._notify_source()
-        stats = {
-            **batch.stats,
-            **found,
-            "fetch_s": fetched - started,
-            "update_s": updated - fetched,
-            "publish_s": time.perf_counter() - updated,
-        }
-        stats["tokens_per_s"] = stats["num_tokens"] / stats["update_s"]
-        return await asyncio.to_thread(self._report, stats, started)
+        await asyncio.to_thread(self._publish)
+        published = time.perf_counter()
+        times = {"fetch_s": fetched - started, "update_s": updated - fetched, "publish_s": published - updated}
+        speed = {"tokens_per_s": batch.stats["num_tokens"] / times["update_s"]}
+        return await asyncio.to_thread(self._report, {**batch.stats, **found, **times, **speed}, started)
 
     # --- phases ---
 
@@ -180,6 +174,10 @@ class TrainingLoop:
         self._untrained_from = None
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_trained(self.step, self._num_fetched)
+
+    def _publish(self) -> None:
+        if self.learner.publish(self.step):
+            self._notify_source()
 
     def _notify_source(self) -> None:
         """Called once the weights are published: the source's next batch is sampled with them."""

@@ -17,10 +17,9 @@ _NAMES_BY_MODULE = {
     "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
-    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn GAE gae "
+    "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn BetaValueTracker GAE gae "
     "TurnLeaveOneOutReturn StateGroupReturn RoleBaselineReturn Relabelled with_turn_rewards PotentialShaping info_potential "
     "KLCreditModifier ScaledCredit",
-    "ludic.training.value_tracker": "BetaValueTracker",
     "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
     "keep_agent_steps combine any_of apply_filter default_step_selector PreprocessFn compose_preprocess "
     "validate_actor_logps forget_temperature drop_zero_weight_samples "

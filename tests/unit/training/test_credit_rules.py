@@ -10,6 +10,7 @@ from ludic.interaction import SingleAgentProtocol
 from ludic.training import credit_assignment
 from ludic.training.credit_assignment import (
     GAE,
+    BetaValueTracker,
     ConstantCredit,
     EpisodicReturn,
     GroupNormalizedReturn,
@@ -29,7 +30,6 @@ from ludic.training.credit_assignment import (
     gae,
     returns_to_go,
 )
-from ludic.training.value_tracker import BetaValueTracker
 from ludic.types import ConfigError, FollowsDrift, Rollout, Stateful, StopReason
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.training.hand_made import agent_step, env_step, failed, rollout, turn_weights

@@ -4,9 +4,8 @@ The tracker of prompt values is shared: a curriculum prefers prompts whose value
 """
 
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
-from ludic.training.credit_assignment import TrackedValueReturn
+from ludic.training.credit_assignment import BetaValueTracker, TrackedValueReturn
 from ludic.training.losses import BatchNormalized, TokenClippedSurrogateLoss
-from ludic.training.value_tracker import BetaValueTracker
 
 
 def make_spo(

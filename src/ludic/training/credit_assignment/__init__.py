@@ -32,12 +32,13 @@ from ludic.training.credit_assignment.turns import (
     TurnLeaveOneOutReturn,
     observation_before,
 )
-from ludic.training.credit_assignment.value import GAE, TrackedValueReturn, ValueFn, gae
+from ludic.training.credit_assignment.value import GAE, BetaValueTracker, TrackedValueReturn, ValueFn, gae
 
 __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn",
     "HybridNormalizedReturn", "LeaveOneOutReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
-    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "GAE", "ValueFn", "gae",
+    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker",
+    "GAE", "ValueFn", "gae",
     "CreditModifier", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "Relabelled", "Relabel", "with_turn_rewards",
     "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

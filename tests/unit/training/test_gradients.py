@@ -172,7 +172,7 @@ def test_module_without_logits_is_refused():
         ConfigError, match=r"Recurrent was given token ids of \(1, 5\).*returned a tensor of \(1, 128\)"
     ):
         policy.logps(policy.batch(random_items([5])))
-    with pytest.raises(ConfigError, match="gives logits and nothing else; a critic"):
+    with pytest.raises(ConfigError, match="only returns logits; a critic"):
         _ = policy.head
 
 

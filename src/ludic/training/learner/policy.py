@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,16 +25,14 @@ from ludic.models.head import (
 )
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
-from ludic.training.learner.packing import ActionFields, PackedBatch, action_fields, pack
+from ludic.training.learner.packing import PackedBatch, action_fields, pack
 from ludic.types import ConfigError, SAWItem
 
 logger = logging.getLogger(__name__)
 
-_AUTOCAST = {"bf16": torch.bfloat16}
-
 
 class TrainedPolicy:
-    """One model, packed or padded. A module that gives logits and nothing else (no transformers decoder) is padded."""
+    """One model, packed or padded. A module that only returns logits (no transformers decoder) is padded."""
 
     def __init__(self, model: Any, *, packed: bool = True, mixed_precision_dtype: str | None = "bf16") -> None:
         self.model = model
@@ -43,18 +41,15 @@ class TrainedPolicy:
         first = next(model.parameters())
         self.device: torch.device = compute_device(model)
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
-        self._autocast_dtype = (
-            _AUTOCAST[mixed_precision_dtype]
-            if mixed_precision_dtype is not None and first.is_cuda and first.dtype is torch.float32 and not is_converted
-            else None
-        )
+        is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32
+        self._autocast_dtype = torch.bfloat16 if is_autocast and not is_converted else None
 
     @property
     def head(self) -> Head:
         if self._head is None:
             raise ConfigError(
-                f"{type(self.model).__name__} gives logits and nothing else; a critic on the policy and a KL over the vocabulary "
-                "need the hidden states and the output layer of a transformers decoder."
+                f"{type(self.model).__name__} only returns logits; a critic on the policy and a KL over the vocabulary need the "
+                "hidden states and the output layer of a transformers decoder."
             )
         return self._head
 
@@ -69,13 +64,18 @@ class TrainedPolicy:
     def outputs(
         self, batch: PackedBatch, *, entropy: EntropyMode | None = None
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """The same after the hidden states [A, D] that the action tokens are predicted from; None where only logits are known."""
+        """The same, after the hidden states [A, D] that predict the action tokens; None if the model only returns logits."""
 
         def work() -> tuple[Tensor | None, Tensor, Tensor | None]:
             if self._head is None:
                 return None, *self.logps_of(self._whole_logits(batch), batch, entropy=entropy)
-            hidden_AD = self._action_hidden(batch)
-            return hidden_AD, *self._logps_of(hidden_AD, batch, entropy)
+            hidden_AD, actions = self._action_hidden(batch), batch.actions
+            scale_A, candidates = actions.inverse_temperature_A, actions.candidates
+            with self._precision():
+                found = chosen_logps(
+                    hidden_AD, self.head, actions.target_A, scale_A, entropy=entropy, candidates=candidates
+                )
+            return hidden_AD, *found
 
         return compute(self.model, work)
 
@@ -115,20 +115,6 @@ class TrainedPolicy:
         with self._precision():
             return self._hidden(batch).index_select(0, batch.actions.predictor_A)
 
-    def _logps_of(
-        self, hidden_AD: Tensor, batch: PackedBatch, entropy: EntropyMode | None
-    ) -> tuple[Tensor, Tensor | None]:
-        actions = batch.actions
-        with self._precision():
-            return chosen_logps(
-                hidden_AD,
-                self.head,
-                actions.target_A,
-                actions.inverse_temperature_A,
-                entropy=entropy,
-                candidates=actions.candidates,
-            )
-
     def _hidden(self, batch: PackedBatch) -> Tensor:
         """Flat hidden states of all tokens, padding included."""
         if not batch.is_padded:
@@ -147,13 +133,10 @@ class TrainedPolicy:
         mask_BL = torch.arange(ids_BL.shape[1], device=self.device)[None] < lengths[:, None]
         return ids_BL, mask_BL.long()
 
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:
-            yield
-        else:
-            with torch.autocast(self.device.type, dtype=self._autocast_dtype):
-                yield
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
 
 def _can_pack(model: Any) -> bool:
@@ -178,19 +161,17 @@ def _head_of(model: Any, *, is_needed: bool) -> Head | None:
 
 
 def _padded(items: Sequence[SAWItem], pad_token_id: int, device: torch.device) -> PackedBatch:
-    """The same fields with every sample as long as the longest; `lengths` say what is real."""
+    """The same fields with every sample as long as the longest; `lengths` are without padding."""
     lengths = [len(item.input_ids) for item in items]
     longest = max(lengths)
     ids_BL = np.full((len(items), longest), pad_token_id, dtype=np.int64)
     for row, item in enumerate(items):
         ids_BL[row, : lengths[row]] = item.input_ids
-    actions: ActionFields = action_fields(items, np.arange(len(items)) * longest, device)
-    positions = np.tile(np.arange(longest), len(items))
     return PackedBatch(
         ids_T=torch.from_numpy(ids_BL.reshape(-1)).to(device),
-        positions_T=torch.from_numpy(positions).to(device),
+        positions_T=torch.from_numpy(np.tile(np.arange(longest), len(items))).to(device),
         lengths=lengths,
-        actions=actions,
+        actions=action_fields(items, np.arange(len(items)) * longest, device),
         items=list(items),
         is_padded=True,
     )

@@ -83,10 +83,8 @@ def read_state(folder: Path, *, rank: int = 0, world_size: int = 1, per_rank: Se
     of_first, own = _table(first, "own"), _table(read_values(folder, rank) if rank else first, "own")
     shared = {**plain, **_table(first, "shared"), "step": step}
     is_split = world_size > 1
-    is_refused = {
-        name: num_saved != world_size or (is_split and name not in per_rank) for name in of_first if name != RNG
-    }
-    if divided := [name for name in is_refused if is_refused[name]]:
+    divided = [n for n in of_first if n != RNG and (num_saved != world_size or (is_split and n not in per_rank))]
+    if divided:
         raise CheckpointError(
             f"{folder} was saved by {num_saved} ranks, each with its own {', '.join(divided)}, which cannot be divided again. "
             f"Resume with {num_saved} ranks that read their own data (now: {world_size}), or start a new run from the weights."

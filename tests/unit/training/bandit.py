@@ -3,6 +3,7 @@
 Everything is real: a tiny Llama, the embedded engine on its weights, an agent, the rollout engine, the trainer.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -19,15 +20,17 @@ from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
-from ludic.training import RLAlgorithm, Trainer, TrainerConfig
+from ludic.training import RLAlgorithm, Trainer, TrainerConfig, make_grpo
 from ludic.types import (
     EnvSpec,
     InferenceSpec,
     Info,
     ProtocolSpec,
+    RequestsExhausted,
     ReturnSpec,
     RolloutRequest,
     SamplingParams,
+    SAWBatch,
     StepOutcome,
     derive_seed,
 )
@@ -161,3 +164,28 @@ def bandit_trainer(
         **{"evaluator": make_evaluator(engine), **settings},
     )
     return trainer, engine
+
+
+class Given:
+    """Batches made by hand; it waits a moment before each, as a real source does."""
+
+    def __init__(self, *batches):
+        self.batches = list(batches)
+
+    async def next_batch(self):
+        await asyncio.sleep(0.001)
+        if not self.batches:
+            raise RequestsExhausted("no more batches")
+        return SAWBatch(items=self.batches.pop(0))
+
+
+def hand_trainer(*batches, model=None, algo=None, kind=Trainer, **settings):
+    """A trainer over batches made by hand."""
+    cfg = TrainerConfig(**{"max_seq_len": 64, "micro_token_budget": 128, "lr": 1e-3, **settings.pop("cfg", {})})
+    return kind(
+        model=tiny_llama() if model is None else model,
+        algo=algo or make_grpo(group_size=4),
+        batch_source=settings.pop("batch_source", None) or Given(*batches),
+        cfg=cfg,
+        **settings,
+    )

@@ -12,9 +12,9 @@ from ludic.training import CheckpointConfig, TrainerConfig, make_grpo, make_ppo
 from ludic.training.critic.train import explained_variance, make_critic, value_moments
 from ludic.training.learner.metrics import MetricSums
 from ludic.types import ConfigError, SampleAttachments, SAWItem
-from tests.unit.training.bandit import bandit_trainer, tiny_llama
+from tests.unit.training.bandit import bandit_trainer, hand_trainer, tiny_llama
 from tests.unit.training.samples import random_items
-from tests.unit.training.test_trainer import hand_trainer, mean_reward
+from tests.unit.training.test_trainer import mean_reward
 
 VARIANTS = {
     "shared": {},

@@ -4,9 +4,8 @@ import torch
 
 from ludic.training import CheckpointConfig
 from ludic.training.learner.optimizer import FullPrecisionAdamW
-from tests.unit.training.bandit import tiny_llama
+from tests.unit.training.bandit import hand_trainer, tiny_llama
 from tests.unit.training.samples import random_items
-from tests.unit.training.test_trainer import hand_trainer
 
 
 def moved(dtype, make):

@@ -34,42 +34,21 @@ from ludic.training import (
 )
 from ludic.training.learner.batches import NothingToTrainOn
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
-from ludic.types import ConfigError, RequestsExhausted, SAWBatch
+from ludic.types import ConfigError
 from tests import forked
 from tests.unit.training.bandit import (
     AsciiBandit,
     BanditRequests,
     ByteTokenizer,
+    Given,
     bandit_protocol,
     bandit_trainer,
+    hand_trainer,
     tiny_llama,
 )
 from tests.unit.training.samples import assert_same_up_to_rounding, first_moments, random_items
 
 ROOT = Path(__file__).parents[3]
-
-
-class Given:
-    """A source of batches made by hand."""
-
-    def __init__(self, *batches):
-        self.batches = list(batches)
-
-    async def next_batch(self):
-        if not self.batches:
-            raise RequestsExhausted("no more batches")
-        return SAWBatch(items=self.batches.pop(0))
-
-
-def hand_trainer(*batches, algo=None, model=None, **settings):
-    cfg = TrainerConfig(**{"max_seq_len": 64, "micro_token_budget": 128, "lr": 1e-3, **settings.pop("cfg", {})})
-    return Trainer(
-        model=tiny_llama() if model is None else model,
-        algo=algo or make_grpo(group_size=4),
-        batch_source=Given(*batches),
-        cfg=cfg,
-        **settings,
-    )
 
 
 async def learn(algorithm, steps, **settings):
@@ -434,7 +413,7 @@ async def test_resumed_trainer_continues_bit_for_bit(tmp_path):
 
 
 async def test_example_training_loop_of_the_seeds_runs():
-    from ludic.training import GRPORequestStrategy, RolloutBatchSource, RolloutEngine, Trainer, TrainerConfig, make_grpo
+    from ludic.training import GRPORequestStrategy, RolloutBatchSource, RolloutEngine, TrainerConfig, make_grpo
 
     model = tiny_llama()
     client = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)

@@ -1,4 +1,4 @@
-"""What a cold review of the trainer found: interruptions, resumes and state that outlives a step."""
+"""Interruptions of the trainer, resumes, and state that outlives a step."""
 
 import asyncio
 import contextlib
@@ -21,33 +21,9 @@ from ludic.training.checkpoint.manifest import read_json
 from ludic.training.learner import stop as stopping
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
-from ludic.types import ConfigError, NotFinite, RequestsExhausted, SAWBatch
-from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, hide_nan_queries, tiny_llama
+from ludic.types import ConfigError, NotFinite
+from tests.unit.training.bandit import ByteTokenizer, Given, bandit_trainer, hand_trainer, hide_nan_queries, tiny_llama
 from tests.unit.training.samples import random_items
-
-
-class Given:
-    """Batches made by hand; it waits a moment before each, as a real source does."""
-
-    def __init__(self, *batches):
-        self.batches = list(batches)
-
-    async def next_batch(self):
-        await asyncio.sleep(0.001)
-        if not self.batches:
-            raise RequestsExhausted("no more batches")
-        return SAWBatch(items=self.batches.pop(0))
-
-
-def hand_trainer(*batches, model=None, algo=None, kind=Trainer, **settings):
-    cfg = TrainerConfig(**{"max_seq_len": 64, "micro_token_budget": 128, "lr": 1e-3, **settings.pop("cfg", {})})
-    return kind(
-        model=tiny_llama() if model is None else model,
-        algo=algo or make_grpo(group_size=4),
-        batch_source=settings.pop("batch_source", None) or Given(*batches),
-        cfg=cfg,
-        **settings,
-    )
 
 
 def small_bandit(**settings):

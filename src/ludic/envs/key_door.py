@@ -1,7 +1,7 @@
 """Key and door: a grid world with partial observation.
 
-The agent finds the key, then opens the door with it. It only sees the cells around itself, so it has to remember
-where it has been: a test of memory. Every world can be solved within the given number of moves.
+The agent finds the key, then opens the door with it. It sees only the cells around itself, so it must remember where it has been.
+Every world can be solved within the given number of moves.
 """
 
 import random
@@ -34,7 +34,7 @@ def _neighbour(cell: Cell, move: str) -> Cell:
 
 
 def shortest_path(start: Cell, goal: Cell, free: frozenset[Cell]) -> list[str] | None:
-    """The moves of a shortest way over free cells (the goal counts as one); None when there is no way."""
+    """The moves of a shortest path over free cells (the goal counts as free); None if there is no path."""
     came_by: dict[Cell, tuple[Cell, str] | None] = {start: None}
     queue = deque([start])
     while queue and goal not in came_by:
@@ -69,7 +69,7 @@ class KeyDoorEnv(SingleAgentEnv):
         if view_radius < 1:
             raise ConfigError(f"view_radius={view_radius} would show no neighbouring cell; the smallest is 1.")
         if max_moves < 4 * size:
-            # Without walls the longest errand takes 4 · size − 2 moves, so this many always leave solvable worlds.
+            # Without walls the longest solution takes 4 · size − 2 moves, so solvable worlds always exist.
             raise ConfigError(f"max_moves={max_moves} is too few for a world of size {size}; give at least {4 * size}.")
         self.size = size
         self.view_radius = view_radius
@@ -126,7 +126,7 @@ class KeyDoorEnv(SingleAgentEnv):
         return StepOutcome(self._obs, float(opened), truncated=out_of_moves, terminated=opened, info=info)
 
     def _move(self, move: str) -> str:
-        """Carry out a move; returns what came of it, a key of _EVENTS."""
+        """Carry out a move; returns a key of _EVENTS."""
         if move not in MOVES:
             return "unreadable"
         then = _neighbour(self._agent, move)
@@ -162,11 +162,11 @@ class KeyDoorEnv(SingleAgentEnv):
         return self._obs
 
     def legal_actions(self, agent_id: str) -> list[str]:
-        """All four, always: which of them lead into a wall is for the agent to find out."""
+        """Always all four: the agent must find out which lead into a wall."""
         return [] if self._over else list(MOVES)
 
     def reference_action(self, agent_id: str) -> str | None:
-        """The first move of a shortest way, with full knowledge of the world."""
+        """The first move of a shortest path, with full knowledge of the world."""
         if self._over:
             return None
         goal, free = (self._door, self._free) if self._has_key else (self._key, self._free - {self._door})

@@ -41,7 +41,7 @@ def worker_of_this_process() -> MathWorker:
 def _load() -> Callable[[worker.Question], bool]:
     from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
 
-    # units=False: math-verify strips any trailing m, g, h, l, s, …, so that 3m would equal 3; we read units ourselves.
+    # units=False: math-verify strips any trailing m, g, h, l, s, …, so that 3m would equal 3; math_grading reads units.
     normalization = LatexNormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
     )

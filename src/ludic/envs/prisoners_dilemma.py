@@ -1,7 +1,6 @@
 """The iterated prisoner's dilemma: two agents choose at the same time, round after round.
 
-The smallest env in which both agents are active at once and neither can win alone. It is deterministic;
-the seed changes nothing.
+A small env with simultaneous actions and rewards that depend on both. It is deterministic; the seed changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,13 @@ _VERSION = 1
 
 
 class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
-    """Each round pays each player by both moves; a move that is missing or cannot be read counts as cooperate."""
+    """Both moves decide the rewards of a round; a missing or unreadable move counts as cooperate."""
 
     blocking = False
 
     def __init__(self, *, rounds: int = 10, payoffs: Sequence[float] = (5.0, 3.0, 1.0, 0.0)) -> None:
-        """`payoffs`: temptation (I defect, they cooperate), reward (both cooperate), punishment (both defect) and
-        sucker (I cooperate, they defect), in falling order."""
+        """`payoffs`, in falling order: temptation (defect against cooperate), reward (both cooperate), punishment (both defect)
+        and sucker (cooperate against defect)."""
         if rounds < 1:
             raise ConfigError(f"rounds={rounds} leaves nothing to play; give at least 1.")
         if len(payoffs) != 4 or not payoffs[0] > payoffs[1] > payoffs[2] > payoffs[3]:
@@ -72,7 +71,7 @@ class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
     def step(self, actions: Mapping[str, str]) -> dict[str, StepOutcome]:
         self._require_running()
         read = {player: _MOVE_OF.get(actions.get(player, "").strip().lower()) for player in PLAYERS}
-        # Cooperating exploits no player, so an unreadable reply never pays more than a readable one.
+        # Cooperating never pays more than defecting, so an unreadable reply gains nothing.
         self._last = {player: move or "cooperate" for player, move in read.items()}
         rewards = {player: self._payoff[self._last[player], self._last[_OTHER[player]]] for player in PLAYERS}
         self._scores = {player: self._scores[player] + rewards[player] for player in PLAYERS}
@@ -116,7 +115,7 @@ class PrisonersDilemmaEnv(LudicEnv[str, Observation, str]):
         return [] if self._over else ["cooperate", "defect"]
 
     def reference_action(self, agent_id: str) -> str | None:
-        """Tit for tat: cooperate first, then do what the other did last."""
+        """Tit for tat: cooperate first, then repeat the other player's last move."""
         return None if self._over else self._last.get(_OTHER[agent_id], "cooperate")
 
     def snapshot(self) -> Snapshot:

@@ -24,7 +24,7 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
             if inspect.iscoroutinefunction(cls.__dict__.get(name)):
                 raise ConfigError(f"{cls.__name__}.{name} is async; name it async_{name} and it will be awaited.")
 
-    # --- what an env implements ---
+    # --- implemented by an env ---
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
         """Start an episode."""
@@ -49,7 +49,7 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
         """Override this instead if a transition does asynchronous I/O."""
         return await thread_of(self).run(partial(self.env_step, action)) if self.blocking else self.env_step(action)
 
-    # --- what the kernel sees ---
+    # --- the interface of LudicEnv ---
 
     _over: bool = True
 

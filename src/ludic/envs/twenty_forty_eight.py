@@ -1,6 +1,6 @@
 """2048: slide the tiles, merge equal ones, reach the target.
 
-A long game with a reward on nearly every move: use it to see whether credit over many turns works.
+A long game with a reward on nearly every move, to test credit assignment over many turns.
 """
 
 import random
@@ -23,13 +23,13 @@ _VERSION = 1
 
 @lru_cache(maxsize=65536)  # every row of a 4 × 4 game up to 2048 fits
 def slide_left(row: Row) -> tuple[Row, int]:
-    """The row after a slide to the left, and the sum of the tiles that came of merges.
+    """The row after a slide to the left, and the sum of the merged tiles.
 
-    Each tile merges once at most, those nearest the wall first: 2 2 2 2 becomes 4 4, and 4 2 2 becomes 4 4.
+    Each tile merges at most once, those nearest the wall first: 2 2 2 2 becomes 4 4, and 4 2 2 becomes 4 4.
     """
     merged: list[int] = []
     gained = 0
-    fresh = False  # whether the last tile came of a merge
+    fresh = False  # whether the last tile is a merged one
     for tile in filter(None, row):
         if merged and merged[-1] == tile and not fresh:
             merged[-1] = 2 * tile
@@ -56,7 +56,7 @@ def legal_moves(grid: Grid) -> list[str]:
 
 
 class TwentyFortyEightEnv(SingleAgentEnv):
-    """Reward per move: the sum of the merged tiles / target. A move that changes nothing costs, and counts."""
+    """Reward per move: the sum of the merged tiles / target. A move that changes nothing costs `illegal_reward` and counts."""
 
     blocking = False
     _rng = random.Random()  # replaced by every reset
@@ -137,7 +137,7 @@ class TwentyFortyEightEnv(SingleAgentEnv):
         return max(map(max, self._grid))
 
     def _with_new_tile(self, grid: Grid) -> Grid:
-        """A 2, or now and then a 4, on a random empty cell."""
+        """Add a 2, or sometimes a 4, on a random empty cell."""
         empty = [(r, c) for r, row in enumerate(grid) for c, tile in enumerate(row) if not tile]
         r, c = self._rng.choice(empty)
         tile = 4 if self._rng.random() < _FOUR_SHARE else 2

@@ -77,7 +77,7 @@ class Worker:
     def _start(self) -> "subprocess.Popen[str]":
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # the child sees what we see
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # the same imports as here
             "PYTHONHASHSEED": "0",  # sympy orders terms by hash: the same question must get the same verdict
         }
         process = subprocess.Popen(

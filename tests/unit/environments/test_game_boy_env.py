@@ -10,10 +10,9 @@ import pytest
 from ludic.types import ConfigError, Snapshot, UnknownName
 from ludic_game_boy import Fact, GameBoyEnv, Kind, Milestone, load_map
 from ludic_game_boy.demo_rom import ROOM, demo_rom
-from ludic_game_boy.emulator import BUTTONS, Emulator
+from ludic_game_boy.emulator import BUTTONS, Emulator, read_buttons, screen_text
 from ludic_game_boy.games import DEMO, POKEMON_RED
 from ludic_game_boy.memory_map import Progress
-from ludic_game_boy.text import read_buttons, screen_text
 
 
 def quick(**settings) -> GameBoyEnv:

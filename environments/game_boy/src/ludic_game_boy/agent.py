@@ -1,6 +1,6 @@
-"""`GameBoyAgent`: the agent for long games, with notes, a map of where it has been, and summaries of the past.
+"""`GameBoyAgent`: the agent for long games, with notes, a map of visited cells, and summaries of the past.
 
-It knows no game and no emulator: it reads `place` and `track` from an env's info, and the env presses the buttons.
+It depends on no game and no emulator: it reads `place` and `track` from an env's info.
 """
 
 from collections import Counter, deque
@@ -21,7 +21,7 @@ _BUMPS = 2  # in many games the first press of a direction only turns the player
 
 
 class GameBoyAgent(FoldingReActAgent):
-    """Plays long games: keeps notes, finds ways back, and sums up the past when the dialogue is full."""
+    """Plays long games: keeps notes, finds paths, and summarises the past when the dialogue is full."""
 
     name = "game_boy_agent"
 
@@ -31,7 +31,7 @@ class GameBoyAgent(FoldingReActAgent):
         own: list[ToolLike] = [self.write_note, self.read_notes, self.path_to, self.show_map]
         super().__init__(tools=[*own, *(tools or ())], **agent_kwargs)
 
-    # --- what happens to the agent ---
+    # --- events of an episode ---
 
     def reset(self, system_prompt: str | None = None) -> None:
         super().reset(system_prompt)
@@ -91,7 +91,7 @@ class GameBoyAgent(FoldingReActAgent):
 
 
 class ExploredMap:
-    """The cells walked on, map by map. A way that was refused twice counts as closed."""
+    """The visited cells of each area. A direction that failed twice at a cell counts as blocked."""
 
     def __init__(self) -> None:
         self._cells: dict[Any, set[Cell]] = {}

@@ -1,7 +1,7 @@
-"""A small game of our own, assembled here: fetch the key, leave by the door.
+"""A small game, assembled here: fetch the key, leave by the door.
 
-For trying and testing the env without anybody's cartridge. It has no title logo, which emulators do not ask for, and
-no pictures: the number of a tile is its ASCII code, and a reader of the tile map sees the room.
+For trying and testing the env without a cartridge. It has no title logo, which emulators do not need, and no pictures: the number
+of a tile is its ASCII code, so the tile map reads as the room.
 
 Memory: C000 x, C001 y, C002 flags (1 key, 2 out), C003 steps, C004 buttons of the last frame. C100 holds the room, 32
 bytes a row, as 9800 does on screen.

@@ -1,12 +1,14 @@
-"""The emulator: a cartridge that runs, buttons, memory, the tiles on screen, and states to come back to.
+"""The emulator: buttons, memory, the screen as text, and saved states of a running cartridge.
 
-A thin layer over PyBoy without a window, sound or wall clock. It knows nothing of any game; names for addresses are
-in memory_map.py, and what counts as progress in milestones.py.
+A thin layer over PyBoy without a window, sound or wall clock. It knows nothing of any game; addresses and milestones are in
+memory_map.py.
 """
 
 import importlib.util
 import io
+import re
 import warnings
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ _LCDC, _SCY, _SCX, _WY, _WX = 0xFF40, 0xFF42, 0xFF43, 0xFF4A, 0xFF4B
 _OAM, _NUM_SPRITES = 0xFE00, 40
 _TITLE, _TITLE_END = 0x134, 0x144
 _TYPE, _TYPES_WITH_CLOCK = 0x147, (0x0F, 0x10)
-_BOOT_FRAMES = 400  # the start-up animation takes some 320
+_BOOT_FRAMES = 400  # the start-up animation takes about 320
 
 
 def read_rom(path: str | Path) -> bytes:
@@ -38,7 +40,7 @@ def read_rom(path: str | Path) -> bytes:
 
 
 def title_of(rom: bytes) -> str:
-    """What the cartridge calls itself."""
+    """The title that the cartridge stores."""
     return rom[_TITLE:_TITLE_END].split(b"\0")[0].decode("ascii", "replace").strip()
 
 
@@ -53,16 +55,18 @@ class Emulator:
     def __init__(self, rom: bytes) -> None:
         require_pyboy()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # SDL tells where it was found, although no window is opened
+            warnings.simplefilter("ignore")  # SDL reports its path, although no window is opened
             from pyboy import PyBoy
         # From memory, not by path: beside a path PyBoy would look for battery saves of earlier games.
         try:
             self._boy: Any = PyBoy(io.BytesIO(rom), window="null", sound_emulated=False, log_level="ERROR")
-        except Exception as error:  # PyBoy raises whatever its parts do
+        except Exception as error:  # PyBoy raises exceptions of many kinds
             raise ConfigError(f"PyBoy cannot run this ROM ({title_of(rom)!r}, {len(rom)} bytes): {error}") from error
         self._boy.set_emulation_speed(0)
         if rom[_TYPE] in _TYPES_WITH_CLOCK:
-            self._boy.rtc_lock_experimental(True)  # its clock is the computer's: an episode would depend on the hour
+            self._boy.rtc_lock_experimental(
+                True
+            )  # it would follow the computer's clock, and episodes would depend on the hour
 
     def tick(self, frames: int) -> None:
         """Let time pass; a second has 60 frames."""
@@ -104,7 +108,7 @@ class Emulator:
         return {(row, col) for row, col in middles if 0 <= row < ROWS and 0 <= col < COLUMNS}
 
     def save(self) -> bytes:
-        """Everything, to be given to `load` of an emulator with the same cartridge."""
+        """The whole state, for `load` of an emulator with the same cartridge."""
         state = io.BytesIO()
         self._boy.save_state(state)
         return state.getvalue()
@@ -112,7 +116,7 @@ class Emulator:
     def load(self, state: bytes) -> None:
         try:
             self._boy.load_state(io.BytesIO(state))
-        except Exception as error:  # PyBoy raises whatever its parts do
+        except Exception as error:  # PyBoy raises exceptions of many kinds
             raise ConfigError(
                 f"This save state ({len(state)} bytes) cannot be loaded: {error}. It must have been saved by PyBoy, with "
                 "the same ROM."
@@ -124,9 +128,59 @@ class Emulator:
 
 @lru_cache(maxsize=8)
 def booted_state(rom: bytes) -> bytes:
-    """The state in which a cartridge's own program has just begun; the same for every episode, so made once."""
+    """The state in which the cartridge's program begins; the same for every episode, so cached."""
     emulator = Emulator(rom)
     emulator.tick(_BOOT_FRAMES)
     state = emulator.save()
     emulator.close()
     return state
+
+
+# --- actions and the screen as text ---
+
+SPRITE = "@"
+"""A moving object: the player, another character, an item."""
+FLOOR, WALL = ".", "#"
+_WORD = re.compile(r"[^\W\d]+|\d+|[^\s,;.×]")
+
+
+def read_buttons(action: str, limit: int) -> list[str] | str:
+    """The presses of `a`, `up 3`, `up 3 right a`, also with commas, line breaks and × between; or why the text cannot be read."""
+    presses: list[str] = []
+    previous = ""
+    for word in _WORD.findall(action.lower()):
+        if word == "x":  # up x3
+            continue
+        if word in BUTTONS:
+            presses.append(word)
+        elif word.isdecimal() and previous in BUTTONS:
+            count = int(word[:6])
+            if count == 0:
+                return "A number of presses is at least 1."
+            presses += [previous] * min(count - 1, limit + 1)
+        else:
+            return f"{word!r:.40} is no button. Write one or several of {', '.join(BUTTONS)}, for example: up 3 a"
+        if len(presses) > limit:
+            return f"That is more than {limit} presses; send at most {limit} at a time."
+        previous = word
+    return presses or f"No button was named. Write one or several of {', '.join(BUTTONS)}, for example: up 3 a"
+
+
+def screen_text(
+    tiles: Sequence[Sequence[int]],
+    letters: Mapping[int, str],
+    *,
+    sprites: Collection[tuple[int, int]] = (),
+    walkable: Collection[int] = (),
+) -> str:
+    """Rows of characters. A tile without a letter is floor if it is in `walkable`, else wall."""
+    if not letters:
+        return "\n".join(" ".join(f"{tile:02x}" for tile in row) for row in tiles)
+    rows = []
+    for y, row in enumerate(tiles):
+        shown = [
+            letters.get(tile) or (SPRITE if (y, x) in sprites else FLOOR if tile in walkable else WALL)
+            for x, tile in enumerate(row)
+        ]
+        rows.append("".join(shown).rstrip())
+    return "\n".join(rows).strip("\n")

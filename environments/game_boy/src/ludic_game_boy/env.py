@@ -1,7 +1,7 @@
 """A Game Boy game as an environment: buttons in, screen text and facts out, rewards for milestones.
 
-The env has no dice: an episode begins in the same state whatever the seed, and the same presses lead to the same end.
-What to make of the game (memory, maps, plans) is the agent's business: see ludic_game_boy.agent.
+The env is deterministic: every seed begins in the same state, and the same presses lead to the same end. Memory, maps and plans are
+the agent's part: see ludic_game_boy.agent.
 """
 
 import base64
@@ -13,10 +13,18 @@ from ludic.envs.env import world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutcome, UnknownName, new_id
 from ludic_game_boy.demo_rom import demo_rom
-from ludic_game_boy.emulator import BUTTONS, Emulator, booted_state, read_rom, require_pyboy, title_of
+from ludic_game_boy.emulator import (
+    BUTTONS,
+    Emulator,
+    booted_state,
+    read_buttons,
+    read_rom,
+    require_pyboy,
+    screen_text,
+    title_of,
+)
 from ludic_game_boy.games import MAPS, UNKNOWN
 from ludic_game_boy.memory_map import MemoryMap, Milestone, Progress, load_map
-from ludic_game_boy.text import read_buttons, screen_text
 
 _KIND = "game_boy"
 _VERSION = 1
@@ -45,7 +53,7 @@ class GameBoyEnv(SingleAgentEnv):
         for name, value in (limits | {"settle_frames": settle_frames}).items():
             if value < 1:
                 raise ConfigError(f"{name}={value}; it must be at least 1.")
-        require_pyboy()  # now, and not in the first episode
+        require_pyboy()
         self.rom = rom
         self.start_state = start_state
         self.max_presses = max_presses
@@ -79,7 +87,7 @@ class GameBoyEnv(SingleAgentEnv):
         emulator.load(self._opening)
         self._progress = Progress(self.memory_map.milestones)
         facts = self.memory_map.read(emulator.read)
-        self._progress.update(facts)  # what the start state brings along earns no reward
+        self._progress.update(facts)  # milestones of the start state earn no reward
         self._on_route = 0 if self.start_state is None else None
         self._presses_left = self.max_presses
         self._episode_id = new_id()
@@ -124,7 +132,7 @@ class GameBoyEnv(SingleAgentEnv):
         )
 
     def _press(self, button: str) -> dict[str, int | str]:
-        """The facts after it."""
+        """Press a button; returns the facts afterwards."""
         follows = button == self._next_on_route()
         self._on_route = self._on_route + 1 if follows and self._on_route is not None else None
         self._running().press(button, hold_frames=self.hold_frames, settle_frames=self.settle_frames)
@@ -132,7 +140,7 @@ class GameBoyEnv(SingleAgentEnv):
         return self.memory_map.read(self._running().read)
 
     def _refused(self, reason: str) -> StepOutcome:
-        """An action that cannot be read costs a press, so that an episode ends in any case; the game stands still."""
+        """An unreadable action costs a press, so that every episode ends; the game does not move."""
         self._presses_left -= 1
         facts = self.memory_map.read(self._running().read)
         self._obs = f"{reason}\n{self._view(facts)}"
@@ -151,7 +159,7 @@ class GameBoyEnv(SingleAgentEnv):
             "presses_left": self._presses_left,
         }
 
-    # --- what is shown ---
+    # --- observations ---
 
     def _view(self, facts: Mapping[str, int | str]) -> Observation:
         emulator, known = self._running(), self.memory_map
@@ -178,14 +186,14 @@ class GameBoyEnv(SingleAgentEnv):
         return self._obs
 
     def reference_action(self, agent_id: str) -> str | None:
-        """The next press of the map's route, as long as all presses followed it."""
+        """The next press of the map's route, if all presses so far followed it."""
         return None if self._over else self._next_on_route()
 
     def _next_on_route(self) -> str | None:
         route = self.memory_map.route
         return None if self._on_route is None or self._on_route >= len(route) else route[self._on_route]
 
-    # --- coming back ---
+    # --- snapshots and copies ---
 
     def snapshot(self) -> Snapshot:
         world: dict[str, JSON] = {

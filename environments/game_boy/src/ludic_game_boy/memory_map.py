@@ -1,7 +1,7 @@
-"""What a game's memory says, as plain data: facts with their addresses, and the milestones that facts reach.
+"""Memory maps of games, as plain data: facts with their addresses, and milestones that facts reach.
 
-A map also says how the tiles on screen are to be read as text. Maps for two games are built in (`pokemon_red`, and
-`demo` for the game in demo_rom.py); one of your own is a JSON file of the same shape.
+A map also gives the characters of the tiles on screen. Maps for two games are built in (`pokemon_red`, and `demo` for the game in
+demo_rom.py); your own is a JSON file of the same shape.
 """
 
 import json
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One thing that memory tells."""
+    """One value in memory."""
 
     address: int
     length: int = 1
@@ -38,7 +38,7 @@ class Fact:
     bit: int = 0
     """Which bit, counted from the lowest of the first byte, for Kind.BIT."""
     shown: bool = True
-    """Told to the agent; facts that are not shown still count for milestones."""
+    """Whether the agent sees it; hidden facts still count for milestones."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.address <= 0xFFFF or self.length < 1 or not 0 <= self.bit < 8 * self.length:
@@ -63,7 +63,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Milestone:
-    """Something worth reaching once: a fact that has grown to a value."""
+    """A fact that has reached a value for the first time."""
 
     name: str
     fact: str
@@ -91,11 +91,11 @@ class Progress:
 
     @property
     def next(self) -> str | None:
-        """The first one that is open."""
+        """The first one that is not reached."""
         return next((m.name for m in self._milestones if m.name not in self._reached), None)
 
     def update(self, facts: Mapping[str, int | str]) -> list[Milestone]:
-        """Those that are reached now for the first time; what is lost again later stays reached."""
+        """The milestones reached now for the first time; they stay reached."""
         new = [m for m in self._milestones if m.name not in self._reached and m.is_reached(facts)]
         self._reached |= {m.name for m in new}
         return new
@@ -103,23 +103,23 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMap:
-    """All that is known of one game."""
+    """Facts, milestones and tiles of one game."""
 
     name: str
     title: str = ""
-    """What its cartridge calls itself; the map is then found without being named."""
+    """The cartridge's title, by which the map is found."""
     facts: Mapping[str, Fact] = field(default_factory=dict)
     milestones: Sequence[Milestone] = ()
     letters: Mapping[int, str] = field(default_factory=dict)
-    """Number of a tile -> the character on it. Without any, tiles are shown as numbers."""
+    """Number of a tile -> its character. If empty, tiles are shown as numbers."""
     walkable: int | None = None
-    """Where the address of the list of tiles that can be walked on is stored, low byte first; the list ends with FF."""
+    """Address of the pointer (low byte first) to the list of walkable tiles, which ends with FF."""
     place: Sequence[str] = ()
-    """The facts that say where the player is: x, y, and the map if there are several."""
+    """The facts with the player's position: x, y, and the area if there are several."""
     hints: str = ""
-    """About the game, for the system prompt."""
+    """For the system prompt."""
     route: Sequence[str] = ()
-    """Presses that lead from the start of the game to every milestone, if they are known."""
+    """Presses from the start of the game to every milestone, if known."""
 
     @property
     def full_reward(self) -> float | None:

@@ -1,7 +1,7 @@
 """Rustorio: a game that is played by writing a Rust program. If it compiles and does not panic, it has won.
 
-The agent writes the player's crate; the env compiles it against the game in a sandbox and runs it in another. What the
-compiler says is the next observation, so that the agent can try again.
+The agent writes the player's crate; the env compiles it against the game in a sandbox and runs it in another. Compiler errors are
+the next observation, so that the agent can try again.
 """
 
 import asyncio
@@ -160,11 +160,11 @@ class RustorioEnv(SingleAgentEnv):
         self._episode_id = snapshot.episode_id
 
     def __getstate__(self) -> dict[str, Any]:
-        """The libraries that the judge compiles against are on this machine; another one builds its own."""
+        """Without the judge: its compiled libraries are on this machine, and another machine builds its own."""
         return {**self.__dict__, "_judge": None, "_pool": None}
 
 
 def source_of(action: str) -> str:
-    """The program: the last block of code, or the whole text if there is none."""
+    """The last code block, or the whole text if there is none."""
     blocks = _FENCE.findall(action)
     return blocks[-1] if blocks else action

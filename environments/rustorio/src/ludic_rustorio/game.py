@@ -1,10 +1,10 @@
-"""A game: a library crate, and a folder that says how it is played. Built once per process, by the user's own cargo.
+"""A game: a library crate, and a folder that defines how it is played. The user's cargo builds it once per process.
 
 The folder (`ludic/` in the crate, unless named) has
 
-    main.rs      our side: calls `player::user_main`, then `report::won(ticks)`
-    player.rs    what the agent begins with; its first attributes are the ones that must stay
-    RULES.md     what the agent is told
+    main.rs      Ludic's side: calls `player::user_main`, then `report::won(ticks)`
+    player.rs    the agent's template; its first attributes must stay
+    RULES.md     the rules, for the agent
     solution.rs  a program that wins, if there is one
 """
 
@@ -44,7 +44,7 @@ class Game:
 
     @property
     def head(self) -> list[str]:
-        """The first lines of the template, which every program has to keep as they are."""
+        """The first lines of the template, which every program must keep."""
         head = []
         for line in self.template.split("\n"):
             if _HEAD.fullmatch(line):
@@ -56,7 +56,7 @@ class Game:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltGame:
-    """What programs are compiled against."""
+    """The compiled game."""
 
     name: str
     """Of the crate, as Rust code spells it."""
@@ -65,7 +65,7 @@ class BuiltGame:
     folder: Path
     """Its folder on the host, with those of the crates that it uses in `deps`."""
     key: str
-    """Changes with everything that could change a verdict."""
+    """Hash of the library, for the cache of verdicts."""
 
     def binds(self) -> list[Bind]:
         return [Bind(source=str(self.folder), target=_INSIDE)]

@@ -1,7 +1,7 @@
 """From a program to a verdict: refused, compiled in one sandbox, run in another.
 
-Nothing that a program says decides. It has won if our own main got the goods back from it, and with them the clock: main
-then writes a secret that it alone was told (see report.rs), and the number of ticks.
+The program's own output decides nothing. It has won if Ludic's main got the goods and the clock back from it: main then writes a
+secret that only it knows (see report.rs), and the number of ticks.
 """
 
 import hashlib
@@ -41,10 +41,10 @@ class Verdict:
     ticks: int | None = None
     """Of a game that was won."""
     message: str = ""
-    """What the compiler or the program said."""
+    """Of the compiler or the program."""
 
 
-_MAY_BE_THE_MACHINES_FAULT = (Status.COMPILE_LIMIT, Status.RUN_LIMIT)
+_NOT_CACHED = (Status.COMPILE_LIMIT, Status.RUN_LIMIT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judge:
-    """Everything but the program."""
+    """Compiles and runs programs of one game."""
 
     game: Game
     built: BuiltGame
@@ -73,7 +73,7 @@ class Judge:
     limits: Limits
 
     async def verdict(self, source: str, pool: SandboxPool) -> Verdict:
-        """The same program gets the same verdict, so it is asked for only once per pool, unless it ran into a limit."""
+        """The verdict, cached per pool unless the program reached a limit, which a busy machine may cause."""
         if reason := refusal(source, self.game.head):
             return Verdict(status=Status.REFUSED, message=reason)
         code, game = _hash(source), _hash(f"{self.built.key}{self.game.main}{self.toolchain}{self.limits}")
@@ -85,7 +85,7 @@ class Judge:
             verdict = await self._tried(source, _for_commands(sandbox))
         finally:
             await pool.release(sandbox)
-        if verdict.status not in _MAY_BE_THE_MACHINES_FAULT:
+        if verdict.status not in _NOT_CACHED:
             pool.put_cached(code, game, verdict)
         return verdict
 
@@ -107,7 +107,7 @@ class Judge:
         return verdict_of(_sound(ran), secret)
 
     async def _compile(self, source: str, sandbox: CommandSandbox) -> CommandResult:
-        """The player's crate, then ours, which uses it. Never with --cap-lints: it would lift the ban on unsafe code."""
+        """Compile the player's crate, then main, which uses it. Never with --cap-lints: it would permit unsafe code."""
         rustc = [self.toolchain.rustc_inside, "--edition", self.limits.edition, "-A", "warnings", *self.built.flags]
         rustc += ["--color", "never", "-C", "debuginfo=0"]
         player = [*rustc, "--crate-name", "player", "--crate-type", "rlib", "-F", "unsafe_code", "player.rs"]
@@ -127,7 +127,7 @@ class Judge:
 
 
 def verdict_of(ran: CommandResult, secret: str) -> Verdict:
-    """What a run proves: a victory only if it ended well and main wrote the secret."""
+    """The verdict on a run: won only if it ended successfully and main wrote the secret."""
     if ran.run_status in (RunStatus.TIMEOUT, RunStatus.MEMORY_EXCEEDED) or ran.output_truncated:
         return Verdict(status=Status.RUN_LIMIT, message=ran.run_status.value)
     reported = re.search(rf"^{secret} (\d+)$", ran.stdout, flags=re.MULTILINE)

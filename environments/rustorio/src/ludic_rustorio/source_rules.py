@@ -1,8 +1,8 @@
-"""What a program may not contain, found before it is compiled.
+"""What a program may not contain, checked before it is compiled.
 
-The rest is the compiler's work: the first lines make it refuse unsafe code and leave out the standard library. Looked
-for here are the few words with which a program could get around those lines, and those without which the known holes in
-the compiler's own proof (rust-lang/rust issues 25860 and 57893) cannot be written: both make goods out of nothing.
+The compiler does the rest: the first lines make it refuse unsafe code and exclude the standard library. This module refuses the
+words with which a program could get around those lines, and those that the known soundness holes of the compiler need
+(rust-lang/rust issues 25860 and 57893): both make goods out of nothing.
 """
 
 import re
@@ -23,7 +23,7 @@ MAX_SOURCE_CHARS = 100_000
 
 
 def refusal(source: str, head: Sequence[str]) -> str | None:
-    """Why a program is not even compiled; None if it may be."""
+    """Why a program is not compiled; None if it may be."""
     if len(source) > MAX_SOURCE_CHARS:
         return f"The program has {len(source)} characters; at most {MAX_SOURCE_CHARS} are allowed."
     lines = source.split("\n")  # as Rust counts lines: for it, a comment goes on behind a carriage return
@@ -58,7 +58,7 @@ def code_only(source: str) -> str:
 
 
 def _end(source: str, opening: re.Match[str]) -> int | None:
-    """Where it ends that began there: a comment, a string, or a character (which ends where its match does)."""
+    """The end of the comment, string or character that begins there; None if it has none."""
     mark = opening[0]
     if mark == "//":
         newline = source.find("\n", opening.end())
@@ -76,7 +76,7 @@ def _end(source: str, opening: re.Match[str]) -> int | None:
 
 
 def _end_of_block(source: str, start: int) -> int | None:
-    """They nest."""
+    """Block comments nest."""
     depth = 0
     for mark in _BLOCK_MARK.finditer(source, start):
         depth += 1 if mark[0] == "/*" else -1

@@ -1,4 +1,4 @@
-"""The Rust toolchain: where it is, and how a sandbox gets to see it. It is the user's own; Ludic ships none."""
+"""The user's Rust toolchain: its path, and its bind into a sandbox. Ludic ships none."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ class Toolchain:
     sysroot: Path
     """Holds bin/cargo, bin/rustc and lib/rustlib."""
     linker: str
-    """The C compiler that rustc links with, without symbolic links: those may lead out of what a sandbox sees."""
+    """The C compiler that rustc links with, without symbolic links, which may lead out of the sandbox."""
 
     @property
     def cargo(self) -> Path:

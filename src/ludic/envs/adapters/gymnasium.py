@@ -44,8 +44,8 @@ class GymnasiumEnv(ReplayedEnv):
     ) -> None:
         """`env_args` go to `gymnasium.make`. `action_names` name a discrete space's actions in order; without them they
         are called as in ACTION_NAMES, else by number. `render` is a function from the observation to text, or "ansi",
-        "observation", or "auto": ansi where the env draws it. A reply that is no action leaves the env as it is, costs
-        `invalid_reward` and is answered with the legal ones.
+        "observation", or "auto": ansi where the env draws it. An invalid reply does not change the env, costs `invalid_reward`
+        and is answered with the legal actions.
         """
         if not callable(render) and render not in get_args(View):
             raise ConfigError(f"render={render!r}; give a function, or one of {', '.join(get_args(View))}.")
@@ -110,8 +110,8 @@ class GymnasiumEnv(ReplayedEnv):
         action = self._read(said)
         if action is None:
             legal = f" Legal actions: {', '.join(self._actions.names())}." if self._actions else ""
-            told = f"{said.strip()!r:.60} is not an action here.{legal}\n{self._view()}"
-            return {AGENT: StepOutcome(told, self.invalid_reward, info={"illegal_move": True})}
+            answer = f"{said.strip()!r:.60} is not an action here.{legal}\n{self._view()}"
+            return {AGENT: StepOutcome(answer, self.invalid_reward, info={"illegal_move": True})}
         self._seen, reward, terminated, truncated, info = self._live.step(action)
         self._over = bool(terminated or truncated)
         facts: Info = {"illegal_move": False, "env": as_json(info)}

@@ -36,8 +36,8 @@ class PettingZooEnv(ReplayedEnv):
     ) -> None:
         """`game` is a module with `env` or `parallel_env`, in PettingZoo ("classic.tictactoe_v3") or anywhere else.
         `order`: "turns" plays `env`, "together" `parallel_env`, "auto" the latter where there is one. `action_names`
-        name the actions in order, else they are numbers. `render` makes text of an observation (without its mask). A
-        reply that is no legal action leaves the game as it is, costs `invalid_reward` and is answered with those.
+        name the actions in order, else they are numbers. `render` makes text of an observation (without its mask). An invalid
+        reply does not change the game, costs `invalid_reward` and is answered with the legal actions.
         """
         self.game, self.game_args, self.order, self.invalid_reward = game, dict(game_args or {}), order, invalid_reward
         self._live = self._make()

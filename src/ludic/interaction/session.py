@@ -33,6 +33,8 @@ from ludic.types import (
     Info,
     Observation,
     OutOfRoom,
+    Rollout,
+    Step,
     StepOutcome,
     StopReason,
     TokenBudgetSpent,
@@ -75,43 +77,39 @@ class _Transition:
     ts_ns: int = 0
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class AgentSession:
     """Runs one agent through one episode."""
 
-    def __init__(
-        self,
-        *,
-        agent_id: str,
-        agent: Agent,
-        collector: TraceCollector,
-        sampling_seed: int | None,
-        inference: InferenceSpec | None,
-        timeout_s: float | None,
-        external_tools: ExternalTools | None,
-        max_external_rounds: int,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.agent_id = agent_id
-        self.agent = agent
-        self.stop: StopReason | None = None
-        self.retired: StopReason | None = None
-        self._rollout = collector.rollout(agent_id)
-        self._rollout.meta.update(agent_name=agent.name, model=agent.model)
-        self._steps = self._rollout.steps
-        self._collector = collector
-        self._sampling_seed = sampling_seed
-        self._inference = inference
-        self._timeout_s = timeout_s
-        self._external_tools = external_tools
-        self._max_external_rounds = max_external_rounds
-        self._max_tokens = max_tokens
-        self._num_acts = 0
-        self._num_turns = 0
-        self._open: _Transition | None = None
-        self._unseen: list[str] = []
-        self._unseen_info: Info = {}
-        self._has_seen_anything = False
-        self._last_obs: Observation | None = None
+    agent_id: str
+    agent: Agent
+    collector: TraceCollector
+    sampling_seed: int | None
+    inference: InferenceSpec | None
+    timeout_s: float | None
+    external_tools: ExternalTools | None
+    max_external_rounds: int
+    max_tokens: int | None = None
+    stop: StopReason | None = None
+    """Why the agent's part ended; None while it runs."""
+    retired: StopReason | None = None
+    """Why the agent takes no more turns, while the episode goes on."""
+    _rollout: Rollout = field(init=False)
+    _num_acts: int = 0
+    _num_turns: int = 0
+    _open: _Transition | None = None
+    _unseen: list[str] = field(default_factory=list)
+    _unseen_info: Info = field(default_factory=dict)
+    _has_seen_anything: bool = False
+    _last_obs: Observation | None = None
+
+    def __post_init__(self) -> None:
+        self._rollout = self.collector.rollout(self.agent_id)
+        self._rollout.meta.update(agent_name=self.agent.name, model=self.agent.model)
+
+    @property
+    def _steps(self) -> list[Step]:
+        return self._rollout.steps
 
     @property
     def finished(self) -> bool:
@@ -128,7 +126,7 @@ class AgentSession:
         except BaseException:
             self.close()
             raise
-        self.agent.allow_tokens(self._max_tokens)
+        self.agent.allow_tokens(self.max_tokens)
         own = self.agent.ctx.default_system_prompt
         self.agent.reset(env.suggested_sysprompt if own is None else own)
         if opening is not None:
@@ -141,7 +139,7 @@ class AgentSession:
         self._close_transition()
         self._show_unseen()
         turn = TurnResult(id=self._next_turn_id())
-        for round_index in range(self._max_external_rounds + 1):
+        for round_index in range(self.max_external_rounds + 1):
             try:
                 final = await self._act(turn)
             except OutOfRoom as error:
@@ -153,14 +151,14 @@ class AgentSession:
             if final.action_target != "external":
                 self._read_action(turn, final)
                 return turn
-            await self._serve_external(turn, final, is_over=round_index == self._max_external_rounds)
-        turn.feedback = f"Too many external tool calls in one turn ({self._max_external_rounds}). Act without them."
+            await self._serve_external(turn, final, is_over=round_index == self.max_external_rounds)
+        turn.feedback = f"Too many external tool calls in one turn ({self.max_external_rounds}). Act without them."
         return turn
 
     async def _act(self, turn: TurnResult) -> AgentActStep:
-        seed = None if self._sampling_seed is None else derive_seed(self._sampling_seed, self._num_acts)
+        seed = None if self.sampling_seed is None else derive_seed(self.sampling_seed, self._num_acts)
         self._num_acts += 1
-        result = await self.agent.act(self._inference, seed, self._timeout_s)
+        result = await self.agent.act(self.inference, seed, self.timeout_s)
         for act_step in result.steps:
             turn.source = self._log_agent_step(turn, act_step)
         return result.final_step
@@ -207,14 +205,14 @@ class AgentSession:
     def _why_no_room(self) -> StopReason:
         """Why the agent stopped its tool loop: no tokens left, or no space in the prompt."""
         sampled = sum(len(step.trace.completion_token_ids) for step in self._rollout.agent_steps)
-        is_spent = self._max_tokens is not None and sampled >= self._max_tokens
+        is_spent = self.max_tokens is not None and sampled >= self.max_tokens
         return StopReason.TOKEN_BUDGET if is_spent else StopReason.CONTEXT_FULL
 
     async def _serve_external(self, turn: TurnResult, final: AgentActStep, *, is_over: bool) -> None:
         assert turn.source is not None, "an external call is made by a logged step"
         own = {result["tool_call_id"]: result for result in final.tool_results or ()}
         calls = [call for call in final.tool_calls or () if call["id"] not in own]
-        if self._external_tools is None:
+        if self.external_tools is None:
             names = sorted({call["function"]["name"] for call in calls})
             raise RuntimeError(
                 f"Agent {self.agent_id!r} called external tools {names}, but the protocol has no "
@@ -223,7 +221,7 @@ class AgentSession:
         if is_over:
             answers = _same_answer(calls, "Error: no external tool calls are left in this turn.")
         else:
-            answers = await self._external_tools(calls, turn.source)
+            answers = await self.external_tools(calls, turn.source)
         by_id = own | self._by_id(calls, answers)
         for call in final.tool_calls or ():  # templates without ids match results by their order
             self.agent.add_tool_result(call["id"], call["function"]["name"], str(by_id[call["id"]]["content"]))
@@ -271,7 +269,7 @@ class AgentSession:
             return
         stop = self.retired or stop
         self.stop = stop
-        self._collector.set_stop(self.agent_id, stop)
+        self.collector.set_stop(self.agent_id, stop)
         if self._open is not None:
             self._close_transition()
         elif self._steps:

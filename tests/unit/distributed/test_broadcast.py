@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from ludic.distributed import BroadcastPolicyPublisher, Rank0OnlyPublisher, WeightPushError
+from ludic.distributed import BroadcastPolicyPublisher, ClientPublisher, Rank0OnlyPublisher, WeightPushError
 from ludic.models.lora import dense_parameters
 from ludic.types import ConfigError
 from tests.unit.distributed.in_memory import MemoryCommunicator, MemoryControl, MemoryServer
+from tests.unit.inference.local.tiny_models import ask, copy_of, greedy, make_engine, new_model, some_prompt, tokens
 from tests.unit.training.bandit import tiny_llama
 
 PUSH = ["stage", "announce", "broadcast", "barrier", "finalize"]
@@ -141,3 +142,13 @@ def test_200_publishes_of_an_adapter_do_not_change_the_frozen_weights():
             assert torch.equal(parameter, frozen[name]), name
     merged = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(server.weights[merged], frozen[f"base_model.model.{merged[:-6]}base_layer.weight"])
+
+
+async def test_client_samples_from_the_published_weights_and_reports_their_version():
+    served, trained, prompt = new_model("llama-mha-tied"), new_model("llama-mha-tied", seed=9), some_prompt(13)
+    async with make_engine(served) as engine:
+        before = await ask(engine, prompt, max_tokens=6)
+        ClientPublisher(engine).publish(dict(trained.named_parameters()), version=7)
+        after = await ask(engine, prompt, max_tokens=6)
+    assert tokens(after) == greedy(copy_of(trained), prompt, 6) != tokens(before)
+    assert before.version_runs == ((0, 6),) and after.version_runs == ((7, 6),)

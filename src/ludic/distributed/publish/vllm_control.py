@@ -6,6 +6,7 @@ with half-loaded weights must not generate.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,8 @@ from ludic.types import ConfigError, PolicyGone
 
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 """Requests in flight are frozen and continue with the new weights ("keep"), finish first ("wait"), or are aborted."""
+Answers: TypeAlias = dict[str, dict[str, Any]]
+"""Server → its answer."""
 FRESH = "default"
 """vLLM's version label of a server that has had no push since its start."""
 RETRY_S = 0.5
@@ -121,13 +124,12 @@ class VllmControlPlane:
 
     def connect(self, server: str, init_info: Mapping[str, Any]) -> "Future[Any]":
         """The workers of one server join a process group; the trainer must join at the same time."""
-        body = {"init_info": dict(init_info)}
-        return self._begin(self._each({server: self._post_to(server, "/init_weight_transfer_engine", body)}))
+        return self._begin_post("/init_weight_transfer_engine", {"init_info": dict(init_info)}, servers=[server])
 
     def load(self, bucket: Bucket, source: Mapping[str, Any]) -> "Future[Any]":
         """All servers load one bucket from `source`."""
         body = {"update_info": {"bucket": bucket.to_json(), "source": dict(source)}}
-        return self._begin(self._each({s: self._post_to(s, "/update_weights", body) for s in self.servers}))
+        return self._begin_post("/update_weights", body)
 
     # --- steps ---
 
@@ -162,10 +164,8 @@ class VllmControlPlane:
 
     def _resume_untouched(self) -> None:
         for server in self._paused:
-            try:
-                self._run({server: self._post_to(server, "/resume")})
-            except WeightPushError:
-                continue  # this server is down; its error is already being raised
+            with contextlib.suppress(WeightPushError):  # this server is down; its error is already being raised
+                self._post("/resume", servers=[server])
         self._paused = []
 
     # --- calls ---
@@ -182,27 +182,23 @@ class VllmControlPlane:
 
     def _post(
         self, path: str, body: Any = None, params: Mapping[str, str] | None = None, *, servers: Sequence[str] = ()
-    ) -> dict[str, dict[str, Any]]:
-        asked = servers or self.servers
-        return self._run({server: self._post_to(server, path, body, params) for server in asked})
+    ) -> Answers:
+        return self._begin_post(path, body, params, servers=servers).result()
 
-    def _post_to(
-        self, server: str, path: str, body: Any = None, params: Mapping[str, str] | None = None
-    ) -> Coroutine[Any, Any, dict[str, Any]]:
-        return self._client.control_post(server, path, body, params, self._timeout_s)
+    def _begin_post(
+        self, path: str, body: Any = None, params: Mapping[str, str] | None = None, *, servers: Sequence[str] = ()
+    ) -> "Future[Answers]":
+        post, asked = self._client.control_post, servers or self.servers
+        return self._begin({server: post(server, path, body, params, self._timeout_s) for server in asked})
 
-    def _get(self, path: str, *, servers: Sequence[str] = (), timeout_s: float = 60.0) -> dict[str, dict[str, Any]]:
-        asked = servers or self.servers
-        return self._run({server: self._client.control_get(server, path, None, timeout_s) for server in asked})
+    def _get(self, path: str, *, servers: Sequence[str] = (), timeout_s: float = 60.0) -> Answers:
+        get, asked = self._client.control_get, servers or self.servers
+        return self._begin({server: get(server, path, None, timeout_s) for server in asked}).result()
 
-    def _run(self, calls: Mapping[str, Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-        answers: dict[str, dict[str, Any]] = self._begin(self._each(calls)).result()
-        return answers
+    def _begin(self, calls: Mapping[str, Coroutine[Any, Any, dict[str, Any]]]) -> "Future[Answers]":
+        return self._threads.submit(asyncio.run, self._each(calls))
 
-    def _begin(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        return self._threads.submit(asyncio.run, call)
-
-    async def _each(self, calls: Mapping[str, Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    async def _each(self, calls: Mapping[str, Coroutine[Any, Any, dict[str, Any]]]) -> Answers:
         """Run all calls at once; await all before raising the first failure, so that no server is left in the middle of a step."""
         answers = await asyncio.gather(*calls.values(), return_exceptions=True)
         for server, answer in zip(calls, answers, strict=True):

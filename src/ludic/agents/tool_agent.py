@@ -152,7 +152,11 @@ class ToolAgent(Agent):
             parsed = self.chat_template.parse_tool_calls(call.text)
         if parsed.parse_error or not parsed.tool_calls:
             self._remember(call)
-            return self._malformed_step(call, loop_index) if parsed.parse_error else self._action_step(call, loop_index)
+            if not parsed.parse_error:
+                return self._action_step(call, loop_index)
+            failure = ParseResult(None, self.tool_parse_error_penalty, self.tool_parse_error_feedback)
+            info = {**call.info, "tool_parse_error": True}
+            return self._step(call, loop_index=loop_index, parse_result=failure, info=info)
         calls = self._remember_calls(call, parsed)
         results = [await self._run_tool(c) for c in calls if not self.is_external_tool(c["function"]["name"])]
         target: ActionTarget = "external" if self.has_external_tool_call(calls) else "internal"
@@ -168,11 +172,6 @@ class ToolAgent(Agent):
             tool_calls=calls,
             tool_results=results or None,
         )
-
-    def _malformed_step(self, call: ModelCall, loop_index: int) -> AgentActStep:
-        result = ParseResult(None, self.tool_parse_error_penalty, self.tool_parse_error_feedback)
-        info = {**call.info, "tool_parse_error": True}
-        return self._step(call, loop_index=loop_index, parse_result=result, info=info)
 
     def _remember_calls(self, call: ModelCall, parsed: ToolParseResult) -> list[ToolCall]:
         """Store the reply with structured calls, numbered over the whole episode. The content leaves out the raw text of the

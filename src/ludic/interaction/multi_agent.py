@@ -59,13 +59,15 @@ class MultiAgentProtocol(InteractionProtocol):
             agent.require_free()  # before touching the state of a running episode
         collector = TraceCollector.for_episode(env, env_seed=env_seed, sampling_seed=sampling_seed)
         self._collector = collector
+        ids = list(env.agent_ids)
         tools = external_tools(self.external_tool_handler, self.external_tool_timeout_s)
         sessions = [
             AgentSession(
                 agent_id=agent_id,
                 agent=agent,
                 collector=collector,
-                sampling_seed=self._seed_of(env, agent_id, sampling_seed),
+                # A seed per agent id of the env, independent of which others are managed.
+                sampling_seed=None if sampling_seed is None else derive_seed(sampling_seed, ids.index(agent_id)),
                 inference=inference,
                 timeout_s=timeout_s,
                 external_tools=tools,
@@ -124,11 +126,6 @@ class MultiAgentProtocol(InteractionProtocol):
             raise ConfigError(
                 f"MultiAgentProtocol manages {unknown}, but {type(env).__name__} has the roles {list(env.agent_ids)}."
             )
-
-    @staticmethod
-    def _seed_of(env: AnyEnv, agent_id: str, sampling_seed: int | None) -> int | None:
-        """A seed per role, independent of which other roles are managed."""
-        return None if sampling_seed is None else derive_seed(sampling_seed, list(env.agent_ids).index(agent_id))
 
 
 @runtime_checkable

@@ -249,7 +249,9 @@ class AgentSession:
             self._open = _Transition(turn=turn, prev_obs=self._last_obs)
         transition = self._open
         transition.reward += outcome.reward
-        transition.info = _filled_in(transition.info, outcome.info) if transition.info else outcome.info
+        # The info of the agent's own move, completed by new facts from later moves (the result).
+        own = {key: value for key, value in transition.info.items() if value is not None}
+        transition.info = {**outcome.info, **own} if own else outcome.info
         transition.last_obs = outcome.obs
         transition.ts_ns = time.time_ns()
         if outcome.terminated:
@@ -361,11 +363,6 @@ class AgentSession:
             self._steps[-1] = replace(last, truncated=True, info=info)
         elif stop is StopReason.PARSE_ERROR:
             self._steps[-1] = replace(last, terminated=True)
-
-
-def _filled_in(own: Info, later: Info) -> Info:
-    """The info of the agent's own move, completed by new facts from later moves (the result)."""
-    return {**later, **{key: value for key, value in own.items() if value is not None}}
 
 
 def _joined(observations: list[str]) -> str:

@@ -68,8 +68,8 @@ class FiniteCheck:
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        own = [(name, _local(tensor)) for name, tensor in tensors]
-        self._tensors = {name: tensor for name, tensor in own if tensor.dtype in _CHECKED and tensor.numel()}
+        own = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
+        self._tensors = {name: t.detach() for name, t in own.items() if t.dtype in _CHECKED and t.numel()}
         norms = torch._foreach_norm(list(self._tensors.values())) if self._tensors else []
         place = norms[0].device if norms else torch.device("cpu")
         self._norms_N = torch.stack([norm.to(place, torch.float64) for norm in norms]) if norms else torch.zeros(0)
@@ -94,8 +94,3 @@ def not_finite(what: str, names: Sequence[str], advice: str) -> NotFinite:
     """An error that names the tensors."""
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return NotFinite(f"{what}: NaN or infinity in {', '.join(names[:_NUM_NAMED])}{more}. {advice}")
-
-
-def _local(tensor: Any) -> Tensor:
-    own: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.detach()

@@ -205,14 +205,16 @@ class TinkerChatClient:
             found = "none" if logprobs is None else str(len(logprobs))
             raise EndpointError(f"Tinker sampled {len(tokens)} tokens and gave {found} log-probs for them.")
         length, text = self._end_of(tokens, request.sampling)
+        ends = self._end_ids(request.sampling)
         is_over = length < len(tokens) or sequence.stop_reason == "stop" or text is not None
+        is_over = is_over or (length > 0 and int(tokens[length - 1]) in ends)
         kept: LogprobArray = float_array(logprobs, "logprobs")[:length]
         return ChatResponse(
             text=text if text is not None else self._decode(tokens[:length]),
             prompt_token_ids=request.prompt_token_ids,
             completion_token_ids=tokens[:length],
             completion_logprobs=kept if request.return_.return_chosen_logprobs else None,
-            finish_reason="stop" if is_over or self._ends(tokens[:length], request.sampling) else "length",
+            finish_reason="stop" if is_over else "length",
             version_runs=(VersionRun(version, length),) if length else (),
         )
 
@@ -252,9 +254,6 @@ class TinkerChatClient:
             if found:
                 return count, text[: min(found)]
         raise AssertionError("the whole text has a stop string")
-
-    def _ends(self, tokens: TokenArray, sampling: SamplingParams) -> bool:
-        return len(tokens) > 0 and int(tokens[-1]) in self._end_ids(sampling)
 
     # --- checks ---
 

@@ -51,11 +51,10 @@ class Reducer:
 
     def values(self, records: Sequence[Record]) -> list[Any]:
         """The values in the records, in order; missing ones are left out."""
-        found = [value for record in records if (value := self._value(record)) is not None]
+        source = self.source
+        read = source if callable(source) else lambda record: _follow(record, source)
+        found = [value for record in records if (value := read(record)) is not None]
         return found if self.transform is None else [self.transform(value) for value in found]
-
-    def _value(self, record: Record) -> Any:
-        return _follow(record, self.source) if isinstance(self.source, str) else self.source(record)
 
 
 def _follow(record: Record, path: str) -> Any:

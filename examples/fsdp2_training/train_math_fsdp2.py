@@ -31,7 +31,7 @@ from ludic.run.folder import latest_checkpoint, write_config
 from ludic.run.model import ServedPolicy, load_policy, local_engine, make_template
 from ludic.run.parts import make_algorithm, make_episode_setup, make_evaluator, make_loggers, make_source
 from ludic.run.resolve import ResolvedRun
-from ludic.run.vllm import VLLMPolicy
+from ludic.run.vllm import serve_on_vllm
 from ludic.training import Trainer
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.types import ConfigError
@@ -141,13 +141,11 @@ def load(run: ResolvedRun) -> LoadedModel:
 
 def serve(run: ResolvedRun, loaded: LoadedModel, stack: contextlib.ExitStack) -> ServedPolicy:
     """What samples the policy, and what brings new weights there; on the first rank."""
-    length, rollouts = run.trainer.max_seq_len, run.config.rollouts
-    if rollouts.engine == "vllm":
-        policy = VLLMPolicy(rollouts, loaded, max_length=length, folder=run.folder)
-        served = ServedPolicy(client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model)
+    if run.config.rollouts.engine == "vllm":
+        served = serve_on_vllm(run, loaded)
     else:
         whole = replace(loaded, model=loaded.model.to(run.config.model.device).eval())
-        engine = local_engine(whole, max_length=length)
+        engine = local_engine(whole, max_length=run.trainer.max_seq_len)
         served = ServedPolicy(client=engine, publisher=ClientPublisher(engine), close=engine.close, model=loaded.name)
     stack.callback(served.close)
     return served

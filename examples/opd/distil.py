@@ -44,12 +44,13 @@ TOPICS = (
     "the sun", "bread", "rivers", "cats", "winter", "music", "the moon", "trees", "trains", "coffee", "the sea", "books",
     "birds", "snow", "gardens", "horses", "bridges", "apples", "rain", "stars",
 )  # fmt: skip
-QUESTIONS = [
-    *(f"What is special about {topic}?" for topic in TOPICS),
-    *(f"Why do people like {topic}?" for topic in TOPICS),
-    *(f"Write one sentence about {topic}." for topic in TOPICS),
-    *(f"Tell me a fact about {topic}." for topic in TOPICS),
-]
+FORMS = (
+    "What is special about {}?",
+    "Why do people like {}?",
+    "Write one sentence about {}.",
+    "Tell me a fact about {}.",
+)
+QUESTIONS = [form.format(topic) for form in FORMS for topic in TOPICS]
 HELD_OUT = QUESTIONS[::5]
 TRAINED_ON = [question for question in QUESTIONS if question not in HELD_OUT]
 
@@ -115,14 +116,6 @@ def load_teacher(settings: Settings) -> LoadedModel:
     return LoadedModel(model, tokenizer, "tiny")
 
 
-def make_student(teacher: LoadedModel, settings: Settings) -> LoadedModel:
-    """A copy; without self-distillation, of some of the layers."""
-    student = copy.deepcopy(teacher.model).requires_grad_(True)
-    if not settings.self_distillation:
-        keep_layers(student, settings.student_layers)
-    return replace(teacher, model=student, name="student")
-
-
 def keep_layers(model: Any, count: int) -> None:
     layers = model.model.layers
     if not 1 <= count < len(layers):
@@ -143,19 +136,21 @@ def keep_layers(model: Any, count: int) -> None:
 
 
 def main(settings: Settings) -> None:
-    if settings.self_distillation and settings.kl != "sampled":
+    if settings.self_distillation:
         settings = replace(settings, kl="sampled")
     teacher = load_teacher(settings)
-    student = make_student(teacher, settings)
+    student = replace(teacher, model=copy.deepcopy(teacher.model).requires_grad_(True), name="student")
+    if not settings.self_distillation:
+        keep_layers(student.model, settings.student_layers)
     teacher.model.requires_grad_(False)
     engine = LocalEngine(student.model, student.tokenizer, max_model_len=256, seed=settings.seed)
     scorer = LocalEngine(teacher.model, teacher.tokenizer, max_model_len=256) if settings.kl == "sampled" else None
     try:
         asyncio.run(distil(teacher, student, engine, scorer, settings))
     finally:
-        for each in (engine, scorer):
-            if each is not None:
-                each.close()
+        engine.close()
+        if scorer is not None:
+            scorer.close()
 
 
 async def distil(
@@ -196,13 +191,12 @@ def replies(questions: Sequence[str], count: int, engine: LocalEngine, settings:
 
 def scored(rollouts: BatchSource, scorer: LocalEngine, student: LoadedModel, settings: Settings) -> BatchSource:
     """With the teacher's log-prob of every token."""
-    teacher = LocalTeacher(scorer)
-    who = (
-        PrivilegedTeacher(teacher, hint_first(HFChatTemplate(student.tokenizer), lambda item: settings.hint))
-        if settings.self_distillation
-        else teacher
+    teacher: Any = LocalTeacher(scorer)
+    if settings.self_distillation:
+        teacher = PrivilegedTeacher(teacher, hint_first(HFChatTemplate(student.tokenizer), lambda item: settings.hint))
+    return TeacherAnnotatedBatchSource(
+        rollouts, teacher, tokenizer_fingerprint=tokenizer_fingerprint(student.tokenizer)
     )
-    return TeacherAnnotatedBatchSource(rollouts, who, tokenizer_fingerprint=tokenizer_fingerprint(student.tokenizer))
 
 
 async def follow(trainer: Trainer, held_out: BatchSource, teacher: LoadedModel, settings: Settings) -> None:
@@ -224,7 +218,7 @@ async def follow(trainer: Trainer, held_out: BatchSource, teacher: LoadedModel, 
 
 @torch.no_grad()
 def whole_kl(student: TrainedPolicy, teacher: TrainedPolicy, items: Sequence[SAWItem]) -> float:
-    """KL(student ‖ teacher) over the vocabulary, mean over the tokens that the student said."""
+    """KL(student ‖ teacher) over the vocabulary, mean over the tokens of the student's replies."""
     batch = student.batch(items)
     return student.kl_to(teacher, student.action_hidden(batch), batch, VocabularyKL(KLDirection.REVERSE)).mean().item()
 

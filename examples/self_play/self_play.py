@@ -124,9 +124,8 @@ def main(args: list[str]) -> int:
     try:
         self_play(settings)
     except KeyboardInterrupt:
-        print(
-            f"Stopped. To go on: the same command with {'--resume' if (settings.out / 'base').exists() else 'a new --out'}."
-        )
+        how = "--resume" if (settings.out / "base").exists() else "a new --out"
+        print(f"Stopped. To go on: the same command with {how}.")
         return 130
     return 0
 
@@ -155,12 +154,11 @@ class Lines:
     """A line per update: what each player earned, and how often it moved where it must not."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        parts = [
-            f"{name} reward {stats[f'{name}/train/avg_total_reward']:+.2f} "
-            f"illegal {stats[f'{name}/train/illegal_rate']:.1%}"
-            for name in PLAYERS
-        ]
-        print(f"update {step:3d}   {'   '.join(parts)}", flush=True)
+        print(f"update {step:3d}", end="")
+        for name in PLAYERS:
+            reward, illegal = (stats[f"{name}/train/{number}"] for number in ("avg_total_reward", "illegal_rate"))
+            print(f"   {name} reward {reward:+.2f} illegal {illegal:.1%}", end="")
+        print(flush=True)
 
 
 # --- warm-up: what is a legal move? -----------------------------------------------------------------------------
@@ -173,9 +171,8 @@ def warm_up(settings: Settings) -> LoadedModel:
         if not (saved / "config.json").exists():
             raise ConfigError(f"There is no run in {settings.out} to resume.")
         return load_model(str(saved), dtype=torch.float32, device="cpu")
-    if settings.out.exists() and {path.name for path in settings.out.iterdir()} != {
-        GAMES
-    }:  # a warm-up that was stopped
+    # A warm-up that was stopped leaves its games, and nothing else.
+    if settings.out.exists() and [path.name for path in settings.out.iterdir()] != [GAMES]:
         raise ConfigError(f"{settings.out} exists already. Give --resume, or another --out.")
     base = load_model(str(TINY), dtype=torch.float32, device="cpu", seed=settings.seed)
     games = settings.out / GAMES
@@ -237,9 +234,8 @@ def scripted(tokenizer: Any, choose: Any) -> ScriptedClient:
 
     def reply(request: TokenCompletionRequest) -> str:
         words = tokenizer.decode(request.prompt_token_ids.tolist()).split()
-        board = "".join(
-            word[3:] or FREE for word in [word for word in words if word[:2] in CELLS][-9:]
-        )  # "A1" or "A1=X"
+        cells = [word for word in words if word[:2] in CELLS][-9:]  # "A1" or "A1=X"
+        board = "".join(word[3:] or FREE for word in cells)
         return CELLS[choose(board, random.Random(request.seed))]
 
     return ScriptedClient(reply, tokenizer=tokenizer)
@@ -266,10 +262,8 @@ class Table:
         self.models = adapters_on(base.model, PLAYERS, lora, seed=settings.seed)
         size = {"max_model_len": LENGTH, "max_sequences": 256, "kv_tokens": 32768}
         self.servers = {name: LocalEngine(model, base.tokenizer, **size) for name, model in self.models.items()}
-        self.leagues = {
-            name: League(server, every=settings.snapshot_every, max_size=100, **size)
-            for name, server in self.servers.items()
-        }
+        leagues = {"every": settings.snapshot_every, "max_size": 100, **size}
+        self.leagues = {name: League(server, **leagues) for name, server in self.servers.items()}
         self.policies = Policies(
             {
                 **self.servers,

@@ -38,7 +38,7 @@ RANKS = "ranks of one job exchange objects; a job's ports must be closed to othe
 SANDBOX = "runs inside the sandbox, which is made for programs of strangers"
 ALLOWED = {
     (
-        "src/ludic/cli/pipeline/ray.py",
+        "src/ludic/cli/pipeline/processes.py",
         "ray",
     ): "a cluster runs what its users send it; its ports must be closed to others",
     ("src/ludic/distributed/fsdp.py", "pickle"): f"rank 0 sends the modules of a model without weights: {RANKS}",

@@ -139,7 +139,7 @@ def test_train_writes_metrics_checkpoints_and_games(trained):
     assert "eval/illegal_move_rate" in printed and f"Run folder: {out}" in printed
 
 
-def test_train_goes_on_where_it_stopped_and_starts_over_nothing(taught, trained):
+def test_train_resumes_where_it_stopped(taught, trained):
     out, _ = trained
     again = rl_settings(taught[0], out)
     refused = refusal(RL, *again, "--steps", 2)

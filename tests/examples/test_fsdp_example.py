@@ -82,7 +82,7 @@ def test_the_written_model_is_the_trained_one(trained):
     assert 5e-4 < moved < 5e-3  # two steps of Adam at 1e-3
 
 
-def test_it_goes_on_where_it_stopped(trained, problems):
+def test_fsdp_run_resumes_where_it_stopped(trained, problems):
     out, _ = trained
     code, output = train(problems, out, "--steps", 3, "--resume")
     assert code == 0, output[-6000:]
@@ -109,12 +109,12 @@ def script() -> ModuleType:
     return module
 
 
-def test_one_process_is_sent_elsewhere(script, tmp_path):
+def test_single_process_is_refused_with_advice(script, tmp_path):
     with pytest.raises(ConfigError, match="torchrun"):
         script.main(["--device", "cpu", "--runs", str(tmp_path)])
 
 
-def test_a_run_is_not_overwritten_but_gone_on_with(script, tmp_path):
+def test_existing_run_is_resumed_and_not_overwritten(script, tmp_path):
     class TwoRanks(Ranks):
         world_size = 2
 

@@ -137,7 +137,7 @@ def test_a_model_is_trained_as_parent_and_as_child(run, model, questions, tmp_pa
     assert "questions             6" in run(*arguments, "--player", "model", "--eval-episodes", 6)
 
 
-def test_children_weigh_what_their_parent_weighs(monkeypatch):
+def test_children_get_the_weight_of_their_parent(monkeypatch):
     module = load(DELEGATE, monkeypatch)
 
     class Halves:

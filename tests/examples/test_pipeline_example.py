@@ -34,7 +34,7 @@ def finish(process: forked.Forked) -> str:
     return printed
 
 
-def test_actor_and_trainer_meet_train_resume_and_account_for_every_item(shared_redis, tmp_path):
+def test_actor_and_trainer_train_resume_and_account_for_every_item(shared_redis, tmp_path):
     out = tmp_path / "run"
     small = ["--redis", shared_redis.url, "--runs", tmp_path, "--name", "run", "--rollouts-per-update", 16,
              "--checkpoint-every", 2, "--concurrency", 16]  # fmt: skip

@@ -60,7 +60,7 @@ def test_a_resumed_run_rates_every_version_in_the_leagues(program, tmp_path, cap
     assert (out / "metrics.jsonl").read_text().count("\n") == 4
 
 
-def test_an_earlier_run_is_never_written_over(program, tmp_path):
+def test_earlier_run_is_never_overwritten(program, tmp_path):
     with pytest.raises(program.ConfigError, match="exists already"):
         run(program, "--out", tmp_path)
     with pytest.raises(program.ConfigError, match="no run in"):

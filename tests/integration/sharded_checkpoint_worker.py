@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ludic.distributed.fsdp import FSDPSettings, shard_model
 from ludic.models.tiny import word_tokenizer
-from ludic.run.export import Asked, export_run
+from ludic.run.export import export_run
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import (
     CheckpointConfig,
@@ -559,7 +559,7 @@ def a_large_frozen_tensor_is_saved_and_exported(folder: Path) -> None:
 
 
 def the_command_takes_the_newest_of_a_run(folder: Path) -> None:
-    export_run(Asked(run=folder / "two" / "full-tied", target=folder / "commanded"))
+    export_run(folder / "two" / "full-tied", folder / "commanded")
     assert transformers.AutoModelForCausalLM.from_pretrained(folder / "commanded").config.num_hidden_layers == 2
     assert not (folder / "commanded" / "ranks").exists()
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import importlib.util
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
 
@@ -25,7 +26,8 @@ from ludic.run.settings import (
 from ludic.types import ConfigError, MissingExtra
 
 T = TypeVar("T")
-A = TypeVar("A")
+A = TypeVar("A", bound=Any)
+"""The dataclass of a command's arguments."""
 
 Target: TypeAlias = Annotated[str, tyro.conf.arg(metavar="TARGET", help_behavior_hint=""), tyro.conf.Positional]
 Switch: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
@@ -51,10 +53,7 @@ def need_extras(extras: str, needed_for: str) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # it is loaded without a file
-        return True
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
 
 
 def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: str = "") -> A:
@@ -103,37 +102,27 @@ def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
     kind, choices = setting.kind, typing.get_args(setting.kind)
     if not _is_flag(setting):
         return setting.name, Annotated[kind, tyro.conf.Suppress], dataclasses.field(default=value)
+    default: Any = dataclasses.field(default_factory=lambda: value)
     shown: dict[str, Any] = {"help": setting.help}
     if setting.holds_arguments:
-        return setting.name, Annotated[kind, _PAIRS, tyro.conf.arg(**shown, help_behavior_hint="")], _default(value)
+        return setting.name, Annotated[kind, _PAIRS, tyro.conf.arg(**shown, help_behavior_hint="")], default
     if typing.get_origin(kind) in (typing.Union, types.UnionType) and type(None) in choices:
         inner = next(choice for choice in choices if choice is not type(None))
-        shown["metavar"] = _metavar(inner)
+        names, usual = typing.get_args(inner), {str: "TEXT", Path: "PATH"}.get(inner, "")
+        shown["metavar"] = "{" + ",".join(names) + "}" if names else usual or inner.__name__.upper()
         if value is None:
             shown["help_behavior_hint"] = ""
     elif typing.get_origin(kind) is tuple and typing.get_args(choices[0]) == ():
-        shown |= {"metavar": f"{_SINGULAR.get(setting.name, setting.name.upper())}…", "help_behavior_hint": ""}
-        if setting.name in _REPEATED:
-            shown["metavar"] = shown["metavar"].rstrip("…")
-            kind = Annotated[kind, tyro.conf.UseAppendAction]
+        one = _SINGULAR.get(setting.name, setting.name.upper())
+        shown |= {"metavar": f"{one}…", "help_behavior_hint": ""}
+        if setting.name == "model":  # `--model a --model b` instead of a list
+            shown["metavar"], kind = one, Annotated[kind, tyro.conf.UseAppendAction]
     elif typing.get_origin(kind) is tuple:
         shown["metavar"] = "NAME…"
-    return setting.name, Annotated[kind, tyro.conf.arg(**shown)], _default(value)
-
-
-def _default(value: Any) -> Any:
-    return dataclasses.field(default_factory=lambda: value)
-
-
-def _metavar(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
-    return {str: "TEXT", Path: "PATH"}.get(kind, kind.__name__.upper())
+    return setting.name, Annotated[kind, tyro.conf.arg(**shown)], default
 
 
 _SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL"}
-_REPEATED = {"model"}
-"""Repeated flags (`--model a --model b`) instead of a list."""
 
 _PAIRS = tyro.constructors.PrimitiveConstructorSpec(
     nargs="*",
@@ -173,25 +162,14 @@ def _merged_pairs(config: Any, default: Any, given: Mapping[str, dict[str, Any]]
     return merged
 
 
-class HasTarget(Protocol):
-    """The arguments of a command that is about a run."""
-
-    @property
-    def target(self) -> str: ...
-
-
-R = TypeVar("R", bound=HasTarget)
-
-
-def parse_run(arguments: type[R], args: Sequence[str], *, prog: str, description: str) -> tuple[R, RunConfig]:
-    """The arguments of the command and the run's settings: flags over the file that the target names over the defaults."""
+def parse_run(arguments: type[A], args: Sequence[str], *, prog: str, description: str) -> tuple[A, RunConfig]:
+    """The arguments of the command, with a `target`, and the run's settings: flags over the target's file over the defaults."""
     command, config = parse_with_settings(arguments, RunConfig(), args, prog=prog, description=description)
     path = config_file(command.target)
     if path is None:
         return command, replace(config, env=replace(config.env, id=command.target))
-    command, config = parse_with_settings(
-        arguments, read_toml(RunConfig, path), args, prog=prog, description=description
-    )
+    usual = read_toml(RunConfig, path)
+    command, config = parse_with_settings(arguments, usual, args, prog=prog, description=description)
     if not config.env.id:
         raise ConfigError(f'{path} names no env; write id = "…" under [env].')
     return command, config

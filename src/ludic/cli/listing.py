@@ -57,18 +57,9 @@ def parts(args: list[str]) -> int:
 def export(args: list[str]) -> int:
     given = parse(ExportArgs, args, prog="ludic export")
     need_extras("train", "ludic export")
-    from ludic.run.export import Asked, export_run
+    from ludic.run.export import export_run
 
-    asked = Asked(
-        run=given.run,
-        target=given.target,
-        step=given.step,
-        adapter=given.adapter or given.with_optimizer,
-        base=given.base,
-        with_optimizer=given.with_optimizer,
-    )
-    for line in export_run(asked):
-        print(line)
+    print(*export_run(**vars(given)), sep="\n")
     return 0
 
 

@@ -6,14 +6,15 @@ A subcommand is a function from its arguments to an exit code, imported when it 
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ludic import __version__
 from ludic.types import LudicError
 
 COMMANDS = {
     "train": ("ludic.cli.train:train", "Train a model on an environment."),
-    "eval": ("ludic.cli.eval.command:evaluate", "Measure how well a model plays an environment."),
+    "eval": ("ludic.cli.eval.run:evaluate", "Measure how well a model plays an environment."),
     "play": ("ludic.cli.play:play", "Play an environment yourself, or watch it being played."),
     "serve": ("ludic.cli.serve:serve", "Serve a model over HTTP, in the way of OpenAI's API."),
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
@@ -25,38 +26,38 @@ COMMANDS = {
 }
 
 
-def run_command(args: Sequence[str]) -> int:
-    """Run a command line and return its exit code; raises LudicError for a user's mistake."""
+def find_command(args: Sequence[str]) -> Callable[[list[str]], int]:
+    """The function for a command line, which takes the arguments after the command; LudicError if there is no such command."""
     if not args or args[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if args else 2
+        return partial(_print_text, _usage(), 0 if args else 2)
     if args[0] == "--version":
-        print(f"ludic {__version__}")
-        return 0
+        return partial(_print_text, f"ludic {__version__}", 0)
     if args[0] not in COMMANDS:
         near = difflib.get_close_matches(args[0], COMMANDS, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(COMMANDS)}."
         raise LudicError(f"there is no command {args[0]!r}. {hint}")
     module, _, function = COMMANDS[args[0]][0].partition(":")
-    return int(getattr(importlib.import_module(module), function)(list(args[1:])) or 0)
+    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: ludic [--version] [--help] COMMAND …\n\nReinforcement learning of LLM agents.\n",
-            *lines,
-            "\n`ludic COMMAND --help` lists the flags of a command.",
-        ]
-    )
+    lines = "\n".join(f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    head = "usage: ludic [--version] [--help] COMMAND …\n\nReinforcement learning of LLM agents.\n"
+    return f"{head}\n{lines}\n\n`ludic COMMAND --help` lists the flags of a command."
+
+
+def _print_text(text: str, code: int, _: list[str]) -> int:
+    print(text)
+    return code
 
 
 def main() -> None:
     """Run a subcommand; print a user's mistake as one line on stderr."""
     try:
-        code = run_command(sys.argv[1:])
+        command = find_command(sys.argv[1:])
+        code = command(sys.argv[2:])
     except LudicError as error:
         print(f"ludic: {error}", file=sys.stderr)
         sys.exit(2)

@@ -49,31 +49,33 @@ class PlanArgs:
 
 def plan(args: list[str]) -> int:
     given = parse(PlanArgs, args, prog="ludic plan")
-    models, gpus, gpu_memory, max_tokens = given.models, given.gpus, given.gpu_memory, given.max_tokens
-    micro_token_budget, inference_gpus, lora_rank = given.micro_token_budget, given.inference_gpus, given.lora_rank
-    if not models:
+    gpus, max_tokens, budget = given.gpus, given.max_tokens, given.micro_token_budget
+    if not given.models:
         raise ConfigError(f"Which model? Give one or more. {_KNOWN}.")
-    inference = gpus // 2 if inference_gpus is None else inference_gpus
+    inference = gpus // 2 if given.inference_gpus is None else given.inference_gpus
     if gpus < 1 or not (gpus > 1) <= inference < gpus:
         raise ConfigError(
             f"--inference-gpus {inference} of --gpus {gpus}: at least one GPU generates and at least one trains; a single GPU "
             "does both, with --inference-gpus 0."
         )
-    if gpu_memory <= 0 or not 1 <= max_tokens <= micro_token_budget:
+    if given.gpu_memory <= 0 or not 1 <= max_tokens <= budget:
         raise ConfigError(
-            f"--gpu-memory {gpu_memory:g} must be above 0, and --micro-token-budget {micro_token_budget} must hold the longest "
-            f"sample, --max-tokens {max_tokens}."
+            f"--gpu-memory {given.gpu_memory:g} must be above 0, and --micro-token-budget {budget} must hold the longest sample, "
+            f"--max-tokens {max_tokens}."
         )
-    usable = int(gpu_memory * USABLE * GIB)
+    usable = int(given.gpu_memory * USABLE * GIB)
     print(
         f"GiB on one GPU, of which {usable / GIB:.1f} can be used; {gpus - inference} to train, {inference} to generate.\n"
     )
     print(f"| {' | '.join(_COLUMNS)} |\n{'| --- ' * len(_COLUMNS)}|")
     unfit = []
-    for shape in map(read_shape, models):
-        setups = list(_setups(gpus - inference, micro_token_budget, lora_rank))
-        trains = [_print_training(shape, setup, usable, max_tokens if gpus == 1 else 0) for setup in setups]
-        serves = [_print_serving(shape, size, usable, max_tokens) for size in _copy_sizes(shape, inference)]
+    for shape in map(read_shape, given.models):
+        shared = max_tokens if gpus == 1 else 0
+        setups = _setups(gpus - inference, budget, given.lora_rank)
+        trains = [_print_training(shape, setup, usable, shared) for setup in setups]
+        # GPUs of one copy of the model are on one machine, and divide its heads.
+        copies = [size for size in (1, 2, 4, 8) if size <= inference and shape.heads % size == 0]
+        serves = [_print_serving(shape, size, usable, max_tokens) for size in copies]
         if not any(trains) or (serves and not any(serves)):
             unfit.append(shape.name)
     if unfit:
@@ -94,11 +96,6 @@ def _setups(ranks: int, budget: int, lora_rank: int) -> Iterator[TrainingSetup]:
                     ranks=ranks, micro_tokens=budget, micro_batches=2, checkpointing=checkpointing,
                     sync_gradients=sync, offload=offload, lora_rank=lora_rank,
                 )  # fmt: skip
-
-
-def _copy_sizes(shape: ModelShape, inference: int) -> list[int]:
-    """GPUs of one copy of the model: on one machine, and they divide its heads."""
-    return [size for size in (1, 2, 4, 8) if size <= inference and shape.heads % size == 0]
 
 
 def _print_training(shape: ModelShape, setup: TrainingSetup, usable: int, shared_tokens: int) -> bool:

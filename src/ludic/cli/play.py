@@ -1,11 +1,11 @@
-"""`ludic play`: a person plays an environment in the terminal, or watches a scripted agent play it."""
+"""`ludic play`: a person plays an environment in the terminal, or watches an agent without a model play it (--watch)."""
 
 import asyncio
 import contextlib
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,14 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
+from ludic.agents import Agent, ToolAgent
 from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample, read_samples
 from ludic.cli.args import Switch, parse
-from ludic.cli.play_tools import Toolbox
-from ludic.cli.scripted import reference_or_random, scripted_protocol
+from ludic.context import FullDialog
+from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
+from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.interaction.env_outputs import check_outcomes, outcome_for
-from ludic.run.env import env_factory
+from ludic.parsers import raw_parser
+from ludic.run.resolve import env_factory
 from ludic.run.settings import read_pair
+from ludic.tools import as_tool
 from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
 
 _UNCUT = InferenceSpec(sampling=SamplingParams(max_tokens=1_000_000))
@@ -75,9 +79,6 @@ def play(args: list[str]) -> int:
     return 0
 
 
-# --- set-up ---
-
-
 def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int) -> AnyEnv:
     """A registered env, or `module:Class` / `file.py:Class` of your own."""
     found = env_factory(id)
@@ -90,19 +91,14 @@ def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int
 
 
 def _sample(place: Path, index: int) -> dict[str, Any]:
+    lines = read_samples(place) if is_on_hub(place) else read_lines(place)
+    if not 0 <= index < len(lines):
+        raise ConfigError(f"--index {index} is not in {place}, which has {len(lines)} lines (0 to {len(lines) - 1}).")
+    found: Any = lines[index]
     if is_on_hub(place):
-        samples = read_samples(place)
-        _check_index(index, place, len(samples))
-        return samples[index]
-    lines = read_lines(place)  # other broken lines of the file do not matter
-    _check_index(index, place, len(lines))
-    number, line = lines[index]
+        return dict(found)
+    number, line = found  # only this line is parsed: other broken lines of the file do not matter
     return read_sample(line, number, place)
-
-
-def _check_index(index: int, place: Path, num: int) -> None:
-    if not 0 <= index < num:
-        raise ConfigError(f"--index {index} is not in {place}, which has {num} lines (0 to {num - 1}).")
 
 
 # --- a person plays ---
@@ -136,10 +132,15 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
             outcome = outcome_for(env, agent_id, outcomes)
             shown[agent_id] = outcome.obs
             totals[agent_id] += outcome.reward
-            _report_reward(env, agent_id, outcome)
+            if outcome.reward:
+                console.print(f"[cyan]{escape(_address(env, agent_id))}reward {outcome.reward:+g}[/cyan]")
     for agent_id, obs in shown.items():
         console.print(escape(f"\n{_address(env, agent_id)}{obs}"))
-    _say_goodbye(env, totals, outcomes)
+    console.print(Rule("over" if not env.active_agents else "step limit reached"))
+    for agent_id, total in totals.items():
+        facts = outcomes[agent_id].info if agent_id in outcomes else {}
+        known = {key: value for key, value in facts.items() if value not in (None, False, "")}
+        console.print(escape(f"{agent_id}: total reward {total:+g}   {json.dumps(known, default=str)}"))
 
 
 def _ask(env: AnyEnv, agent_id: str, obs: str, runner: asyncio.Runner) -> str:
@@ -148,10 +149,9 @@ def _ask(env: AnyEnv, agent_id: str, obs: str, runner: asyncio.Runner) -> str:
     toolbox = Toolbox(env.episode_tools(agent_id))
     if toolbox.usage:
         console.print(escape(f"Tools: {toolbox.usage}"), style="dim")
+    prompt = f"[bold]{escape(agent_id) if len(env.agent_ids) > 1 else ''}>[/bold] "
     while True:
-        text = console.input(
-            f"[bold]{escape(agent_id)}>[/bold] " if len(env.agent_ids) > 1 else "[bold]>[/bold] "
-        ).strip()
+        text = console.input(prompt).strip()
         if text.lower() in ("quit", "exit", "q"):
             raise EOFError
         answer = runner.run(toolbox.answer(text))
@@ -180,20 +180,34 @@ def _address(env: AnyEnv, agent_id: str) -> str:
     return f"[{agent_id}]\n" if len(env.agent_ids) > 1 else ""
 
 
-def _report_reward(env: AnyEnv, agent_id: str, outcome: StepOutcome) -> None:
-    if outcome.reward:
-        console.print(f"[cyan]{escape(_address(env, agent_id))}reward {outcome.reward:+g}[/cyan]")
+class Toolbox:
+    """The tools of an env at the prompt: `/search first president`."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
+        self._tools = {tool.name: tool for tool in map(as_tool, tools)}
+
+    @property
+    def usage(self) -> str:
+        """One line of usage; empty without tools."""
+        return ", ".join(
+            f"/{tool.name} {' '.join(tool.parameters['properties'])}".strip() for tool in self._tools.values()
+        )
+
+    async def answer(self, text: str) -> str | None:
+        """The answer to a line that calls a tool; None if the line is for the env."""
+        if not self._tools or not text.startswith("/"):
+            return None
+        name, _, rest = text[1:].partition(" ")
+        tool, rest = self._tools.get(name), rest.strip()
+        if tool is None:
+            return f"There is no tool {name!r}. Tools: {self.usage}"
+        names = list(tool.parameters["properties"])
+        if names and not rest.startswith("{"):  # no JSON object, so it is the first argument
+            rest = json.dumps({names[0]: rest} if rest else {})
+        return (await tool.call(rest)).content
 
 
-def _say_goodbye(env: AnyEnv, totals: Mapping[str, float], outcomes: Mapping[str, StepOutcome]) -> None:
-    console.print(Rule("over" if not env.active_agents else "step limit reached"))
-    for agent_id, total in totals.items():
-        facts = outcomes[agent_id].info if agent_id in outcomes else {}
-        told = {key: value for key, value in facts.items() if value not in (None, False, "")}
-        console.print(escape(f"{agent_id}: total reward {total:+g}   {json.dumps(told, default=str)}"))
-
-
-# --- a scripted agent plays ---
+# --- an agent without a model plays ---
 
 
 def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
@@ -206,11 +220,43 @@ def _watch(env: AnyEnv, seed: int, max_steps: int, delay: float) -> None:
 
 async def _scripted_episode(env: AnyEnv, seed: int, max_steps: int) -> list[Rollout]:
     # A separate generator: an agent with the env's random numbers would know every secret.
-    protocol = scripted_protocol(env, reference_or_random(random.Random(derive_seed(seed, 1))))
+    rng = random.Random(derive_seed(seed, 1))
+    protocol = scripted_protocol(env, lambda env, agent_id: _reference_or_random(env, agent_id, rng))
     try:
         return await protocol.run(env=env, max_steps=max_steps, env_seed=seed, sampling_seed=seed, inference=_UNCUT)
     finally:
         await env.async_close()
+
+
+def _reference_or_random(env: AnyEnv, agent_id: str, rng: random.Random) -> str:
+    """The reference solution if there is one, else a random legal action."""
+    action: str | None = env.reference_action(agent_id)
+    if action is not None:
+        return action
+    legal = env.legal_actions(agent_id)
+    if not legal:
+        raise ConfigError(
+            f"{type(env).__name__} names neither legal actions nor a reference solution, so a scripted agent does not know what "
+            "to play."
+        )
+    return rng.choice(legal)
+
+
+def scripted_protocol(env: AnyEnv, choose: Callable[[AnyEnv, str], str]) -> InteractionProtocol:
+    """A protocol with real agents and templates on a client that replies with `choose(env, agent_id)`."""
+
+    def agent_for(agent_id: str) -> Agent:
+        return ToolAgent(  # an env with tools needs an agent that can call them
+            client=ScriptedClient(lambda request: choose(env, agent_id)),
+            model="scripted",
+            ctx=FullDialog(),
+            parser=raw_parser,
+            chat_template=ByteTemplate(tool_parser=HermesToolParser()),
+            reject_incomplete_completions=False,  # a client without a model is not short of tokens
+        )
+
+    agents = {agent_id: agent_for(agent_id) for agent_id in env.agent_ids}
+    return SingleAgentProtocol(*agents.values()) if len(agents) == 1 else MultiAgentProtocol(agents)
 
 
 def _show_rollout(rollout: Rollout, delay: float) -> None:

@@ -1,4 +1,4 @@
-"""The command line of a script of your own: `run_script` calls its main, `parse_script` gives it the flags of `ludic train`.
+"""The command line of a script: `run_script` calls its main, `parse_script` gives it the flags of `ludic train`.
 
     def main(args):
         flags, config = parse_script(__doc__, args, steps=100)     # every flag of `ludic train`; this script's own defaults
@@ -10,32 +10,22 @@
 All of examples/ begin like this.
 """
 
+import asyncio
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ludic.cli.args import Switch, parse_with_settings
-from ludic.cli.train import train_run
+from ludic.cli.args import parse_with_settings
+from ludic.cli.train import ScriptFlags, reported, show_plan
 from ludic.run.config import RunConfig
 from ludic.run.settings import with_values
 from ludic.types import LudicError
 
 if TYPE_CHECKING:
     from ludic.run import Run  # loads torch
-
-
-@dataclass(frozen=True)
-class ScriptFlags:
-    """What to do. A script with more flags inherits from it."""
-
-    dry_run: Switch = False
-    """Check everything and show the settings and the plan; train nothing."""
-    resume: Switch = False
-    """Go on with the run in the run folder, from its newest checkpoint."""
-
 
 F = TypeVar("F")
 
@@ -56,7 +46,12 @@ def train_script(run: "Run", flags: ScriptFlags) -> int:
     """Train like `ludic train`; messages name this script where they say how to resume."""
     again = shlex.join(["python", *(arg for arg in sys.argv if arg != "--resume")])
     run.resolved = replace(run.resolved, parts=replace(run.resolved.parts, command=again))
-    return train_run(run, dry_run=flags.dry_run, resume=flags.resume)
+    if flags.dry_run:
+        return show_plan(run, resume=flags.resume)
+    with reported(run, resume=flags.resume) as report:
+        run.prepare(resume=flags.resume)
+        report.result = asyncio.run(run.train_async())
+    return report.code
 
 
 def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:

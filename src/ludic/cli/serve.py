@@ -1,18 +1,25 @@
-"""`ludic serve`: a model behind an OpenAI-compatible HTTP server. See docs/serving.md."""
+"""`ludic serve`: a model behind an OpenAI-compatible HTTP server. See docs/serving.md.
+
+`python -m ludic.cli.serve RUN_FOLDER PORT` is the vLLM server of a run that `ludic launch` started.
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ludic.cli.args import Switch, need_extras, parse
 from ludic.inference.vllm.command import check_host, check_port
 from ludic.models import SMOLLM2, TINY
-from ludic.run.config import Dtype
+from ludic.run.config import Dtype, RunConfig, at_least
+from ludic.run.folder import CONFIG, SERVER
+from ludic.run.settings import read_toml
 from ludic.training.learner.stop import StopRequests
-from ludic.types import ConfigError
+from ludic.types import ConfigError, LudicError
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,7 @@ class ServeArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
-        for flag, value in (("--max-sequences", self.max_sequences), ("--max-model-len", self.max_model_len)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag} {value}; it must be at least 1.")
+        at_least(1, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
 
 
 def serve(args: list[str]) -> int:
@@ -65,7 +70,18 @@ def serve(args: list[str]) -> int:
     need_extras("serve", "ludic serve")
     check_host(given.host, given.api_key, given.insecure)
     check_port(given.host, given.port)  # before a large model is loaded
-    engine = _load(given)
+    import torch  # here and not above: it takes seconds, and `ludic serve --help` should not
+
+    from ludic.inference.local import LocalEngine
+    from ludic.run.model import find_device
+
+    engine = LocalEngine(
+        given.model,
+        dtype=None if given.dtype == "auto" else getattr(torch, given.dtype),
+        device=find_device(given.device),
+        max_sequences=given.max_sequences,
+        max_model_len=given.max_model_len,
+    )
     try:
         asyncio.run(_serve_until_stopped(engine, given))
     finally:
@@ -84,27 +100,29 @@ def _become_vllm(given: ServeArgs, flags: list[str]) -> NoReturn:
         )
     if given.api_key is not None:
         os.environ["VLLM_API_KEY"] = given.api_key  # not a flag, which every process list would show
-    if given.max_sequences is not None:
-        flags = ["--max-num-seqs", str(given.max_sequences), *flags]
-    if given.max_model_len is not None:
-        flags = ["--max-model-len", str(given.max_model_len), *flags]
-    own = ["--model", given.model, "--host", given.host, "--port", str(given.port), "--dtype", given.dtype]
-    serve([*own, *flags], insecure=given.insecure)
+    own = {
+        "--model": given.model, "--host": given.host, "--port": given.port, "--dtype": given.dtype,
+        "--max-model-len": given.max_model_len, "--max-num-seqs": given.max_sequences,
+    }  # fmt: skip
+    given_flags = [part for flag, value in own.items() if value is not None for part in (flag, str(value))]
+    serve([*given_flags, *flags], insecure=given.insecure)
 
 
-def _load(given: ServeArgs) -> Any:
-    import torch  # here and not above: it takes seconds, and `ludic serve --help` should not
+def serve_run(folder: Path, port: int) -> NoReturn:
+    """Save the model of a run for vLLM and become its server. The learner replaces the served weights at its start."""
+    from ludic.inference.vllm.command import find_vllm
+    from ludic.inference.vllm_server import serve
+    from ludic.run.model import load_policy
+    from ludic.run.vllm import save_for_server
 
-    from ludic.inference.local import LocalEngine
-    from ludic.run.model import find_device
-
-    return LocalEngine(
-        given.model,
-        dtype=None if given.dtype == "auto" else getattr(torch, given.dtype),
-        device=find_device(given.device),
-        max_sequences=given.max_sequences,
-        max_model_len=given.max_model_len,
-    )
+    config = read_toml(RunConfig, folder / CONFIG)
+    install = find_vllm()  # before a model is loaded
+    model = folder / SERVER / "model"
+    flags = save_for_server(load_policy(config.model, seed=config.trainer.seed), model)
+    if not install.is_cpu:
+        flags += ["--gpu-memory-utilization", str(config.rollouts.server_memory)]
+    length = ["--max-model-len", str(config.trainer.max_seq_len)]
+    serve([str(model), "--port", str(port), "--run-folder", str(folder / SERVER), *length, *flags])
 
 
 async def _serve_until_stopped(engine: Any, given: ServeArgs) -> None:
@@ -113,22 +131,13 @@ async def _serve_until_stopped(engine: Any, given: ServeArgs) -> None:
     def announce(address: str) -> None:
         print(f"Serving {engine.name} at {address}/v1 (Ctrl-C stops)", flush=True)
 
-    serving = asyncio.create_task(
-        serve(
-            engine,
-            given.host,
-            given.port,
-            model_name=engine.name,
-            api_key=given.api_key,
-            insecure=given.insecure,
-            on_ready=announce,
-        )
-    )
-    requests = StopRequests()
-
     def on_signal() -> None:
         if requests.hear():  # a repeated signal must not interrupt running replies
             serving.cancel()
+
+    access: dict[str, Any] = {"api_key": given.api_key, "insecure": given.insecure}
+    work = serve(engine, given.host, given.port, model_name=engine.name, on_ready=announce, **access)
+    serving, requests = asyncio.create_task(work), StopRequests()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -136,3 +145,11 @@ async def _serve_until_stopped(engine: Any, given: ServeArgs) -> None:
             loop.add_signal_handler(number, on_signal)
     with contextlib.suppress(asyncio.CancelledError):
         await serving
+
+
+if __name__ == "__main__":
+    try:
+        serve_run(Path(sys.argv[1]), int(sys.argv[2]))
+    except LudicError as error:
+        print(f"ludic: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,6 +1,9 @@
 """`ludic train`: parses, calls `ludic.run`, prints. One command for every env, model and algorithm: docs/ludic-train.md."""
 
+import asyncio
+import contextlib
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,59 +18,87 @@ DESCRIPTION = (
 )
 
 
-@dataclass(frozen=True)
-class TrainArgs:
-    """What to do."""
+@dataclass(frozen=True, kw_only=True)
+class ScriptFlags:
+    """What to do. A script with more flags inherits from it."""
 
-    target: Target
-    """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run."""
     dry_run: Switch = False
     """Check everything and show the settings and the plan; train nothing."""
     resume: Switch = False
     """Go on with the run in the run folder, from its newest checkpoint."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs(ScriptFlags):
+    """What to do."""
+
+    target: Target
+    """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run."""
+
+
 def train(args: list[str]) -> int:
-    """Train a model on an environment."""
     command, config = parse_run(TrainArgs, args, prog="ludic train", description=DESCRIPTION)
-    from ludic.run.env import env_factory
+    from ludic.run.resolve import env_factory
 
     env = env_factory(config.env.id)  # reports a wrong name before torch is loaded
     need_extras("train", "ludic train")
     from ludic.run import build
 
     run = build(config, env=env)  # type: ignore[arg-type]
-    return train_run(run, dry_run=command.dry_run, resume=command.resume)
+    if command.dry_run:
+        return show_plan(run, resume=command.resume)
+    with reported(run, resume=command.resume) as report:
+        run.prepare(resume=command.resume)
+        report.result = asyncio.run(run.train_async())
+    return report.code
 
 
-def train_run(run: "Run", *, dry_run: bool = False, resume: bool = False) -> int:
-    """Train, and say how it begins and ends; the exit code."""
+def show_plan(run: "Run", *, resume: bool) -> int:
+    """`--dry-run`: the settings and what the run is going to do."""
+    from ludic.run.settings import to_toml
+
+    _say(to_toml(run.config), *run.plan(resume=resume))
+    return 0
+
+
+@dataclass
+class Report:
+    """How the training ended."""
+
+    result: "TrainResult | None" = None
+    code: int = 0
+    """Exit code of the command."""
+
+
+@contextlib.contextmanager
+def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
+    """Prints how the run begins and ends around its training, and closes it; errors become advice and an exit code."""
     from ludic.batch_gen.pipeline.connection import RedisGone
     from ludic.batch_gen.pipeline.lease import LeaseLost
     from ludic.run import RunFailed
     from ludic.run.folder import how_to_resume
-    from ludic.run.settings import to_toml
 
-    if dry_run:
-        _say(to_toml(run.config), *run.plan(resume=resume))
-        return 0
     _say(*_opening(run, resume=resume))
+    report = Report()
     with run:
         try:
-            result = run.resume() if resume else run.train()
+            yield report
             status = run.generation.status() if run.generation is not None else ""
         except (LeaseLost, RedisGone) as error:
             _say(f"{error} To go on: {how_to_resume(run.resolved)}")
-            return TRY_AGAIN
+            report.code = TRY_AGAIN
+            return
         except FloatingPointError as error:
             if not run.config.is_pipeline:
                 raise RunFailed(f"{error} {_how_to_learn_slower(run)}") from error
-            # Perhaps because of the batch, which is set aside when it has ended a few learners; if not, the launcher gives up.
+            # The batch may be the cause: after it has ended a few learners it is set aside. If it is not, the launcher gives up.
             _say(f"{error} If another try ends the same way: {_how_to_learn_slower(run)}")
-            return TRY_AGAIN
-    _say(*_closing(run, result, status))
-    reason = result.stopped_by or ""
-    return 128 + signal.Signals[reason] if reason in signal.Signals.__members__ else 0
+            report.code = TRY_AGAIN
+            return
+    assert report.result is not None, "the block sets it"
+    _say(*_closing(run, report.result, status))
+    reason = report.result.stopped_by or ""
+    report.code = 128 + signal.Signals[reason] if reason in signal.Signals.__members__ else 0
 
 
 def _say(*lines: str) -> None:
@@ -107,20 +138,22 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
     from ludic.training.guards import why_nothing_was_learned
 
     folder, steps, is_stopped = run.folder, run.config.train.steps, result.stopped_by is not None
-    lines = [
-        "",
-        f"{'Stopped' if is_stopped else 'Done'} after update {result.step} of {steps} ({result.seconds:.0f} s).",
-    ]
+    ended = "Stopped" if is_stopped else "Done"
+    lines = ["", f"{ended} after update {result.step} of {steps} ({result.seconds:.0f} s)."]
     rewards = [row["train/avg_total_reward"] for row in metrics_with(folder, "train/avg_total_reward")]
     if rewards:
         lines.append(f"Reward: {rewards[0]:.3f} in the first update, {rewards[-1]:.3f} in the last.")
     clipped = [row["train/grad_clipped"] for row in metrics_with(folder, "train/grad_clipped")]
     if any(clipped):
         lines.append(f"Gradients above max_grad_norm: in {sum(clipped):.0f} of {len(clipped)} updates.")
-    lines += _eval_lines(list(metrics_with(folder, "eval/mean_reward")))
-    lines += [f"Samples: {status}."] if status else []
+    rows = list(metrics_with(folder, "eval/mean_reward"))
+    if len(rows) == 1:
+        lines.append(f"Evaluation after update {rows[0]['step']}: {_evaluated(rows[0])}.")
+    elif rows:
+        first, last = (f"{_evaluated(row)} after update {row['step']}" for row in (rows[0], rows[-1]))
+        lines.append(f"Evaluation: {first}, {last}.")
+    lines += [*([f"Samples: {status}."] if status else []), f"Run folder: {folder}"]
     saved, how = latest_checkpoint(folder), how_to_resume(run.resolved)
-    lines.append(f"Run folder: {folder}")
     if is_stopped or result.step < steps:
         lines.append(f"To go on: {how}" if saved else f"Nothing is saved yet; {how} starts over.")
     elif saved is not None:
@@ -128,17 +161,6 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
         lines += [] if is_script else [f"Next: ludic eval {folder}", f"      {how} --steps {2 * steps}"]
     verdict = why_nothing_was_learned(list(metrics_with(folder, "train/grad_norm")))
     return lines if verdict is None else [*lines, "", verdict]
-
-
-def _eval_lines(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    first, last = rows[0], rows[-1]
-    if first is last:
-        return [f"Evaluation after update {last['step']}: {_evaluated(last)}."]
-    return [
-        f"Evaluation: {_evaluated(first)} after update {first['step']}, {_evaluated(last)} after update {last['step']}."
-    ]
 
 
 def _evaluated(row: dict[str, Any]) -> str:

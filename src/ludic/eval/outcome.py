@@ -82,10 +82,13 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
 def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1.0) -> list[Outcome]:
     """Outcomes of all rollouts except delegated sub-tasks, which count through their parents.
 
-    If any rollout is graded, ungraded ones (no parseable reply reached the env) are wrong.
+    If any rollout is graded, ungraded ones (no parseable reply reached the env) are wrong. If no reply of any rollout could be
+    parsed, the env had nothing to grade, and all are wrong.
     """
-    found = [outcome_of(r, success_reward=success_reward) for r in rollouts if not r.is_sub_task]
-    if all(outcome.correct is None for outcome in found):
+    own = [r for r in rollouts if not r.is_sub_task]
+    found = [outcome_of(r, success_reward=success_reward) for r in own]
+    is_unread = any(outcome.has_parse_error for outcome in found) and not any(r.env_steps for r in own)
+    if all(outcome.correct is None for outcome in found) and not is_unread:
         return found
     return [replace(outcome, correct=bool(outcome.correct)) for outcome in found]
 

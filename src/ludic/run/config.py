@@ -1,4 +1,4 @@
-"""The settings of a training run, as they were written. `resolve` (resolve.py) fills in what was left open.
+"""The settings of a training run, as the user wrote them. `resolve` (resolve.py) fills in the defaults.
 
 Every field is a flag (`--group-size 8`) and a key of its section in the file (`[algo]` … `group_size = 8`). `ludic eval` shares the
 sections env and agent. See docs/ludic-train.md. `ludic launch` tells its children where Redis and the server are by environment
@@ -44,7 +44,8 @@ def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
         )
 
 
-def _at_least(low: float, **values: float | None) -> None:
+def at_least(low: float, **values: float | None) -> None:
+    """ConfigError for a setting below `low`; None is not checked."""
     for name, value in values.items():
         if value is not None and value < low:
             raise ConfigError(f"{name} = {value}; it must be at least {low:g}.")
@@ -72,8 +73,8 @@ class EnvSettings:
     """Seconds for one reset or step of the env, after which its episode counts as failed; 0 is no limit."""
 
     def __post_init__(self) -> None:
-        _at_least(1, max_steps=self.max_steps)
-        _at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout)
+        at_least(1, max_steps=self.max_steps)
+        at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,8 @@ class ModelSettings:
     """CPU threads of PyTorch. Default: 1 for the tiny model, else PyTorch's own choice."""
 
     def __post_init__(self) -> None:
-        _at_least(0, lora_rank=self.lora_rank, lora_dropout=self.lora_dropout)
-        _at_least(1, threads=self.threads)
+        at_least(0, lora_rank=self.lora_rank, lora_dropout=self.lora_dropout)
+        at_least(1, threads=self.threads)
         if self.lora_alpha_mult <= 0:
             raise ConfigError(f"lora_alpha_mult = {self.lora_alpha_mult}; it must be above 0.")
 
@@ -141,7 +142,7 @@ class AgentSettings:
     go_on."""
 
     def __post_init__(self) -> None:
-        _at_least(1, max_tokens=self.max_tokens)
+        at_least(1, max_tokens=self.max_tokens)
         if self.tools and "tools" in self.agent_set:
             raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
 
@@ -173,7 +174,7 @@ class AlgoSettings:
     """For a teacher behind a URL: its folder or hub id, where the server does not name one that can be read here."""
 
     def __post_init__(self) -> None:
-        _at_least(1, group_size=self.group_size)
+        at_least(1, group_size=self.group_size)
         if self.teacher is not None and self.teacher_is_served:
             refuse_login("teacher", self.teacher, PUT_LOGIN)
         if self.teacher_tokenizer is not None and not self.teacher_is_served:
@@ -221,8 +222,8 @@ class RolloutSettings:
             )
         for url in self.server:
             refuse_login("server", url, PUT_LOGIN)
-        _at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
-        _at_least(0, max_lag=self.max_lag)
+        at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
+        at_least(0, max_lag=self.max_lag)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,7 @@ class TrainSettings:
     """Updates."""
 
     def __post_init__(self) -> None:
-        _at_least(1, steps=self.steps)
+        at_least(1, steps=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +251,8 @@ class EvalSettings:
     """Of sampling while evaluating; 0 is greedy."""
 
     def __post_init__(self) -> None:
-        _at_least(0, eval_temperature=self.eval_temperature)
-        _at_least(1, eval_episodes=self.eval_episodes, eval_pass_k=self.eval_pass_k)
+        at_least(0, eval_temperature=self.eval_temperature)
+        at_least(1, eval_episodes=self.eval_episodes, eval_pass_k=self.eval_pass_k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,13 +292,15 @@ class PipelineSettings:
     """How often `ludic launch` restarts a role within ten minutes before it gives up."""
 
     def __post_init__(self) -> None:
-        if self.actors < 1 or (self.max_waiting is not None and self.max_waiting < 1) or self.max_restarts < 0:
-            raise ConfigError(
-                f"actors = {self.actors}, max_waiting = {self.max_waiting}, max_restarts = {self.max_restarts}; the first two "
-                "are at least 1, the last 0."
-            )
+        at_least(1, actors=self.actors, max_waiting=self.max_waiting)
+        at_least(0, max_restarts=self.max_restarts)
         if self.redis is not None:
-            _check_url(self.redis)
+            if self.redis.partition("://")[0] not in ("redis", "rediss", "unix"):
+                raise ConfigError(
+                    f"redis = {shown_url(self.redis)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://."
+                )
+            how = f"Put the URL into the environment variable {REDIS_VARIABLE} instead, and for --resume again."
+            refuse_login("redis", self.redis, how)
 
 
 _OPEN_END = 2**31
@@ -384,14 +387,6 @@ MAY_CHANGE_ON_RESUME = frozenset(
 
 
 # --- what the processes of a pipeline tell each other through the environment ----------------------------------
-
-
-def _check_url(url: str) -> None:
-    if url.partition("://")[0] not in ("redis", "rediss", "unix"):
-        raise ConfigError(f"redis = {shown_url(url)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://.")
-    refuse_login(
-        "redis", url, f"Put the URL into the environment variable {REDIS_VARIABLE} instead, and for --resume again."
-    )
 
 
 def given_redis(settings: PipelineSettings) -> str | None:

@@ -9,10 +9,10 @@ from ludic.models import SMOLLM2, TINY
 from ludic.models.tiny import make_tiny
 from ludic.run.config import ModelSettings
 from ludic.run.folder import ResumePoint
+from ludic.run.generation import check_teacher
 from ludic.run.model import (
     base_settings,
     checkpoint_in,
-    default_device,
     dtype_of,
     find_device,
     forked_checkpoint,
@@ -20,7 +20,6 @@ from ludic.run.model import (
 )
 from ludic.run.parts import eval_samples, first_env, make_algorithm, train_samples
 from ludic.run.resolve import ResolvedRun
-from ludic.run.teacher import check_teacher
 from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008
@@ -28,41 +27,28 @@ _SMOLLM2_PARAMETERS = 134_515_008
 
 def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     """The plan in sentences; ConfigError for what cannot work."""
-    samples = train_samples(run)
+    samples, steps, total = train_samples(run), run.steps, run.config.rollouts.rollouts_per_update
     eval_samples(run)
     first_env(run)
     check_teacher(run, make_algorithm(run))
+    tasks = "each group with its own seed"
+    if samples is not None:
+        tasks = f"{steps * run.num_groups / len(samples):.2f} passes over {len(samples):,} samples"
+    per_update = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len) * total
     return [
         *_model_lines(run),
-        _update_line(run, None if samples is None else len(samples)),
-        _token_line(run),
-        f"Updates {start.first_step + 1} to {run.steps}; everything is written to {run.folder}.",
-    ]
-
-
-def _update_line(run: ResolvedRun, num_samples: int | None) -> str:
-    total = run.config.rollouts.rollouts_per_update
-    line = f"{run.steps} updates × {total} rollouts ({run.num_groups} groups of {run.group_size})"
-    if num_samples is None:
-        return f"{line}: {run.steps * total:,} episodes, each group with its own seed."
-    passes = run.steps * run.num_groups / num_samples
-    return f"{line}: {run.steps * total:,} episodes, {passes:.2f} passes over {num_samples:,} samples."
-
-
-def _token_line(run: ResolvedRun) -> str:
-    per_episode = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len)
-    per_update = per_episode * run.config.rollouts.rollouts_per_update
-    return (
+        f"{steps} updates × {total} rollouts ({run.num_groups} groups of {run.group_size}): {steps * total:,} episodes, {tasks}.",
         f"At most {run.max_steps} turns of {run.sampling.max_tokens} tokens: {per_update:,} sampled tokens an update, "
-        f"{per_update * run.steps:,} in all."
-    )
+        f"{per_update * steps:,} in all.",
+        f"Updates {start.first_step + 1} to {steps}; everything is written to {run.folder}.",
+    ]
 
 
 def _model_lines(run: ResolvedRun) -> list[str]:
     model, algo = run.config.model, run.config.algo.algo
     if run.parts.model is not None:
-        return [f"Model {model.model}: {_counted(run.parts.model.model)}, as it was handed in; training with {algo}."]
-    device = find_device(model.device) or default_device()
+        return [f"Model {model.model}: {_counted(run.parts.model.model)}, given as an object; training with {algo}."]
+    device = find_device(model.device)
     base = base_settings(model)
     which = "a" if base is model else "its"
     trained = f"{which} LoRA adapter of rank {base.lora_rank}" if base.lora_rank else "all weights"
@@ -86,21 +72,16 @@ def _num_parameters(settings: ModelSettings) -> str:
         return "number of parameters unknown until it is loaded"
     if folder.suffix == ".json":  # the config of random weights; the tokenizer is beside it
         folder = folder.parent
-    return _counted(_empty_model(str(folder)))
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        make_template(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
+        description = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Cannot find the model {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
+    with torch.device("meta"):  # shapes without memory behind them
+        return _counted(AutoModelForCausalLM.from_config(description))
 
 
 def _counted(model: Any) -> str:
     return f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
-
-
-def _empty_model(source: str) -> Any:
-    """The model's shapes without memory behind them."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        make_template(AutoTokenizer.from_pretrained(source, trust_remote_code=False))
-        description = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot find the model {source!r}: {str(error).strip().splitlines()[0]}") from error
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(description)

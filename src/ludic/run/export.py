@@ -1,6 +1,6 @@
 """What `ludic export` does: find the checkpoint, and for an adapter the base that it was trained on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +19,30 @@ from ludic.types import ConfigError, MissingExtra
 from ludic.types.files import write_json
 
 BASE = "base"
-"""Where, in the export of an adapter, a base is put that no other machine has."""
+"""Folder, in the export of an adapter, for a base that no other machine has."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What was typed."""
-
-    run: Path
-    target: Path
-    step: int | None = None
-    adapter: bool = False
-    base: str | None = None
-    with_optimizer: bool = False
-
-
-def export_run(asked: Asked) -> list[str]:
-    """Write the folder; what to say about it comes back."""
-    check_target(asked.target)
-    folder = find_checkpoint(asked.run, asked.step)
+def export_run(
+    run: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    adapter: bool = False,
+    base: str | None = None,
+    with_optimizer: bool = False,
+) -> list[str]:
+    """Write the folder; returns the lines to print about it. `with_optimizer` keeps an adapter an adapter."""
+    check_target(target)
+    folder = find_checkpoint(run, step)
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    if asked.adapter and not asked.with_optimizer and not is_adapter:
+    if adapter and not with_optimizer and not is_adapter:
         raise ConfigError(f"{folder} is no adapter: the run trained all weights. Leave --adapter out.")
-    if is_adapter and not asked.adapter:
-        return _merged(asked, folder)
-    if is_adapter and not asked.with_optimizer:
-        return _adapter(asked, folder)
-    export_checkpoint(folder, asked.target, with_optimizer=asked.with_optimizer)
-    return [f"{asked.target}: the weights of {folder}.", *_how_to_load(asked.target)]
+    if is_adapter and not adapter and not with_optimizer:
+        return _merged(folder, target, base)
+    if is_adapter and not with_optimizer:
+        return _adapter(folder, target, base)
+    export_checkpoint(folder, target, with_optimizer=with_optimizer)
+    return [f"{target}: the weights of {folder}.", *_how_to_load(target)]
 
 
 def find_checkpoint(run: Path, step: int | None) -> Path:
@@ -71,15 +67,15 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 # --- adapters --------------------------------------------------------------------------------------------------
 
 
-def _merged(asked: Asked, folder: Path) -> list[str]:
-    loaded = _with_adapter(folder, asked.base)
-    export_model(loaded.model.merge_and_unload(), loaded.tokenizer, folder, asked.target)
-    return [f"{asked.target}: {folder}, the adapter merged into its base.", *_how_to_load(asked.target)]
+def _merged(folder: Path, target: Path, base: str | None) -> list[str]:
+    loaded = _with_adapter(folder, base)
+    export_model(loaded.model.merge_and_unload(), loaded.tokenizer, folder, target)
+    return [f"{target}: {folder}, the adapter merged into its base.", *_how_to_load(target)]
 
 
-def _adapter(asked: Asked, folder: Path) -> list[str]:
-    """Its base gets a name that means something on other machines, or goes with it."""
-    name = asked.base or _name_elsewhere(folder)
+def _adapter(folder: Path, target: Path, base: str | None) -> list[str]:
+    """The adapter names a base that other machines can load, or the base is written beside it."""
+    name = base or _name_elsewhere(folder)
 
     def name_base(place: Path) -> None:
         if name is None:
@@ -87,17 +83,17 @@ def _adapter(asked: Asked, folder: Path) -> list[str]:
         for file in place.rglob(ADAPTER_CONFIG):
             write_json(file, {**read_object(file), "base_model_name_or_path": name or BASE})
 
-    export_checkpoint(folder, asked.target, finish=name_base)
-    base = name if name is not None else str(asked.target / BASE)
+    export_checkpoint(folder, target, finish=name_base)
+    place = name if name is not None else str(target / BASE)
     only_here = "" if name is not None else ", which other machines do not have and which is there too"
     return [
-        f"{asked.target}: the adapter of {folder}, for the base {base}{only_here}.",
-        f'Load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{asked.target}")',
+        f"{target}: the adapter of {folder}, for the base {place}{only_here}.",
+        f'Load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{place}"), "{target}")',
     ]
 
 
 def _name_elsewhere(folder: Path) -> str | None:
-    """What every machine can load the base by: a hub id; None where it is a file or folder of this machine, or made here."""
+    """The base's hub id; None where it is a file or folder of this machine, or made here."""
     run = _run_of(folder)
     if run is None:
         name = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
@@ -156,21 +152,18 @@ def _run_of(folder: Path) -> RunConfig | None:
 
 
 def _held_here(settings: ModelSettings, folder: Path) -> ModelSettings:
-    """In memory, and in the number format of the run: an adapter fits its base in no other."""
+    """On the CPU, in the number format of the run: an adapter fits its base in no other."""
     name: Any = str(_dtype_of(folder)).removeprefix("torch.")
     return replace(settings, device="cpu", dtype=name)
 
 
 def _dtype_of(folder: Path) -> torch.dtype:
-    """What the frozen weights were held in, by their fingerprints: "(64, 32) torch.float32 1a2b3c4d"."""
+    """Number format of the frozen weights, read from a fingerprint such as "(64, 32) torch.float32 1a2b3c4d"."""
     fingerprint = str(next(iter(read_object(folder / BASE_FINGERPRINT).values()), ""))
     found = getattr(torch, ["", "", *fingerprint.split()][-2].removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"{folder / BASE_FINGERPRINT} does not say what its base is.")
     return found
-
-
-# --- what is said ----------------------------------------------------------------------------------------------
 
 
 def _how_to_load(target: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The folder of a run: may it be used, where does the run stand, what does it hold.
+"""The folder of a run: whether it may be used, how far the run got, and what it holds.
 
 runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  checkpoints/step_000020/  wandb_id  server/
               of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
@@ -29,7 +29,7 @@ WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
 logger = logging.getLogger(__name__)
 
 _BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}
-"""What may be there before the run itself writes anything: a server, a Redis or an actor was started first."""
+"""What may be there before the learner writes anything: a server, a Redis or an actor started first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class ResumePoint:
     first_step: int = 0
     """Updates that are done already."""
     checkpoint: Path | None = None
-    """What the run goes on from."""
+    """The checkpoint to go on from."""
     restarts: bool = False
     """It was interrupted before its first checkpoint: what it has written so far is written again."""
     changed: list[Difference] = field(default_factory=list)
@@ -100,7 +100,7 @@ def _why_not_again(run: ResolvedRun, changed: list[Difference]) -> str:
 
 
 def how_to_resume(run: ResolvedRun) -> str:
-    """What to type."""
+    """The command line to type."""
     if run.parts.command:
         return f"{run.parts.command} --resume"
     return f"ludic {'launch' if run.config.is_pipeline else 'train'} {run.folder} --resume"
@@ -116,7 +116,7 @@ def _may_change(difference: Difference, config: RunConfig) -> bool:
 
 
 def prepare_folder(run: ResolvedRun, start: ResumePoint) -> None:
-    """Write the config, and remove what the run is going to write again."""
+    """Write the config; remove files that the run is going to write again."""
     folder = run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,12 +139,12 @@ def write_config(run: ResolvedRun) -> None:
 
 
 def rollouts_file(folder: Path, start: ResumePoint) -> Path:
-    """A file for each start: what an interrupted one played after its last checkpoint is played again in the next."""
+    """One file per start: episodes after the last checkpoint of an interrupted start are played again in the next."""
     return folder / ROLLOUTS / f"from_step_{start.first_step:06d}.jsonl.gz"
 
 
 def wandb_id(folder: Path) -> str:
-    """What W&B knows the run by: the same when it is resumed, another for every other run, whatever they are called."""
+    """The run's id at W&B: the same when it is resumed, and unique even among runs of the same name."""
     file = folder / WANDB_ID
     known = file.read_bytes() if file.is_file() else b""
     if re.fullmatch(rb"[0-9a-f]{16}", known):

@@ -10,21 +10,23 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ludic.batch_gen import AsyncRolloutBatchSource
+from ludic.batch_gen import AsyncRolloutBatchSource, TeacherAnnotatedBatchSource
 from ludic.batch_gen.pipeline.connection import require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.distributed.publish.folder import FolderPublisher
 from ludic.eval import EvalReport, SnapshotEvaluator
+from ludic.inference import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.config import redis_url, required_servers
+from ludic.run.config import ModelSettings, redis_url, required_servers
 from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
-from ludic.run.model import ServedPolicy, local_engine, make_template, serve_locally
+from ludic.run.model import ServedPolicy, load_policy, load_tokenizer, local_engine, make_template, serve_locally
 from ludic.run.parts import (
     EpisodeSetup,
     first_env,
@@ -35,12 +37,11 @@ from ludic.run.parts import (
     play,
 )
 from ludic.run.resolve import ResolvedRun
-from ludic.run.teacher import check_teacher, make_teaching
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
-from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher, Rollout
+from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher, Rollout, TeacherScorer
 
 _SERVER_AWAY_S = 600.0
 """Seconds that publishing waits for a server that is down: as long as a large model takes to load."""
@@ -71,7 +72,7 @@ class Generation(ABC):
 
     @abstractmethod
     def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
-        """The policy and the episodes to evaluate it with."""
+        """The policy, and the episodes that evaluate it."""
 
     def evaluator(self) -> Evaluator:
         """For the trainer: evaluates the current weights, or a copy of them where evaluation runs in the background."""
@@ -94,7 +95,7 @@ class Generation(ABC):
         return await play(self._run, self._evaluation()[1])
 
     def status(self) -> str:
-        """How the samples of a pipeline stand; empty for others."""
+        """A line about the queue of a pipeline; empty for others."""
         return ""
 
     def activity(self) -> str:
@@ -102,20 +103,17 @@ class Generation(ABC):
         return ""
 
     def sampling(self) -> AbstractAsyncContextManager[Any]:
-        """Open while training: what the source does in the background ends with it."""
+        """Open while training: background work of the source ends with it."""
         return self.source if isinstance(self.source, AbstractAsyncContextManager) else nullcontext()
 
     def close(self) -> None:
         self._closing.close()
 
     def _setup(self, served: ServedPolicy) -> EpisodeSetup:
-        run = self._run
-        template = make_template(
-            self._loaded.tokenizer, with_tools=run.config.agent.may_call_tools or bool(run.parts.tools)
-        )
-        return make_episode_setup(
-            run.config.env, run.config.agent, run.env, served.client, template, served.model, run.parts
-        )
+        run, agent = self._run, self._run.config.agent
+        with_tools = agent.may_call_tools or bool(run.parts.tools)
+        template = make_template(self._loaded.tokenizer, with_tools=with_tools)
+        return make_episode_setup(run.config.env, agent, run.env, served.client, template, served.model, run.parts)
 
 
 class EmbeddedGeneration(Generation):
@@ -126,13 +124,16 @@ class EmbeddedGeneration(Generation):
         self._served = self._serve()
         self._closing.callback(self._served.close)
         self._episodes = self._setup(self._served)
-        self.algorithm = make_algorithm(run)
-        teaching = make_teaching(run, self.algorithm, loaded, self._closing)
+        self.publisher, self.algorithm = self._served.publisher, make_algorithm(run)
         path = rollouts_file(run.folder, start) if run.config.rollouts.save_rollouts else None
-        source = teaching.annotate(make_source(run, self._episodes, self.algorithm, jsonl_path=path))
+        source: BatchSource = make_source(run, self._episodes, self.algorithm, jsonl_path=path)
+        if self.algorithm.loss.needs.teacher_kl is not None:
+            self.teacher = load_teacher(run)
+        elif run.config.algo.teacher is not None:
+            scorer, fingerprint = teacher_scorer(run, self._closing), tokenizer_fingerprint(loaded.tokenizer)
+            source = TeacherAnnotatedBatchSource(source, scorer, tokenizer_fingerprint=fingerprint)
         source = source if run.parts.source is None else run.parts.source(source)
         self.source = source if run.max_lag == 0 else AsyncRolloutBatchSource(source, max_lag=run.max_lag)
-        self.publisher, self.teacher = self._served.publisher, teaching.frozen
 
     @staticmethod
     def check(run: ResolvedRun) -> None:
@@ -153,11 +154,65 @@ class VLLMGeneration(EmbeddedGeneration):
     """vLLM answers the agents; it gets the weights after every update."""
 
     def _serve(self) -> ServedPolicy:
-        from ludic.run.vllm import VLLMPolicy
+        from ludic.run.vllm import serve_on_vllm
 
-        run = self._run
-        policy = VLLMPolicy(run.config.rollouts, self._loaded, max_length=run.trainer.max_seq_len, folder=run.folder)
-        return ServedPolicy(client=policy.client, publisher=policy.publisher, close=policy.close, model=policy.model)
+        return serve_on_vllm(self._run, self._loaded)
+
+
+# --- teachers (`--teacher`) -------------------------------------------------------------------------------------
+
+
+def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
+    """ConfigError unless a teacher is given exactly where the algorithm needs one, and can answer what the loss needs."""
+    settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.needs.teacher_kl is not None
+    if asks and settings.teacher is None:
+        raise ConfigError(
+            f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
+        )
+    if settings.teacher is not None and not asks:
+        raise ConfigError(
+            f"teacher = {settings.teacher!r}, but algo = {settings.algo!r} learns from rewards alone. Take opd or grpo_opd."
+        )
+    if settings.teacher_is_served and algorithm.loss.needs.teacher_kl is not None:
+        raise ConfigError(
+            f"{settings.teacher} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
+            "process. Give a model instead of a URL, or kl=sampled."
+        )
+    if settings.teacher_is_served and run.sampling.temperature != 1:
+        raise ConfigError(
+            f"{settings.teacher} is a vLLM server, which scores tokens at temperature 1, but temperature = "
+            f"{run.sampling.temperature:g}. Give --temperature 1, or a model instead of a URL."
+        )
+
+
+def load_teacher(run: ResolvedRun) -> LoadedModel:
+    """The teacher as a frozen model in this process."""
+    model = run.config.model
+    loaded = load_policy(ModelSettings(model=run.config.algo.teacher or "", device=model.device, dtype=model.dtype))
+    return replace(loaded, model=loaded.model.eval().requires_grad_(False))
+
+
+def teacher_scorer(run: ResolvedRun, stack: ExitStack) -> TeacherScorer:
+    """Scores tokens with the teacher: an engine in this process, or a vLLM server; closed with the stack."""
+    settings, longest = run.config.algo, run.trainer.max_seq_len
+    if not settings.teacher_is_served:
+        engine = local_engine(load_teacher(run), max_length=longest, kv_tokens=longest)  # scoring needs no cache
+        stack.callback(engine.close)
+        return LocalTeacher(engine)
+    from ludic.inference.vllm.client import VLLMChatClient
+
+    client = VLLMChatClient(servers=[settings.teacher or ""])
+    stack.callback(lambda: run_sync(client.close()))
+    model = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]
+    place = settings.teacher_tokenizer or model.get("root") or model["id"]  # files that the server was started with
+    try:
+        tokenizer = load_tokenizer(ModelSettings(model=str(Path(place))))
+    except ConfigError as error:
+        raise ConfigError(
+            f"The teacher at {settings.teacher} serves {model['id']!r} from {place!r}, whose tokenizer cannot be read here: "
+            f"{error} Give --teacher-tokenizer, the folder or hub id of the teacher."
+        ) from error
+    return VLLMTeacher(client, model["id"], tokenizer)
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------
@@ -172,8 +227,8 @@ inside."""
 
 
 class PipelineGeneration(Generation):
-    """Samples come from a queue. It samples nothing itself, unless it evaluates: then the servers answer, or an engine in this
-    process that shares the weights and does nothing else. See docs/pipeline.md."""
+    """Samples come from a queue. To evaluate it uses the servers, or an engine in this process that shares the weights. See
+    docs/pipeline.md."""
 
     def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
         super().__init__(run, loaded)
@@ -186,8 +241,10 @@ class PipelineGeneration(Generation):
         if self._served is not None:
             self._closing.callback(self._served.close)
         self.publisher = FolderPublisher(run.folder / WEIGHTS) if self._served is None else self._served.publisher
-        self._queue = make_pipeline_source(run)
-        self.source = self._queue
+        pipeline, size = run.config.pipeline, run.config.rollouts.rollouts_per_update
+        self.source = self._queue = PipelineBatchSource(
+            redis_url(pipeline), run.queue_key, size, max_lag=run.max_lag, acknowledge=pipeline.acknowledge
+        )
 
     @staticmethod
     def check(run: ResolvedRun) -> None:
@@ -216,18 +273,11 @@ class PipelineGeneration(Generation):
     def _on_servers(self) -> ServedPolicy:
         """The servers that actors use, too."""
         from ludic.distributed import create_vllm_publisher
-        from ludic.run.vllm import client_of, served_name, wait_for_servers
+        from ludic.run.vllm import connect_to_servers
 
-        rollouts = self._run.config.rollouts
-        servers = required_servers(rollouts.server)
-        wait_for_servers(servers)
-        client = client_of(rollouts, servers, self._run.folder)
-        return ServedPolicy(
-            client=client,
-            publisher=create_vllm_publisher(client, wait_s=_SERVER_AWAY_S),
-            close=lambda: run_sync(client.close()),
-            model=run_sync(served_name(client)),
-        )
+        client, model = connect_to_servers(self._run)
+        publisher = create_vllm_publisher(client, wait_s=_SERVER_AWAY_S)
+        return ServedPolicy(client=client, publisher=publisher, close=lambda: run_sync(client.close()), model=model)
 
     def _in_this_process(self) -> ServedPolicy:
         engine = local_engine(self._loaded, max_length=self._run.trainer.max_seq_len)
@@ -259,28 +309,15 @@ def pipeline_algorithm(run: ResolvedRun) -> RLAlgorithm:
     return replace(algorithm, loss=corrected)
 
 
-def make_pipeline_source(run: ResolvedRun) -> PipelineBatchSource:
-    return PipelineBatchSource(
-        redis_url(run.config.pipeline),
-        run.queue_key,
-        run.config.rollouts.rollouts_per_update,
-        max_lag=run.max_lag,
-        acknowledge=run.config.pipeline.acknowledge,
-    )
-
-
 async def clear_queue(run: ResolvedRun) -> None:
-    """Removes what another run of the same name has left."""
+    """Remove what an earlier run of the same name left."""
     async with ExperienceQueue(redis_url(run.config.pipeline), run.queue_key) as queue:
         await queue.clear()
 
 
 class FolderAndEngine:
-    """Publishes weights to a folder; the engine that evaluates shares the trainer's weights and only gets the new version.
-
-    Unlike an engine that samples, this one is idle whenever the weights change: training waits for an evaluation, or
-    evaluates a copy.
-    """
+    """Publishes weights to a folder; the engine that evaluates shares the trainer's weights and only gets the new version. It
+    is idle whenever the weights change: training waits for an evaluation, or evaluates a copy."""
 
     def __init__(self, folder: FolderPublisher, engine: LocalEngine) -> None:
         self._folder = folder

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManage
 from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
-from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TakesSnapshots
+from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher
 
 # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -84,12 +84,12 @@ def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
 
 
 def without_adapter(settings: ModelSettings) -> ModelSettings:
-    """The model as one that only samples holds it: it is sent all weights, adapters merged, so it needs no adapter."""
+    """The model of a process that only samples: it is sent all weights, adapters merged, so it needs no adapter."""
     return replace(base_settings(settings), lora_rank=0, fork_from=None)
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
-    """Without the weights, where they can be told apart."""
+    """The model's tokenizer, without loading weights where it has files of its own."""
     base = base_settings(settings)
     if base.model == TINY:
         return character_tokenizer()
@@ -97,18 +97,16 @@ def load_tokenizer(settings: ModelSettings) -> Any:
         return load_policy(base).tokenizer
     from transformers import AutoTokenizer
 
+    place = str(checkpoint_in(Path(base.model)) or base.model)
     try:
-        return AutoTokenizer.from_pretrained(
-            str(checkpoint_in(Path(base.model)) or base.model), trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot find the tokenizer of {base.model!r}: {str(error).strip().splitlines()[0]}"
-        ) from error
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"Cannot find the tokenizer of {base.model!r}: {reason}") from error
 
 
 def base_settings(settings: ModelSettings) -> ModelSettings:
-    """The settings themselves; those of the run that made the adapter, if the model is one."""
+    """The settings; if the model is an adapter, those of the run that trained it."""
     folder = checkpoint_in(Path(settings.model))
     if folder is None or not is_adapter(folder):
         return settings
@@ -116,20 +114,14 @@ def base_settings(settings: ModelSettings) -> ModelSettings:
 
 
 def _held_as(own: ModelSettings, settings: ModelSettings) -> ModelSettings:
-    """On another device perhaps; but an adapter fits its base only in the number format that it was trained with."""
+    """The run's settings on this device. An adapter fits its base only in the number format that it was trained with."""
     return replace(own, device=settings.device, dtype=own.dtype if settings.dtype == "auto" else settings.dtype)
 
 
 def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
     """The run of the adapter that `settings.model` is; an error if the settings ask for another adapter beside it."""
-    usual = ModelSettings()
-    own = {
-        "--lora-rank": settings.lora_rank != usual.lora_rank,
-        "--lora-alpha-mult": settings.lora_alpha_mult != usual.lora_alpha_mult,
-        "--lora-dropout": settings.lora_dropout != usual.lora_dropout,
-        "--fork-from": settings.fork_from is not None,
-    }
-    given = [flag for flag, is_given in own.items() if is_given]
+    names, usual = ("lora_rank", "lora_alpha_mult", "lora_dropout", "fork_from"), ModelSettings()
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) != getattr(usual, name)]
     if given:
         raise ConfigError(
             f"--model {settings.model} is a LoRA adapter, {folder}, which is trained on as it is: {', '.join(given)} would be "
@@ -145,7 +137,7 @@ def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
 
 
 def with_fixed_checkpoints(config: RunConfig) -> RunConfig:
-    """With the checkpoint that a run folder means now, which must not change when that run goes on. The run's name is fixed, too:
+    """Each run folder replaced by its newest checkpoint, so that a resumed run uses the same one. The run's name is fixed too:
     it is made of the model's name as it was given."""
     values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
     values["name"] = config.run.name or default_name(config)
@@ -160,8 +152,8 @@ def with_fixed_checkpoints(config: RunConfig) -> RunConfig:
 
 
 def checkpoint_in(path: Path) -> Path | None:
-    """The checkpoint that a path means: itself, or the newest undamaged one of a run folder, with a warning for each newer one
-    that is damaged; None where there is none. ConfigError where all are damaged."""
+    """The path itself if it is a checkpoint, or the newest undamaged one of a run folder, with a warning for each newer one that
+    is damaged; None where there is none. ConfigError where all are damaged."""
     if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
         _require_undamaged(path, (path / MANIFEST).stat().st_mtime_ns)
         return path
@@ -177,7 +169,7 @@ def checkpoint_in(path: Path) -> Path | None:
 
 @lru_cache
 def _require_undamaged(folder: Path, _written: int) -> None:
-    """Once for each checkpoint of a process: all of it is read."""
+    """Reads the whole checkpoint, so once per process."""
     problem = problem_with(folder, checksums=True)
     if problem is not None:
         raise ConfigError(f"The checkpoint {folder} is damaged: {problem}. Take another one of that run.")
@@ -200,9 +192,10 @@ def is_adapter(folder: Path) -> bool:
 # --- where and how ---------------------------------------------------------------------------------------------
 
 
-def find_device(name: str | None) -> torch.device | None:
+def find_device(name: str | None) -> torch.device:
+    """The named device; without a name, the GPU if there is one."""
     if name is None:
-        return None
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -212,16 +205,12 @@ def find_device(name: str | None) -> torch.device | None:
     return device
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def dtype_of(settings: ModelSettings) -> torch.dtype:
-    """What the weights will be held in."""
+    """Number format of the weights."""
     if settings.dtype != "auto":
         found: torch.dtype = getattr(torch, settings.dtype)
         return found
-    return torch.float32 if settings.model == TINY else best_dtype(find_device(settings.device) or default_device())
+    return torch.float32 if settings.model == TINY else best_dtype(find_device(settings.device))
 
 
 def use_threads(settings: ModelSettings) -> None:
@@ -238,19 +227,13 @@ def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate
 # --- engines ---------------------------------------------------------------------------------------------------
 
 
-class PolicySnapshot(ChatClient, TakesSnapshots, Protocol):
-    """Serves the weights of the moment at which it was last told to take them."""
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedPolicy:
     """What samples the policy, and how it gets new weights."""
 
     client: ChatClient
     publisher: PolicyPublisher
-    snapshot: Callable[[], PolicySnapshot] | None = None
+    snapshot: Callable[[], EngineSnapshot] | None = None
     """Serves a copy of the weights, for evaluating while they change; made when asked for. None: it has no copies."""
     close: Callable[[], None]
     model: str

@@ -30,18 +30,10 @@ from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.run.config import AgentSettings, EnvSettings
-from ludic.run.env import EnvFactory
 from ludic.run.folder import METRICS, wandb_id
-from ludic.run.resolve import Parts, ResolvedRun
+from ludic.run.resolve import EnvFactory, Parts, ResolvedRun
 from ludic.run.settings import values_of
-from ludic.training import (
-    JSONLLogger,
-    PrintLogger,
-    RichLiveLogger,
-    TeeLogger,
-    TensorBoardLogger,
-    WandbLogger,
-)
+from ludic.training import JSONLLogger, PrintLogger, RichLiveLogger, TeeLogger, TensorBoardLogger, WandbLogger
 from ludic.types import (
     ChatClient,
     ConfigError,
@@ -85,9 +77,9 @@ class EpisodeSetup:
     """A new one, with new agents, for each episode."""
     max_steps: int
     player: str | None = None
-    """Name of the model, as a part of every request: a file of episodes is then never taken for another model's."""
+    """Name of the model, a part of every request: the episodes of another model in the same file do not count."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
-    """Every engine that was made, by what it is for; `activity` asks them what they are playing."""
+    """Every engine that was made, by its purpose; `activity` reports their progress."""
 
     def engine(
         self,
@@ -133,16 +125,13 @@ def env_arguments(env: EnvSettings, sample: Any = None) -> dict[str, Any]:
 
 
 def train_samples(run: ResolvedRun) -> Sequence[Any] | None:
-    if run.parts.samples is not None:
-        return run.parts.samples
-    return None if run.config.env.data is None else read_samples(run.config.env.data)
+    data = run.config.env.data
+    return run.parts.samples if run.parts.samples is not None or data is None else read_samples(data)
 
 
 def eval_samples(run: ResolvedRun) -> Sequence[Any] | None:
-    if run.parts.eval_samples is not None:
-        return run.parts.eval_samples
-    data = run.config.eval.eval_data
-    return None if data is None else read_samples(data, "--eval-data")
+    data, given = run.config.eval.eval_data, run.parts.eval_samples
+    return given if given is not None or data is None else read_samples(data, "--eval-data")
 
 
 def first_env(run: ResolvedRun) -> AnyEnv:
@@ -160,7 +149,7 @@ def make_episode_setup(
     model: str,
     parts: Parts | None = None,
 ) -> EpisodeSetup:
-    """`env` and `agent` are resolved: nothing in them is left open. Copies of the agent play an env with several roles."""
+    """`env` and `agent` are resolved. In an env with several players, each is a copy of the agent."""
     parts = parts or Parts()
     sample = parts.samples[0] if parts.samples else None if env.data is None else read_samples(env.data)[0]
     made = factory.make(env_arguments(env, sample))
@@ -174,20 +163,15 @@ def make_episode_setup(
 def protocol_factory(
     agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
 ) -> Callable[[ChatClient], InteractionProtocol]:
-    if parts.protocol is not None:
-        return partial(_make_protocol, parts.protocol, template, model)
+    make = parts.protocol
+    if make is not None:
+        return lambda client: make(client=client, model=model, chat_template=template)
     make_agent = agent_factory(agent, template, model, parts)
     if len(agent_ids) == 1:
         return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
     if agent.unreadable == "stop":
         raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
     return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
-
-
-def _make_protocol(
-    factory: Callable[..., InteractionProtocol], template: ChatTemplate, model: str, client: ChatClient
-) -> InteractionProtocol:
-    return factory(client=client, model=model, chat_template=template)
 
 
 def agent_factory(
@@ -210,12 +194,7 @@ def agent_factory(
         context = make_context(system_prompt=agent.system_prompt, **agent.context_set)
         agent_class = parts.agent or partial(registry.agents.make, agent.agent or "agent")
         made: Agent = agent_class(
-            client=client,
-            model=model,
-            ctx=context,
-            parser=parser,
-            chat_template=template,
-            **arguments,
+            client=client, model=model, ctx=context, parser=parser, chat_template=template, **arguments
         )
         if not isinstance(made, Agent):
             raise ConfigError(
@@ -279,7 +258,7 @@ def fixed_requests(
 
 
 def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
-    """The algorithm that was handed in or named, with the group size if it takes one, the reduction, and a given loss."""
+    """The given or named algorithm, with the group size if it takes one, the reduction, and a given loss."""
     from ludic.training import RLAlgorithm
 
     config, given = run.config.algo, run.parts.algorithm
@@ -320,7 +299,7 @@ def eval_requests(run: ResolvedRun, setup: EpisodeSetup) -> list[RolloutRequest]
 
 
 async def play(run: ResolvedRun, setup: EpisodeSetup) -> list[Rollout]:
-    """Plays the tasks of an evaluation."""
+    """Play the tasks of an evaluation."""
     engine = setup.engine(seed=run.seed, max_failed_share=run.config.rollouts.max_failed_share)
     return await engine.generate_rollouts(
         eval_requests(run, setup), max_steps=run.max_steps, concurrency=run.trainer.eval_concurrency
@@ -330,9 +309,9 @@ async def play(run: ResolvedRun, setup: EpisodeSetup) -> list[Rollout]:
 def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
     samples, requests = eval_samples(run), eval_requests(run, setup)
     env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
-    max_failed_share = run.config.rollouts.max_failed_share
+    limit = run.config.rollouts.max_failed_share
     return EngineEvaluator(
-        setup.engine(seed=run.seed, max_failed_share=max_failed_share, purpose="evaluating"),
+        setup.engine(seed=run.seed, max_failed_share=limit, purpose="evaluating"),
         requests_fn=lambda: requests,
         max_steps=run.max_steps,
         timeout_s=run.trainer.eval_timeout_s,
@@ -341,12 +320,8 @@ def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
     )
 
 
-Status = Callable[[], str]
-"""A line about how things stand, made on demand."""
-
-
-def make_loggers(run: ResolvedRun, status: Status | None = None) -> TeeLogger:
-    """metrics.jsonl in any case, and what was asked for; a console also shows the status line, if there is one."""
+def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> TeeLogger:
+    """metrics.jsonl in any case, and what was asked for; consoles also show the line that `status` returns."""
     made: list[TrainingLogger] = [JSONLLogger(run.folder / METRICS), *run.parts.loggers]
     for name in run.config.run.logger:
         if name == "rich":

@@ -1,19 +1,33 @@
-"""From settings as written to a run with nothing left open: defaults filled in, everything checked that needs no weights."""
+"""From settings as written to a `ResolvedRun`: finds the env, fills in every default, checks everything that needs no weights."""
 
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludic import registry
 from ludic.catalog import Suggested
+from ludic.envs.check import require_env
+from ludic.interaction.base import AnyEnv
 from ludic.run.config import CHECKPOINTS, DEFAULT_MAX_LAG, AlgoSettings, Averaging, RunConfig
-from ludic.run.env import EnvFactory
 from ludic.run.settings import values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig
-from ludic.types import BatchSource, ConfigError, Reducer, SamplingParams, TrainingLogger, shown_url
+from ludic.types import (
+    BatchSource,
+    ConfigError,
+    Failure,
+    LudicError,
+    Reducer,
+    SamplingParams,
+    TrainingLogger,
+    UnknownName,
+    shown_url,
+)
 
 if TYPE_CHECKING:
     from ludic.agents import Agent
@@ -25,9 +39,81 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+# --- the env ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvFactory:
+    """An env that can be made."""
+
+    id: str
+    factory: Callable[..., AnyEnv]
+    takes_sample: bool
+    """It asks about one sample of a dataset, its argument `sample`."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    suggested: Suggested = field(default_factory=Suggested)
+
+    def make(self, arguments: Mapping[str, Any]) -> AnyEnv:
+        try:
+            made = self.factory(**arguments)
+        except LudicError:
+            raise
+        except (Exception, SystemExit) as error:  # the env's own code may raise anything
+            given = ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
+            failure = Failure.from_exception(error)
+            hint = ". Give arguments with --set NAME=VALUE." if isinstance(error, TypeError) and not arguments else ""
+            raise ConfigError(
+                f"The env {self.id!r} cannot be made with {given or 'no arguments'}: {failure.summary}{hint}"
+                + (f"\n{failure.user_traceback}" if failure.user_traceback else "")
+            ) from error
+        return require_env(made, self.id)
+
+
+def env_factory(env: str | Callable[..., AnyEnv]) -> EnvFactory:
+    """A registered env, `module:Class` or `file.py:Class`; or an env class, or a function that makes one."""
+    if not isinstance(env, str):
+        return EnvFactory(id=name_of(env), factory=env, takes_sample="sample" in inspect.signature(env).parameters)
+    spec = registry.envs.spec(env) if ":" in env else _registered(env)
+    found = spec.load()
+    return EnvFactory(
+        id=env,
+        factory=found if ":" in env else partial(registry.envs.make, env),
+        takes_sample="sample" in inspect.signature(found).parameters,
+        example=dict(spec.example),
+        suggested=spec.suggested,
+    )
+
+
+def name_of(part: Any) -> str:
+    """`module:name` of a part that was given as an object; `file.py:name` if it belongs to the running script."""
+    named = part if hasattr(part, "__qualname__") else type(part)
+    module, file = named.__module__, getattr(sys.modules.get(named.__module__), "__file__", None)
+    where = os.path.relpath(file) if module == "__main__" and file is not None else module
+    return f"{where}:{named.__qualname__}".replace("<", "").replace(">", "")
+
+
+def _registered(id: str) -> registry.EntrySpec:
+    """The entry of a registered env; a path of a file or folder gets an error that says so."""
+    try:
+        return registry.envs.spec(id)
+    except UnknownName:
+        path = Path(id)
+        if path.suffix == ".py":
+            raise ConfigError(f"{id} is a file; which env in it? Write {id}:Class.") from None
+        if path.parent != Path() and path.parent.is_dir():
+            there = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml"))) or "none"
+            raise ConfigError(
+                f"There is no run in {id}, nor an env of that name. Runs in {path.parent}: {there}."
+            ) from None
+        raise
+
+
+# --- the run ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Objects that were handed in instead of names. None, or empty: the name in the settings decides."""
+    """Objects that were given to `build` instead of names. None, or empty: the name in the settings decides."""
 
     agent: "Callable[..., Agent] | None" = None
     """Called with client, model, ctx, parser, chat_template and the arguments of the settings for every episode."""
@@ -55,7 +141,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRun:
-    """A run with nothing left open: what each of its parts is built from."""
+    """A run with every default filled in; all its parts are built from this."""
 
     config: RunConfig
     """The settings with every default filled in, as they are written to config.toml."""
@@ -91,21 +177,17 @@ class ResolvedRun:
 def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
     """Fill in every default and check the settings as a whole. Nothing is loaded and nothing is written."""
     parts = parts or Parts()
-    filled = resolve_play(config, env.suggested)
-    size = _group_size(config.algo, parts)
-    name = config.run.name or default_name(config)
-    filled = with_values(filled, {"group_size": size, "reduction": _reduction(config.algo, parts), "name": name})
-    lag, num_groups = config.rollouts.max_lag, config.rollouts.rollouts_per_update // size
+    size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = (DEFAULT_MAX_LAG if config.is_pipeline else 0) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"
-    max_waiting = config.pipeline.max_waiting or max(64, 4 * num_groups)
-    filled = with_values(filled, {"max_lag": max_lag})
+    max_waiting = config.pipeline.max_waiting or max(64, 4 * (config.rollouts.rollouts_per_update // size))
+    values: dict[str, Any] = {"group_size": size, "reduction": _reduction(config.algo, parts), "name": name}
+    values["max_lag"] = max_lag
     if config.is_pipeline:
-        filled = with_values(filled, {"queue_key": queue_key, "max_waiting": max_waiting})
-    _check_temperature(filled)
-    _check_groups(filled, size)
+        values |= {"queue_key": queue_key, "max_waiting": max_waiting}
+    filled = with_values(resolve_play(config, env.suggested), values)
+    _check_numbers(filled, size)
     _check_engine(filled, parts)
-    _check_lengths(filled)
     _check_data(filled, env, parts)
     folder = config.run.runs / name
     max_tokens, max_steps = filled.agent.max_tokens or 1, filled.env.max_steps or 1
@@ -235,32 +317,27 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
-def _check_temperature(config: RunConfig) -> None:
+def _check_numbers(config: RunConfig, group_size: int) -> None:
+    total = config.rollouts.rollouts_per_update
+    max_tokens, max_seq_len = config.agent.max_tokens or 1, config.trainer.max_seq_len
     if config.sampling.temperature == 0:
         raise ConfigError(
             "temperature = 0 always takes the likeliest token: all rollouts of a task are the same, and there is nothing to learn "
             "from. Give --temperature above 0, usually 1; --eval-temperature may be 0."
         )
-
-
-def _check_groups(config: RunConfig, size: int) -> None:
-    total = config.rollouts.rollouts_per_update
-    if total % size:
-        below = total // size * size
-        near = f"{below} or {below + size}" if below else str(size)
+    if total % group_size:
+        below = total // group_size * group_size
+        near = f"{below} or {below + group_size}" if below else str(group_size)
         raise ConfigError(
-            f"rollouts_per_update = {total} is not a multiple of group_size = {size}: the last group would be incomplete. "
+            f"rollouts_per_update = {total} is not a multiple of group_size = {group_size}: the last group would be incomplete. "
             f"Take {near}, or another group size."
         )
-
-
-def _check_lengths(config: RunConfig) -> None:
-    train, schedule = config.trainer, config.trainer.lr_schedule
-    if config.agent.max_tokens is not None and config.agent.max_tokens >= train.max_seq_len:
+    if max_tokens >= max_seq_len:
         raise ConfigError(
-            f"max_tokens = {config.agent.max_tokens} leaves no room for a prompt in max_seq_len = {train.max_seq_len}. "
-            "Raise --max-seq-len or lower --max-tokens."
+            f"max_tokens = {max_tokens} leaves no room for a prompt in max_seq_len = {max_seq_len}. Raise --max-seq-len or lower "
+            "--max-tokens."
         )
+    schedule = config.trainer.lr_schedule
     if schedule is not None and schedule.kind != "constant" and schedule.warmup_steps >= config.train.steps:
         raise ConfigError(
             f"warmup_steps = {schedule.warmup_steps} leaves none of the {config.train.steps} steps after it."

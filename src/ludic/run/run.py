@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ludic.batch_gen import TooManyFailures
 from ludic.batch_gen.pipeline.connection import RedisGone
@@ -21,7 +21,6 @@ from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
 from ludic.run.config import RunConfig
 from ludic.run.dry_run import plan_lines
-from ludic.run.env import EnvFactory, env_factory, name_of
 from ludic.run.folder import (
     CONFIG,
     ResumePoint,
@@ -35,8 +34,8 @@ from ludic.run.folder import (
 from ludic.run.generation import GENERATIONS, Generation
 from ludic.run.model import load_policy, use_threads, with_fixed_checkpoints
 from ludic.run.parts import make_loggers
-from ludic.run.resolve import Parts, ResolvedRun, resolve
-from ludic.run.settings import check_numbers, converted, read_toml, settings_of, with_values
+from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, name_of, resolve
+from ludic.run.settings import read_toml, with_given, with_values
 from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.critic.critic import CriticKind
@@ -105,24 +104,52 @@ class Run:
 
     # --- training ---
 
+    def prepare(self, steps: int | None = None, *, resume: bool = False) -> None:
+        """Check, load and connect everything that training needs; `train` and `resume` call it. Once it is there, only the
+        number of steps changes."""
+        if steps is not None:
+            done = self.step if self.trainer is not None else saved_step(self.folder) if resume else 0
+            self._set_steps(done + steps)
+        if self.trainer is not None:
+            return
+        run, start = self.resolved, self.start(resume=resume)
+        self._start = None  # training changes the answer
+        generation = self._generation(start)
+        prepare_folder(run, start)
+        generation.begin(resume=resume, first_step=start.first_step)
+        self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, generation.status)))
+        with self._explained():
+            self.trainer = Trainer(
+                model=self._loaded.model,
+                critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
+                algo=generation.algorithm,
+                batch_source=generation.source,
+                cfg=run.trainer,
+                publisher=generation.publisher,
+                checkpoint_config=run.checkpoint,
+                resume_from=None if start.checkpoint is None else str(start.checkpoint),
+                train_logger=self._logger,
+                reducers={**default_reducers(), **run.parts.reducers},
+                evaluator=generation.evaluator() if run.config.is_evaluated else None,
+                teacher=generation.teacher,
+                tokenizer=self._loaded.tokenizer,
+            )
+
     def train(self, steps: int | None = None) -> TrainResult:
         """Make `steps` more updates; without it, what is left of the settings' `steps`. Saves at the end and on Ctrl-C."""
-        self._prepare(steps, resume=False)
-        return self._sync(self._train())
+        self.prepare(steps)
+        return self._sync(self.train_async())
 
     def resume(self, steps: int | None = None) -> TrainResult:
         """Go on with the run in the folder, from its newest checkpoint; `steps` as for `train`."""
-        self._prepare(steps, resume=True)
-        return self._sync(self._train())
+        self.prepare(steps, resume=True)
+        return self._sync(self.train_async())
 
     async def train_async(self, steps: int | None = None, *, resume: bool = False) -> TrainResult:
         """`train` and `resume` for async code."""
-        await asyncio.to_thread(self._prepare, steps, resume=resume)
-        return await self._train()
-
-    async def _train(self) -> TrainResult:
+        await asyncio.to_thread(self.prepare, steps, resume=resume)
         trainer, generation = self.trainer, self.generation
-        assert trainer is not None and generation is not None, "_prepare makes them"
+        assert trainer is not None and generation is not None, "prepare makes them"
         began = time.perf_counter()
         with self._explained():
             async with contextlib.AsyncExitStack() as stack:
@@ -153,7 +180,7 @@ class Run:
         """Play the run's evaluation tasks with the current weights, as `evaluate` does, and return the episodes."""
         return self._sync(self._generation_to_evaluate().play())
 
-    # --- life ---
+    # --- the end ---
 
     def close(self) -> None:
         """Free the model, end the engine, the servers and the loggers. The run folder stays; `resume` works on a new Run."""
@@ -176,36 +203,6 @@ class Run:
 
     def _sync(self, work: Coroutine[Any, Any, T]) -> T:
         return run_sync(work, stop=lambda: StopSignal() if self.trainer is None else self.trainer.stop)
-
-    def _prepare(self, steps: int | None, *, resume: bool) -> None:
-        """Check, load and connect everything that training needs; once it is there, only the number of steps changes."""
-        if steps is not None:
-            done = self.step if self.trainer is not None else saved_step(self.folder) if resume else 0
-            self._set_steps(done + steps)
-        if self.trainer is not None:
-            return
-        run, start = self.resolved, self.start(resume=resume)
-        self._start = None  # training changes the answer
-        generation = self._generation(start)
-        prepare_folder(run, start)
-        generation.begin(resume=resume, first_step=start.first_step)
-        self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, generation.status)))
-        with self._explained():
-            self.trainer = Trainer(
-                model=self._loaded.model,
-                critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
-                algo=generation.algorithm,
-                batch_source=generation.source,
-                cfg=run.trainer,
-                publisher=generation.publisher,
-                checkpoint_config=run.checkpoint,
-                resume_from=None if start.checkpoint is None else str(start.checkpoint),
-                train_logger=self._logger,
-                reducers={**default_reducers(), **run.parts.reducers},
-                evaluator=generation.evaluator() if run.config.is_evaluated else None,
-                teacher=generation.teacher,
-                tokenizer=self._loaded.tokenizer,
-            )
 
     def _generation_to_evaluate(self) -> Generation:
         """ConfigError for a run of `load` that was not resumed: its trained weights are not loaded yet."""
@@ -244,9 +241,7 @@ class Run:
     def _load(self, start: ResumePoint) -> LoadedModel:
         settings = self.config.model
         if start.first_step and not settings.lora_rank:
-            settings = replace(
-                settings, fork_from=None
-            )  # the checkpoint holds all weights; the fork may be gone by now
+            settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone
         return load_policy(settings, seed=self.resolved.seed, given=self.resolved.parts.model)
 
     @contextlib.contextmanager
@@ -303,41 +298,65 @@ def build(
     here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
-    values, objects = dict(settings), dict[str, Any]()
-    for name, part, given in (
-        ("agent", "agent", agent),
-        ("context", "context", context),
-        ("parser", "parser", parser),
-        ("algo", "algorithm", algo),
-    ):
-        if isinstance(given, str):
-            values[name] = given
-        elif given is not None:
-            values[name], objects[part] = name_of(given), given
-    values["tools"] = (*config.agent.tools, *(tool for tool in tools if isinstance(tool, str)))
-    objects["tools"] = tuple(tool for tool in tools if not isinstance(tool, str))
-    for name, part, given in (("data", "samples", data), ("eval_data", "eval_samples", eval_data)):
-        if isinstance(given, (str, Path)):
-            values[name] = Path(given)
-        elif given is not None:
-            objects[part] = list(given)
-    if logger is not None:
-        given_loggers = (logger,) if isinstance(logger, str) or not isinstance(logger, Sequence) else tuple(logger)
-        values["logger"] = tuple(each for each in given_loggers if isinstance(each, str))
-        objects["loggers"] = tuple(each for each in given_loggers if not isinstance(each, str))
-    if isinstance(model, (str, Path)):
-        values["model"] = str(model)
-    elif model is not None:
-        objects["model"] = _as_loaded(model, tokenizer)
-        values["model"] = objects["model"].name
-    factory = _factory(config, env)
-    values["id"] = factory.id
-    kinds = {setting.name: setting.kind for setting in settings_of(RunConfig)}
-    checked = {name: converted(value, kinds[name], name) if name in kinds else value for name, value in values.items()}
-    check_numbers(checked)
-    config = with_values(config, checked)
+    if env is None and not config.env.id:
+        raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
+    factory = env if isinstance(env, EnvFactory) else env_factory(env or config.env.id)
+    given = {
+        "agent": _part(agent),
+        "context": _part(context),
+        "parser": _part(parser),
+        "algo": _part(algo),
+        "model": _model(model, tokenizer),
+        "tools": _several(tools),
+        "logger": _several(logger),
+        "data": _samples(data),
+        "eval_data": _samples(eval_data),
+    }
+    values = {**settings, **{name: value for name, (value, _) in given.items() if value is not None}, "id": factory.id}
+    values["tools"] = (*config.agent.tools, *values["tools"])
+    objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}
-    return Run(resolve(with_fixed_checkpoints(config), factory, Parts(**objects)))
+    config = with_fixed_checkpoints(with_given(config, values))
+    return Run(resolve(config, factory, Parts(**objects)))
+
+
+_PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples"}
+"""Argument of `build` -> field of `Parts`, where their names differ."""
+
+Sorted: TypeAlias = tuple[Any, Any]
+"""What an argument of `build` is in the settings, and the object that was given; None where there is none."""
+
+
+def _part(given: Any) -> Sorted:
+    """The name of a part; or an object, which the settings call by its place in the code."""
+    return (given, None) if given is None or isinstance(given, str) else (name_of(given), given)
+
+
+def _several(given: Any) -> Sorted:
+    """Names and objects, mixed; or a single one."""
+    if given is None:
+        return None, None
+    several = (given,) if isinstance(given, str) or not isinstance(given, Sequence) else given
+    names = tuple(each for each in several if isinstance(each, str))
+    return names, tuple(each for each in several if not isinstance(each, str))
+
+
+def _samples(given: Any) -> Sorted:
+    """A file, or the samples themselves."""
+    if isinstance(given, (str, Path)):
+        return Path(given), None
+    return None, None if given is None else list(given)
+
+
+def _model(given: Any, tokenizer: Any) -> Sorted:
+    """What names a model; or a loaded one, or a torch model with its tokenizer."""
+    if given is None or isinstance(given, (str, Path)):
+        return None if given is None else str(given), None
+    if isinstance(given, LoadedModel):
+        return given.name, given
+    if tokenizer is None:
+        raise ConfigError(f"model is a {type(given).__name__}; give its tokenizer, too: build(model=…, tokenizer=…).")
+    return type(given).__name__, LoadedModel(given, tokenizer, type(given).__name__)
 
 
 def load(folder: str | Path, *, env: str | Callable[..., Any] | None = None, **settings: Any) -> Run:
@@ -346,19 +365,3 @@ def load(folder: str | Path, *, env: str | Callable[..., Any] | None = None, **s
     if not path.is_file():
         raise ConfigError(f"{folder} holds no run: there is no {path}.")
     return Run(build(read_toml(RunConfig, path), env=env, **settings).resolved, is_stored=True)
-
-
-def _factory(config: RunConfig, env: str | Callable[..., Any] | EnvFactory | None) -> EnvFactory:
-    if isinstance(env, EnvFactory):
-        return env
-    if env is None and not config.env.id:
-        raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
-    return env_factory(env or config.env.id)
-
-
-def _as_loaded(model: Any, tokenizer: Any) -> LoadedModel:
-    if isinstance(model, LoadedModel):
-        return model
-    if tokenizer is None:
-        raise ConfigError(f"model is a {type(model).__name__}; give its tokenizer, too: build(model=…, tokenizer=…).")
-    return LoadedModel(model, tokenizer, type(model).__name__)

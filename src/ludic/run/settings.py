@@ -75,10 +75,8 @@ def _setting(cls: type, section: str, name: str, path: tuple[str, ...]) -> Setti
     for step in path[:-1]:
         kind = typing.get_type_hints(owner)[step]
         owner = next(k for k in (typing.get_args(kind) or (kind,)) if dataclasses.is_dataclass(k))
-    docs = docs_of(owner)
-    return Setting(
-        section, name, path, typing.get_type_hints(owner)[path[-1]], docs.get(name) or docs.get(path[-1], "")
-    )
+    kind, docs = typing.get_type_hints(owner)[path[-1]], docs_of(owner)
+    return Setting(section, name, path, kind, docs.get(name) or docs.get(path[-1], ""))
 
 
 def _docs_of(cls: Any) -> Mapping[str, str]:
@@ -119,14 +117,22 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
     return typing.cast(T, _replaced(config, changes))
 
 
-def _replaced(part: Any, changes: Mapping[str, Any]) -> Any:
-    def new(name: str, change: Any) -> Any:
-        before = getattr(part, name)
-        return _replaced(before, change) if isinstance(change, dict) and dataclasses.is_dataclass(before) else change
+def with_given(config: T, values: Mapping[str, Any]) -> T:
+    """`with_values` for a caller's values, which are converted to the types of their settings and checked."""
+    kinds = {setting.name: setting.kind for setting in settings_of(type(config))}
+    checked = {name: converted(value, kinds[name], name) if name in kinds else value for name, value in values.items()}
+    check_numbers(checked)
+    return with_values(config, checked)
 
-    return (
-        dataclasses.replace(part, **{name: new(name, change) for name, change in changes.items()}) if changes else part
-    )
+
+def _replaced(part: Any, changes: Mapping[str, Any]) -> Any:
+    """The dataclass with some fields replaced; a dict changes the dataclass in that field in the same way."""
+    new = dict(changes)
+    for name, change in changes.items():
+        before = getattr(part, name)
+        if isinstance(change, dict) and dataclasses.is_dataclass(before):
+            new[name] = _replaced(before, change)
+    return dataclasses.replace(part, **new) if new else part
 
 
 def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
@@ -189,29 +195,26 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
     values: dict[str, Any] = {}
     for section, table in content.items():
         if section not in by_section or not isinstance(table, dict):
-            raise ConfigError(_unknown_section(section, by_section, where))
+            raise ConfigError(f"{where}: {_unknown(section, None, by_section)}")
         for name, value in table.items():
             if name not in by_section[section]:
-                raise ConfigError(_unknown_key(section, name, by_section, where))
+                raise ConfigError(f"{where}: {_unknown(name, section, by_section)}")
             values[name] = converted(value, by_section[section][name].kind, f"{where}: {name}")
     check_numbers(values, f"{where}: ")
     return with_values(cls(), values)
 
 
-def _unknown_section(name: str, by_section: Mapping[str, Mapping[str, Setting]], where: str) -> str:
-    """A section with a typo, or a key in front of its section."""
-    owners = [section for section, known in by_section.items() if name in known]
-    if owners:
-        return f"{where}: {name} stands outside its section. Put it under [{owners[0]}]."
-    return f"{where}: there is no section [{name}].{_nearest(name, by_section)} Sections: {', '.join(by_section)}."
-
-
-def _unknown_key(section: str, name: str, by_section: Mapping[str, Mapping[str, Setting]], where: str) -> str:
-    owners = [other for other, known in by_section.items() if name in known]
-    if owners:
-        return f"{where}: {name} belongs under [{owners[0]}], not under [{section}]."
+def _unknown(name: str, section: str | None, by_section: Mapping[str, Mapping[str, Setting]]) -> str:
+    """What is wrong with a key of a section; or, if `section` is None, with the name of a section."""
+    owner = next((other for other, known in by_section.items() if name in known), None)
+    if owner is not None and section is None:
+        return f"{name} stands outside its section. Put it under [{owner}]."
+    if owner is not None:
+        return f"{name} belongs under [{owner}], not under [{section}]."
+    if section is None:
+        return f"there is no section [{name}].{_nearest(name, by_section)} Sections: {', '.join(by_section)}."
     near = _nearest(name, by_section[section]) or _nearest(name, [k for known in by_section.values() for k in known])
-    return f"{where}: there is no setting {name!r} in [{section}].{near} It has: {', '.join(by_section[section])}."
+    return f"there is no setting {name!r} in [{section}].{near} It has: {', '.join(by_section[section])}."
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

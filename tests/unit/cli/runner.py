@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from ludic.cli.main import run_command
+from ludic.cli.main import find_command
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def invoke(args: Sequence[str], input: str = "") -> Result:
         mock.patch.object(sys, "stdin", io.StringIO(input)),
     ):
         try:
-            return Result(run_command(args), printed.getvalue())
+            return Result(find_command(args)(list(args[1:])), printed.getvalue())
         except SystemExit as ended:
             return Result(int(ended.code or 0), printed.getvalue())
         except Exception as error:  # noqa: BLE001 - a test asks which it was

@@ -24,10 +24,9 @@ from ludic.batch_gen.pipeline.wire import encode_group
 from ludic.cli.pipeline import actor as run_actor
 from ludic.run import generation as run_pipeline
 from ludic.run.config import ModelSettings, PipelineSettings, RunConfig
-from ludic.run.env import env_factory
 from ludic.run.generation import pipeline_algorithm
 from ludic.run.model import load_tokenizer, without_adapter
-from ludic.run.resolve import ResolvedRun, resolve
+from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
 from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics
@@ -65,7 +64,7 @@ def test_a_mistake_is_a_helpful_message(arguments, message, ludic, tmp_path):
 # --- seeds ---
 
 
-def test_no_two_lives_of_any_actors_share_a_seed():
+def test_restarted_and_parallel_actors_have_different_seeds():
     seeds = {run_actor.actor_seed(0, index, life) for index in range(50) for life in range(50)}
     assert len(seeds) == 2500
     assert run_actor.actor_seed(0, 3, 7) == run_actor.actor_seed(0, 3, 7) != run_actor.actor_seed(1, 3, 7)
@@ -74,7 +73,7 @@ def test_no_two_lives_of_any_actors_share_a_seed():
 # --- parts ---
 
 
-def test_a_pipeline_corrects_its_loss_unless_told_not_to():
+def test_pipeline_loss_is_corrected_unless_corrections_is_false():
     def loss_of(**values: object) -> object:
         config = with_values(RunConfig(), {"id": "tic_tac_toe", "engine": "pipeline", **values})
         return pipeline_algorithm(resolve(config, env_factory("tic_tac_toe"))).loss
@@ -84,14 +83,14 @@ def test_a_pipeline_corrects_its_loss_unless_told_not_to():
     assert not isinstance(loss_of(algo="rft"), CorrectedLoss), "imitation has no ratio to correct"
 
 
-def test_an_actor_holds_no_adapter():
+def test_actor_loads_the_base_without_an_adapter():
     settings = without_adapter(ModelSettings(model="tiny", lora_rank=4, fork_from=Path("elsewhere")))
     assert settings.lora_rank == 0 and settings.fork_from is None
     assert load_tokenizer(ModelSettings(model="tiny")).encode("a")
 
 
 @pytest.mark.parametrize(("same_request_s", "arrives"), [(5.0, True), (0.0, False)])
-async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_request_s, arrives, monkeypatch):
+async def test_second_stop_request_cancels_a_running_push(same_request_s, arrives, monkeypatch):
     report = ActorReport(actor="actor-0")
 
     async def play(config, policy, index, stop):
@@ -111,7 +110,7 @@ async def test_only_a_second_wish_to_stop_abandons_what_is_being_pushed(same_req
     assert found[0] is (report if arrives else None) and found[1] in (130, 143)
 
 
-def test_progress_is_said_now_and_then(capsys):
+def test_progress_is_printed_at_most_once_per_interval(capsys):
     progress = run_actor.Progress(every_s=1000)
     for count in (1, 2, 3):
         progress(ActorReport(actor="a", num_groups=count, num_items=4 * count, num_failed=1))
@@ -206,7 +205,7 @@ def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_red
 
 
 @pytest.mark.parametrize("error", [LeaseLost("Another learner has the lease."), RedisGone("Redis is away.")])
-def test_a_learner_that_lost_what_it_needs_says_try_again(error, ludic, shared_redis, monkeypatch):  # noqa: F811
+def test_learner_exits_with_try_again_after_losing_redis_or_lease(error, ludic, shared_redis, monkeypatch):  # noqa: F811
     async def lose(self: object) -> None:
         raise error
 
@@ -216,7 +215,7 @@ def test_a_learner_that_lost_what_it_needs_says_try_again(error, ludic, shared_r
     assert ended.code == 75 and f"{error} To go on: ludic launch runs/lost --resume" in ended.out
 
 
-def test_a_gradient_that_is_not_finite_is_worth_another_try(ludic, shared_redis, monkeypatch):  # noqa: F811
+def test_learner_exits_with_try_again_after_a_nonfinite_gradient(ludic, shared_redis, monkeypatch):  # noqa: F811
     """It may come from the batch, which is set aside when it has ended a few learners."""
 
     async def fail(self: object) -> None:
@@ -229,7 +228,7 @@ def test_a_gradient_that_is_not_finite_is_worth_another_try(ludic, shared_redis,
     assert "--lr SMALLER" in ended.out
 
 
-def test_poison_in_the_queue_costs_a_run_nothing_but_itself(ludic, shared_redis, monkeypatch, caplog):  # noqa: F811
+def test_untrainable_queue_items_do_not_stop_a_run(ludic, shared_redis, monkeypatch, caplog):  # noqa: F811
     """Well-formed groups that the run's model and algorithm cannot train on, in front of all others."""
     known = SAWItem(input_ids=[1, 2, 3], attention_mask=None, action_mask=[0, 0, 1], weight=1.0)
     poisons = [
@@ -290,6 +289,6 @@ def test_a_password_reaches_no_file_and_no_output(ludic, monkeypatch, tmp_path, 
     assert len(files) > 5 and not any(b"hunter2" in file.read_bytes() for file in files)
 
 
-def test_settings_of_a_pipeline_check_themselves():
+def test_pipeline_settings_are_validated():
     with pytest.raises(ValueError, match="max_restarts = -1"):
         PipelineSettings(max_restarts=-1)

@@ -24,23 +24,23 @@ def ludic(*arguments: str, typed: str | None = None) -> subprocess.CompletedProc
     )
 
 
-def test_a_person_can_play_to_the_end():
+def test_human_can_play_a_whole_episode():
     result = invoke(["play", "tic_tac_toe", "--seed", "3"], input="b2\na1\nc3\na3\nc1\nb1\nb3\n")
     assert result.exit_code == 0, result.output
     assert "You are X" in result.output and "total reward" in result.output and '"result"' in result.output
 
 
-def test_an_impossible_move_is_asked_again_instead_of_losing_the_game():
+def test_illegal_move_is_asked_again():
     result = invoke(["play", "tic_tac_toe", "--seed", "3"], input="z9\nquit\n")
     assert "Not possible here" in result.output and "A1, A2" in result.output and "Bye" in result.output
 
 
-def test_the_end_of_input_ends_the_game_politely():
+def test_end_of_input_ends_the_game():
     result = invoke(["play", "tic_tac_toe"], input="b2\n")
     assert result.exit_code == 0 and "Bye" in result.output
 
 
-def test_two_people_can_play_a_two_player_env():
+def test_two_humans_can_play_a_two_player_env():
     result = invoke(["play", "tic_tac_toe_duel", "--seed", "1"], input="a1\nb1\na2\nb2\na3\n")
     assert result.exit_code == 0, result.output
     assert "X: total reward +1" in result.output and "O: total reward -1" in result.output
@@ -102,7 +102,7 @@ def test_a_line_that_is_not_there_or_not_json_is_named(tmp_path: Path):
     assert "not JSON" in ludic("play", "gsm8k", "--data", str(data)).stderr
 
 
-def test_listings_name_what_there_is():
+def test_listings_show_registered_parts():
     assert "tic_tac_toe" in invoke(["envs"]).output
     assert "react" in invoke(["parts", "agent"]).output
     assert "grpo" in invoke(["parts", "algorithm"]).output
@@ -116,7 +116,7 @@ def test_settings_are_json_where_they_can_be():
         read_pair("=3")
 
 
-def test_what_a_person_types_is_matched_generously():
+def test_typed_action_matches_by_case_and_unique_prefix():
     assert matching_action("A1", ["A1", "A2"]) == "A1" and matching_action("a1", ["A1"]) == "A1"
     assert matching_action("u", ["up", "down"]) == "up" and matching_action("a", ["A1", "A2"]) is None
     assert matching_action("", ["up"]) is None and matching_action("anything", None) == "anything"

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from ludic.cli.eval.config import EvalConfig
-from ludic.cli.play_tools import Toolbox
+from ludic.cli.play import Toolbox
 from ludic.inference import HermesToolParser, HFChatTemplate, tool_parser_for
 from ludic.models.tiny import make_tiny
 from ludic.run.config import AgentSettings, EnvSettings
-from ludic.run.env import env_factory
-from ludic.run.resolve import resolve_play
+from ludic.run.resolve import env_factory, resolve_play
 from ludic.types import load_rollouts
 from tests.unit.cli.runner import invoke
 
@@ -71,7 +70,7 @@ def test_the_tiny_template_continues_token_by_token_behind_a_tool_call():
 # --- a person ---
 
 
-def test_a_person_searches_and_answers():
+def test_human_can_call_tools_and_answer():
     typed = '/search Alder Street\n/find x\n/search {"query": "Ida Morrow", "k": 9}\n/search alder street\n1871\n'
     done = invoke(["play", "musique_search", "--seed", "1"], input=typed)
     assert done.exit_code == 0, done.output

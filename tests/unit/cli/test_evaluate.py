@@ -14,14 +14,14 @@ from click.testing import Result
 from peft import LoraConfig, get_peft_model
 
 from ludic.cli.eval import run as eval_run
-from ludic.cli.eval.command import read_command
 from ludic.cli.eval.config import PolicySettings
-from ludic.cli.eval.folder import slug
 from ludic.cli.eval.models import evaluated_models, load
+from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.http.server import serve
 from ludic.models.tiny import tiny_llama, word_tokenizer
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.run.resolve import slug
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError, LudicError, load_rollouts
@@ -103,7 +103,7 @@ def stored(path: Path) -> list[str]:
 # --- the command ---
 
 
-def test_it_plays_reports_and_keeps_everything(folder):
+def test_evaluation_prints_a_report_and_writes_all_files(folder):
     result = ludic("quiz.py:Yes", "--model", "one", "--num-tasks", "12", "--samples", "4", "--pass-k", "1,4", *SHORT)
     assert result.exit_code == 0, result.output
     out = folder / "runs" / "eval" / "Yes-one"
@@ -127,7 +127,7 @@ def test_it_plays_reports_and_keeps_everything(folder):
         assert text in result.output
 
 
-def test_several_models_are_given_the_same_tasks_and_stand_side_by_side(folder):
+def test_several_models_play_the_same_tasks(folder):
     args = ["quiz.py:Quiz", "--data", "questions.jsonl", "--model", "one", "--model", "two", "--samples", "3", *SHORT]
     result = ludic(*args)
     assert result.exit_code == 0, result.output
@@ -162,7 +162,7 @@ def test_resume_plays_only_what_is_missing(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("share_a_file", [False, True])
-def test_another_model_of_the_same_name_is_not_given_the_episodes_of_the_first(folder, share_a_file):
+def test_models_with_the_same_name_do_not_share_episodes(folder, share_a_file):
     save_model(folder / "other" / "one", seed=1)
     args = ["quiz.py:Yes", "--num-tasks", "8", *SHORT]
     mine, fresh = (folder / "runs" / "eval" / name for name in ("mine", "fresh"))
@@ -177,7 +177,7 @@ def test_another_model_of_the_same_name_is_not_given_the_episodes_of_the_first(f
     assert len(list((mine / "rollouts").glob("*.jsonl.gz"))) == (1 if share_a_file else 2)
 
 
-def test_a_model_is_the_same_one_however_it_is_typed_and_whatever_it_is_compared_with(folder):
+def test_model_identity_does_not_depend_on_spelling_or_other_models(folder):
     (typed,) = evaluated_models(PolicySettings(model=("one",)))
     _, compared = evaluated_models(PolicySettings(model=("two/../two/../one", str(folder / "one"))))
     assert (compared.identity, compared.file_stem) == (typed.identity, typed.file_stem)
@@ -195,7 +195,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(folder, monkeypatch):
     async def interrupted(*args, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(eval_run, "evaluate", interrupted)
+    monkeypatch.setattr(eval_run, "run_episodes", interrupted)
     result = ludic("quiz.py:Yes", "--model", "one", *SHORT)
     assert result.exit_code == 130 and "--resume --name Yes-one" in result.output
 
@@ -286,7 +286,7 @@ def test_a_forked_run_began_with_the_weights_of_its_fork(folder):
     assert read_command(["run"])[1].policy.model == ("runs/x/checkpoints/step_000002", "run")
 
 
-def test_a_run_is_evaluated_with_its_own_first_weights_and_length_whatever_the_seed_of_the_evaluation(folder):
+def test_run_is_evaluated_with_its_own_seed_and_length(folder):
     write_run(folder / "run", model="tiny", seed=3, max_seq_len=77)
     config = read_command(["run", "--seed", "9"])[1]
     assert (config.policy.init_seed, config.measure.seed, config.policy.max_model_len) == (3, 9, 77)
@@ -301,7 +301,7 @@ def test_random_weights_come_from_their_own_seed(folder):
     assert a == c != b
 
 
-def test_it_is_said_that_a_run_is_evaluated_on_what_it_was_trained_on(folder):
+def test_evaluating_on_training_data_is_reported(folder):
     a_run(folder, id="quiz.py:Quiz", data=folder / "questions.jsonl")
     said = "These are the samples that run was trained on"
     assert said in ludic("run", "--num-tasks", "2").output
@@ -360,7 +360,7 @@ def test_an_endpoint_is_measured_as_the_model_behind_it(folder, endpoint, monkey
         ([], "401"),
     ],
 )
-def test_what_an_endpoint_refuses_is_said_before_anything_is_played(folder, endpoint, monkeypatch, flags, message):
+def test_endpoint_errors_are_reported_before_playing(folder, endpoint, monkeypatch, flags, message):
     monkeypatch.setenv("MY_KEY", "secret")
     result = ludic("quiz.py:Yes", "--base-url", endpoint, *flags)
     assert isinstance(result.exception, ConfigError) and message in str(result.exception)

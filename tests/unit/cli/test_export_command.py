@@ -54,7 +54,7 @@ def trained(path: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_loaded_elsewhere_by_transformers_and_by_peft(ludic, tmp_path):
+def test_export_loads_in_transformers_and_peft(ludic, tmp_path):
     lora = [*RUN, "--lora-rank", "2", "--name", "lora", "--lr", "0.1"]
     assert ludic("train", *RUN).code == 0
     assert ludic("train", *lora).code == 0
@@ -122,7 +122,7 @@ def test_the_checkpoint_is_the_newest_or_that_of_a_step(ludic):
     assert checkpoints.load(model=model, optimizer=optimizer, path="whole") == {"step": 2, "at": 2}
 
 
-def test_what_cannot_be_exported_says_why(ludic):
+def test_export_errors_name_the_cause(ludic):
     CheckpointManager(CheckpointConfig("runs/a/checkpoints")).save(2, model=new_model())
     Path("there").mkdir()
     for arguments, said in (

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.pipeline.launch import prepare
-from ludic.cli.pipeline.roles import LUDIC, Sizes, make_roles, reachable_socket
+from ludic.cli.pipeline.launch import LUDIC, make_roles, prepare, reachable_socket
 from ludic.cli.pipeline.supervisor import WhenDone
 from ludic.run.config import PipelineSettings, RunConfig, given_redis, redis_url, required_servers
-from ludic.run.env import env_factory
 from ludic.run.folder import ResumePoint, prepare_folder
-from ludic.run.resolve import ResolvedRun, resolve
+from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
 from tests.unit.cli.train_parts import ENV, SMALL, command_in
@@ -38,7 +36,7 @@ def run_with(tmp_path, **values: object) -> ResolvedRun:
     [
         (["--redis", "http://here"], "begins with redis://, rediss:// (TLS) or unix://"),
         (["--redis", "redis://:secret@here:1"], "Put the URL into the environment variable LUDIC_REDIS_URL"),
-        (["--actors", "0"], "the first two are at least 1"),
+        (["--actors", "0"], "actors = 0; it must be at least 1"),
         (["--ray"], "--ray needs a Redis that every machine of the cluster reaches"),
         (["--ray", "--redis", "redis://h", "--actor-engine", "vllm"], "needs --server URL"),
         (["--server", "http://127.0.0.1:1"], "is for actor_engine = 'vllm'"),
@@ -56,7 +54,7 @@ def test_a_mistake_is_a_helpful_message_and_nothing_is_written(arguments, messag
     assert "secret" not in shown and not (tmp_path / "runs").exists()
 
 
-def test_a_machine_without_redis_is_told_what_to_do(ludic, tmp_path, monkeypatch):
+def test_missing_redis_server_error_says_what_to_install(ludic, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     ended = ludic("launch", "letter.py:Letter", *SMALL, "--dry-run")
     assert ended.code == 2 and "apt-get install redis-server" in ended.err
@@ -91,7 +89,7 @@ def test_redis_starts_first_and_all_roles_need_it(tmp_path, monkeypatch):
     assert roles["learner"].when_done is WhenDone.ENDS_ALL and roles["redis"].when_done is WhenDone.IS_DEATH
 
 
-def test_a_socket_that_would_lie_too_deep_is_somewhere_else_for_the_time_being(tmp_path):
+def test_long_socket_path_moves_to_a_temporary_folder(tmp_path):
     with reachable_socket(Path("runs/x")) as near:
         assert near == Path("runs/x/redis/redis.sock").absolute()
     with reachable_socket(tmp_path / ("deep" * 30)) as far:
@@ -101,7 +99,7 @@ def test_a_socket_that_would_lie_too_deep_is_somewhere_else_for_the_time_being(t
 
 def test_a_redis_that_is_given_is_not_started(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://:secret@elsewhere:6379/0")
-    roles = make_roles(run_with(tmp_path, actors=1), Sizes(learner_gpus=1, actor_gpus=0.5))
+    roles = make_roles(run_with(tmp_path, actors=1), learner_gpus=1, actor_gpus=0.5)
     assert [role.name for role in roles] == ["learner", "actor-0"] and [role.num_gpus for role in roles] == [1, 0.5]
     assert "LUDIC_REDIS_URL" not in roles[0].environment, "it is in the environment that they inherit"
     assert "secret" not in " ".join(part for role in roles for part in role.command)
@@ -111,7 +109,7 @@ def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://here")
     own = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1))
     assert [role.name for role in own] == ["server", "learner", "actor-0"] and own[1].needs == ("server",)
-    assert own[0].command[:3] == (sys.executable, "-m", "ludic.cli.pipeline.server")
+    assert own[0].command[:3] == (sys.executable, "-m", "ludic.cli.serve")
     assert own[2].environment["LUDIC_SERVER"] == f"http://127.0.0.1:{own[0].command[-1]}"
     given = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1, server=("http://there:8000",)))
     assert [role.name for role in given] == ["learner", "actor-0"]
@@ -128,7 +126,7 @@ def test_cores_are_divided_unless_the_user_sets_them(tmp_path, monkeypatch):
 # --- settings ---
 
 
-def test_what_is_left_open_suits_a_pipeline(tmp_path):
+def test_defaults_for_a_pipeline(tmp_path):
     config = run_with(tmp_path, group_size=8, rollouts_per_update=256)
     assert config.max_lag == 4 and config.queue_key == "ludic:run" and config.max_waiting == 128
     assert run_with(tmp_path, max_lag=0).max_lag == 0
@@ -142,7 +140,7 @@ def test_the_flag_wins_over_the_variable(monkeypatch):
     assert redis_url(PipelineSettings(redis="redis://flag")) == "redis://flag"
 
 
-def test_servers_are_asked_for_by_name(monkeypatch):
+def test_missing_servers_error_names_the_flag(monkeypatch):
     monkeypatch.setenv("LUDIC_SERVER", "http://a:1 http://b:2")
     assert required_servers(()) == ("http://a:1", "http://b:2") and required_servers(("http://c",)) == ("http://c",)
     monkeypatch.delenv("LUDIC_SERVER")
@@ -153,7 +151,7 @@ def test_servers_are_asked_for_by_name(monkeypatch):
 # --- the run folder ---
 
 
-def test_a_new_run_finds_nothing_of_an_old_one_but_a_resumed_run_finds_everything(tmp_path, monkeypatch):
+def test_new_run_removes_leftovers_and_resumed_run_keeps_them(tmp_path, monkeypatch):
     monkeypatch.delenv("LUDIC_REDIS_URL", raising=False)
     config = run_with(tmp_path)
     for name in ("redis", "weights", "logs"):
@@ -166,7 +164,7 @@ def test_a_new_run_finds_nothing_of_an_old_one_but_a_resumed_run_finds_everythin
     assert not (config.folder / "weights").exists() and (config.folder / "config.toml").is_file()
 
 
-def test_what_actors_wrote_survives_a_learner_that_starts_over(tmp_path):
+def test_restarting_learner_keeps_rollouts_of_actors(tmp_path):
     config = run_with(tmp_path)
     rollouts = config.folder / "rollouts"
     rollouts.mkdir(parents=True)

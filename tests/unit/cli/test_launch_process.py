@@ -98,7 +98,7 @@ def account(said: str) -> dict[str, int]:
     return counts
 
 
-def test_a_pipeline_that_is_interrupted_and_killed_in_parts_goes_on_where_it_was(folder):
+def test_pipeline_resumes_after_interrupts_and_kills(folder):
     process = launch(folder, *RUN, "--steps", "1000")
     until(lambda: len(steps(folder)) >= 3, process, "no three updates")
     process.send_signal(signal.SIGINT)
@@ -132,7 +132,7 @@ def test_a_pipeline_that_is_interrupted_and_killed_in_parts_goes_on_where_it_was
     assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(folder):
+def test_killing_the_launcher_ends_all_roles(folder):
     process = launch(folder, *RUN, "--steps", "1000", "--actors", "1")
     until(lambda: len(steps(folder)) >= 1, process, "no update")
     pids = [pid_of(folder, name) or 0 for name in ("redis", "learner", "actor-0")]

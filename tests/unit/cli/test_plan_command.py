@@ -81,7 +81,7 @@ def test_one_gpu_trains_and_generates_on_the_same_weights():
         (["7b", "--micro-token-budget", "2048"], "longest sample, --max-tokens 4096"),
     ],
 )
-def test_mistakes_are_named(arguments, message):
+def test_invalid_arguments_are_named(arguments, message):
     done = run(*arguments)
     assert isinstance(done.exception, ConfigError) and message in str(done.exception)
 

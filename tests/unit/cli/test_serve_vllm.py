@@ -72,7 +72,7 @@ def test_our_options_become_flags_of_vllm_and_the_rest_is_passed_on(became):
     ]
 
 
-def test_a_key_is_handed_over_out_of_sight(became, monkeypatch):
+def test_api_key_is_passed_by_environment_only(became, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "to be replaced")
     invoke(["serve", "--engine", "vllm", "--model", "m", "--host", "0.0.0.0", "--api-key", "k"])
     assert os.environ["VLLM_API_KEY"] == "k" and "0.0.0.0" in became and "k" not in became
@@ -86,7 +86,7 @@ def test_a_key_is_handed_over_out_of_sight(became, monkeypatch):
         (["--model", "m", "--", "--max-num-seqs", "8"], "give --engine vllm"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(became, arguments, message):
+def test_invalid_combinations_are_refused_before_starting(became, arguments, message):
     done = invoke(["serve", *arguments])
     assert isinstance(done.exception, ConfigError) and message in str(done.exception) and became == []
 
@@ -97,7 +97,7 @@ KEYLESS_CONFIGS = ["api-key: ''", "api_key:", "api-key: []", "api-key: [k, '']",
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "None", "10.0.0.1", "example.org", "127.0.0.1.example.org"])
 @pytest.mark.parametrize("form", ["ours", "behind", "one word", "twice"])
-def test_a_host_that_others_reach_wants_a_key_however_it_is_given(executed, host, form):
+def test_public_host_requires_a_key_in_any_spelling(executed, host, form):
     arguments = {
         "ours": ["--host", host],
         "behind": ["--", "--host", host],
@@ -125,7 +125,7 @@ def test_a_key_among_the_flags_of_vllm_is_a_key(executed, key):
     "flags",
     [["--api-key", ""], ["--api-key="], ["--api-key", "None"], ["--api_key", "--max-num-seqs", "8"], ["--api-key"]],
 )
-def test_an_empty_key_does_not_take_the_place_of_ours(executed, monkeypatch, flags, form):
+def test_empty_key_does_not_replace_the_environment_key(executed, monkeypatch, flags, form):
     monkeypatch.setenv("LUDIC_API_KEY", "k" if form == "variable" else "")
     own = ["--api-key", "k"] if form == "option" else []
     for arguments in (["--host", "0.0.0.0", *own, "--", *flags], [*own, "--", *flags, "--host", "0.0.0.0"]):
@@ -144,7 +144,7 @@ def test_an_abbreviation_that_vllm_would_understand_is_refused(executed, flags):
 
 
 @pytest.mark.parametrize("flags", [["--uds", "/tmp/x"], ["--uds=/tmp/x"]], ids=str)
-def test_a_socket_that_no_client_of_ours_can_reach_is_refused(executed, flags):
+def test_unix_socket_of_vllm_is_refused(executed, flags):
     assert "leave --uds out" in str(serve("--api-key", "k", "--", *flags)) and executed == []
 
 

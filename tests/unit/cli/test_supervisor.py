@@ -85,7 +85,7 @@ def watched(tmp_path):
     return Watched(tmp_path / "logs")
 
 
-def test_when_the_main_role_is_done_everything_stops(watched):
+def test_all_roles_stop_when_the_main_role_is_done(watched):
     outcome = watched.run(
         role("main", "print('working')", when_done=WhenDone.ENDS_ALL), role("helper", FOREVER, needs=())
     )
@@ -106,7 +106,7 @@ if len(lives.read_text()) == 1: time.sleep(600)
     assert any("main was ended by SIGKILL; restart 1 of at most 2" in line for line in watched.of("launch"))
 
 
-def test_a_role_that_dies_too_often_ends_everything_with_its_own_words(watched):
+def test_role_that_dies_too_often_ends_the_run_and_is_quoted(watched):
     outcome = watched.run(
         role("actor", "import sys; print('no GPU here'); sys.exit(3)"),
         role("main", FOREVER, when_done=WhenDone.ENDS_ALL),
@@ -116,7 +116,7 @@ def test_a_role_that_dies_too_often_ends_everything_with_its_own_words(watched):
     assert watched.of("actor").count("no GPU here") == 3
 
 
-def test_deaths_outside_the_window_are_forgotten(watched):
+def test_deaths_outside_the_window_do_not_count(watched):
     code = "import sys, time; time.sleep(0.25); sys.exit(3)"
     limit = RestartLimit(max_restarts=1, within_s=0.2, delay_s=0.01)
     outcome = watched.run(
@@ -127,7 +127,7 @@ def test_deaths_outside_the_window_are_forgotten(watched):
     assert outcome.code == 0 and sum("restart 1 of" in line for line in watched.of("launch")) >= 2
 
 
-def test_a_hopeless_exit_code_is_not_tried_again(watched):
+def test_hopeless_exit_code_is_not_restarted(watched):
     main = role(
         "main", "import sys; print('bad flag'); sys.exit(2)", when_done=WhenDone.ENDS_ALL, hopeless=frozenset({2})
     )
@@ -135,7 +135,7 @@ def test_a_hopeless_exit_code_is_not_tried_again(watched):
     assert outcome.code == 2 and "bad flag" in outcome.reason and watched.of("main") == ["bad flag"]
 
 
-def test_an_ordinary_role_may_have_no_more_to_do_but_a_server_may_not(watched):
+def test_exit_code_zero_is_fine_for_actors_but_not_for_servers(watched):
     outcome = watched.run(
         role("actor", "pass", when_done=WhenDone.IS_FINE),
         role("server", "pass"),
@@ -164,7 +164,7 @@ def signal_after(watched: Watched, *names: str) -> Callable[[], None]:
     return work
 
 
-def test_who_does_not_stop_in_time_is_killed(watched):
+def test_role_that_does_not_stop_in_time_is_killed(watched):
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
@@ -172,7 +172,7 @@ def test_who_does_not_stop_in_time_is_killed(watched):
     assert outcome.code == 130 and any("actor did not stop within 0.3 s" in line for line in watched.of("launch"))
 
 
-def test_a_signal_that_is_delivered_again_at_once_does_not_cut_the_end_short(watched):
+def test_repeated_signal_within_seconds_is_one_request(watched):
     late = f"{UNTIL_TERM}\nprint('up', flush=True)\ntime.sleep(600)".replace(
         "(print('bye'", "(time.sleep(0.3), print('bye'"
     )
@@ -186,7 +186,7 @@ def test_a_signal_that_is_delivered_again_at_once_does_not_cut_the_end_short(wat
     assert "bye" in watched.of("actor")
 
 
-def test_a_second_wish_to_stop_does_not_wait(watched, monkeypatch):
+def test_second_stop_request_kills_at_once(watched, monkeypatch):
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
@@ -210,7 +210,7 @@ pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
     assert not is_alive(int((tmp_path / "child").read_text()))
 
 
-def test_nothing_outlives_a_supervisor_that_was_killed_and_the_order_is_kept(tmp_path):
+def test_killed_supervisor_ends_roles_in_order(tmp_path):
     """redis is needed by the actor, so it has to end after it, although the supervisor is gone."""
     logs = tmp_path / "logs"
     program = f"""
@@ -236,11 +236,11 @@ Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: Non
     assert (tmp_path / "order").read_text().split() == ["actor", "redis"]
 
 
-def test_exit_codes_are_said_in_words():
+def test_exit_codes_are_described():
     assert how_it_ended(137) == "was ended by SIGKILL" and how_it_ended(3) == "ended with exit code 3"
 
 
-def test_merged_output_names_who_wrote_and_is_plain_for_files():
+def test_merged_output_prefixes_roles_and_has_no_colour_in_files():
     stream = io.StringIO()
     show = MergedOutput(["redis", "actor-0"], stream)
     show("redis", "ready")

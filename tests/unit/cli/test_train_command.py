@@ -80,7 +80,7 @@ def test_an_env_that_cannot_be_made_shows_its_own_lines_and_none_of_ludic(ludic,
 
 
 @pytest.mark.parametrize("command", ["eval", "train"])
-def test_a_folder_that_is_not_there_is_answered_as_one(command, ludic, tmp_path):
+def test_missing_folder_is_reported_as_a_folder(command, ludic, tmp_path):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.toml").write_text("")
     ended = ludic(command, "runs/nothere")
@@ -119,14 +119,14 @@ def test_a_folder_that_is_not_there_is_answered_as_one(command, ludic, tmp_path)
         (["tic_tac_toe", "--set", "size=[1, 99999999999999999999]"], ["a whole number lies between"]),
     ],
 )
-def test_a_wrong_flag_is_answered_with_the_nearest(arguments, parts, ludic, tmp_path):
+def test_wrong_flag_suggests_the_nearest(arguments, parts, ludic, tmp_path):
     ended = ludic("train", *arguments)
     assert ended.code == 2 and all(part in " ".join(ended.err.split()) for part in parts), ended.err
     assert "Traceback" not in ended.err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", LEAVING_NAMES)
-def test_an_evaluation_stays_in_its_folder_too(name, ludic):
+def test_evaluation_name_cannot_leave_its_folder(name, ludic):
     ended = ludic("eval", "tic_tac_toe", "--model", "tiny", "--name", name)
     assert ended.code == 2 and f"name = {name!r}" in ended.err and "Traceback" not in ended.err
 

@@ -38,7 +38,7 @@ def wait_for_step(run: Path, step: int, process: forked.Forked) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(tmp_path):
+def test_killed_and_resumed_run_equals_an_uninterrupted_run(tmp_path):
     whole, broken = tmp_path / "runs" / "whole", tmp_path / "runs" / "broken"
     process = start(tmp_path, *RUN, "--steps", "12", "--name", "broken")
     wait_for_step(broken, 5, process)
@@ -62,7 +62,7 @@ def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(tmp_path):
     ],
     ids=["once", "twice", "of both kinds"],
 )
-def test_a_signal_however_often_delivered_finishes_the_update_and_saves(tmp_path, numbers, code):
+def test_repeated_signal_finishes_the_update_and_saves(tmp_path, numbers, code):
     run = tmp_path / "runs" / "long"
     process = start(tmp_path, *RUN, "--steps", "1000", "--name", "long")
     wait_for_step(run, 2, process)

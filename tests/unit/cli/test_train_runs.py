@@ -166,7 +166,7 @@ def test_a_fork_takes_the_weights_of_a_concrete_checkpoint_and_nothing_else(ludi
     assert json.loads((fork / "trainer_state.json").read_text())["step"] == 2
 
 
-def test_evaluation_before_and_after_is_in_the_statement(ludic, tmp_path):
+def test_closing_statement_has_evaluation_before_and_after(ludic, tmp_path):
     ended = ludic("train", *RUN, "--eval-at-start", "--eval-every", "2", "--eval-episodes", "6")
     assert ended.code == 0, ended.err
     assert "Evaluation: mean reward" in ended.out and "after update 0" in ended.out and "after update 2" in ended.out
@@ -272,7 +272,7 @@ def nothing():
 """
 
 
-def test_algorithm_agent_parser_and_tools_of_ones_own_are_found_again_on_resume(ludic, tmp_path):
+def test_resume_finds_custom_algorithm_agent_parser_and_tools(ludic, tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "own.py").write_text(OWN)
     (tmp_path / "parts" / "letters_of_own.py").write_text("import string\nALPHABET = string.ascii_letters\n")
@@ -357,11 +357,11 @@ def test_the_share_of_episodes_that_may_fail_is_a_setting(ludic):
     assert ended.code == 2 and "max_failed_share" not in ended.err and "nothing to train on" in ended.err
 
 
-def test_a_missing_call_of_super_does_no_harm(ludic):
+def test_env_without_super_init_works(ludic):
     assert ludic("train", "letter.py:WithoutSuper", *SMALL, "--steps", "1").code == 0
 
 
-def test_a_run_that_could_not_learn_says_so_in_its_last_line_and_why(ludic):
+def test_run_that_learned_nothing_ends_with_the_reason(ludic):
     ended = ludic("train", "letter.py:Flat", *SMALL, "--steps", "2", "--name", "first")
     assert ended.code == 0
     assert ended.out.splitlines()[-1].startswith(

@@ -163,6 +163,12 @@ async def test_an_env_without_a_notion_of_success_has_no_accuracy():
         make_report([Rollout()], Grading(success_reward=None, pass_k=(1,)))
 
 
+async def test_accuracy_is_zero_where_no_reply_of_any_episode_can_be_read():
+    ungraded = Grading(success_reward=None)
+    report = await evaluate(counting_engine(lambda request: "inc"), counting(), max_steps=2, grading=ungraded)
+    assert report.metrics["accuracy"] == 0 and report.metrics["unreadable_rate"] == 1
+
+
 async def test_a_failure_does_not_make_an_ungraded_env_a_graded_one():
     calls = iter(range(100))
 

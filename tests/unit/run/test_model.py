@@ -10,11 +10,10 @@ from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.run import parts as assemble
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
 from ludic.run.dry_run import plan_lines
-from ludic.run.env import env_factory
 from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.model import load_policy, with_fixed_checkpoints
 from ludic.run.parts import make_loggers
-from ludic.run.resolve import ResolvedRun, resolve
+from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError
@@ -87,7 +86,7 @@ def test_an_adapter_is_loaded_in_the_number_format_of_its_run(tmp_path):
 # --- what a path means ---
 
 
-def test_a_run_folder_means_its_newest_checkpoint_of_now(tmp_path):
+def test_run_folder_resolves_to_its_newest_checkpoint(tmp_path):
     newest = save_run(tmp_path / "run", ModelSettings(model="tiny"), steps=(2, 4))
     config = with_fixed_checkpoints(
         run_with(ModelSettings(model=str(tmp_path / "run"), fork_from=tmp_path / "run")).config
@@ -132,7 +131,7 @@ class FakeWandb:
     def close(self) -> None: ...
 
 
-def test_a_run_is_the_same_one_for_wandb_when_it_is_resumed_and_another_when_it_starts_over(tmp_path, monkeypatch):
+def test_wandb_id_is_kept_on_resume_and_new_on_restart(tmp_path, monkeypatch):
     FakeWandb.ids = []
     monkeypatch.setattr(assemble, "WandbLogger", FakeWandb)
     for start in (ResumePoint(), ResumePoint(first_step=2), ResumePoint(restarts=True)):

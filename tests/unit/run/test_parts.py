@@ -9,7 +9,6 @@ from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
-from ludic.run.env import env_factory
 from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
 from ludic.run.parts import (
     EpisodeSetup,
@@ -20,7 +19,7 @@ from ludic.run.parts import (
     make_source,
     train_requests,
 )
-from ludic.run.resolve import ResolvedRun, resolve
+from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
 from ludic.training.losses import ActionTokens, BatchFacts, Loss
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, TemplateError, load_rollouts
@@ -38,7 +37,7 @@ def scripted_play(run: ResolvedRun, reply: str = "A1") -> EpisodeSetup:
 # --- what is left open ---
 
 
-def test_what_suits_the_env_fills_what_was_left_open():
+def test_suggestions_of_the_env_fill_open_settings():
     run = resolved("gsm8k", set={"sample": {"question": "1+1?", "answer": "#### 2"}})
     config = run.config
     assert (config.agent.parser, run.max_steps, run.sampling.max_tokens) == ("final_number", 1, 512)
@@ -83,7 +82,7 @@ async def test_an_env_is_played_and_every_request_is_a_new_task():
     assert all(rollout.env_steps[0].action == "A1" for rollout in rollouts)
 
 
-async def test_an_env_with_several_roles_is_played_by_copies_of_the_agent():
+async def test_env_with_several_players_uses_copies_of_the_agent():
     play = scripted_play(resolved("prisoners_dilemma", set={"rounds": 2}), reply="defect")
     assert isinstance(play.make_protocol(play.client), MultiAgentProtocol)
     rollouts = await play.engine().generate_rollouts([play.request(GREEDY)], max_steps=2)
@@ -121,7 +120,7 @@ def test_a_reply_of_one_token_is_never_cut_off(max_tokens, rejects):
     assert agent.reject_incomplete_completions is rejects
 
 
-def test_what_suits_the_env_is_only_a_suggestion():
+def test_settings_override_suggestions_of_the_env():
     suggested = resolved("tic_tac_toe").config.agent
     own = resolved("tic_tac_toe", cut_off="reject", unreadable="go_on").config.agent
     assert (suggested.cut_off, suggested.unreadable) == ("read", "stop")
@@ -149,7 +148,7 @@ async def test_groups_share_a_task_and_differ_in_their_sampling(tmp_path):
     assert len({fact["env_seed"] for fact in facts}) == 2 and len({fact["sampling_seed"] for fact in facts}) == 8
 
 
-def test_the_algorithm_hears_of_the_group_size_and_its_arguments():
+def test_algorithm_gets_group_size_and_arguments():
     algorithm = make_algorithm(resolved("tic_tac_toe", group_size=16, algo_set={"clip_eps_high": 0.28}))
     assert algorithm.credit_assigner.group_size == 16 and algorithm.loss.clip_eps_high == 0.28
     assert make_algorithm(resolved("tic_tac_toe", algo="ppo")).name == "ppo"
@@ -230,7 +229,7 @@ def test_a_conversation_in_characters_continues_token_by_token():
     assert prompt + reply + delta == template.apply(messages).prompt_token_ids.tolist()
 
 
-def test_an_adapter_freezes_the_rest():
+def test_adapter_freezes_all_other_weights():
     model = load_policy(ModelSettings(model="tiny", lora_rank=4, lora_alpha_mult=2.0)).model
     assert model.peft_config["default"].r == 4 and model.peft_config["default"].lora_alpha == 8
     assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)

@@ -14,7 +14,7 @@ from ludic.envs import SingleAgentEnv
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.run import build
-from ludic.run.env import name_of
+from ludic.run.resolve import name_of
 from ludic.types import ConfigError, Reducer, StepOutcome
 
 SMALL = {

@@ -127,7 +127,7 @@ def test_samples_can_be_a_list():
         build(env=Question, **SMALL)
 
 
-def test_training_goes_on_and_is_written_down(tmp_path):
+def test_training_continues_and_writes_the_new_step_count(tmp_path):
     run = build(env=Letter, **SMALL, name="longer")
     assert [run.train(steps=n).step for n in (1, 2)] == [1, 3]
     run.close()
@@ -141,7 +141,7 @@ def test_training_goes_on_and_is_written_down(tmp_path):
         load(tmp_path / "nowhere")
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted():
+def test_resumed_run_equals_an_uninterrupted_run():
     with build(env=Letter, **SMALL, name="whole", steps=4) as run:
         run.train()
         whole = torch.cat([weight.flatten() for weight in run.trainer.model.parameters()])
@@ -163,7 +163,7 @@ def test_weights_that_are_not_loaded_are_not_evaluated():
         assert run.evaluate().metrics["num_samples"] == 200
 
 
-def test_a_run_that_was_closed_goes_on_from_its_newest_checkpoint():
+def test_closed_run_resumes_from_its_newest_checkpoint():
     run = build(env=Letter, **SMALL, name="again")
     run.train(steps=1)
     for step in (2, 3):
@@ -172,7 +172,7 @@ def test_a_run_that_was_closed_goes_on_from_its_newest_checkpoint():
     run.close()
 
 
-def test_a_schedule_cannot_be_extended():
+def test_nonconstant_schedule_cannot_be_extended():
     with build(env=Letter, **SMALL, schedule="linear", steps=2) as run:
         run.train()
         with pytest.raises(ConfigError, match="schedule = 'linear' ends at step 2"):
@@ -235,7 +235,7 @@ def test_a_resolved_run_leaves_nothing_open():
     assert resolved.checkpoint.output_dir == resolved.folder / "checkpoints"
 
 
-def test_what_stops_a_run_says_how_to_resume(monkeypatch):
+def test_failed_run_says_how_to_resume(monkeypatch):
     class Broken(Letter):
         def env_step(self, action):
             raise RuntimeError("out of letters")

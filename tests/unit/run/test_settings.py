@@ -264,13 +264,13 @@ values = st.recursive(
         ),
     )
 )
-def test_whatever_is_written_reads_back_the_same(tmp_path_factory, config):
+def test_any_config_round_trips_through_toml(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "again.toml"
     path.write_text(to_toml(config), encoding="utf-8", newline="")
     assert read_toml(Config, path) == config
 
 
-def test_a_resolved_run_reads_back_the_same(tmp_path):
+def test_resolved_config_round_trips_through_toml(tmp_path):
     config = with_values(
         RunConfig(), {"logger": ("rich", "tensorboard"), "set": {"a": 1}, "name": "x", "device": "cpu"}
     )
@@ -285,6 +285,6 @@ def test_the_file_in_the_docs_is_one(tmp_path):
     assert config.env.id == "gsm8k" and config.algo.algo_set == {"clip_eps_high": 0.28}
 
 
-def test_what_differs_is_named_with_both_values():
+def test_differences_show_both_values():
     before, now = Config(), with_values(Config(), {"lr": 0.5, "note": "new"})
     assert list(map(str, differences(before, now))) == ["lr: 1e-05 there, 0.5 now", 'note: not set there, "new" now']

@@ -46,7 +46,7 @@ def test_a_local_teacher_teaches(ludic, tmp_path, algo, metric):
     assert len(kls) == 2 and any(kl != 0 for kl in kls)
 
 
-def test_a_run_can_be_the_teacher_and_the_checkpoint_of_the_moment_is_written_down(ludic, tmp_path):
+def test_run_as_teacher_is_fixed_to_its_newest_checkpoint(ludic, tmp_path):
     assert ludic("train", *RUN).code == 0
     ended = ludic("train", *RUN, "--name", "second", "--algo", "opd", "--teacher", "runs/first", "--max-lag", "1")
     assert ended.code == 0, ended.err
@@ -75,7 +75,7 @@ def test_a_run_can_be_the_teacher_and_the_checkpoint_of_the_moment_is_written_do
     ],
     ids=["none", "none for kl", "no use", "served kl", "served temperature", "pipeline", "tokenizer"],
 )
-def test_what_does_not_go_together_is_said_before_anything_is_loaded(ludic, flags, says):
+def test_invalid_teacher_combinations_are_refused_before_loading(ludic, flags, says):
     for how in ([], ["--dry-run"]):
         ended = ludic("train", *RUN, *flags, *how)
         assert ended.code == 2 and says in ended.err.replace("\n", " "), ended.err
@@ -92,7 +92,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(ludic, tmp_path):
         assert ended.code == 2 and "another tokenizer" in ended.err, ended.err
 
 
-def test_only_an_address_is_a_server():
+def test_only_a_url_is_a_served_teacher():
     assert AlgoSettings(teacher="https://host:8000", teacher_tokenizer="folder").teacher_is_served
     assert not AlgoSettings(teacher="org/http-model").teacher_is_served
     with pytest.raises(ConfigError, match="behind a URL"):

@@ -1,4 +1,3 @@
-"""`ludic eval`: its settings, the models it compares, its results folder and the printed table.
-
-Only `cli.main` imports it. Start with run.py.
+"""`ludic eval`. Start with run.py (the command); config.py has its settings, models.py the models that it compares, results.py
+the folder and the printed table. Only `cli.main` imports it.
 """

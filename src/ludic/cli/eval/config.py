@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
-from ludic.run.config import AgentSettings, Dtype, EnvSettings, RunConfig, check_name
-from ludic.run.env import EnvFactory
-from ludic.run.resolve import check_data, resolve_play
+from ludic.run.config import AgentSettings, Dtype, EnvSettings, RunConfig, at_least, check_name
+from ludic.run.resolve import EnvFactory, check_data, resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError
 from ludic.types.urls import PUT_LOGIN, refuse_login
@@ -69,9 +68,8 @@ class MeasureSettings:
     """Seconds for one model call. Default: no limit."""
 
     def __post_init__(self) -> None:
-        for name, value, least in (("num_tasks", self.num_tasks, 0), ("samples", self.samples, 1)):
-            if value < least:
-                raise ConfigError(f"{name} = {value}; it must be at least {least}.")
+        at_least(0, num_tasks=self.num_tasks)
+        at_least(1, samples=self.samples)
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
                 f"--samples {self.samples} with temperature 0: all samples of a task would be the same. Give --temperature "
@@ -80,9 +78,9 @@ class MeasureSettings:
         for flag, text in (("--pass-k", self.pass_k), ("--majority-k", self.majority_k)):
             for k in read_ks(flag, text) or ():
                 if not 1 <= k <= self.samples:
+                    have = f"there are --samples {self.samples} per task"
                     raise ConfigError(
-                        f"{flag} {text}: k = {k}, but there are --samples {self.samples} per task. Take at least as many samples "
-                        "as the largest k."
+                        f"{flag} {text}: k = {k}, but {have}. Take at least as many samples as the largest k."
                     )
 
     def grading(self, full_reward: float | None) -> Grading:

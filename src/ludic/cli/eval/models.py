@@ -1,14 +1,11 @@
-"""The evaluated models: on the embedded engine of this process, or at an endpoint.
-
-Both become a client and a chat template inside a context manager. torch is imported only for a model of this process: an
-endpoint is evaluated without it.
-"""
+"""The evaluated models, each opened as a client and a chat template: on the embedded engine of this process, or at an endpoint,
+which is evaluated without torch."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,7 +60,10 @@ def evaluated_models(settings: PolicySettings) -> list[EvaluatedModel]:
     sources = list(settings.model or (DEFAULT_MODEL,))
     if settings.base_url is None:
         need_extras("local", "ludic eval without --base-url")
-        sources = [_resolved(source) for source in sources]
+        from ludic.run.model import checkpoint_in
+
+        # A run folder becomes its newest checkpoint now, so that a resumed evaluation uses the same one.
+        sources = [str(checkpoint_in(Path(source)) or source) for source in sources]
     found: dict[str, EvaluatedModel] = {}
     for source in sources:
         label = base = source if settings.base_url is not None else _label(source)
@@ -72,14 +72,6 @@ def evaluated_models(settings: PolicySettings) -> list[EvaluatedModel]:
             label, number = f"{base} ({number})", number + 1
         found[slug(label)] = EvaluatedModel(label, source)
     return list(found.values())
-
-
-def _resolved(source: str) -> str:
-    """Resolve a run folder to its newest checkpoint now, so that a resumed evaluation uses the same one."""
-    from ludic.run.model import checkpoint_in
-
-    checkpoint = checkpoint_in(Path(source))
-    return source if checkpoint is None else str(checkpoint)
 
 
 def _label(source: str) -> str:
@@ -106,53 +98,45 @@ async def endpoint_models(settings: PolicySettings) -> PolicySettings:
     finally:
         await client.close()
     if settings.model:
-        _check_served(settings.model, names, settings.base_url)
+        unknown = [name for name in settings.model if name not in names]
+        if names and unknown:
+            raise ConfigError(f"{settings.base_url} does not serve {unknown[0]!r}; it serves {', '.join(names[:20])}.")
         return settings
     if len(names) != 1:
         raise ConfigError(f"{settings.base_url} serves {', '.join(names) or 'no model'}; choose with --model.")
     return replace(settings, model=(names[0],))
 
 
-def _check_served(models: Sequence[str], served: Sequence[str], base_url: str) -> None:
-    unknown = [name for name in models if name not in served]
-    if served and unknown:
-        raise ConfigError(f"{base_url} does not serve {unknown[0]!r}; it serves {', '.join(served[:20])}.")
-
-
 @asynccontextmanager
 async def opened(
-    candidate: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int
+    model: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int
 ) -> AsyncIterator[OpenPolicy]:
-    """The candidate as a client, until the end of the block."""
+    """The model as a client, until the end of the block."""
     if settings.base_url is not None:
         client = _endpoint(settings, settings.base_url)
         try:
             template = ByteTemplate(tool_parser=HermesToolParser() if with_tools else None)
-            yield OpenPolicy(client, template, candidate.source)
+            yield OpenPolicy(client, template, model.source)
         finally:
             await client.close()
         return
     from ludic.run.model import make_template, serve_locally, use_threads
 
-    model = ModelSettings(
-        model=candidate.source, dtype=settings.dtype, device=settings.device, threads=settings.threads
-    )
-    use_threads(model)
-    loaded = load(model, seed=seed)
-    template_of_model = make_template(loaded.tokenizer, with_tools=with_tools)
+    held = ModelSettings(model=model.source, dtype=settings.dtype, device=settings.device, threads=settings.threads)
+    use_threads(held)
+    loaded = load(held, seed=seed)
+    chat_template = make_template(loaded.tokenizer, with_tools=with_tools)
     served = serve_locally(loaded, max_length=settings.max_model_len or _NO_LIMIT)
     try:
-        yield OpenPolicy(served.client, template_of_model, loaded.name)
+        yield OpenPolicy(served.client, chat_template, loaded.name)
     finally:
         served.close()
 
 
 def _endpoint(settings: PolicySettings, base_url: str) -> OpenAIChatClient:
-    key = None
-    if settings.api_key_env is not None:
-        key = os.environ.get(settings.api_key_env)
-        if not key:
-            raise ConfigError(f"--api-key-env {settings.api_key_env}: that environment variable is not set.")
+    key = os.environ.get(settings.api_key_env or "")
+    if settings.api_key_env is not None and not key:
+        raise ConfigError(f"--api-key-env {settings.api_key_env}: that environment variable is not set.")
     return OpenAIChatClient(base_url, api_key=key)
 
 

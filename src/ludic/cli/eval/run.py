@@ -1,44 +1,90 @@
-"""Runs an evaluation: episodes with each model in turn, then the results."""
+"""`ludic eval`: plays the same tasks with each model in turn and prints their results. See docs/evaluation.md."""
 
 import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
+import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ludic.batch_gen import GRPORequestStrategy
 from ludic.batch_gen.requests.samples import read_samples
-from ludic.cli.eval.config import EvalConfig
-from ludic.cli.eval.folder import choose_folder, prepare_folder, rollouts_file, write_results
+from ludic.cli.args import Switch, config_file, parse_with_settings
+from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
 from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
-from ludic.cli.eval.table import Column, make_table
-from ludic.eval import EvalReport, Grading, evaluate, outcome_of
-from ludic.run.env import EnvFactory
+from ludic.cli.eval.results import Column, choose_folder, make_table, prepare_folder, rollouts_file, write_results
+from ludic.eval import Grading, outcome_of
+from ludic.eval import evaluate as run_episodes
 from ludic.run.parts import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
-from ludic.types import InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
+from ludic.run.resolve import EnvFactory, env_factory
+from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
 
+Samples: TypeAlias = list[dict[str, Any]] | None
 console = Console(highlight=False, soft_wrap=True)
 
+DESCRIPTION = (
+    "Play an environment and say how well it went: accuracy and rewards with 95 % confidence intervals, pass@k, majority@k. A "
+    "reply that cannot be read is a wrong answer; so is an episode that was cut off or failed. Episodes are written to a folder "
+    "under runs/eval/ as they finish; --resume goes on with it."
+)
 
-def run(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
+
+@dataclass(frozen=True)
+class EvalArgs:
+    """What to do."""
+
+    target: tyro.conf.Positional[str]
+    """Id of an env (`ludic envs`), file.py:Class of your own, or the folder of a training run: its env, before and after."""
+    resume: Switch = False
+    """Go on with the evaluation in the folder --name, or else with the newest of this env and model."""
+
+
+def evaluate(args: list[str]) -> int:
+    command, config = read_command(args)
+    run = Path(command.target)
+    if run.is_dir() and trains_on(run, config.env.data):
+        print(f"These are the samples that {run} was trained on, {config.env.data}; --data FILE.jsonl takes others.")
+    found = env_factory(config.env.id)
+    return _compare(resolve(config, found), found, resume=command.resume)
+
+
+def read_command(args: list[str]) -> tuple[EvalArgs, EvalConfig]:
+    """The arguments, and the settings: flags over the settings of the run that the target names, over the defaults."""
+    command, config = _parse(args, EvalConfig())
+    folder = Path(command.target)
+    if folder.is_dir() and config_file(command.target) is None:
+        raise ConfigError(f"{folder} is a folder without a config.toml. Name an env, and give the folder as --model.")
+    if not folder.is_dir():
+        return command, replace(config, env=replace(config.env, id=command.target))
+    usual = of_run(folder)
+    command, config = _parse(args, replace(usual, policy=replace(usual.policy, model=())))
+    model = config.policy.model or usual.policy.model
+    return command, replace(config, policy=replace(config.policy, model=model))
+
+
+def _parse(args: list[str], default: EvalConfig) -> tuple[EvalArgs, EvalConfig]:
+    return parse_with_settings(EvalArgs, default, args, prog="ludic eval", description=DESCRIPTION)
+
+
+def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
     """Evaluate every model on the same tasks; returns the exit code."""
     samples = None if config.env.data is None else read_samples(config.env.data)
     env = found.make(env_arguments(config.env, None if samples is None else samples[0]))
     grading = config.measure.grading(env.full_reward)
     config = replace(config, policy=asyncio.run(endpoint_models(config.policy)))
-    field = evaluated_models(config.policy)
-    folder = choose_folder(config, [candidate.label for candidate in field], resume=resume)
+    models = evaluated_models(config.policy)
+    folder = choose_folder(config, [model.label for model in models], resume=resume)
     columns: list[Column] = []
     try:
-        for candidate in field:
-            columns.append(asyncio.run(_measure(candidate, config, found, samples, grading, folder)))
+        for model in models:
+            columns.append(asyncio.run(_measure(model, config, found, samples, grading, folder)))
             write_results(folder, columns)
     except KeyboardInterrupt:
         advice = f" The same command with --resume --name {folder.name} goes on." if folder.exists() else ""
@@ -52,25 +98,20 @@ def run(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
 
 
 async def _measure(
-    candidate: EvaluatedModel,
-    config: EvalConfig,
-    found: EnvFactory,
-    samples: list[dict[str, Any]] | None,
-    grading: Grading,
-    folder: Path,
+    model: EvaluatedModel, config: EvalConfig, found: EnvFactory, samples: Samples, grading: Grading, folder: Path
 ) -> Column:
     measure = config.measure
     seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
-    async with opened(candidate, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
+    async with opened(model, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
         setup = make_episode_setup(config.env, config.agent, found, policy.client, policy.template, policy.model)
-        setup = replace(setup, player=candidate.identity)
+        setup = replace(setup, player=model.identity)
         requests = make_requests(setup, config, samples)
         prepare_folder(folder, config)  # after all checks, so that a mistake leaves no folder
         # With --resume the file holds the episodes of the earlier evaluation; otherwise it is new.
-        engine = setup.engine(jsonl_path=rollouts_file(folder, candidate.file_stem), resume=True, seed=measure.seed)
+        engine = setup.engine(jsonl_path=rollouts_file(folder, model.file_stem), resume=True, seed=measure.seed)
         began = time.perf_counter()
-        with _progress(candidate.label, len(requests), grading) as on_rollouts:
-            report: EvalReport = await evaluate(
+        with _progress(model.label, len(requests), grading) as on_rollouts:
+            report = await run_episodes(
                 engine,
                 requests,
                 grading=grading,
@@ -79,12 +120,10 @@ async def _measure(
                 concurrency=measure.concurrency,
                 on_rollouts=on_rollouts,
             )
-        return Column(label=candidate.label, report=report, seconds=time.perf_counter() - began)
+        return Column(label=model.label, report=report, seconds=time.perf_counter() - began)
 
 
-def make_requests(
-    setup: EpisodeSetup, config: EvalConfig, samples: list[dict[str, Any]] | None
-) -> list[RolloutRequest]:
+def make_requests(setup: EpisodeSetup, config: EvalConfig, samples: Samples) -> list[RolloutRequest]:
     """The same for every model: `samples` episodes of each task, each with its own seeds."""
     measure = config.measure
     num_tasks = measure.num_tasks if samples is None else min(measure.num_tasks or len(samples), len(samples))
@@ -101,15 +140,8 @@ def _progress(label: str, num_episodes: int, grading: Grading) -> Iterator[Any]:
     """A progress bar with the mean so far; yields the callback for the rollouts of each episode."""
     scores: list[float] = []
     num_failed = 0
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[so_far]}"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[so_far]}")
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
     task = bar.add_task(escape(label), total=num_episodes, so_far="")
 
     def on_rollouts(rollouts: list[Rollout]) -> None:

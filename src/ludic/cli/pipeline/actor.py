@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ludic.batch_gen.episodes import TooManyFailures
@@ -17,7 +16,6 @@ from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
 from ludic.cli.args import TRY_AGAIN
 from ludic.distributed.publish.folder import FolderFollower
 from ludic.run.config import RunConfig, redis_url, required_servers
-from ludic.run.env import EnvFactory
 from ludic.run.folder import ROLLOUTS, WEIGHTS
 from ludic.run.generation import pipeline_algorithm
 from ludic.run.model import (
@@ -30,8 +28,8 @@ from ludic.run.model import (
     without_adapter,
 )
 from ludic.run.parts import EpisodeSetup, make_episode_setup, request_strategy, train_requests
-from ludic.run.resolve import ResolvedRun, resolve
-from ludic.run.vllm import client_of, served_name, wait_for_servers
+from ludic.run.resolve import EnvFactory, ResolvedRun, resolve
+from ludic.run.vllm import connect_to_servers
 from ludic.training.learner.stop import StopRequests
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
 
@@ -63,11 +61,7 @@ def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
         with contextlib.ExitStack() as stack:
             make = _on_servers if run.config.samples_on_vllm else _with_an_engine
             report, code = asyncio.run(_until_stopped(run, make(run, stack), index))
-    except (
-        PolicyGone,
-        RedisGone,
-        TooManyFailures,
-    ) as error:  # TooManyFailures: a server may have been away for too long
+    except (PolicyGone, RedisGone, TooManyFailures) as error:  # the last one: a server may have been away for too long
         print(f"ludic: {error}", file=sys.stderr)
         return TRY_AGAIN
     _say("Stopped before it had weights." if report is None else f"{report_line(report)}.")
@@ -95,16 +89,12 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
 
 def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
     config = run.config
-    servers = required_servers(config.rollouts.server)
-    tokenizer = load_tokenizer(config.model)
-    wait_for_servers(servers)
-    client = client_of(config.rollouts, servers, run.folder)
+    required_servers(config.rollouts.server)
+    template = make_template(load_tokenizer(config.model), with_tools=config.agent.may_call_tools)
+    client, model = connect_to_servers(run)
     stack.callback(lambda: asyncio.run(client.close()))
-    template = make_template(tokenizer, with_tools=config.agent.may_call_tools)
-    model = asyncio.run(served_name(client))
-    return ActorPolicy(
-        client=client, setup=make_episode_setup(config.env, config.agent, run.env, client, template, model)
-    )
+    setup = make_episode_setup(config.env, config.agent, run.env, client, template, model)
+    return ActorPolicy(client=client, setup=setup)
 
 
 # --- running episodes ---
@@ -142,7 +132,8 @@ async def _run_episodes(run: ResolvedRun, policy: ActorPolicy, index: int, stop:
         return None
     life = secrets.randbits(32)
     seed, rollouts = actor_seed(run.seed, index, life), run.config.rollouts
-    jsonl_path = _rollouts_file(run.folder, index, life) if rollouts.save_rollouts else None
+    path = run.folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl.gz"
+    jsonl_path = path if rollouts.save_rollouts else None
     return await run_pipeline_actor(
         policy.setup.engine(jsonl_path=jsonl_path, seed=seed),
         train_requests(run, policy.setup, seed),
@@ -167,18 +158,13 @@ async def _comes_before(stop: asyncio.Event, event: Coroutine[Any, Any, object])
     awaited, stopping = asyncio.create_task(event), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({awaited, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not awaited.done():
-            return False
-        awaited.result()
-        return True
+        if awaited.done():
+            awaited.result()  # raises its error
+        return awaited.done()
     finally:
         for task in (awaited, stopping):
             task.cancel()
         await asyncio.gather(awaited, stopping, return_exceptions=True)
-
-
-def _rollouts_file(folder: Path, index: int, life: int) -> Path:
-    return folder / ROLLOUTS / f"actor-{index}-{life:08x}.jsonl.gz"
 
 
 # --- output ---

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from ludic.cli.args import Switch, Target, need_extras, parse_run
+from ludic.cli.args import A, Switch, Target, need_extras, parse_run
 from ludic.run.config import RunConfig
-from ludic.run.env import env_factory
+from ludic.run.resolve import EnvFactory, env_factory
 from ludic.types import ConfigError
 
 _ACTOR = (
@@ -54,22 +54,21 @@ class LaunchArgs:
 
 
 def actor(args: list[str]) -> int:
-    command, config = parse_run(ActorArgs, args, prog="ludic actor", description=_ACTOR)
-    env = env_factory(config.env.id)
-    need_extras("train,pipeline", "ludic actor")
+    command, config, env = _parse(ActorArgs, args, "ludic actor", _ACTOR)
     from ludic.cli.pipeline.actor import run_actor
 
-    return run_actor(_as_pipeline(config), env, index=command.actor_index)
+    return run_actor(config, env, index=command.actor_index)
 
 
 def launch(args: list[str]) -> int:
-    command, config = parse_run(LaunchArgs, args, prog="ludic launch", description=_LAUNCH)
-    env = env_factory(config.env.id)
-    need_extras("train,pipeline", "ludic launch")
+    command, config, env = _parse(LaunchArgs, args, "ludic launch", _LAUNCH)
     from ludic.cli.pipeline.launch import run_launch
 
-    return run_launch(command, _as_pipeline(config), env)
+    return run_launch(command, config, env)
 
 
-def _as_pipeline(config: RunConfig) -> RunConfig:
-    return replace(config, rollouts=replace(config.rollouts, engine="pipeline"))
+def _parse(arguments: type[A], args: list[str], prog: str, description: str) -> tuple[A, RunConfig, EnvFactory]:
+    command, config = parse_run(arguments, args, prog=prog, description=description)
+    env = env_factory(config.env.id)  # reports a wrong name before torch is loaded
+    need_extras("train,pipeline", prog)
+    return command, replace(config, rollouts=replace(config.rollouts, engine="pipeline")), env

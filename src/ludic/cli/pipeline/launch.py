@@ -1,23 +1,38 @@
-"""`ludic launch`: prepares the run folder, starts the roles on this machine or on a Ray cluster, and supervises them."""
+"""`ludic launch`: prepares the run folder, starts the roles on this machine or on a Ray cluster, and supervises them.
+
+A role is a process of the pipeline: Redis, a vLLM server, the learner, an actor. `make_roles` has their commands.
+"""
 
 import asyncio
+import contextlib
+import os
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from ludic.cli.pipeline.command import LaunchArgs
-from ludic.cli.pipeline.processes import LocalProcesses
-from ludic.cli.pipeline.roles import Sizes, make_roles, reachable_socket
-from ludic.cli.pipeline.supervisor import MergedOutput, Outcome, RestartLimit, Role, Running, Supervisor
-from ludic.run.config import REDIS_VARIABLE, RunConfig, given_redis, given_servers
+from ludic.cli.pipeline.processes import LocalProcesses, RayProcesses
+from ludic.cli.pipeline.supervisor import MergedOutput, RestartLimit, Role, Supervisor, WhenDone
+from ludic.inference.vllm.command import free_port
+from ludic.run.config import REDIS_VARIABLE, SERVER_VARIABLE, RunConfig, given_redis, given_servers
 from ludic.run.dry_run import plan_lines
-from ludic.run.env import EnvFactory
 from ludic.run.folder import LOGS, REDIS, WEIGHTS, ResumePoint, how_to_resume, prepare_folder, resume_point
 from ludic.run.generation import clear_queue, pipeline_algorithm
 from ludic.run.model import with_fixed_checkpoints
-from ludic.run.resolve import ResolvedRun, resolve
+from ludic.run.resolve import EnvFactory, ResolvedRun, resolve
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
+
+_MISTAKE = frozenset({2})
+"""Exit code of `ludic` commands for a user's mistake."""
+_LONGEST_SOCKET = 100
+"""Maximum characters of a socket's path; systems allow a little more."""
+LUDIC = (sys.executable, "-P", "-m", "ludic.cli.main")
+"""-P, as for the command itself: modules of the current folder must not shadow those beside a user's file."""
 
 
 def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
@@ -29,15 +44,18 @@ def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
     if args.ray:
         _check_for_ray(config)
     if args.dry_run:
-        _show(run, plan)
+        print(to_toml(run.config), *plan, *(f"{r.name}: {shlex.join(r.command)}" for r in make_roles(run)), sep="\n")
         return 0
     prepare(run, start, resume=args.resume)
-    sizes = Sizes(learner_gpus=args.learner_gpus, actor_gpus=args.actor_gpus)
     with reachable_socket(run.folder) as socket:
-        roles = make_roles(run, sizes, socket=socket)
-        names = ", ".join(role.name for role in roles)
-        print(f"{run.folder}: {names}; what each says is also in {run.folder / LOGS}. Ctrl-C stops all.")
-        outcome = _on_ray(run, roles, args.ray_address) if args.ray else _here(run, roles)
+        roles = make_roles(run, socket=socket, learner_gpus=args.learner_gpus, actor_gpus=args.actor_gpus)
+        names, logs = [role.name for role in roles], run.folder / LOGS
+        print(f"{run.folder}: {', '.join(names)}; what each says is also in {logs}. Ctrl-C stops all.")
+        show, limit = MergedOutput(["launch", *names]), RestartLimit(max_restarts=config.pipeline.max_restarts)
+        processes: LocalProcesses | RayProcesses
+        processes = RayProcesses(logs, args.ray_address) if args.ray else LocalProcesses(logs)
+        with contextlib.closing(processes):
+            outcome = Supervisor(roles, processes.start, show=show, limit=limit).run()
     if outcome.code:
         print(f"{outcome.reason}\nTo go on: {how_to_resume(run)}")
     return outcome.code
@@ -66,30 +84,89 @@ def prepare(run: ResolvedRun, start: ResumePoint, *, resume: bool) -> None:
         asyncio.run(clear_queue(run))
 
 
-def _here(run: ResolvedRun, roles: Sequence[Role]) -> Outcome:
-    processes = LocalProcesses(run.folder / LOGS)
-    try:
-        return _supervised(run, roles, processes.start)
-    finally:
-        processes.close()
+# --- roles ---
 
 
-def _on_ray(run: ResolvedRun, roles: Sequence[Role], address: str | None) -> Outcome:
-    from ludic.cli.pipeline.ray import RayProcesses
+def make_roles(
+    run: ResolvedRun, *, socket: Path | None = None, learner_gpus: float = 0.0, actor_gpus: float = 0.0
+) -> list[Role]:
+    """The roles in start order; each names the roles that must outlive it. `socket`: of the Redis that is started."""
+    config, folder = run.config, str(run.folder)
+    helpers: list[Role] = []
+    environment = _threads(run)
+    if given_redis(config.pipeline) is None:
+        socket = socket or own_socket(run.folder)
+        helpers.append(redis_role(run.folder, socket))
+        environment[REDIS_VARIABLE] = f"unix://{socket}"
+    if config.samples_on_vllm and not given_servers(config.rollouts.server):
+        port = free_port()
+        environment[SERVER_VARIABLE] = f"http://127.0.0.1:{port}"
+        helpers.append(
+            Role(
+                name="server",
+                command=(sys.executable, "-m", "ludic.cli.serve", folder, str(port)),
+                hopeless=_MISTAKE,
+                stop_within_s=20.0,
+                num_gpus=config.rollouts.server_memory,
+            )
+        )
+    needs = tuple(role.name for role in helpers)
+    shared: dict[str, Any] = {"environment": environment, "needs": needs, "hopeless": _MISTAKE}
+    actors = [
+        Role(
+            name=f"actor-{index}",
+            command=(*LUDIC, "actor", folder, "--actor-index", str(index)),
+            when_done=WhenDone.IS_FINE,
+            stop_within_s=30.0,
+            num_gpus=actor_gpus,
+            **shared,
+        )
+        for index in range(config.pipeline.actors)
+    ]
+    learner = Role(
+        name="learner",
+        command=(*LUDIC, "train", folder, "--resume"),  # also for a new run: launch has written the folder's config
+        when_done=WhenDone.ENDS_ALL,
+        stop_within_s=600.0,  # it finishes its update and saves
+        num_gpus=learner_gpus,
+        **shared,
+    )
+    return [*helpers, learner, *actors]
 
-    with RayProcesses(run.folder / LOGS, address) as processes:
-        return _supervised(run, roles, processes.start)
+
+def redis_role(folder: Path, socket: Path) -> Role:
+    """Redis on a socket of this user only. appendfsync=always: with `everysec`, kill -9 loses acknowledged writes."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise ConfigError(
+            "There is no redis-server on the PATH to start. Install it (apt-get install redis-server, brew install redis), or give "
+            f"one that runs: --redis redis://HOST:6379/0, or ${REDIS_VARIABLE}."
+        )
+    data = (folder / REDIS).absolute()
+    flags = {
+        "--port": "0", "--unixsocket": str(socket), "--unixsocketperm": "700", "--dir": str(data), "--save": "",
+        "--appendonly": "yes", "--appendfsync": "always", "--loglevel": "warning",
+    }  # fmt: skip
+    return Role(name="redis", command=(program, *(part for flag in flags.items() for part in flag)), stop_within_s=30.0)
 
 
-def _supervised(run: ResolvedRun, roles: Sequence[Role], start: Callable[[Role], Running]) -> Outcome:
-    show = MergedOutput(["launch", *(role.name for role in roles)])
-    limit = RestartLimit(max_restarts=run.config.pipeline.max_restarts)
-    return Supervisor(roles, start, show=show, limit=limit).run()
+def own_socket(folder: Path) -> Path:
+    return (folder / REDIS / "redis.sock").absolute()
 
 
-def _show(run: ResolvedRun, plan: Sequence[str]) -> None:
-    print(to_toml(run.config))
-    for line in plan:
-        print(line)
-    for role in make_roles(run):
-        print(f"{role.name}: {shlex.join(role.command)}")
+@contextlib.contextmanager
+def reachable_socket(folder: Path) -> Iterator[Path]:
+    """A socket path in the run folder or, if that is too long, in a temporary folder."""
+    if len(str(own_socket(folder))) <= _LONGEST_SOCKET:
+        yield own_socket(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="ludic-redis-") as place:
+        yield Path(place) / "redis.sock"
+
+
+def _threads(run: ResolvedRun) -> dict[str, str]:
+    """Divide the cores among the processes, which would otherwise compete for all of them."""
+    if "OMP_NUM_THREADS" in os.environ or run.config.model.threads is not None:
+        return {}
+    share = (os.cpu_count() or 1) // (run.config.pipeline.actors + 1)
+    return {"OMP_NUM_THREADS": str(max(1, share))}

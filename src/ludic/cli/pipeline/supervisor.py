@@ -1,7 +1,7 @@
 """Supervises long-running roles: starts them, shows their output, restarts dead ones, stops them in order.
 
-A role is a process of the pipeline: Redis, a server, the learner, an actor. roles.py says what they run, processes.py and ray.py
-start them. One thread polls all of them ten times a second. A role that dies too often ends the whole pipeline.
+A role is a process of the pipeline: Redis, a server, the learner, an actor. launch.py says what they run, processes.py starts them.
+One thread polls all of them ten times a second. A role that dies too often ends the whole pipeline.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class WhenDone(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """A process to keep running."""
+    """A process of the run to keep running."""
 
     name: str
     command: tuple[str, ...]
@@ -58,15 +58,12 @@ class Running(Protocol):
 
     def poll(self) -> int | None:
         """The exit code (128 + n for signal n), or None while it runs."""
-        ...
 
     def read(self) -> bytes:
         """Output since the last call."""
-        ...
 
     def terminate(self) -> None:
         """Request a stop without waiting."""
-        ...
 
     def kill(self) -> None: ...
 
@@ -137,7 +134,10 @@ class Supervisor:
                 self._show("launch", f"{self._outcome.reason} Stopping.")
                 self._stop_in_order()
             finally:  # also if printing a line failed (a closed terminal)
-                self._kill_the_rest()
+                for managed in self._managed:
+                    if managed.running is not None:
+                        managed.running.kill()
+                        managed.running = None
         return self._outcome
 
     # --- running ---
@@ -170,18 +170,18 @@ class Supervisor:
         managed.deaths.append(now)
         while managed.deaths[0] < now - limit.within_s:
             managed.deaths.popleft()
-        num_deaths = len(managed.deaths)
+        num_deaths, name = len(managed.deaths), managed.role.name
         if num_deaths > limit.max_restarts:
-            self._outcome = Outcome(
-                1,
-                f"{managed.role.name} {how_it_ended(code)} and has died {num_deaths} times within {limit.within_s:g} s, more than "
-                f"max_restarts = {limit.max_restarts} allows; {_quoted(managed)}",
+            reason = (
+                f"{name} {how_it_ended(code)} and has died {num_deaths} times within {limit.within_s:g} s, more than "
             )
+            reason += f"max_restarts = {limit.max_restarts} allows; {_quoted(managed)}"
+            self._outcome = Outcome(1, reason)
             return
         delay = limit.delay_s * 2 ** (num_deaths - 1)
         managed.start_at = now + delay
         again = f"restart {num_deaths} of at most {limit.max_restarts}"
-        self._show("launch", f"{managed.role.name} {how_it_ended(code)}; {again} in {delay:g} s.")
+        self._show("launch", f"{name} {how_it_ended(code)}; {again} in {delay:g} s.")
 
     # --- the end ---
 
@@ -203,12 +203,6 @@ class Supervisor:
         elif now > managed.asked_at + managed.role.stop_within_s:
             self._show("launch", f"{managed.role.name} did not stop within {managed.role.stop_within_s:g} s; killed.")
             running.kill()
-
-    def _kill_the_rest(self) -> None:
-        for managed in self._managed:
-            if managed.running is not None:
-                managed.running.kill()
-                managed.running = None
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import types
 import pytest
 import verifiers.v1 as vf
 
-from ludic.cli.scripted import scripted_protocol
+from ludic.cli.play import scripted_protocol
 from ludic.envs.adapters.verifiers import VerifiersEnv
 from ludic.envs.check import check_env
 from ludic.interaction import MultiAgentProtocol

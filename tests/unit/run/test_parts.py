@@ -186,12 +186,12 @@ def _gradient_size(loss: Loss, length: int) -> float:
 
 
 def test_reduction_can_be_chosen():
-    assert make_algorithm(resolved("tic_tac_toe")).loss.reduction == "token_mean"
-    assert make_algorithm(resolved("tic_tac_toe", reduction="sample_sum")).loss.reduction == "sample_sum"
+    assert make_algorithm(resolved("tic_tac_toe")).loss.reduction.kind == "token_mean"
+    assert make_algorithm(resolved("tic_tac_toe", reduction="sample_sum")).loss.reduction.kind == "sample_sum"
     paper = resolved("tic_tac_toe", algo_set={"length_normalize": True})
-    assert make_algorithm(paper).loss.reduction == "sample_mean"
+    assert make_algorithm(paper).loss.reduction.kind == "sample_mean"
     constant = resolved("tic_tac_toe", algo="dr_grpo", algo_set={"constant_length": 64})
-    assert make_algorithm(constant).loss.reduction == "constant"
+    assert make_algorithm(constant).loss.reduction.kind == "constant"
     with pytest.raises(ConfigError, match="gspo takes a mean by its own rule"):
         resolved("tic_tac_toe", algo="gspo", reduction="token_mean")
 

@@ -167,21 +167,35 @@ class LocalEngine:
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
         """One completion. Cancelling the awaiting task removes the request from the batch."""
-        async with contextlib.aclosing(self._chunks(request, is_streamed=False)) as chunks:
-            response = (await anext(chunks)).response
-        assert response is not None, "the only chunk is the last one"
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[None] = (
+            loop.create_future()
+        )  # cheaper for many short requests than a stream of one chunk
+
+        def settle(error: BaseException | None) -> None:
+            if not answer.done():
+                answer.set_exception(error) if error is not None else answer.set_result(None)
+
+        def deliver(sequence: Sequence, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop and its waiting task are gone
+                loop.call_soon_threadsafe(settle, error)
+
+        sequence = self._submit(request, deliver)
+        try:
+            await answer
+        except asyncio.CancelledError:
+            self._cancel(sequence)
+            raise
+        response = sequence.response(self._decode)
         if not request.return_.return_chosen_logprobs:
             response.completion_logprobs = None
         return response, {}
 
-    def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
         """The same completion in chunks as they are sampled; the last chunk also holds the whole.
 
         Closing the generator early removes the request from the batch: iterate within `contextlib.aclosing`.
         """
-        return self._chunks(request, is_streamed=True)
-
-    async def _chunks(self, request: TokenCompletionRequest, is_streamed: bool) -> AsyncGenerator[TokenChunk, None]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[list[int], list[float], bool, BaseException | None]] = asyncio.Queue()
         num_sent = 0
@@ -198,8 +212,7 @@ class LocalEngine:
             if sequence.finish_reason is None:  # the last token comes with the response
                 post(sequence, False, None)
 
-        deliver = lambda sequence, error: post(sequence, True, error)  # noqa: E731
-        sequence = self._submit(request, deliver, on_token if is_streamed else None)
+        sequence = self._submit(request, lambda sequence, error: post(sequence, True, error), on_token)
         is_last = False
         try:
             while not is_last:
@@ -210,9 +223,7 @@ class LocalEngine:
                 yield TokenChunk(token_ids=ids, logprobs=logprobs, response=response)
         finally:
             if not is_last:
-                with self._changed:
-                    sequence.is_cancelled = True
-                    self._changed.notify_all()
+                self._cancel(sequence)
 
     async def score_tokens(
         self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
@@ -335,6 +346,11 @@ class LocalEngine:
                 f"The prompt has token ids from {ids.min()} to {ids.max()}, but the model knows 0 to {self.vocab_size - 1}. "
                 "Check that the tokenizer belongs to this model."
             )
+
+    def _cancel(self, sequence: Sequence) -> None:
+        with self._changed:
+            sequence.is_cancelled = True
+            self._changed.notify_all()
 
     def _refusal(self) -> EngineClosed | None:
         """Why no request is answered; a new exception for each request, since tracebacks of different tasks must not mix."""

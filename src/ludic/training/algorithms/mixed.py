@@ -48,7 +48,7 @@ def mix_objectives(
 
 
 def _routed(algorithms: Mapping[str, RLAlgorithm], default: str | None) -> Preprocess:
-    """Each algorithm's own hook on its own samples; what the hooks say of them goes under the objective's name."""
+    """Each algorithm's preprocessing on its samples; what it adds to the batch's meta goes under the objective's name."""
 
     def preprocess(batch: SAWBatch) -> SAWBatch:
         members = _members(batch, algorithms, default)

@@ -16,7 +16,6 @@ from ludic.training.credit_assignment.group import (
 from ludic.training.credit_assignment.grouping import returns_to_go
 from ludic.training.credit_assignment.returns import ConstantCredit, EpisodicReturn, MonteCarloReturn, PerStepReward
 from ludic.training.credit_assignment.shaping import (
-    CreditModifier,
     KLCreditModifier,
     PotentialFn,
     PotentialShaping,
@@ -38,7 +37,6 @@ __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn",
     "HybridNormalizedReturn", "LeaveOneOutReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
     "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker",
-    "GAE", "ValueFn", "gae",
-    "CreditModifier", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "Relabelled", "Relabel", "with_turn_rewards",
+    "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "Relabelled", "Relabel", "with_turn_rewards",
     "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -131,15 +131,9 @@ def info_potential(key: str, *, start: float = 0.0) -> PotentialFn:
     return potential
 
 
-class CreditModifier(Protocol):
-    """A preprocess hook that changes the weights of samples, token by token, and nothing else."""
-
-    def __call__(self, batch: SAWBatch) -> SAWBatch: ...
-
-
 @dataclass(frozen=True, slots=True)
 class KLCreditModifier:
-    """Adds coeff · (log π_teacher − log π_old) of each action token to its weight.
+    """A preprocess hook that adds coeff · (log π_teacher − log π_old) of each action token to its weight.
 
     The difference is a constant, fixed when the token was sampled: the gradient of log π − log π_teacher itself, over tokens
     that π sampled, has expectation zero.

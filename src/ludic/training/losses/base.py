@@ -143,23 +143,26 @@ def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entr
     if with_entropy:
         log_probs = torch.log_softmax(chosen.float(), dim=-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
+    weight_B = batch["weight"].detach().double()  # in float32 the mean of equal weights can miss them
+    facts = BatchFacts(
+        num_items=ids.shape[0],
+        num_tokens=rows.shape[0],
+        weight_mean=float(weight_B.mean()),
+        weight_std=spread_of(weight_B.cpu().numpy()),
+    )
     tokens = ActionTokens(
         logps=selective_log_softmax(chosen, ids[rows, columns + 1]),
         weights=weight,
         item_index=rows,
         num_items=ids.shape[0],
-        facts=_facts(batch["weight"], rows.shape[0]),
+        facts=facts,
         old_logps=_at_actions(batch, "actor_logps", rows, columns),
         ref_logps=_at_actions(batch, "ref_logps", rows, columns),
         entropy=entropy,
     )
-    return tokens if tokens.old_logps is not None else _with_sample_logps(tokens, batch)
-
-
-def _with_sample_logps(tokens: ActionTokens, batch: Mapping[str, Tensor]) -> ActionTokens:
-    """Where only the sum over a sample is known: the difference is spread over its tokens, which leaves the sum exact."""
-    if "old_logp_action" not in batch:
+    if tokens.old_logps is not None or "old_logp_action" not in batch:
         return tokens
+    # Only the sum over a sample is known: the difference is spread over its tokens, which leaves the sum exact.
     current = tokens.logps.detach()
     difference_B = (batch["old_logp_action"] - tokens.item_sum(current)) / tokens.lengths
     return replace(tokens, old_logps=current + tokens.spread(difference_B))
@@ -171,16 +174,6 @@ def _at_actions(batch: Mapping[str, Tensor], key: str, rows: Tensor, columns: Te
     if batch[key].shape != batch["input_ids"].shape:
         raise ValueError(f"{key} has shape {tuple(batch[key].shape)}, input_ids {tuple(batch['input_ids'].shape)}.")
     return batch[key][rows, columns + 1]
-
-
-def _facts(weight_B: Tensor, num_tokens: int) -> BatchFacts:
-    weight_B = weight_B.detach().double()  # in float32 the mean of equal weights can miss them
-    return BatchFacts(
-        num_items=weight_B.shape[0],
-        num_tokens=num_tokens,
-        weight_mean=float(weight_B.mean()),
-        weight_std=spread_of(weight_B.cpu().numpy()),
-    )
 
 
 def named(kind: type[_E], value: _E | str, setting: str) -> _E:

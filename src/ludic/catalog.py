@@ -3,7 +3,7 @@
 Pure data. Targets are "module:attribute" strings, so that listing them imports nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -34,7 +34,8 @@ class Suggested:
 class Entry:
     """One part: of this catalogue, or of a package whose entry point names it."""
 
-    target: str
+    target: str | Callable[..., Any]
+    """The factory, or "module:attribute", imported on first use."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for a small instance, if the entry needs arguments; docs and tests use them."""
     bind: bool = False

@@ -45,21 +45,13 @@ _HOME = "ludic/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EntrySpec:
+class EntrySpec(Entry):
     """One registered part."""
 
     id: str
     kind: str
-    target: str | Callable[..., Any]
-    """The factory, or "module:attribute", imported on first use."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments given at registration; those given to `make` win."""
-    example: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for a small instance, for parts that need arguments."""
-    bind: bool = False
-    """The target is the part itself and not its factory."""
-    suggested: Suggested = field(default_factory=Suggested)
-    """Suggested settings of an env."""
 
     def load(self) -> Callable[..., Any]:
         if not isinstance(self.target, str):

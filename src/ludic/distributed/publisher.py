@@ -54,8 +54,8 @@ class SharedWeightsPublisher:
         held = {id(parameter) for parameter in self._engine.model.parameters()}
         if not any(id(parameter) in held for parameter in model.parameters() if parameter.requires_grad):
             raise ConfigError(
-                "The engine of this SharedWeightsPublisher does not hold the trained model, so its samples would never change. "
-                "Give LocalEngine and Trainer the same model object."
+                "The inference engine of this SharedWeightsPublisher does not hold the trained model, so its samples would never "
+                "change. Give LocalEngine and Trainer the same model object."
             )
 
     def publish(self, state_dict: Mapping[str, Any], version: int | None = None) -> None:

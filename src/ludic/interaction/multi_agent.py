@@ -37,7 +37,7 @@ class MultiAgentProtocol(InteractionProtocol):
         if not agents:
             raise ConfigError("MultiAgentProtocol needs at least one agent: agents={id: agent, …}.")
         if len({id(agent) for agent in agents.values()}) != len(agents):
-            raise ConfigError("Two roles share one Agent object; each needs its own, since an agent has a memory.")
+            raise ConfigError("Two agent ids share one Agent object; each needs its own, since an agent has a memory.")
         self.agents = dict(agents)
         self.external_tool_handler = external_tool_handler
         self.external_tool_timeout_s = external_tool_timeout_s
@@ -124,7 +124,7 @@ class MultiAgentProtocol(InteractionProtocol):
         unknown = sorted(set(self.agents) - set(env.agent_ids))
         if unknown:
             raise ConfigError(
-                f"MultiAgentProtocol manages {unknown}, but {type(env).__name__} has the roles {list(env.agent_ids)}."
+                f"MultiAgentProtocol manages {unknown}, but {type(env).__name__} has the agents {list(env.agent_ids)}."
             )
 
 

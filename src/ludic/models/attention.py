@@ -146,7 +146,7 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         model.config._attn_implementation = before
         raise ConfigError(
-            f"{type(model).__name__} cannot be served by the embedded engine: its attention does not go through "
+            f"{type(model).__name__} cannot be served by the embedded inference engine: its attention does not go through "
             f"transformers' AttentionInterface, or not in the usual way ({error}). Serve it with vLLM."
         ) from error
     return tuple(probe.heads[layer] for layer in range(config.num_hidden_layers))

@@ -1,4 +1,4 @@
-"""A control plane and a communicator whose servers are in this process; they write down what happened."""
+"""Servers in this process that record the calls: one for a control plane and a communicator of its own, and fake vLLM servers."""
 
 import torch
 
@@ -87,3 +87,32 @@ class MemoryCommunicator:
 
     def release(self) -> None:
         self.server.do("release")
+
+
+class FakeServers:
+    """Answers the control calls of vLLM with Ludic's extension, and records them."""
+
+    def __init__(self, *servers: str) -> None:
+        self.servers = list(servers or ["http://127.0.0.1:1"])
+        self.log: list[tuple[str, str]] = []
+        self.version = dict.fromkeys(self.servers, "default")
+        self.paused = dict.fromkeys(self.servers, False)
+        self.failures: list[tuple[str, str, Exception]] = []
+        """(server, call, error), each raised once."""
+
+    def calls(self, server: str | None = None) -> list[str]:
+        return [call for where, call in self.log if where == (server or self.servers[0])]
+
+    def maybe_fail(self, server: str, call: str) -> None:
+        for failure in self.failures:
+            if failure[:2] == (server, call):
+                self.failures.remove(failure)
+                raise failure[2]
+
+    async def control_post(self, server, path, body=None, params=None, timeout_s=1.0):
+        call = body["method"].removeprefix("ludic_") if path == "/collective_rpc" else path
+        self.log.append((server, call))
+        self.maybe_fail(server, call)
+        if call in ("/pause", "/resume"):
+            self.paused[server] = call == "/pause"
+        return self.answer(server, call, body, params)

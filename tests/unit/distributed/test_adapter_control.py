@@ -10,30 +10,26 @@ from ludic.distributed.publish.adapter import base_parameters
 from ludic.inference.vllm.transfer import checksum
 from ludic.models.tiny import tiny_llama
 from ludic.types import ConfigError
+from tests.unit.distributed.in_memory import FakeServers
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
 
 FIRST, SECOND = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
 
-class FakeServers:
-    """Answer like vLLM with our extension, and keep what was asked."""
+class AdapterServers(FakeServers):
+    """Two servers that load the pushed adapter."""
 
     def __init__(self, model, *, max_rank: int | None = 8) -> None:
-        self.servers = [FIRST, SECOND]
+        super().__init__(FIRST, SECOND)
         self.shapes = {name: list(weight.shape) for name, weight in base_parameters(model).items()}
         self.limits = None if max_rank is None else {"max_rank": max_rank}
-        self.log: list[tuple[str, str]] = []
-        self.version = dict.fromkeys(self.servers, "default")
-        self.paused = dict.fromkeys(self.servers, False)
         self.registered: dict[str, dict[str, str]] = {server: {} for server in self.servers}
         self.adopted: dict[str, list[str]] = {server: [] for server in self.servers}
         self.left_out: list[str] = []
-        self.failures: list[tuple[str, str]] = []
-        """(server, call); each fails once."""
 
-    def calls(self, server: str) -> list[str]:
-        return [call for where, call in self.log if where == server]
+    def fail(self, server: str, call: str, times: int = 1) -> None:
+        self.failures = [(server, call, RuntimeError("it broke")) for _ in range(times)]
 
     def restart(self, server: str) -> None:
         self.version[server], self.registered[server], self.adopted[server] = "default", {}, []
@@ -48,17 +44,10 @@ class FakeServers:
             ]
         }
 
-    async def control_post(self, server, path, body=None, params=None, timeout_s=1.0):
-        call = body["method"].removeprefix("ludic_") if path == "/collective_rpc" else path
-        self.log.append((server, call))
-        if (server, call) in self.failures:
-            self.failures.remove((server, call))
-            raise RuntimeError("it broke")
-        return {"results": [self._answer(server, call, body)]}
+    def answer(self, server, call, body, params):
+        return {"results": [self._result(server, call, body)]}
 
-    def _answer(self, server, call, body):
-        if call in ("/pause", "/resume"):
-            self.paused[server] = call == "/pause"
+    def _result(self, server, call, body):
         if call == "/update_weight_version":
             self.version[server] = body["new_version"]
         if call == "/v1/load_lora_adapter":
@@ -89,7 +78,7 @@ def make(servers, model, **settings) -> VllmAdapterPublisher:
 
 def test_an_adapter_is_registered_once_and_then_replaced(model, tmp_path):
     """vLLM's own load_inplace would be carried by every later request."""
-    servers = FakeServers(model)
+    servers = AdapterServers(model)
     publisher = make(servers, model, folder=tmp_path)
     publisher.publish({}, version=1)
     assert servers.registered[FIRST] == {"policy": str(tmp_path / "policy")}
@@ -105,7 +94,7 @@ def test_an_adapter_is_registered_once_and_then_replaced(model, tmp_path):
 
 
 def test_a_restarted_server_gets_the_adapter_registered_again(model, tmp_path):
-    servers = FakeServers(model)
+    servers = AdapterServers(model)
     publisher = make(servers, model, folder=tmp_path)
     publisher.publish({}, version=3)
     assert publisher.is_current(3)
@@ -119,17 +108,17 @@ def test_a_restarted_server_gets_the_adapter_registered_again(model, tmp_path):
 
 
 def test_a_server_that_fails_once_is_tried_again(model):
-    servers = FakeServers(model)
-    servers.failures = [(SECOND, "/v1/load_lora_adapter")]
+    servers = AdapterServers(model)
+    servers.fail(SECOND, "/v1/load_lora_adapter")
     make(servers, model).publish({}, version=1)
     assert servers.version == {FIRST: "1", SECOND: "1"} and not any(servers.paused.values())
 
 
 def test_a_load_that_fails_on_one_server_changes_no_version(model):
-    servers = FakeServers(model)
+    servers = AdapterServers(model)
     publisher = make(servers, model)
     publisher.publish({}, version=1)
-    servers.failures = [(SECOND, "replace_adapter")] * 2
+    servers.fail(SECOND, "replace_adapter", times=2)
     with pytest.raises(WeightPushError, match=rf"two attempts.*{SECOND}.*it broke.*stay paused"):
         publisher.publish({}, version=2)
     assert servers.version == {FIRST: "1", SECOND: "1"} and all(servers.paused.values())
@@ -146,14 +135,14 @@ def test_a_load_that_fails_on_one_server_changes_no_version(model):
     ids=["no LoRA", "rank"],
 )
 def test_error_names_a_server_without_suitable_lora_settings_before_the_pause(model, settings, message):
-    servers = FakeServers(model, **settings)
+    servers = AdapterServers(model, **settings)
     with pytest.raises(ConfigError, match=message):
         make(servers, model).publish({}, version=1)
     assert "/pause" not in servers.calls(FIRST)
 
 
 def test_a_module_that_a_server_does_not_load_is_an_error(model):
-    servers = FakeServers(model)
+    servers = AdapterServers(model)
     servers.left_out = ["model.layers.0.self_attn.q_proj"]
     with pytest.raises(ConfigError, match=r"no place for .* such as model\.layers\.0\.self_attn\.q_proj"):
         make(servers, model).publish({}, version=1)
@@ -161,14 +150,14 @@ def test_a_module_that_a_server_does_not_load_is_an_error(model):
 
 
 def test_a_base_of_another_shape_is_an_error(model):
-    servers = FakeServers(model)
+    servers = AdapterServers(model)
     servers.shapes["model.norm.weight"] = [3]
     with pytest.raises(ConfigError, match=r"base is not the model .* model\.norm\.weight has shape \[16\]"):
         make(servers, model).publish({}, version=1)
 
 
 def test_two_versions_are_kept_and_the_link_points_to_the_newest(model, tmp_path):
-    publisher = make(FakeServers(model), model, folder=tmp_path)
+    publisher = make(AdapterServers(model), model, folder=tmp_path)
     for version in range(5):
         publisher.publish({}, version=version)
     folders = sorted(path for path in tmp_path.iterdir() if not path.is_symlink())
@@ -178,12 +167,12 @@ def test_two_versions_are_kept_and_the_link_points_to_the_newest(model, tmp_path
 
 
 def test_a_failed_push_keeps_the_files_of_the_served_version(model, tmp_path):
-    servers = FakeServers(model)
+    servers = AdapterServers(model)
     publisher = make(servers, model, folder=tmp_path)
     publisher.publish({}, version=1)
     served = (tmp_path / "policy").resolve()
     for version in (2, 3):
-        servers.failures = [(FIRST, "try_adapter")] * 2
+        servers.fail(FIRST, "try_adapter", times=2)
         with pytest.raises(WeightPushError, match="continue with their previous weights"):
             publisher.publish({}, version=version)
     assert (tmp_path / "policy").resolve() == served and (served / "adapter_model.safetensors").is_file()

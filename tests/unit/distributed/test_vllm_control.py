@@ -10,39 +10,36 @@ from ludic.distributed.publish.vllm import FileCommunicator, SharedMemoryCommuni
 from ludic.distributed.publish.vllm_control import VllmControlPlane, misfit
 from ludic.inference.vllm.transfer import Bucket, checksum, sampled, unpack
 from ludic.types import ConfigError
+from tests.unit.distributed.in_memory import FakeServers
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.arange(4.0)}
-ORDER = ["/pause", "forget", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+ORDER = [
+    "/pause",
+    "forget_update",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+]
 
 
-class FakeServers:
-    """Answers like vLLM with our extension, and keeps what was asked."""
+class WeightServers(FakeServers):
+    """Servers that load the pushed weights."""
 
     def __init__(self, *servers: str) -> None:
-        self.servers = list(servers or ["http://127.0.0.1:1"])
-        self.log: list[tuple[str, str]] = []
-        self.version = dict.fromkeys(self.servers, "default")
-        self.paused = dict.fromkeys(self.servers, False)
+        super().__init__(*servers)
         self.received: dict[str, dict[str, torch.Tensor]] = {server: {} for server in self.servers}
         self.checksums: dict[str, dict[str, int]] = {server: {} for server in self.servers}
-        self.failures: list[tuple[str, str, Exception]] = []
-        """(server, call, error), each raised once."""
         self.unreadable: list[str] = []
         self.keeps_cache = False
         self.differing: list[str] = []
         self.pause_mode = ""
 
-    def calls(self, server: str | None = None) -> list[str]:
-        return [call for where, call in self.log if where == (server or self.servers[0])]
-
     async def control_get(self, server, path, params=None, timeout_s=1.0):
-        self._maybe_fail(server, path)
+        self.maybe_fail(server, path)
         return {"/weight_info": {"weight_version": self.version[server]}, "/get_world_size": {"world_size": 1}}[path]
 
-    async def control_post(self, server, path, body=None, params=None, timeout_s=1.0):
-        call = body["method"].removeprefix("ludic_").removesuffix("_update") if path == "/collective_rpc" else path
-        self.log.append((server, call))
-        self._maybe_fail(server, call)
+    def answer(self, server, call, body, params):
         if call == "parameters":
             return {"results": [{name: list(w.shape) for name, w in WEIGHTS.items()}]}
         if call == "unreadable":
@@ -52,20 +49,12 @@ class FakeServers:
         if call == "/reset_prefix_cache":
             return {"success": not self.keeps_cache}
         if call == "/pause":
-            self.pause_mode, self.paused[server] = params["mode"], True
-        if call == "/resume":
-            self.paused[server] = False
+            self.pause_mode = params["mode"]
         if call == "/update_weights":
             self._take(server, body["update_info"])
         if call == "/finish_weight_update":
             self.version[server] = body["weight_version"]
         return {"results": [None]}
-
-    def _maybe_fail(self, server: str, call: str) -> None:
-        for failure in self.failures:
-            if failure[:2] == (server, call):
-                self.failures.remove(failure)
-                raise failure[2]
 
     def _take(self, server: str, info: dict) -> None:
         bucket, source = Bucket.from_json(info["bucket"]), info["source"]
@@ -83,7 +72,7 @@ class FakeServers:
                 self.checksums[server][name] = checksum(weight)
 
 
-def make(servers: FakeServers, **settings) -> BroadcastPolicyPublisher:
+def make(servers: WeightServers, **settings) -> BroadcastPolicyPublisher:
     publisher = create_vllm_publisher(servers, **{"wait_s": 0.0, **settings})
     assert isinstance(publisher, BroadcastPolicyPublisher)
     return publisher
@@ -91,7 +80,7 @@ def make(servers: FakeServers, **settings) -> BroadcastPolicyPublisher:
 
 @pytest.mark.parametrize("transport", ["file", "shared_memory"])
 def test_weights_are_staged_before_the_pause_and_removed_afterwards(transport, tmp_path):
-    servers = FakeServers()
+    servers = WeightServers()
     make(servers, transport=transport, folder=tmp_path, pause="wait").publish(WEIGHTS, version=5)
     assert servers.calls() == ["parameters", "unreadable", *ORDER, "received", "/resume"]
     assert servers.pause_mode == "wait"
@@ -101,7 +90,7 @@ def test_weights_are_staged_before_the_pause_and_removed_afterwards(transport, t
 
 
 def test_all_servers_complete_a_step_before_the_next_begins():
-    servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
+    servers = WeightServers("http://127.0.0.1:1", "http://127.0.0.1:2")
     make(servers).publish(WEIGHTS, version=2)
     kinds = [call for _, call in servers.log]
     assert kinds[::2] == kinds[1::2], "each step on both before the next on either"
@@ -110,7 +99,7 @@ def test_all_servers_complete_a_step_before_the_next_begins():
 
 
 def test_policy_version_is_the_lowest_of_all_servers():
-    servers = FakeServers("http://a:1", "http://b:1")
+    servers = WeightServers("http://a:1", "http://b:1")
     control = VllmControlPlane(servers)
     servers.version = {"http://a:1": "7", "http://b:1": "5"}
     assert control.policy_version() == 5
@@ -120,7 +109,7 @@ def test_policy_version_is_the_lowest_of_all_servers():
 
 def test_a_fresh_server_does_not_have_version_0():
     """Its folder may hold other weights than those that were published as version 0."""
-    servers = FakeServers("http://a:1", "http://b:1")
+    servers = WeightServers("http://a:1", "http://b:1")
     control = VllmControlPlane(servers)
     assert not control.has_version(0)
     servers.version = {"http://a:1": "0", "http://b:1": "0"}
@@ -130,7 +119,7 @@ def test_a_fresh_server_does_not_have_version_0():
 
 
 def test_policy_version_raises_if_a_server_is_down():
-    servers = FakeServers()
+    servers = WeightServers()
     servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
     with pytest.raises(WeightPushError, match="refused"):
         VllmControlPlane(servers).policy_version()
@@ -145,14 +134,14 @@ def test_policy_version_raises_if_a_server_is_down():
     ],
 )
 def test_weights_of_another_model_are_refused_before_any_change(weights, message):
-    servers = FakeServers()
+    servers = WeightServers()
     with pytest.raises(ConfigError, match=message):
         make(servers).publish(weights, version=1)
     assert servers.calls() == ["parameters"]
 
 
 def test_a_refused_control_token_is_a_config_error():
-    servers = FakeServers()
+    servers = WeightServers()
     servers.failures = [(servers.servers[0], "parameters", ConfigError("401: wrong control token"))]
     with pytest.raises(ConfigError, match="401"):
         make(servers).publish(WEIGHTS, version=1)
@@ -160,7 +149,7 @@ def test_a_refused_control_token_is_a_config_error():
 
 
 def test_a_folder_that_a_server_cannot_read_is_refused_before_the_pause(tmp_path):
-    servers = FakeServers()
+    servers = WeightServers()
     servers.unreadable = ["/elsewhere/bucket"]
     with pytest.raises(ConfigError, match="cannot read /elsewhere/bucket. Give a folder="):
         make(servers, transport="file", folder=tmp_path).publish(WEIGHTS, version=1)
@@ -170,7 +159,7 @@ def test_a_folder_that_a_server_cannot_read_is_refused_before_the_pause(tmp_path
 
 @pytest.mark.parametrize("call", ["/pause", *ORDER[2:], "received", "/resume"])
 def test_a_failed_call_is_retried_with_a_complete_second_push(call):
-    servers = FakeServers()
+    servers = WeightServers()
     servers.failures = [(servers.servers[0], call, RuntimeError("500: loader"))]
     make(servers).publish(WEIGHTS, version=4)
     assert servers.version[servers.servers[0]] == "4"
@@ -179,7 +168,7 @@ def test_a_failed_call_is_retried_with_a_complete_second_push(call):
 
 
 def test_half_loaded_servers_stay_paused():
-    servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
+    servers = WeightServers("http://127.0.0.1:1", "http://127.0.0.1:2")
     broken = ("http://127.0.0.1:2", "/update_weights", RuntimeError("500: no such layer"))
     servers.failures = [broken, (*broken[:2], RuntimeError("500: no such layer"))]
     with pytest.raises(
@@ -191,7 +180,7 @@ def test_half_loaded_servers_stay_paused():
 
 
 def test_servers_resume_with_their_weights_if_nothing_was_loaded():
-    servers = FakeServers("http://127.0.0.1:1", "http://127.0.0.1:2")
+    servers = WeightServers("http://127.0.0.1:1", "http://127.0.0.1:2")
     servers.failures = [("http://127.0.0.1:2", "/pause", TimeoutError("slow")) for _ in range(2)]
     with pytest.raises(WeightPushError, match="continue with their previous weights"):
         make(servers).publish(WEIGHTS, version=4)
@@ -200,7 +189,7 @@ def test_servers_resume_with_their_weights_if_nothing_was_loaded():
 
 
 def test_a_kept_prefix_cache_and_unloaded_weights_are_errors():
-    servers = FakeServers()
+    servers = WeightServers()
     servers.keeps_cache = True
     with pytest.raises(WeightPushError, match="kept its prefix cache"):
         make(servers).publish(WEIGHTS, version=4)
@@ -211,14 +200,14 @@ def test_a_kept_prefix_cache_and_unloaded_weights_are_errors():
 
 
 def test_publish_waits_for_a_restarting_server():
-    servers = FakeServers()
+    servers = WeightServers()
     servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("starting")) for _ in range(2)]
     make(servers, wait_s=30.0).publish(WEIGHTS, version=4)
     assert servers.version[servers.servers[0]] == "4"
 
 
 def test_error_for_a_stopped_server_names_the_waiting_time():
-    servers = FakeServers()
+    servers = WeightServers()
     servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
     with pytest.raises(WeightPushError, match="Waited 0 s"):
         make(servers).publish(WEIGHTS, version=4)
@@ -226,15 +215,15 @@ def test_error_for_a_stopped_server_names_the_waiting_time():
 
 
 def test_auto_transport_is_shared_memory_only_on_this_machine():
-    here = VllmControlPlane(FakeServers())
-    there = VllmControlPlane(FakeServers("http://127.0.0.1:1", "http://10.0.0.1:1"))
+    here = VllmControlPlane(WeightServers())
+    there = VllmControlPlane(WeightServers("http://127.0.0.1:1", "http://10.0.0.1:1"))
     assert isinstance(make_communicator(here, "auto"), SharedMemoryCommunicator)
     assert type(make_communicator(there, "auto")).__name__ == "GroupCommunicator"
     assert is_here("http://localhost:8000") and is_here("http://[::1]:8000") and not is_here("http://node7:8000")
 
 
 def test_wrong_settings_are_refused():
-    servers = FakeServers()
+    servers = WeightServers()
     with pytest.raises(ConfigError, match="Choose from: auto, shared_memory"):
         create_vllm_publisher(servers, transport="pigeon")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="pause='stop'"):
@@ -249,14 +238,14 @@ def test_missing_memory_is_refused_before_the_pause(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    servers = FakeServers()
+    servers = WeightServers()
     with pytest.raises(ConfigError, match="no memory for .*No space left on device.*Use transport='file'"):
         make(servers, transport="shared_memory").publish(WEIGHTS, version=1)
     assert "/pause" not in servers.calls()
 
 
 def test_all_pushes_share_one_memory_block():
-    servers = FakeServers()
+    servers = WeightServers()
     publisher = make(servers, transport="shared_memory")
     publisher.publish(WEIGHTS, version=1)
     handles = set(os.listdir("/proc/self/fd"))

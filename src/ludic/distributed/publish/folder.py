@@ -106,7 +106,7 @@ class FolderFollower:
     """For an actor: its inference engine loads the newest version in the folder between two tokens of running requests."""
 
     def __init__(self, folder: str | Path, engine: InPlaceServer, model: Any = None) -> None:
-        """`model`: the model whose parameters are overwritten; default: the one that the engine serves."""
+        """`model`: the model whose parameters are overwritten; default: the one that the inference engine serves."""
         self.folder = Path(folder)
         self._engine = engine
         self._model = engine.model if model is None else model
@@ -119,7 +119,7 @@ class FolderFollower:
         return None if self._taken is None else self._taken.version
 
     def update(self) -> int | None:
-        """Load the newest version unless the engine has it; returns the loaded version."""
+        """Load the newest version unless the inference engine has it; returns the loaded version."""
         for number, file in enumerate(published_files(self.folder)):
             # Only the newest file may be older than what is served; if it cannot be read, the next ones must be newer than that.
             if file == self._taken or (number and self._taken is not None and file.version <= self._taken.version):
@@ -160,7 +160,7 @@ class FolderFollower:
             with safe_open(file.path, framework="pt") as stored:
                 names = list(stored.keys())
                 self._require_fit(file, {name: list(stored.get_slice(name).get_shape()) for name in names})
-                # Copy out of the file now: the engine must not pause for a slow disk.
+                # Copy out of the file now: the inference engine must not pause for a slow disk.
                 return {name: stored.get_tensor(name).clone() for name in names}
         except FileNotFoundError:  # deleted; a newer version exists by now
             return None

@@ -4,6 +4,6 @@
 """
 
 from ludic.tools.calculator import calculator
-from ludic.tools.tool import Tool, ToolResult, as_tool, tool_schema
+from ludic.tools.tool import Tool, ToolResult, as_tool, tool_schema, tools_from_openai, tools_to_openai
 
-__all__ = ["Tool", "ToolResult", "as_tool", "tool_schema", "calculator"]
+__all__ = ["Tool", "ToolResult", "as_tool", "tool_schema", "tools_from_openai", "tools_to_openai", "calculator"]

@@ -1,6 +1,6 @@
 """On-policy distillation by hand: weights, value, gradient, and that the expected gradient is the reverse KL's.
 
-The last is exact: every reply that a small policy can give is weighed by its probability.
+The last is exact: every reply of a small policy is weighted by its probability.
 """
 
 from itertools import product

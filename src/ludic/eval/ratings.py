@@ -136,7 +136,7 @@ def _log_likelihood(points_PP: Floats, strength_P: Floats) -> float:
 
 
 def _information(expected_PP: Floats, games_PP: Floats) -> Floats:
-    """Of Fisher, about the strengths."""
+    """Fisher information about the strengths."""
     weight_PP = games_PP * expected_PP * expected_PP.T
     information: Floats = np.diag(weight_PP.sum(axis=1)) - weight_PP
     return information

@@ -1,4 +1,4 @@
-"""Evaluating beside training: one version at a time, under its own step, and no error is lost."""
+"""Evaluation in the background of training: one version at a time, logged under its step, errors raised."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ class Gate:
 
 
 class Memory:
-    """Keeps what it is told; opens the gate when a step is logged."""
+    """Keeps the logged metrics; opens the gate when a step is logged."""
 
     def __init__(self, gate: Gate | None = None, at_step: int = -1) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []

@@ -1,4 +1,4 @@
-"""Evaluating through the real rollout stack: everything counts, nothing is left out."""
+"""Evaluation through the real rollout stack: every rollout counts."""
 
 import json
 
@@ -187,7 +187,7 @@ async def test_a_failure_does_not_make_an_ungraded_env_a_graded_one():
 
 
 class Coin(SingleAgentEnv):
-    """Ends as it is told: win, draw, loss; anything else is illegal."""
+    """Ends with the result that the reply names: win, draw, loss; anything else is illegal."""
 
     def env_reset(self, *, seed=None):
         return "call it", {}

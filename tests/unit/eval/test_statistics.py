@@ -1,4 +1,4 @@
-"""Golden numbers: each worked by hand or counted out one by one."""
+"""Golden numbers, each worked by hand or enumerated."""
 
 import itertools
 import math

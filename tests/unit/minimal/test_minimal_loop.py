@@ -99,7 +99,7 @@ class Parity:
 
 
 class Always:
-    """The rewards that it is told, one after the other."""
+    """The given rewards, one after the other."""
 
     def __init__(self, *values):
         self.values = list(values)
@@ -140,16 +140,9 @@ def trainer(reward_model, *batches, **more) -> GRPOTrainer:
 # --- advantages -----------------------------------------------------------------------------------------------
 
 
-def test_an_advantage_is_the_reward_minus_the_mean_of_its_group():
+def test_an_advantage_is_the_reward_minus_the_mean_of_its_group_and_exactly_zero_for_equal_rewards():
     assert compute_advantages([[1.0, 0.0, 0.0, 0.0], [2.0, 6.0]]) == [[0.75, -0.25, -0.25, -0.25], [-2.0, 2.0]]
-
-
-def test_advantages_are_not_divided_by_the_spread():
-    assert compute_advantages([[0.0, 0.01]]) == [[-0.005, 0.005]]
-    assert compute_advantages([[0.0, 100.0]]) == [[-50.0, 50.0]]
-
-
-def test_equal_rewards_give_advantages_of_exactly_zero():
+    assert compute_advantages([[0.0, 0.01], [0.0, 100.0]]) == [[-0.005, 0.005], [-50.0, 50.0]], "no division by spread"
     assert compute_advantages([[0.1] * 3, [1.0]]) == [[0.0] * 3, [0.0]]
 
 

@@ -1,4 +1,4 @@
-"""Tokens are the truth: what is trained on is bit for bit what the server saw and sampled, over turns and tool calls."""
+"""Training uses exactly the tokens that the server saw and sampled, over turns and tool calls."""
 
 import numpy as np
 import pytest
@@ -126,7 +126,7 @@ async def test_tool_calls_reach_the_env_and_the_conversation_goes_on_token_for_t
     assert first.text == "Let me see." and [call["id"] for call in first.tool_calls] == ["call00000"]
     assert [call["id"] for call in second.tool_calls] == ["call00001", "call00002"], "numbered over the episode"
     assert third.text == "Three." and not third.tool_calls and trajectory.is_finished
-    assert "price" in BYTES.decode(client.calls[0][0]), "the model is told of the tool"
+    assert "price" in BYTES.decode(client.calls[0][0]), "the prompt names the tool"
     (item,) = weighted_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [1.0]).items
     assert item.input_ids[item.action_mask].tolist() == [t for _, sampled in client.calls for t in sampled]
 

@@ -1,4 +1,4 @@
-"""Distillation over the whole vocabulary, through the trainer: real models, packed and cut in any way."""
+"""Distillation over the whole vocabulary through the trainer, with real models and any packing."""
 
 import numpy as np
 import pytest

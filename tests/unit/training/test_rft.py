@@ -1,4 +1,4 @@
-"""Rejection-sampling fine-tuning: what is kept, and that imitating it is learning."""
+"""Rejection-sampling fine-tuning: which samples are kept, and that it learns the bandit."""
 
 import numpy as np
 import pytest

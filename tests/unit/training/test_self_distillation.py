@@ -1,4 +1,4 @@
-"""A model that follows hints teaches itself the answers, and then needs no hints. Everything is real."""
+"""Self-distillation with a real model and trainer: a model learns answers that only its frozen copy gets as hints."""
 
 import copy
 

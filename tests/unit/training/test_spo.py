@@ -1,4 +1,4 @@
-"""SPO in use: it learns, it resumes, it hears how far the policy moves, and its gradient is quieter than GRPO's."""
+"""SPO in the trainer: learning, resume, policy drift, and a gradient with less variance than GRPO's."""
 
 import random
 from dataclasses import replace

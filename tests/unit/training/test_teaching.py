@@ -1,4 +1,4 @@
-"""A student learns from a teacher what it was never rewarded for. Everything is real: two models, two engines, a trainer."""
+"""On-policy distillation with real models, engines and a trainer: a student learns what was never rewarded."""
 
 import numpy as np
 import pytest

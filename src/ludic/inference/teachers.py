@@ -7,7 +7,7 @@ an embedded engine, `VLLMTeacher` a vLLM server's prompt log-probs.
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -25,6 +25,9 @@ from ludic.types import (
     VLLMExtensions,
     token_array,
 )
+
+if TYPE_CHECKING:  # it loads torch
+    from ludic.inference.local.engine import LocalEngine
 
 
 @runtime_checkable
@@ -48,20 +51,10 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
-class ScoringEngine(Protocol):
-    """The engine interface of a local teacher; `LocalEngine` implements it."""
-
-    tokenizer: Any
-
-    async def score_tokens(
-        self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
-    ) -> LogprobArray: ...
-
-
 class LocalTeacher:
     """The model of an embedded engine."""
 
-    def __init__(self, engine: ScoringEngine) -> None:
+    def __init__(self, engine: "LocalEngine") -> None:
         self._engine = engine
         self.tokenizer_fingerprint = tokenizer_fingerprint(engine.tokenizer)
 

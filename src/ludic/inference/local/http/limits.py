@@ -85,16 +85,12 @@ class Load:
         """Count completions in progress; refuses them before they reach the engine."""
         num, limits = len(requests), self._limits
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        if self.num_completions + num > limits.max_completions:
-            raise _busy(
-                f"{self.num_completions} completions are in progress, and {num} more would pass the limit of "
-                f"{limits.max_completions}."
-            )
-        if self.num_prompt_tokens + num_tokens > limits.max_prompt_tokens:
-            raise _busy(
-                f"The prompts in progress have {self.num_prompt_tokens} tokens, and {num_tokens} more would pass the limit "
-                f"of {limits.max_prompt_tokens}."
-            )
+        for what, held, more, limit in (
+            ("completions", self.num_completions, num, limits.max_completions),
+            ("prompt tokens", self.num_prompt_tokens, num_tokens, limits.max_prompt_tokens),
+        ):
+            if held + more > limit:
+                raise _busy(f"{held} {what} are in progress, and {more} more would pass the limit of {limit}.")
         self.num_completions += num
         self.num_prompt_tokens += num_tokens
         try:

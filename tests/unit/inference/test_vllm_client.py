@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 
 from ludic.inference.http import EndpointError
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.command import free_port
 from ludic.inference.vllm.wire import read_completion
 from ludic.types import (
     BackendExtensions,
@@ -27,14 +27,6 @@ from ludic.types import (
 )
 from ludic.types.errors import retry_wait_s
 from tests.unit.inference.vllm_fake import a_request, client_of, fake
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
 
 # --- what comes back ---
 
@@ -98,7 +90,7 @@ async def test_a_stop_token_is_part_of_the_text_and_a_stop_string_is_not():
     assert sent == [True, None, None]
 
 
-async def test_without_scale_out_the_completions_endpoint_is_used_and_that_is_found_out_once():
+async def test_without_scale_out_the_completions_endpoint_is_used_after_one_probe():
     extensions = VLLMExtensions(max_think=9, extra_body_overrides={"stop_token_ids": [5]})
     async with fake(has_generate=False, version="7") as server, client_of(server) as client:
         for _ in range(3):
@@ -113,7 +105,7 @@ async def test_without_scale_out_the_completions_endpoint_is_used_and_that_is_fo
     assert response.version_runs == (VersionRun(7, 4),)
 
 
-async def test_a_server_that_knows_no_versions_leaves_them_out():
+async def test_a_server_without_versions_gives_no_version_runs():
     async with fake(has_generate=False, has_versions=False) as server, client_of(server) as client:
         response, _ = await client.complete_tokens(a_request())
     assert response.version_runs == ()
@@ -145,7 +137,7 @@ async def test_server_failures_are_retried(fault):
     assert len(server.requests) == 3
 
 
-async def test_a_server_that_keeps_failing_fails_the_call_in_the_end():
+async def test_a_call_fails_after_the_last_retry():
     async with fake(faults=["500"] * 9) as server, client_of(server, max_retries=2) as client:
         with pytest.raises(EndpointError, match="500: fault 500 It was tried 3 times"):
             await client.complete_tokens(a_request())
@@ -160,7 +152,7 @@ async def test_a_request_that_the_server_refuses_is_not_repeated(fault):
     assert len(server.requests) == 1
 
 
-async def test_a_wrong_key_and_a_wrong_model_are_mistakes_of_the_set_up():
+async def test_a_wrong_key_and_a_wrong_model_are_config_errors():
     async with fake(faults=["401"]) as server, client_of(server) as client:
         with pytest.raises(ConfigError, match="api_key"):
             await client.complete_tokens(a_request())
@@ -206,7 +198,7 @@ def test_retry_waits_grow_differ_and_stay_below_their_limit():
 # --- too long ---
 
 
-async def test_a_prompt_that_cannot_fit_is_not_even_sent():
+async def test_a_prompt_that_cannot_fit_is_not_sent():
     async with fake() as server, client_of(server) as client:
         with pytest.raises(
             PromptTooLong, match=r"513 tokens, but the limit is 512.*509 of the prompt and max_tokens=4"
@@ -267,14 +259,14 @@ async def test_a_log_prob_that_is_missing_is_an_error():
 
 
 @pytest.mark.parametrize("has_generate", [True, False])
-async def test_a_server_that_saw_another_prompt_is_caught(has_generate):
+async def test_a_server_that_saw_another_prompt_is_an_error(has_generate):
     async with fake(has_generate=has_generate, faults=["other prompt"]) as server, client_of(server) as client:
         with pytest.raises(TokenMismatch):
             await client.complete_tokens(a_request((1, 2)))
 
 
 @pytest.mark.parametrize(("fault", "error"), [("two", EndpointError), ("page", ConfigError)])
-async def test_an_answer_of_another_shape_is_named(fault, error):
+async def test_a_malformed_answer_is_an_error(fault, error):
     async with fake(faults=[fault]) as server, client_of(server) as client:
         with pytest.raises(error, match=r"came|does not respond like vLLM"):
             await client.complete_tokens(a_request())
@@ -422,7 +414,7 @@ async def test_the_constructor_waits_for_health():
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/v1/"])
-def test_an_address_of_another_shape_is_refused(url):
+def test_a_malformed_address_is_refused(url):
     with pytest.raises(ConfigError, match="servers"):
         VLLMChatClient(servers=[url], connection_timeout_s=0)
 
@@ -450,11 +442,11 @@ def test_importing_it_needs_neither_vllm_nor_torch_nor_aiohttp():
 
 async def test_require_alive_stops_the_wait_for_a_dead_server():
     def gone() -> None:
-        raise PolicyGone("it was shot")
+        raise PolicyGone("the server process has ended")
 
     client = VLLMChatClient("127.0.0.1", free_port(), connection_timeout_s=0, wait_s=60, require_alive=gone)
-    with pytest.raises(PolicyGone, match="shot"):
+    with pytest.raises(PolicyGone, match="has ended"):
         await client.complete_tokens(a_request())
-    with pytest.raises(PolicyGone, match="shot"):
+    with pytest.raises(PolicyGone, match="has ended"):
         await client.get_policy_version()
     await client.close()

@@ -111,15 +111,15 @@ class LoopSession:
 class HttpSessions:
     """Sends requests from any event loop. `needed_for` names the feature if aiohttp is missing.
 
-    `given` holds the servers' URLs as the user wrote them, possibly with logins; requests use URLs without (`without_login`), so
-    that no message or record can show one.
+    `given` holds the servers' URLs as the user wrote them, possibly with logins, which an API key replaces; requests use URLs
+    without them (`without_login`), so that no message or record can show one.
     """
 
-    def __init__(self, headers: Mapping[str, str] | None = None, *, needed_for: str, given: Sequence[str] = ()) -> None:
-        self._headers = dict(headers or {})
+    def __init__(self, given: Sequence[str], api_key: str | None, *, needed_for: str) -> None:
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._needed_for = needed_for
         own = {origin_of(url): login for url in given if (login := login_of(url)) is not None}
-        self._logins = {} if "Authorization" in self._headers else {**known_logins(), **own}
+        self._logins = {**known_logins(), **own} if api_key is None else {}
         self._by_loop: dict[asyncio.AbstractEventLoop, LoopSession] = {}
 
     async def ask(

@@ -55,8 +55,7 @@ class OpenAIChatClient:
             )
         self.base_url = without_login(base_url).rstrip("/")
         self._retries = Retries(max_retries=max_retries, wait_s=wait_s)
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = HttpSessions(headers, needed_for="An OpenAI-compatible endpoint", given=[base_url])
+        self._http = HttpSessions([base_url], api_key, needed_for="An OpenAI-compatible endpoint")
 
     # --- for agents ---
 

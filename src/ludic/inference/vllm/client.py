@@ -95,8 +95,7 @@ class VLLMChatClient:
         self._request_timeout_s = request_timeout_s
         self._retries = Retries(max_retries=max_retries, wait_s=wait_s, longest_wait_s=_LONGEST_WAIT_S)
         self._pool = ServerPool(self.servers)
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = HttpSessions(headers, needed_for="VLLMChatClient", given=given)
+        self._http = HttpSessions(given, api_key, needed_for="VLLMChatClient")
         if connection_timeout_s > 0:
             _wait_for_health(self.servers, connection_timeout_s, self._http.login_headers)
 

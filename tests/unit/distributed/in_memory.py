@@ -1,4 +1,4 @@
-"""Servers in this process that record the calls: one for a control plane and a communicator of its own, and fake vLLM servers."""
+"""Servers in this process that record the calls: one behind a control plane and a communicator, and fake vLLM servers."""
 
 import torch
 

@@ -402,7 +402,7 @@ def test_single_agent_sync_protocol_is_an_alias():
 
 
 async def test_memory_of_a_rollout_is_linear_in_its_turns():
-    """Prompts and messages are stored once, whatever the number of turns."""
+    """Prompts and messages are stored once for any number of turns."""
 
     async def stored(num_turns: int) -> int:
         rollout = await run(["<a>inc</a>"] * num_turns, env=CountingEnv(10**9), max_steps=num_turns)

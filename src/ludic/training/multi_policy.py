@@ -24,10 +24,10 @@ async def train_policies(
     train_logger: TrainingLogger | None = None,
     stop: StopSignal | None = None,
 ) -> dict[str, float]:
-    """`num_steps` more steps of each, or until the source has no more; the last round's numbers come back.
+    """`num_steps` more steps of each, or until the source has no more; returns the last round's metrics.
 
-    Numbers are logged once a round, each under its policy's name: `first/train/loss`. `stop` (Ctrl-C sets it too) is for those
-    who want to stop the run, or to know that it was stopped.
+    Metrics are logged once a round, each under its policy's name: `first/train/loss`. `stop` ends the run when it is set, by the
+    caller or by Ctrl-C.
     """
     _check(trainers)
     stop = stop if stop is not None else StopSignal()
@@ -37,13 +37,13 @@ async def train_policies(
         train_logger.resume(first.step)
     stats: dict[str, float] = {}
     with stop.catch_signals():
-        first.stop = stop  # it is the one that waits for episodes; the others finish the round
+        first.stop = stop  # only the first waits for episodes; the others finish the round
         while (end is None or first.step < end) and not stop.is_set:
             try:
                 stats = await _round(trainers)
             except (RequestsExhausted, StopRequested) as reason:
                 logger.info("training ends at step %d: %s", first.step, reason or type(reason).__name__)
-                _say_if_apart(trainers)
+                _warn_if_steps_differ(trainers)
                 break
             if train_logger is not None:
                 train_logger.log(first.step, stats)
@@ -52,21 +52,21 @@ async def train_policies(
     return stats
 
 
-def _say_if_apart(trainers: Mapping[str, Trainer]) -> None:
-    steps = {name: trainer.step for name, trainer in trainers.items()}
-    if len(set(steps.values())) > 1:
-        logger.warning(
-            "the trainers ended at different steps, %s: requests ran out where one had nothing to train on in its part of a round "
-            "and asked for another. Their newest checkpoints are of different steps, too; common_step finds one that all have.",
-            steps,
-        )
-
-
 async def _round(trainers: Mapping[str, Trainer]) -> dict[str, float]:
     stats: dict[str, float] = {}
     for name, trainer in trainers.items():
         stats |= {f"{name}/{key}": value for key, value in (await trainer.train_step()).items()}
     return stats
+
+
+def _warn_if_steps_differ(trainers: Mapping[str, Trainer]) -> None:
+    steps = {name: trainer.step for name, trainer in trainers.items()}
+    if len(set(steps.values())) > 1:
+        logger.warning(
+            "the trainers ended at different steps, %s: requests ran out when one of them had nothing to train on and fetched "
+            "again. Their newest checkpoints are of different steps too; common_step finds one that all have.",
+            steps,
+        )
 
 
 def common_step(places: Iterable[CheckpointConfig | str | Path]) -> int | None:

@@ -102,7 +102,7 @@ def _check_facts(item: SAWItem) -> None:
     for reward in (item.origin.reward, item.origin.total_reward):
         if reward is not None and not abs(reward) <= MAX_REWARD:
             raise UntrainableSamples(
-                f"A sample says that its rollout earned {reward:g}; a reward is a finite number, up to {MAX_REWARD:g}."
+                f"A sample's rollout earned {reward:g}; a reward is a finite number, up to {MAX_REWARD:g}."
             )
     result = item.meta.get("result")
     if isinstance(result, str) and result.startswith(PREFIXES):

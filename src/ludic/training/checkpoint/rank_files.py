@@ -3,7 +3,7 @@
     step_000100/ranks/00000-000.safetensors   the first file of rank 0; a run of one process is rank 0 alone
 
 `StoredTensors` reads safetensors files, ours and those of transformers, into tensors that are sharded in any way. safetensors
-checks that a header fits the bytes of its file; what our own metadata in it says is checked here before it is used.
+checks that a header fits the bytes of its file; our own metadata in it is checked here before it is used.
 """
 
 import json

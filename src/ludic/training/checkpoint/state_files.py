@@ -35,7 +35,7 @@ _HOW = ("foreach", "fused", "capturable")
 
 
 def write_plain_state(folder: Path, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Write what JSON gives back exactly; `encoded_state` has the rest."""
+    """Write the values that JSON stores exactly; `encoded_state` has the rest."""
     plain = {name: value for name, value in state.items() if _is_exact_in_json(value)}
     finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
     write_json(folder / STATE_FILE, {"step": step, "metrics": finite, "state": plain})
@@ -250,7 +250,7 @@ class StoredOptimizer:
     def _misfit(self, why: str) -> CheckpointError:
         return CheckpointError(
             f"The optimizer in {self._folder} does not fit: {why}. Train the same parameters, in the same groups, as when it was "
-            "saved, or pass optimizer=None to go on with a fresh one."
+            "saved, or pass optimizer=None to continue with a fresh one."
         )
 
 
@@ -259,7 +259,7 @@ def read_optimizer_values(folder: Path) -> dict[str, Any]:
     values = read_values(folder, 0).get(OPTIMIZER)
     if values is None:
         raise CheckpointError(
-            f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to go on with a fresh one."
+            f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to continue with a fresh one."
         )
     if type(values) is dict and type(values.get("state")) is dict and type(values.get("param_groups")) is list:
         return values

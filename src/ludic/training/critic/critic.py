@@ -129,7 +129,7 @@ class ModelCritic:
 def _require_same(is_other: bool, then: str, *, has_now: str) -> None:
     if is_other:
         raise ConfigError(
-            f"The critic of this checkpoint is {then}, but the one to go on with {has_now}. Resume with the kind of critic that "
+            f"The critic of this checkpoint is {then}, but the one to resume with {has_now}. Resume with the kind of critic that "
             "it was trained with: make_ppo(critic=…)."
         )
 

@@ -40,7 +40,7 @@ class _Chain(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _GAE(ABC):
-    """Generalised advantage estimation; a subclass says what one step is."""
+    """Generalised advantage estimation; a subclass defines what one step is."""
 
     gamma: float = 1.0
     """Discount per step."""

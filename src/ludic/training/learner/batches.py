@@ -73,7 +73,7 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
 
 
 def prepare(batch: SAWBatch, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> PreparedBatch:
-    """Leave out what is too old, what the algorithm does not want, and what does not fit."""
+    """Leave out samples that are too old, that the algorithm's hooks drop, or that are too long."""
     num_received = len(batch.items)
     fresh = [item for item in batch.items if cfg.max_lag is None or (_lag(item, step) or 0) <= cfg.max_lag]
     kept = SAWBatch(items=fresh, meta=dict(batch.meta))
@@ -139,7 +139,7 @@ def load_data_states(algo: RLAlgorithm, source: BatchSource | None, state: Mappi
 
 
 def _parts(algo: RLAlgorithm, source: BatchSource | None) -> dict[str, Stateful]:
-    # The source last: one that works ahead knows the credit rule's state before the batches that are made again.
+    # The source last: one that works ahead restores the credit rule's state from before the batches that it makes again.
     parts: dict[str, Any] = {"credit_assigner": algo.credit_assigner, "batch_source": source}
     return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 

@@ -1,6 +1,6 @@
 """When and how a learner publishes its weights: whole, gathered from ranks, as an adapter, or shared in place.
 
-What a publisher can do is asked here alone; the rest of the learner asks `WeightUpdates`.
+Only this module asks what a publisher can do.
 """
 
 import contextlib

@@ -210,7 +210,7 @@ class TorchLearner(Learner):
         return {**stats, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def _drift_probe(self, items: list[SAWItem]) -> DriftProbe | None:
-        """For credit rules that want to know how far an update moves the policy."""
+        """For credit rules that follow how far an update moves the policy."""
         if not isinstance(self.algo.credit_assigner, FollowsDrift):
             return None
         bins = equal_micro_batches(self.policy, items, self.cfg.micro_token_budget, self.ranks)

@@ -28,10 +28,10 @@ class Closable(Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Keeps what it was told, and can forget what a resumed run will tell again."""
+    """Keeps a record, and can remove the steps that a resumed run logs again."""
 
     def resume(self, step: int) -> None:
-        """Forget what came after `step`; called once, before the first `log`."""
+        """Remove what came after `step`; called once, before the first `log`."""
         ...
 
 

@@ -114,7 +114,7 @@ async def test_server_that_does_not_record_candidates_is_refused_at_the_first_re
     sampling = replace(CUT, top_p=1.0, **settings)
     source = cut_source(ScriptedClient(["a"] * 16), make_grpo(group_size=4), ReturnSpec.for_rl(), sampling)
     (name,) = settings
-    with pytest.raises(ConfigError, match=rf"{name}=.*top_p=1, top_k=0.*embedded engine.*for_eval"):
+    with pytest.raises(ConfigError, match=rf"{name}=.*top_p=1, top_k=0.*embedded inference engine.*for_eval"):
         await source.next_batch()
 
 

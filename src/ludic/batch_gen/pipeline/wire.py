@@ -10,7 +10,8 @@ change that an older reader would misunderstand raises the major version.
 
 import math
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -131,7 +132,7 @@ def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: Wi
     group = _Group(
         **_token_fields(items, limits),
         weights=packed([item.weight for item in items], "d"),
-        metas=memoryview(encode_metas(item.meta for item in items)),
+        metas=memoryview(encode_metas([item.meta for item in items])),
         origins=memoryview(encode_origins(item.origin for item in items)),
         **_attachment_fields([item.attachments for item in items]),
         **_candidate_fields([item.attachments for item in items], limits),
@@ -169,7 +170,7 @@ def _token_fields(items: Sequence[SAWItem], limits: WireLimits) -> dict[str, Any
         raise UnwritableGroup(
             f"input_ids go from {ids.min()} to {ids.max()}; a learner reads 0 to {limits.end_of_ids - 1}."
         )
-    fits = largest <= np.iinfo(np.uint16).max
+    fits = largest <= 0xFFFF
     attention = np.concatenate([item.attention_mask for item in items])
     return {
         "lengths": packed([len(item.input_ids) for item in items], "I"),
@@ -311,7 +312,7 @@ def _items(group: _Group, limits: WireLimits) -> list[SAWItem]:
         [action[span] for span in spans],
         _weights(group, len(spans)),
         _metas(group, limits, len(spans)),
-        _attachments(group, counts, ids[action], limits),
+        _attachments(group, counts, lambda: ids[action], limits),
         _made(SampleOrigin, *decode_origins(group.origins, len(spans))),
     )
 
@@ -361,7 +362,7 @@ def _metas(group: _Group, limits: WireLimits, num_items: int) -> list[dict[str, 
 
 
 def _attachments(
-    group: _Group, counts: list[int], action_ids: TokenArray, limits: WireLimits
+    group: _Group, counts: list[int], action_ids: Callable[[], TokenArray], limits: WireLimits
 ) -> list[SampleAttachments]:
     return _made(
         SampleAttachments,
@@ -437,6 +438,10 @@ _SETTERS = {
 }
 
 
+_run_all = deque[None](maxlen=0).extend
+"""Consumes an iterator without a loop in Python."""
+
+
 def _made(kind: type[_Made], *columns: Sequence[Any]) -> list[_Made]:
     """Build objects from columns of field values, in field order, equal to what the constructor builds.
 
@@ -446,6 +451,5 @@ def _made(kind: type[_Made], *columns: Sequence[Any]) -> list[_Made]:
     made = [object.__new__(kind) for _ in columns[0]]
     for put, column in zip(_SETTERS[kind], columns, strict=True):
         assert len(column) == len(made), "every column has a value for every object"
-        for _ in map(put, made, column):
-            pass
+        _run_all(map(put, made, column))
     return made

@@ -5,7 +5,7 @@ bounded by the message itself. Everything read is a copy: nothing keeps the mess
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -111,48 +111,19 @@ def encode_mask(mask: BoolArray) -> memoryview:
 
 def decode_mask(data: memoryview, length: int, name: str) -> BoolArray:
     runs = read_any(data, U4, name)
-    if len(runs) <= _FEW_RUNS:
-        bounds = _checked_ends(runs, length, name)
-        mask = np.zeros(length, dtype=np.bool_)
-        for start, end in zip(bounds[0::2], bounds[1::2], strict=False):  # an odd run out is False, and is so already
-            mask[start:end] = True
-    else:
-        is_true = np.zeros(len(runs), dtype=np.bool_)
-        is_true[1::2] = True
-        mask = repeated(is_true, runs, length, name)
+    is_true = np.zeros(len(runs), dtype=np.bool_)
+    is_true[1::2] = True
+    mask = repeated(is_true, runs, length, name)
     mask.setflags(write=False)
     return mask
 
 
 def repeated(values: npt.NDArray[Any], runs: npt.NDArray[np.uint32], length: int, name: str) -> npt.NDArray[Any]:
     """Each value as often as its run says; all runs together cover `length`."""
-    if len(runs) > _FEW_RUNS:
-        covered = int(runs.sum(dtype=np.uint64))
-        if covered != length:
-            raise _wrong_cover(covered, length, name)
-        return np.repeat(values, runs)
-    ends = _checked_ends(runs, length, name)
-    out = np.empty(length, dtype=values.dtype)
-    for value, start, end in zip(values, [0, *ends], ends, strict=False):
-        out[start:end] = value
-    return out
-
-
-_FEW_RUNS = 256
-"""Up to here a slice per run is faster than `np.repeat`, which goes token by token."""
-
-
-def _checked_ends(runs: npt.NDArray[np.uint32], length: int, name: str) -> list[int]:
-    """Where each run ends."""
-    ends = list(accumulate(runs.tolist()))
-    covered = ends[-1] if ends else 0
+    covered = int(runs.sum(dtype=np.uint64))
     if covered != length:
-        raise _wrong_cover(covered, length, name)
-    return ends
-
-
-def _wrong_cover(covered: int, length: int, name: str) -> UnreadableGroup:
-    return UnreadableGroup(f"The runs of {name} cover {covered} tokens of {length}.")
+        raise UnreadableGroup(f"The runs of {name} cover {covered} tokens of {length}.")
+    return np.repeat(values, runs)
 
 
 # --- float columns ---
@@ -239,11 +210,12 @@ def encode_candidates(given: Sequence[CandidateSets | None], limits: WireLimits)
 
 
 def decode_candidates(
-    column: CandidateColumn | None, counts: Sequence[int], action_ids: TokenArray, limits: WireLimits
+    column: CandidateColumn | None, counts: Sequence[int], action_ids: Callable[[], TokenArray], limits: WireLimits
 ) -> list[CandidateSets | None]:
-    """One per item, None for items without. `counts` are the items' action tokens, `action_ids` these tokens."""
+    """One per item, None for items without. `counts` are the items' action tokens, `action_ids` returns these tokens."""
     if column is None:
         return [None] * len(counts)
+    tokens = action_ids()
     has_them = [True] * len(counts)
     if column.items is not None:
         has_them = [flag != 0 for flag in unpacked(column.items, "B", len(counts), "items of candidates")]
@@ -266,7 +238,7 @@ def decode_candidates(
         ends = np.cumsum(lengths[token : token + count])
         size = int(ends[-1]) if count else 0
         candidates = CandidateSets(ids[place : place + size], ends)
-        if candidates.first_outside(action_ids[start : start + count]) is not None:
+        if candidates.first_outside(tokens[start : start + count]) is not None:
             raise UnreadableGroup("An action token is not among the candidates that it is said to be drawn from.")
         found.append(candidates)
         token, place = token + count, place + size

@@ -3,8 +3,8 @@
     python scripts/draw_structure.py            rewrites the picture
     python scripts/draw_structure.py --check    fails if the picture is not what the imports say (a contract test calls it)
 
-An arrow means "imports"; arrows that follow from others are left out, and so are those to `types`, `registry` and `catalog`, which
-every package may import. The text of a box is the first sentence of the package's docstring.
+An arrow means "imports"; arrows that follow from others are left out, and so are those to `types`, `tasks`, `registry` and
+`catalog`, which every package may import. The text of a box is the first sentence of the package's docstring.
 """
 # ruff: noqa: T201 - a script prints
 
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE, PAGE = ROOT / "src" / "ludic", ROOT / "docs" / "overview.md"
 BEGIN, END = "<!-- structure: made by scripts/draw_structure.py -->", "<!-- end of structure -->"
-FLOOR = {"types", "registry", "catalog"}
+FLOOR = {"types", "tasks", "registry", "catalog"}
 WIDTH = 34
 
 
@@ -73,7 +73,7 @@ def picture() -> str:
     lines = ["```mermaid", "graph TD"]
     lines += [f'  {name}["<b>{name}</b><br>{summary_of(known[name])}"]' for name in sorted(arrows)]
     lines += [f"  {name} --> {target}" for name in sorted(arrows) for target in sorted(arrows[name])]
-    lines += [f'  floor["<b>types, registry, catalog</b><br>{summary_of(known["types"])}"]']
+    lines += [f'  floor["<b>types, tasks, registry, catalog</b><br>{summary_of(known["types"])}"]']
     lines += [f"  {name} --> floor" for name in sorted(arrows) if not arrows[name]]
     return "\n".join([*lines, "```"])
 

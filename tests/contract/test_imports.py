@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "ludic"
 
-BASE = {"types", "registry", "catalog"}
+BASE = {"types", "tasks", "registry", "catalog"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
+    "tasks": set(),
     "catalog": set(),
     "registry": {"types", "catalog"},
     "parsers": BASE,

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
-from ludic.batch_gen.concurrency import Job, as_finished
 from ludic.batch_gen.episodes import (
     DEFAULT_ENV_TIMEOUT_S,
     Episode,
@@ -30,6 +29,7 @@ from ludic.batch_gen.episodes import (
     run_episode,
 )
 from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter, read_episode, request_key, resume_plans
+from ludic.tasks import Job, as_finished
 from ludic.types import ConfigError, CreditAssigner, Rollout, RolloutRequest, SampleFilter, SAWBatch
 
 DEFAULT_MAX_STEPS = 512
@@ -220,7 +220,10 @@ class RolloutEngine:
         for request in requests:
             self._factories.check(request)
         num_episodes = sum(request.num_episodes for request in requests)
-        plans = self._plans(requests, first_index, num_episodes)
+        if first_index is None:
+            first_index = self._num_planned
+            self._num_planned += num_episodes
+        plans = plan_episodes(requests, first_index=first_index, seed=self._seed)
         with self._counting(num_episodes) as counts:
             finished = as_finished(self._jobs(plans, limits, counts), limit=min(concurrency, max(num_episodes, 1)))
             async with aclosing(finished):
@@ -246,14 +249,6 @@ class RolloutEngine:
             self._failures.log_repeated()
 
     # --- one episode ---
-
-    def _plans(
-        self, requests: Sequence[RolloutRequest], first_index: int | None, num_episodes: int
-    ) -> Iterator[EpisodePlan]:
-        if first_index is None:
-            first_index = self._num_planned
-            self._num_planned += num_episodes
-        return plan_episodes(requests, first_index=first_index, seed=self._seed)
 
     def _jobs(
         self, plans: Iterator[EpisodePlan], limits: EpisodeLimits, counts: _EpisodeCounts

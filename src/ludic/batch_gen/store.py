@@ -86,9 +86,6 @@ class StoredEpisode:
     group_id: str | None
     lines: list[Line]
 
-    def read(self) -> list[Rollout]:
-        return [Rollout.from_json(line.read()) for line in self.lines]
-
 
 class FinishedEpisodes:
     """The complete episodes of a file by request key. Failed, partly written and damaged ones do not count."""
@@ -178,36 +175,28 @@ def resume_plans(plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, ma
     A plan takes over the group id in the file: ids are new in every run, and a group may be finished over two runs.
     """
     resumed = Resumed(list(plans))
-    names: dict[str, str] = {}
+    names: dict[str | None, str] = {}
     for plan in resumed.plans:
-        found = finished.take(_key(plan, max_steps))
+        key = request_key(plan, max_steps=max_steps)
+        if key is None:
+            raise ConfigError(
+                f"resume=True cannot identify the request for env {plan.request.env.kind!r} in the file, because its arguments "
+                "are not all JSON. Put plain values into EnvSpec.kwargs and ProtocolSpec.kwargs and build objects in the factory."
+            )
+        found = finished.take(key)
         if found is not None:
             resumed.stored[plan.index] = found
             if plan.group_id is not None and found.group_id is not None:
                 names.setdefault(plan.group_id, found.group_id)
-    resumed.plans = [_renamed(plan, names) for plan in resumed.plans]
+    for position, plan in enumerate(resumed.plans):
+        if (name := names.get(plan.group_id)) is not None:
+            request = replace(plan.request, meta={**plan.request.meta, "group_id": name})
+            resumed.plans[position] = replace(plan, request=request)
     return resumed
 
 
 def read_episode(plan: EpisodePlan, stored: StoredEpisode) -> Episode:
-    rollouts = stored.read()
+    rollouts = [Rollout.from_json(line.read()) for line in stored.lines]
     for rollout in rollouts:
         rollout.meta["episode_idx"] = plan.index
     return Episode(plan=plan, rollouts=rollouts, num_attempts=0)
-
-
-def _renamed(plan: EpisodePlan, names: dict[str, str]) -> EpisodePlan:
-    name = names.get(plan.group_id or "")
-    if name is None:
-        return plan
-    return replace(plan, request=replace(plan.request, meta={**plan.request.meta, "group_id": name}))
-
-
-def _key(plan: EpisodePlan, max_steps: int) -> str:
-    key = request_key(plan, max_steps=max_steps)
-    if key is None:
-        raise ConfigError(
-            f"resume=True cannot identify the request for env {plan.request.env.kind!r} in the file, because its arguments are "
-            "not all JSON. Put plain values into EnvSpec.kwargs and ProtocolSpec.kwargs and build objects in the factory."
-        )
-    return key

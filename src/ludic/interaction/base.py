@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from ludic.envs import LudicEnv
@@ -185,18 +185,3 @@ def _is_failure(error: BaseException) -> bool:
         task = asyncio.current_task()
         return task is None or not task.cancelling()  # raised by a client or an env, not by us
     return True
-
-
-async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the others and is raised."""
-    todo = list(coroutines)
-    if len(todo) == 1:
-        return [await todo[0]]
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in todo]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

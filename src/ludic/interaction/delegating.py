@@ -15,9 +15,10 @@ from typing import Any, Literal
 from ludic.agents import Agent
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.envs.threads import opened
-from ludic.interaction.base import AnyEnv, ToolAnswers, all_or_none, run_or_record
+from ludic.interaction.base import AnyEnv, ToolAnswers, run_or_record
 from ludic.interaction.session import ExternalTools
 from ludic.interaction.single_agent import SingleAgentProtocol
+from ludic.tasks import all_or_none
 from ludic.types import (
     AgentStep,
     ConfigError,

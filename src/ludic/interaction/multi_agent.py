@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from ludic.agents import Agent
-from ludic.interaction.base import AnyEnv, ExternalToolHandler, InteractionProtocol, TraceCollector, all_or_none
+from ludic.interaction.base import AnyEnv, ExternalToolHandler, InteractionProtocol, TraceCollector
 from ludic.interaction.env_outputs import check_outcomes, check_run, opening_for, outcome_for
 from ludic.interaction.session import AgentSession, TurnResult, external_tools
+from ludic.tasks import all_or_none
 from ludic.types import ChatClient, ConfigError, InferenceSpec, Rollout, StopReason, UnknownName, derive_seed
 
 RoleAssignment: TypeAlias = Mapping[str, str]

@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 
 from ludic.inference.templates.chat import ChatTemplate
 from ludic.inference.templates.conversation import ChatDialogue, Prompt
-from ludic.interaction.base import all_or_none
 from ludic.minimal.rl import Action, EnvBuilder, Example, State, Step, ToolSpec, Trajectory
+from ludic.tasks import all_or_none
 from ludic.types import ConfigError, Message, OutOfRoom, TokenIds, TokenTrace, derive_seed
 
 RenderedPrompt: TypeAlias = Prompt

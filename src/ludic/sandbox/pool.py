@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ludic.sandbox.interface import Sandbox, SandboxError, SandboxPoolExhaustedError
+from ludic.tasks import cancel_all
 from ludic.types import ConfigError
 from ludic.types.errors import retry_wait_s
 
@@ -209,10 +210,7 @@ class BaseSandboxPool(ABC):
                 return
             self._is_closing = True
             await self._stop(SandboxError("The sandbox pool has been shut down. Start it again, or make another."))
-            recycling = list(self._recycling)
-            for task in recycling:
-                task.cancel()
-            await asyncio.gather(*recycling, return_exceptions=True)
+            await cancel_all(self._recycling)
             try:
                 await self._close_all()
             finally:

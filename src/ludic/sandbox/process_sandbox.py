@@ -23,6 +23,7 @@ from ludic.sandbox.interface import (
     SandboxLimits,
 )
 from ludic.sandbox.runner_process import PROGRAM, ExitFacts, Job, RawRun, RunnerProcess
+from ludic.tasks import cancel_all
 from ludic.types import ConfigError
 
 BASE_ENV = {
@@ -228,10 +229,7 @@ class ProcessSandbox:
         await spare.result().close()
 
     async def _end_runs(self) -> None:
-        runs = list(self._runs)
-        for run in runs:
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
+        await cancel_all(self._runs)
 
 
 def _is_good(spare: asyncio.Task[RunnerProcess]) -> bool:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ludic.tasks import cancel_all
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.types import ConfigError, Evaluator, TakesSnapshots
@@ -78,13 +79,13 @@ class Evaluation:
             try:
                 await task
             finally:
-                await _cancel(task)  # also if the waiting coroutine was cancelled
+                await cancel_all([task])  # also if the waiting coroutine was cancelled
 
     async def cancel(self) -> None:
         """Called when training has failed: end the background evaluation and drop its result."""
         task, self._task = self._task, None
         if task is not None:
-            await _cancel(task)
+            await cancel_all([task])
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """`step` is the version that the evaluator sees; in the background the trainer's own is ahead of it."""
@@ -104,10 +105,3 @@ class Evaluation:
     def _take_snapshot(self, step: int) -> None:
         if isinstance(self.evaluator, TakesSnapshots):
             self.evaluator.take_snapshot(step)
-
-
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not log it as never retrieved

@@ -55,7 +55,7 @@ async def test_a_batch_is_what_the_requests_ask_for():
     assert (await source.get_next_batch()).meta["batch_index"] == 1
 
 
-async def test_the_seeds_spellings_mean_the_same():
+async def test_orchestrator_and_request_fn_are_aliases():
     class Algorithm:
         credit_assigner = TotalReward()
 
@@ -220,7 +220,7 @@ def _number(r) -> int:
     return int(text.rpartition("number=")[2])
 
 
-async def test_a_first_draw_without_requests_does_not_fix_the_size_of_later_batches():
+async def test_an_empty_first_draw_does_not_set_the_batch_size():
     draws = iter([[], GRPORequestStrategy(8).expand([request(), request()])])
     source = make_source(requests_fn=lambda: next(draws), dynamic_sampling=DynamicSampling(max_rounds=1))
     assert len(await source.next_batch()) == 0

@@ -79,7 +79,7 @@ def test_a_resumed_curriculum_goes_on_exactly(make):
             curriculum.observe([result(task, 1.0) for task in batch])
 
 
-def test_rollouts_of_strangers_are_refused():
+def test_rollouts_of_requests_of_another_curriculum_are_refused():
     with pytest.raises(ConfigError, match="task_index"):
         UniformCurriculum(TASKS, batch_size=1).observe([Rollout()])
 

@@ -71,7 +71,7 @@ async def test_versions_reach_every_part_and_the_end_of_one_is_the_end():
         await source.next_batch()
 
 
-async def test_a_part_that_never_brings_a_sample_is_named():
+async def test_a_part_that_gives_no_samples_raises_an_error_with_its_name():
     empty = MixedPart(name="filtered", source=Numbered(0), share=1)
     source = MixedBatchSource([MixedPart(name="a", source=Numbered(1), share=1), empty])
     with pytest.raises(RequestsExhausted, match="'filtered' gave 16 batches"):

@@ -120,7 +120,7 @@ async def test_a_filter_drops_items_and_dropping_all_is_an_error(files):
         await OfflineBatchSource(files, credit_assigner=Ones(), batch_size=31, drop_last=True).next_batch()
 
 
-def test_useless_files_are_named(tmp_path):
+def test_files_without_usable_rollouts_raise_an_error_with_their_names(tmp_path):
     empty, torn = tmp_path / "empty.jsonl", tmp_path / "torn.jsonl"
     empty.touch()
     torn.write_text('{"id": 3}\n')

@@ -77,7 +77,7 @@ def test_an_agent_that_hides_its_policy_is_refused():
         play(hiding, assign_roles(GAME, {"X": "one", "O": "one"}))
 
 
-def test_an_empty_league_is_a_mistake_in_the_set_up():
+def test_an_empty_league_raises_config_error():
     with pytest.raises(ConfigError, match="no members yet"):
         policies(past=Past([])).draw("past", 7)
 
@@ -128,12 +128,12 @@ def test_seats_are_drawn_before_a_group_is_made_as_well():
     assert len({str(seats) for seats in drawn(GRPORequestStrategy(4).expand(asked()))}) == 1
 
 
-def test_a_request_without_a_seed_has_nothing_to_draw_by():
+def test_a_request_without_env_seed_is_refused():
     nameless = RolloutRequest(env=GAME.env, protocol=GAME.protocol)
     with pytest.raises(ConfigError, match="env_seed"):
         AssignedRequests(lambda: [nameless], SEATINGS, policies(one=says("A1"), past=Past([0])))()
 
 
-def test_there_is_a_seating_to_draw():
+def test_assigned_requests_without_a_seating_are_refused():
     with pytest.raises(ConfigError, match="at least one seating"):
         AssignedRequests(requests_fn(), [], policies())

@@ -19,7 +19,7 @@ class Known:
         return self.success.get(key, 0.5)
 
 
-def test_a_task_weighs_as_much_as_its_outcome_is_open():
+def test_the_weight_of_a_task_is_the_standard_deviation_of_its_outcome():
     curriculum = PrioritisedCurriculum(TASKS, Known(t0=0.0, t1=1.0, t2=0.2, t3=0.9), batch_size=1)
     # sqrt(0) + 0.05; sqrt(0.16) + 0.05; sqrt(0.09) + 0.05; unknown: sqrt(0.25) + 0.05
     assert [curriculum.weight_of(i) for i in range(5)] == pytest.approx([0.05, 0.05, 0.45, 0.35, 0.55])

@@ -57,7 +57,7 @@ async def test_the_limit_holds_inside_a_source_that_works_ahead():
         assert {step - item.oldest_version for item in batch.items} == set(range(min(step, 1) + 1))
 
 
-async def test_the_oldest_make_room():
+async def test_a_full_buffer_drops_the_oldest_samples():
     source = ReplayBatchSource(Numbered(4), capacity=6, num_replayed=50)
     batches = await run(source, 3)
     assert sorted(numbers(batches[2])[4:]) == [2, 3, 4, 5, 6, 7] and len(source) == 6

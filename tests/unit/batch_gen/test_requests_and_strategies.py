@@ -55,7 +55,7 @@ def test_groups_go_on_where_they_were_after_a_resume():
     assert one[0].env_seed != GRPORequestStrategy(2, seed=3).expand([request()])[0].env_seed
 
 
-def test_a_group_needs_a_member():
+def test_group_size_zero_is_refused():
     with pytest.raises(ValueError, match="group_size=0"):
         GRPORequestStrategy(0)
 

@@ -4,11 +4,11 @@ from contextlib import aclosing
 import pytest
 
 from ludic.batch_gen import Progress, RolloutEngine, TooManyFailures
-from ludic.batch_gen.concurrency import as_finished
 from ludic.batch_gen.pipeline.wire import decode_group, encode_group
 from ludic.eval import Grading, evaluate
 from ludic.inference import ScriptedClient
 from ludic.interaction import InteractionProtocol
+from ludic.tasks import as_finished
 from ludic.types import (
     ConfigError,
     EnvironmentStep,

@@ -187,7 +187,7 @@ async def test_the_event_loop_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] is not threading.main_thread()
 
 
-async def test_a_disk_that_refuses_stops_the_run(tmp_path):
+async def test_a_write_error_stops_the_run(tmp_path):
     (tmp_path / "x.jsonl").mkdir()
     with pytest.raises(OSError):
         await make_engine(jsonl_path=tmp_path / "x.jsonl").generate_rollouts([request()], max_steps=1)

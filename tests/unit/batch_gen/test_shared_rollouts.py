@@ -1,4 +1,4 @@
-"""One stream of games, dealt to the trainers of those who played."""
+"""One stream of games; each trainer gets the rollouts of its policy."""
 
 import asyncio
 from collections.abc import Callable
@@ -222,7 +222,7 @@ def test_a_policy_that_was_several_rounds_ahead_waits_until_the_stream_has_caugh
     assert [meta["num_rounds_skipped"] for meta in found] == [0, 0, 2]
 
 
-def test_a_round_that_is_broken_off_has_not_been_begun():
+def test_an_interrupted_round_resets_the_position():
     async def scenario():
         stream = Stream()
         ann = stream.source("ann")
@@ -258,7 +258,7 @@ def test_what_a_credit_rule_has_counted_comes_back():
 # --- mistakes ---
 
 
-def test_two_who_ask_at_once_are_told_to_take_turns():
+def test_two_trainers_that_ask_at_the_same_time_are_refused():
     async def scenario():
         stream = Stream()
         await asyncio.gather(stream.source("ann").next_batch(), stream.source("bob").next_batch())

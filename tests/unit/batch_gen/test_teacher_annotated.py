@@ -116,7 +116,7 @@ async def test_tokens_are_scored_at_the_temperature_that_sampled_them():
     assert logps == [pytest.approx([-1.02]), pytest.approx([-2.04]), pytest.approx([-1.02])]
 
 
-async def test_a_sample_without_actions_has_nothing_to_score():
+async def test_a_sample_without_action_tokens_is_not_scored():
     batch = await annotating(Given(sample([1, 2], [0, 0]))).next_batch()
     assert len(batch.items[0].attachments.teacher_logps) == 0
 
@@ -131,7 +131,7 @@ async def test_no_more_samples_are_scored_at_once_than_asked(chunk, most):
     assert ids == [0, 1, 2, 3, 4], "the order stays"
 
 
-def test_a_chunk_of_nothing_is_refused():
+def test_teacher_chunk_size_below_one_is_refused():
     with pytest.raises(ConfigError, match="teacher_chunk_size=0"):
         annotating(Given(), chunk=0)
 
@@ -190,7 +190,7 @@ def test_a_hint_is_a_system_message_before_what_the_student_saw():
     assert own(item).tolist() == expected
 
 
-async def test_a_privileged_teacher_without_anything_to_tell_is_refused():
+async def test_a_privileged_teacher_with_an_empty_prompt_is_refused():
     item = sample([1, 2], [0, 1])
     with pytest.raises(ConfigError, match="has no hint"):
         await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), hint_first(ByteTemplate()))).next_batch()
@@ -226,7 +226,7 @@ async def test_what_the_trainer_says_and_what_a_resume_needs_reach_the_inner_sou
     assert other.position == 1
 
 
-async def test_a_source_that_wants_to_know_nothing_is_told_nothing():
+async def test_a_source_without_notify_version_gets_no_versions():
     source = annotating(Plain())
     source.notify_version(1)
     source.load_state_dict(source.state_dict())

@@ -16,8 +16,8 @@ from typing import Any
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import RolloutEngine
 from ludic.batch_gen.pipeline.episodes import GroupRunner, RecentFailures
-from ludic.batch_gen.pipeline.pacing import is_too_late, may_begin
-from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, LearnerState, new_actor_id
+from ludic.batch_gen.pipeline.pacing import LearnerState, is_too_late, may_begin
+from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, new_actor_id
 from ludic.batch_gen.pipeline.wire import WireLimits, encode_group, group_facts
 from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
 from ludic.inference.http import RetryableError
@@ -70,7 +70,7 @@ class _RunningGroup:
     """Expected number of items, from the average of earlier groups."""
     first_version: int | None
     """Version of the served policy when the group started."""
-    task: "asyncio.Task[None] | None" = None
+    task: "asyncio.Task[None]" = field(init=False)
     is_abandoned: bool = False
     is_pushing: bool = False
     """A push is under way and is not cancelled."""
@@ -177,12 +177,12 @@ class _Actor:
         main = asyncio.create_task(self._run_groups(), name="run groups")
         helpers = [asyncio.create_task(self._keep_beating(), name="beat")]
         if follow is not None:
-            helpers.append(asyncio.ensure_future(_awaited(follow)))
+            helpers.append(asyncio.ensure_future(follow()))
         stopping = asyncio.create_task(self._wait_for_stop(main), name="stop")
         try:
             await _until_one_ends([main, stopping], unless_fail=helpers)
         finally:
-            tasks = [group.task for group in self.running if group.task is not None]
+            tasks = [group.task for group in self.running]
             await _end([main, stopping, *helpers, *tasks])
             self._count_abandoned(sum(task.cancelled() for task in tasks))
             await self._leave()
@@ -221,9 +221,8 @@ class _Actor:
 
     def _collect(self) -> None:
         """Remove finished groups and re-raise their errors."""
-        for group in [group for group in self.running if group.task is not None and group.task.done()]:
+        for group in [group for group in self.running if group.task.done()]:
             self.running.remove(group)
-            assert group.task is not None, "the list holds only groups with a task"
             if group.task.cancelled():
                 self._count_abandoned(1)
             else:
@@ -350,7 +349,7 @@ class _Actor:
 
     def _abandon(self, groups: Sequence[_RunningGroup]) -> None:
         for group in groups:
-            if group.task is not None and not group.is_pushing and not group.is_abandoned:
+            if not group.is_pushing and not group.is_abandoned:
                 group.is_abandoned = True
                 group.task.cancel()
 
@@ -359,10 +358,6 @@ class _Actor:
         beat = asyncio.create_task(self.queue.beat_actor(self.report.actor, 0))
         await asyncio.wait([beat], timeout=_LEAVE_S)
         await _end([beat])
-
-
-async def _awaited(make: Callable[[], Awaitable[None]]) -> None:
-    await make()
 
 
 async def _end(tasks: Sequence["asyncio.Task[Any]"]) -> None:

@@ -11,10 +11,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ludic.batch_gen.concurrency import as_finished
 from ludic.batch_gen.engine import RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits, TooManyFailures
 from ludic.batch_gen.requests.groups import RequestGroup
+from ludic.tasks import as_finished
 from ludic.types import ConfigError, RolloutRequest, derive_seed
 
 _NUM_SHOWN = 3

@@ -7,7 +7,6 @@ again.
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -24,14 +23,6 @@ class Acknowledge(StrEnum):
     TRAINED = "trained"  # with the step that used it: a crash loses the groups trained on since the last checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _Used:
-    """A group whose step is done."""
-
-    step: int
-    settlement: Settlement
-
-
 class Ledger:
     """The groups of one learner process. Every method may be called from any thread."""
 
@@ -40,8 +31,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._out: dict[str, int] = {}
         """Group → items given to the trainer since its last step."""
-        self._used: dict[str, _Used] = {}
-        """Trained on and not acknowledged yet."""
+        self._used: dict[str, tuple[int, Settlement]] = {}
+        """Group → step that used it; trained on and not acknowledged yet."""
         self._due: dict[str, Settlement] = {}
         """Groups of `_used` that may be acknowledged."""
         self._done: dict[str, Settlement] = {}
@@ -70,7 +61,7 @@ class Ledger:
                 used = min(left, size)
                 left -= used
                 settlement = Settlement(id=id_, trained=used, filtered=size - used)
-                self._used[id_] = _Used(step, settlement)
+                self._used[id_] = (step, settlement)
                 if self._acknowledge is Acknowledge.TRAINED:
                     self._due[id_] = settlement
             self._out.clear()
@@ -78,7 +69,7 @@ class Ledger:
     def saved(self, step: int) -> None:
         """The weights of this step are saved, so groups used up to it may be acknowledged."""
         with self._lock:
-            self._due.update({id_: used.settlement for id_, used in self._used.items() if used.step <= step})
+            self._due |= {id_: settlement for id_, (at, settlement) in self._used.items() if at <= step}
 
     def settled(self, settlements: Iterable[Settlement]) -> None:
         """Redis has confirmed these."""
@@ -119,23 +110,17 @@ class Ledger:
         """Items handed out or used, except those of `without`."""
         with self._lock:
             leaving = {settlement.id for settlement in without}
-            used = (_size(u.settlement) for id_, u in self._used.items() if id_ not in leaving)
+            used = (settlement.num_items for id_, (_, settlement) in self._used.items() if id_ not in leaving)
             return sum(self._out.values()) + sum(used)
 
     def state(self) -> list[list[Any]]:
         with self._lock:
-            return [
-                [id_, used.step, used.settlement.trained, used.settlement.filtered] for id_, used in self._used.items()
-            ]
+            return [[id_, step, one.trained, one.filtered] for id_, (step, one) in self._used.items()]
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
         """Load the groups trained on before the checkpoint. They are in its weights, so they may be acknowledged now."""
         with self._lock:
             for id_, step, num_trained, num_filtered in state:
                 settlement = Settlement(id=id_, trained=num_trained, filtered=num_filtered)
-                self._used[id_] = _Used(step, settlement)
+                self._used[id_] = (step, settlement)
                 self._due[id_] = settlement
-
-
-def _size(settlement: Settlement) -> int:
-    return settlement.trained + settlement.stale + settlement.filtered

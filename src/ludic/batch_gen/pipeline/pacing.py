@@ -5,32 +5,34 @@ of updates between the policy that samples it and the policy that trains on it. 
 exceed max_lag; if it is faster than the learner, it pauses.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 
-class LearnerFacts(Protocol):
-    """The part of the learner's state that pacing needs."""
+@dataclass(frozen=True, slots=True)
+class LearnerState:
+    """The state that an actor needs for pacing, in the order of the reply of the script BEAT_ACTOR."""
 
-    @property
-    def version(self) -> int | None:
-        """The version that it published last; None before the first learner."""
-        ...
+    version: int | None
+    """The policy version that the learner trains on; None before the first learner."""
+    items_per_update: int | None
+    """None before the first learner."""
+    max_lag: int | None
+    """How many updates behind an item may be; None: no limit."""
+    is_waiting: bool
+    """The learner has nothing to train on, so the next update starts with the next items."""
+    waiting_items: int
+    """Items in the queue whose training has not started, fetched by a learner or not."""
+    in_progress_items: int
+    """Items in progress at all live actors, including the caller."""
+    num_actors: int
+    """Live actors, including the caller."""
+    waiting_groups: int
+    """Groups that no learner has fetched; `max_waiting` bounds them."""
+    num_learners: int
+    """Live learners."""
 
-    @property
-    def items_per_update(self) -> int | None: ...
 
-    @property
-    def max_lag(self) -> int | None:
-        """How many updates behind an item may be; None: no limit."""
-        ...
-
-    @property
-    def is_waiting(self) -> bool:
-        """The learner has nothing to train on, so the next update starts with the next items."""
-        ...
-
-
-def may_begin(learner: LearnerFacts, *, ahead_items: int, served_version: int | None = None) -> bool:
+def may_begin(learner: LearnerState, *, ahead_items: int, served_version: int | None = None) -> bool:
     """Whether a group started now will be within max_lag when it is trained on.
 
     `ahead_items`: items that are waiting or in progress, over all actors. `served_version`: version of the policy that samples
@@ -44,14 +46,14 @@ def may_begin(learner: LearnerFacts, *, ahead_items: int, served_version: int | 
     return learner.max_lag is None or expected_lag(learner, ahead_items, served) <= learner.max_lag
 
 
-def expected_lag(learner: LearnerFacts, ahead_items: int, served_version: int) -> int:
+def expected_lag(learner: LearnerState, ahead_items: int, served_version: int) -> int:
     """Updates between the served policy and the one that trains on an item behind `ahead_items` others."""
     assert learner.version is not None and learner.items_per_update is not None, "may_begin has checked"
     being_trained = 0 if learner.is_waiting else 1
     return learner.version - served_version + being_trained + ahead_items // learner.items_per_update
 
 
-def is_too_late(learner: LearnerFacts, first_version: int | None) -> bool:
+def is_too_late(learner: LearnerState, first_version: int | None) -> bool:
     """Whether a group whose first tokens have this version is already beyond max_lag."""
     if learner.version is None or learner.max_lag is None or first_version is None:
         return False

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NewType, TypeVar
 from ludic.batch_gen.pipeline import scripts
 from ludic.batch_gen.pipeline.connection import RedisAddress, RetryBackoff, away, code_of
 from ludic.batch_gen.pipeline.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseTimes, lost
+from ludic.batch_gen.pipeline.pacing import LearnerState
+from ludic.batch_gen.pipeline.stats import PipelineStats
 from ludic.types import ConfigError
 
 if TYPE_CHECKING:
@@ -107,62 +109,9 @@ class Settlement:
     stale: int = 0
     filtered: int = 0
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerState:
-    """The state that an actor needs for pacing."""
-
-    version: int | None
-    """The policy version that the learner trains on; None before the first learner."""
-    items_per_update: int | None
-    """None before the first learner."""
-    max_lag: int | None
-    is_waiting: bool
-    """The learner has nothing to train on."""
-    waiting_items: int
-    """Items in the queue whose training has not started, fetched by a learner or not."""
-    in_progress_items: int
-    """Items in progress at all live actors, including the caller."""
-    num_actors: int
-    """Live actors, including the caller."""
-    waiting_groups: int
-    """Groups that no learner has fetched; `max_waiting` bounds them."""
-    num_learners: int
-    """Live learners."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueueCounts:
-    """Counts of the queue at one moment, in items unless the name says otherwise."""
-
-    produced: int
-    trained: int
-    """Trained on and acknowledged."""
-    stale: int
-    filtered: int
-    dead: int
-    taken_groups: int
-    """Fetched by a learner and not acknowledged."""
-    taken_items: int
-    waiting_groups: int
-    waiting_items: int
-    num_foreign: int
-    """Entries not written by `push`; a learner moves them to the dead letters when it reads them."""
-    oldest_waiting_s: float
-    num_actors: int
-    in_progress_items: int
-    num_dead_letters: int
-    version: int | None
-
     @property
-    def in_queue(self) -> int:
-        """Sum over the entries of the stream."""
-        return self.taken_items + self.waiting_items
-
-    @property
-    def balance(self) -> int:
-        """0 if every produced item is accounted for."""
-        return self.produced - (self.trained + self.stale + self.filtered + self.dead + self.in_queue)
+    def num_items(self) -> int:
+        return self.trained + self.stale + self.filtered
 
 
 class ExperienceQueue:
@@ -251,20 +200,8 @@ class ExperienceQueue:
         """Send an actor's heartbeat and return the learner's state."""
         lease_ms = round(self.lease_times.holds_s * 1000)
         args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms]
-        (
-            version, items_per_update, max_lag, is_waiting, waiting_items, in_progress, num_actors, waiting_groups, num_learners
-        ) = await self._call(scripts.BEAT_ACTOR, args)  # fmt: skip
-        return LearnerState(
-            version=_number(version),
-            items_per_update=_number(items_per_update),
-            max_lag=_number(max_lag),
-            is_waiting=bool(is_waiting),
-            waiting_items=waiting_items,
-            in_progress_items=in_progress,
-            num_actors=num_actors,
-            waiting_groups=waiting_groups,
-            num_learners=num_learners,
-        )
+        version, items_per_update, max_lag, is_waiting, *counts = await self._call(scripts.BEAT_ACTOR, args)
+        return LearnerState(_number(version), _number(items_per_update), _number(max_lag), bool(is_waiting), *counts)
 
     async def leave(self, actor: ActorId) -> None:
         """Remove an actor that has ended and will not push again under this id."""
@@ -367,8 +304,9 @@ class ExperienceQueue:
 
     # --- both ---
 
-    async def counts(self) -> QueueCounts:
-        return read_counts(await self._call(scripts.COUNT_ITEMS, self.counts_arguments))
+    async def counts(self) -> PipelineStats:
+        """The counts of the queue at this moment."""
+        return PipelineStats.read(await self._call(scripts.COUNT_ITEMS, self.counts_arguments))
 
     async def clear(self) -> None:
         """Delete all groups, counts and leases, before a new run."""
@@ -482,31 +420,6 @@ def hand_out_arguments(*, begun: Collection[str], over: Collection[str]) -> list
 def settle_arguments(settlements: Sequence[Settlement]) -> list[Any]:
     """Arguments of SETTLE after the common ones of a learner."""
     return [value for s in settlements for value in (s.id, s.trained, s.stale, s.filtered)]
-
-
-def read_counts(answer: Sequence[Any]) -> QueueCounts:
-    *numbers, version = answer
-    (
-        produced, trained, stale, filtered, dead, taken_groups, taken_items, waiting_groups, waiting_items, num_foreign,
-        age_ms, num_actors, in_progress_items, num_dead_letters,
-    ) = numbers  # fmt: skip
-    return QueueCounts(
-        produced=produced,
-        trained=trained,
-        stale=stale,
-        filtered=filtered,
-        dead=dead,
-        taken_groups=taken_groups,
-        taken_items=taken_items,
-        waiting_groups=waiting_groups,
-        waiting_items=waiting_items,
-        num_foreign=num_foreign,
-        oldest_waiting_s=age_ms / 1000,
-        num_actors=num_actors,
-        in_progress_items=in_progress_items,
-        num_dead_letters=num_dead_letters,
-        version=_number(version),
-    )
 
 
 def _number(text: bytes) -> int | None:

@@ -7,9 +7,6 @@ Payloads never pass through Lua, which needs longer to copy one into a string th
 the payloads in the same transaction as the script, which renames them; a learner reads them by name.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
-
 from ludic.types import ConfigError
 
 GROUP = "learners"
@@ -23,25 +20,25 @@ MAX_DEAD_PAYLOAD = 65_536
 """A dead letter keeps a payload of at most this many bytes."""
 
 
-@dataclass(frozen=True)
 class Keys:
     """The keys of one queue. The braces put them into one slot of a Redis cluster."""
 
-    queue_key: str
-
-    def __post_init__(self) -> None:
-        if not self.queue_key or "{" in self.queue_key or "}" in self.queue_key:
-            raise ConfigError(f"queue_key={self.queue_key!r}; it must not be empty or contain braces.")
-
-    @property
-    def stream(self) -> str:
+    def __init__(self, queue_key: str) -> None:
+        if not queue_key or "{" in queue_key or "}" in queue_key:
+            raise ConfigError(f"queue_key={queue_key!r}; it must not be empty or contain braces.")
+        self.queue_key = queue_key
+        self.stream = f"{{{queue_key}}}"
         """Entries of `n` (items), `v` (oldest version of any token, or empty) and `p` (written by push)."""
-        return f"{{{self.queue_key}}}"
-
-    @property
-    def payloads(self) -> str:
+        self.payloads = f"{self.stream}:payload"
         """Prefix of the payload keys."""
-        return f"{self.stream}:payload"
+        self.dead = f"{self.stream}:dead"
+        """Stream of groups that cannot be trained on, with reasons."""
+        hashes = [f"{self.stream}:{name}" for name in ("counts", "actors", "beats", "learner", "leases", "tries")]
+        counts, actors, beats, learner, leases, tries = hashes
+        self.all = [self.stream, self.payloads, counts, actors, beats, learner, leases, self.dead, tries]
+        """In the order of the scripts' KEYS."""
+        self.types = {self.stream: "stream", self.dead: "stream", **dict.fromkeys(hashes, "hash")}
+        """Redis type of each key."""
 
     def payload(self, entry_id: str) -> str:
         """A group's bytes, separate from its entry, so that reading an entry does not load a large payload."""
@@ -51,56 +48,12 @@ class Keys:
         """A group's bytes inside the transaction that pushes it."""
         return f"{self.stream}:arriving:{actor}:{sequence}"
 
-    @property
-    def counts(self) -> str:
-        """In items: produced, trained, stale, filtered, dead."""
-        return f"{self.stream}:counts"
-
-    @property
-    def actors(self) -> str:
-        """Actor → sequence number of its last push."""
-        return f"{self.stream}:actors"
-
-    @property
-    def beats(self) -> str:
-        """Actor → time of its last heartbeat, and its items in progress."""
-        return f"{self.stream}:beats"
-
-    @property
-    def learner(self) -> str:
-        """The learner's state, for actors."""
-        return f"{self.stream}:learner"
-
-    @property
-    def leases(self) -> str:
-        """Learner's name → token of its holder, and time of the last heartbeat."""
-        return f"{self.stream}:leases"
-
-    @property
-    def dead(self) -> str:
-        """Stream of groups that cannot be trained on, with reasons."""
-        return f"{self.stream}:dead"
-
-    @property
-    def tries(self) -> str:
-        """Entry → number of learner processes that started an update with it and did not end it, and the last of them."""
-        return f"{self.stream}:tries"
-
-    @cached_property
-    def all(self) -> list[str]:
-        """In the order of the scripts' KEYS."""
-        return [
-            self.stream, self.payloads, self.counts, self.actors, self.beats, self.learner, self.leases, self.dead, self.tries,
-        ]  # fmt: skip
-
-    @property
-    def types(self) -> dict[str, str]:
-        """Redis type of each key."""
-        hashes = (self.counts, self.actors, self.beats, self.learner, self.leases, self.tries)
-        return {self.stream: "stream", self.dead: "stream", **dict.fromkeys(hashes, "hash")}
-
 
 _PRELUDE = f"""
+-- Hashes: COUNTS in items (produced, trained, stale, filtered, dead), ACTORS (actor -> sequence number of its last push), BEATS
+-- (actor -> time of its last heartbeat, and its items in progress), LEARNER (its state, for actors), LEASES (learner's name ->
+-- token of its holder, and time of the last heartbeat), TRIES (entry -> number of learner processes that started an update with it
+-- and did not end it, and the last of them).
 local STREAM, PAYLOADS, COUNTS, ACTORS, BEATS, LEARNER, LEASES, DEAD, TRIES = unpack(KEYS)
 local GROUP = '{GROUP}'
 
@@ -110,6 +63,13 @@ local function now_ms()
 end
 
 local function whole(number) return string.format('%.0f', number) end
+
+-- A reply of names and values, by name.
+local function by_name(reply)
+  local found = {{}}
+  for i = 1, #reply, 2 do found[reply[i]] = reply[i + 1] end
+  return found
+end
 
 -- At maxmemory Redis refuses only a script's first write, if that needs memory. This write needs none (the key does not exist):
 -- scripts that free memory or send a heartbeat start with it.
@@ -212,9 +172,17 @@ local function learner_calls()
 end
 """
 
-PUSH = (
-    _PRELUDE
-    + """
+
+def _script(body: str) -> str:
+    return _PRELUDE + body
+
+
+def _learner_script(body: str) -> str:
+    """A script that first checks the learner's lease and stores its state: ARGV 1 to 7 (`LearnerStatus.arguments`)."""
+    return _PRELUDE + "local lost = learner_calls()\nif lost then return lost end\n" + body
+
+
+PUSH = _script("""
 -- actor, max_waiting, then per group: sequence, items, oldest version; its payload has just arrived under a temporary key.
 -- Stop at the first group without room: a group that is overtaken would count as a repetition.
 pass_when_full()  -- Redis had room for the payloads; they must not stay without their entries
@@ -241,16 +209,11 @@ end
 local in_progress = (redis.call('HGET', BEATS, actor) or '0 0'):match('^%d+ (%d+)$') or '0'
 redis.call('HSET', BEATS, actor, whole(now_ms()) .. ' ' .. in_progress)
 return done
-"""
-)
+""")
 
-TAKE = (
-    _PRELUDE
-    + """
+TAKE = _learner_script("""
 -- 8 items wanted, 9 max bytes of a payload, 10 max bytes of the answer, 11 max entries to read, 12 max failed tries of an entry,
 -- 13 cursor in the learner's own unacknowledged entries ('' for new ones only), 14… the entries that it holds.
-local lost = learner_calls()
-if lost then return lost end
 local name, version, max_lag = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[5])
 local wanted, max_bytes, enough_bytes, may_look = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
 local max_tries, cursor = tonumber(ARGV[12]), ARGV[13]
@@ -329,15 +292,10 @@ while cursor == '' and may_go_on() do
   look_at(entry[1], entry[2])
 end
 return {groups, cursor, is_empty, stale, dead}
-"""
-)
+""")
 
-SETTLE = (
-    _PRELUDE
-    + """
+SETTLE = _learner_script("""
 -- Then per entry: id, items trained, stale, filtered.
-local lost = learner_calls()
-if lost then return lost end
 ensure_group()
 local settled = 0
 for i = 8, #ARGV, 4 do
@@ -349,15 +307,10 @@ for i = 8, #ARGV, 4 do
   end
 end
 return settled
-"""
-)
+""")
 
-DEAD_LETTER = (
-    _PRELUDE
-    + """
+DEAD_LETTER = _learner_script("""
 -- Then per entry: id, reason.
-local lost = learner_calls()
-if lost then return lost end
 ensure_group()
 local dead = 0
 for i = 8, #ARGV, 2 do
@@ -365,25 +318,15 @@ for i = 8, #ARGV, 2 do
   if entries[1] then dead = dead + dead_letter(ARGV[i], entries[1][2], ARGV[i + 1]) end
 end
 return dead
-"""
-)
+""")
 
-ANNOUNCE = (
-    _PRELUDE
-    + """
-local lost = learner_calls()
-if lost then return lost end
+ANNOUNCE = _learner_script("""
 return 1
-"""
-)
+""")
 
-HAND_OUT = (
-    _PRELUDE
-    + """
+HAND_OUT = _learner_script("""
 -- 8 number of entries whose update is over, then these entries, then the entries whose update starts now. A learner process
 -- counts once per entry, also if the call is repeated.
-local lost = learner_calls()
-if lost then return lost end
 local token, num_over = ARGV[2], tonumber(ARGV[8])
 for i = 9, 8 + num_over do redis.call('HDEL', TRIES, ARGV[i]) end
 for i = 9 + num_over, #ARGV do
@@ -391,12 +334,9 @@ for i = 9 + num_over, #ARGV do
   if life ~= token then redis.call('HSET', TRIES, ARGV[i], whole(tries + 1) .. ' ' .. token) end
 end
 return 1
-"""
-)
+""")
 
-ACQUIRE = (
-    _PRELUDE
-    + """
+ACQUIRE = _script("""
 -- name, token, lease duration, the lease record as the caller read it one duration ago. Returns the holder and, if that is
 -- another learner, the time left and the record. An unchanged record was not renewed, whatever Redis's clock says: the clock may
 -- have been set back.
@@ -412,27 +352,19 @@ ensure_group()
 write_lease(name, token)
 redis.call('HSET', LEARNER, 'waiting:' .. name, '0', 'in_hand:' .. name, '0')
 return {token, '0', ''}
-"""
-)
+""")
 
-RELEASE = (
-    _PRELUDE
-    + """
+RELEASE = _script("""
 local name, token = ARGV[1], ARGV[2]
 if read_lease(name) ~= token then return 0 end
 pass_when_full()
 redis.call('HSET', LEARNER, 'waiting:' .. name, '0')
 return redis.call('HDEL', LEASES, name)
-"""
-)
+""")
 
-RECLAIM = (
-    _PRELUDE
-    + """
+RECLAIM = _learner_script("""
 -- 8 lease duration, 9 number of learners, 10 max entries. Moves entries of dead learners whose rank does not exist in this world
 -- size to the caller. Ranks of this world keep theirs: they come back under their name and know what they have trained on.
-local lost = learner_calls()
-if lost then return lost end
 ensure_group()
 local name, lease_ms, num_learners, left = ARGV[1], tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 
@@ -446,9 +378,7 @@ end
 
 local moved = 0
 for _, row in ipairs(redis.call('XINFO', 'CONSUMERS', STREAM, GROUP)) do
-  local facts = {}
-  for i = 1, #row, 2 do facts[row[i]] = row[i + 1] end
-  local other = facts['name']
+  local other = by_name(row)['name']
   if other ~= name and left > 0 and is_gone(other) then
     local pending = redis.call('XPENDING', STREAM, GROUP, '-', '+', left, other)
     for _, entry in ipairs(pending) do
@@ -464,8 +394,7 @@ for _, row in ipairs(redis.call('XINFO', 'CONSUMERS', STREAM, GROUP)) do
   end
 end
 return moved
-"""
-)
+""")
 
 _LOOK_AROUND = """
 -- Number of live actors and their items in progress; removes actors whose heartbeat is older than forget_ms. A time in the future
@@ -494,45 +423,38 @@ local function accounted()
 end
 """
 
-BEAT_ACTOR = (
-    _PRELUDE
-    + _LOOK_AROUND
+BEAT_ACTOR = _script(
+    _LOOK_AROUND
     + """
 -- actor, its items in progress, heartbeat duration, time after which an actor is removed, lease duration
 pass_when_full()
 redis.call('HSET', BEATS, ARGV[1], whole(now_ms()) .. ' ' .. ARGV[2])
 local num_actors, in_progress = living_actors(tonumber(ARGV[3]), tonumber(ARGV[4]))
 local lease_ms = tonumber(ARGV[5])
-local learner = redis.call('HGETALL', LEARNER)
-local facts, is_waiting, in_hand, num_learners = {}, 0, 0, 0
-for i = 1, #learner, 2 do
-  facts[learner[i]] = learner[i + 1]
-  local what, name = learner[i]:match('^(%a+_?%a*):(.*)$')
-  if what == 'waiting' and learner[i + 1] == '1' then is_waiting = 1 end
+local learner = by_name(redis.call('HGETALL', LEARNER))
+local is_waiting, in_hand, num_learners = 0, 0, 0
+for field, value in pairs(learner) do
+  local what, name = field:match('^(%a+_?%a*):(.*)$')
+  if what == 'waiting' and value == '1' then is_waiting = 1 end
   if what == 'in_hand' then
-    in_hand = in_hand + (tonumber(learner[i + 1]) or 0)
+    in_hand = in_hand + (tonumber(value) or 0)
     local _, time = read_lease(name)
     if time and math.abs(now_ms() - time) < lease_ms then num_learners = num_learners + 1 end
   end
 end
-local in_queue = accounted() - (tonumber(facts['missing']) or 0)
-return {facts['version'] or '', facts['items_per_update'] or '', facts['max_lag'] or '', is_waiting,
+local in_queue = accounted() - (tonumber(learner['missing']) or 0)
+return {learner['version'] or '', learner['items_per_update'] or '', learner['max_lag'] or '', is_waiting,
   math.max(0, in_queue - in_hand), in_progress, num_actors, num_waiting(), num_learners}
 """
 )
 
-LEAVE = (
-    _PRELUDE
-    + """
+LEAVE = _script("""
 redis.call('HDEL', BEATS, ARGV[1])
 redis.call('HDEL', ACTORS, ARGV[1])
 return 1
-"""
-)
+""")
 
-CLEAR = (
-    _PRELUDE
-    + """
+CLEAR = _script("""
 local from = '-'
 while true do
   local entries = redis.pcall('XRANGE', STREAM, from, '+', 'COUNT', '500')
@@ -541,20 +463,17 @@ while true do
   from = '(' .. entries[#entries][1]
 end
 return redis.call('UNLINK', unpack(KEYS))
-"""
-)
+""")
 
-COUNT_ITEMS = (
-    _PRELUDE
-    + _LOOK_AROUND
+COUNT_ITEMS = _script(
+    _LOOK_AROUND
     + """
 -- heartbeat duration. Sums the entries in the queue instead of deriving them from the counts.
 pass_when_full()
 ensure_group()
 local last = '0-0'
 for _, row in ipairs(redis.call('XINFO', 'GROUPS', STREAM)) do
-  local facts = {}
-  for i = 1, #row, 2 do facts[row[i]] = row[i + 1] end
+  local facts = by_name(row)
   if facts['name'] == GROUP then last = facts['last-delivered-id'] end
 end
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -34,15 +34,14 @@ from ludic.batch_gen.pipeline.queue import (
     MAX_TRIES,
     START,
     ExperienceQueue,
-    QueueCounts,
     Settlement,
     TakenGroup,
     hand_out_arguments,
-    read_counts,
     settle_arguments,
 )
 from ludic.batch_gen.pipeline.stats import PipelineStats
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, WireLimits, decode_group, group_facts
+from ludic.tasks import cancel_all
 from ludic.types import ConfigError, SampleCheck, SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,19 @@ class PipelineBatchSource:
         prefetch: bool = True,
         max_tries: int = MAX_TRIES,
     ) -> None:
-        _check(batch_size, poll_timeout, max_lag, acknowledge, rank, world_size, max_tries)
+        for is_right, message in (
+            (0 <= rank < world_size, f"rank={rank} of world_size={world_size}; ranks go from 0 to world_size - 1."),
+            (
+                batch_size >= world_size,
+                f"batch_size={batch_size} for {world_size} ranks; each needs at least one item.",
+            ),
+            (poll_timeout > 0, f"poll_timeout={poll_timeout}; it must be more than 0 seconds."),
+            (max_lag is None or max_lag >= 0, f"max_lag={max_lag}; it must be 0 or more, or None for no limit."),
+            (max_tries >= 1, f"max_tries={max_tries}; it must be at least 1."),
+            (acknowledge in list(Acknowledge), f"acknowledge={acknowledge!r}; it must be {' or '.join(Acknowledge)}."),
+        ):
+            if not is_right:
+                raise ConfigError(message)
         self._queue = ExperienceQueue(
             redis_url, queue_key, max_bytes=limits.max_bytes, patience_s=patience_s, lease_times=lease_times
         )
@@ -151,7 +162,7 @@ class PipelineBatchSource:
         self._num_batches = 0
         self._seen = threading.Lock()
         """Guards the counts and histograms, which the trainer's thread also reads."""
-        self._queue_counts: QueueCounts | None = None
+        self._queue_stats = PipelineStats()
         self._lags: Counter[int] = Counter()
         self._dropped_lags: Counter[int] = Counter()
 
@@ -374,7 +385,7 @@ class PipelineBatchSource:
         if over:
             call(scripts.HAND_OUT, [*self._status().arguments(self._lease), *hand_out_arguments(begun=(), over=over)])
             self._ledger.mark_over(over)
-        self._note(read_counts(call(scripts.COUNT_ITEMS, self._queue.counts_arguments)))
+        self._note(PipelineStats.read(call(scripts.COUNT_ITEMS, self._queue.counts_arguments)))
 
     def _status(self, *, leaving: Sequence[Settlement] = (), extra_in_hand: int = 0) -> LearnerStatus:
         return LearnerStatus(
@@ -390,9 +401,8 @@ class PipelineBatchSource:
     def stats(self) -> PipelineStats:
         """As of the last heartbeat or refresh; makes no call. May be called from any thread."""
         with self._seen:
-            if self._queue_counts is None:
-                return PipelineStats()
-            return PipelineStats.of(self._queue_counts, self._lags, self._dropped_lags)
+            lags, dropped = (dict(sorted(seen.items())) for seen in (self._lags, self._dropped_lags))
+            return replace(self._queue_stats, lags=lags, dropped_lags=dropped)
 
     async def _refresh_if_due(self) -> None:
         """Refresh at most once a second, so that a fast run shows live numbers."""
@@ -405,9 +415,9 @@ class PipelineBatchSource:
         self._note(await self._queue.counts())
         return self.stats()
 
-    def _note(self, counts: QueueCounts) -> None:
+    def _note(self, stats: PipelineStats) -> None:
         with self._seen:
-            self._queue_counts = counts
+            self._queue_stats = stats
 
     # --- resume ---
 
@@ -469,8 +479,7 @@ class PipelineBatchSource:
         self._is_closed = True
         task, self._filling = self._filling, None
         if task is not None and task.get_loop() is asyncio.get_running_loop():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all([task])
         if self._has_begun:
             await asyncio.to_thread(self._heartbeat.stop)
         if self._is_named:
@@ -506,26 +515,3 @@ def _in_one_line(error: Exception) -> str:
     """The error as printable text: parts of it may come from the actor's data."""
     said = str(error) if isinstance(error, UnreadableGroup) else f"{type(error).__name__}: {error}"
     return "".join(letter if letter.isprintable() else " " for letter in said[:500])
-
-
-def _check(
-    batch_size: int,
-    poll_timeout: float,
-    max_lag: int | None,
-    acknowledge: str,
-    rank: int,
-    world_size: int,
-    max_tries: int,
-) -> None:
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank} of world_size={world_size}; ranks go from 0 to world_size - 1.")
-    if batch_size < world_size:
-        raise ConfigError(f"batch_size={batch_size}, but there are {world_size} ranks; each needs at least one item.")
-    if not poll_timeout > 0:
-        raise ConfigError(f"poll_timeout={poll_timeout}; it must be more than 0 seconds.")
-    if max_lag is not None and max_lag < 0:
-        raise ConfigError(f"max_lag={max_lag}; it must be 0 or more, or None for no limit.")
-    if max_tries < 1:
-        raise ConfigError(f"max_tries={max_tries}; it must be at least 1.")
-    if acknowledge not in list(Acknowledge):
-        raise ConfigError(f"acknowledge={acknowledge!r}; it must be one of {', '.join(Acknowledge)}.")

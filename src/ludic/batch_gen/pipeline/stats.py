@@ -1,9 +1,8 @@
 """`PipelineStats`: counts of the queue and its learner, and whether every item is accounted for."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from ludic.batch_gen.pipeline.queue import QueueCounts
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,24 +19,24 @@ class PipelineStats:
     """Items dropped by the trainer's filters or length limit."""
     dead: int = 0
     """Items of dead letters: unreadable, untrainable, or learners died on them."""
-    in_queue: int = 0
-    """Items of all entries in the queue, summed over the entries: waiting or not acknowledged yet."""
+    unacknowledged_groups: int = 0
+    """Groups fetched and not acknowledged yet: in training, or waiting for a checkpoint."""
+    unacknowledged_items: int = 0
+    """Their items."""
     queue_groups: int = 0
     """Groups that no learner has fetched."""
     queue_items: int = 0
     """Their items."""
-    unacknowledged_items: int = 0
-    """Items fetched and not acknowledged yet: in training, or waiting for a checkpoint."""
+    num_foreign: int = 0
+    """Entries not written by an actor; a learner moves them to the dead letters when it reads them."""
     oldest_waiting_s: float = 0.0
     """Age of the oldest group that no learner has fetched."""
-    num_foreign: int = 0
-    """Entries not written by an actor; they will become dead letters."""
-    num_dead_letters: int = 0
-    """Dead letters kept for inspection."""
     num_actors: int = 0
     """Live actors."""
     in_progress_items: int = 0
     """Items in progress at the actors."""
+    num_dead_letters: int = 0
+    """Dead letters kept for inspection."""
     version: int | None = None
     """The learner's policy version."""
     lags: Mapping[int, int] = field(default_factory=dict)
@@ -46,26 +45,17 @@ class PipelineStats:
     """Lag → items that this learner dropped."""
 
     @classmethod
-    def of(cls, counts: QueueCounts, lags: Mapping[int, int], dropped_lags: Mapping[int, int]) -> "PipelineStats":
-        return cls(
-            produced=counts.produced,
-            trained=counts.trained,
-            stale=counts.stale,
-            filtered=counts.filtered,
-            dead=counts.dead,
-            in_queue=counts.in_queue,
-            queue_groups=counts.waiting_groups,
-            queue_items=counts.waiting_items,
-            unacknowledged_items=counts.taken_items,
-            oldest_waiting_s=counts.oldest_waiting_s,
-            num_foreign=counts.num_foreign,
-            num_dead_letters=counts.num_dead_letters,
-            num_actors=counts.num_actors,
-            in_progress_items=counts.in_progress_items,
-            version=counts.version,
-            lags=dict(sorted(lags.items())),
-            dropped_lags=dict(sorted(dropped_lags.items())),
-        )
+    def read(cls, reply: Sequence[Any]) -> "PipelineStats":
+        """From the reply of the script COUNT_ITEMS: the fields from `produced` to `version`, the age in milliseconds."""
+        told = dict(zip((field.name for field in fields(cls)), reply, strict=False))
+        told["oldest_waiting_s"] /= 1000
+        told["version"] = int(told["version"]) if told["version"].isdigit() else None
+        return cls(**told)
+
+    @property
+    def in_queue(self) -> int:
+        """Items of all entries in the queue, summed over the entries: waiting or not acknowledged yet."""
+        return self.unacknowledged_items + self.queue_items
 
     @property
     def balance(self) -> int:
@@ -76,7 +66,7 @@ class PipelineStats:
         """The account in one line, with the number of missing items, if any."""
         line = (
             f"produced {self.produced} = {self.trained} acknowledged + {self.stale} stale + {self.filtered} filtered + "
-            f"{self.dead} dead + {self.unacknowledged_items} fetched + {self.in_queue - self.unacknowledged_items} waiting"
+            f"{self.dead} dead + {self.unacknowledged_items} fetched + {self.queue_items} waiting"
         )
         return line if self.balance == 0 else f"{line} + {self.balance} UNACCOUNTED FOR"
 

@@ -186,16 +186,22 @@ def _largest(ids: TokenArray) -> int:
     return int(ids.view(np.uint32).max(initial=0))
 
 
+_FLOATS = {
+    "token_weights": True,
+    "token_rewards": True,
+    "token_values": False,
+    "token_returns": False,
+    "teacher_logps": False,
+    "token_turns": True,
+}
+"""Fields of `SampleAttachments` with a number per action token, in its order; whether values usually repeat."""
+
+
 def _attachment_fields(attached: list[SampleAttachments]) -> dict[str, Any]:
     logps = [None if a.actor_logps is None else a.actor_logps.token_logps for a in attached]
     return {
         "actor_logps": encode_floats(logps, try_runs=False),
-        "token_weights": encode_floats([a.token_weights for a in attached], try_runs=True),
-        "token_rewards": encode_floats([a.token_rewards for a in attached], try_runs=True),
-        "token_values": encode_floats([a.token_values for a in attached], try_runs=False),
-        "token_returns": encode_floats([a.token_returns for a in attached], try_runs=False),
-        "teacher_logps": encode_floats([a.teacher_logps for a in attached], try_runs=False),
-        "token_turns": encode_floats([a.token_turns for a in attached], try_runs=True),
+        **{name: encode_floats([getattr(a, name) for a in attached], try_runs=runs) for name, runs in _FLOATS.items()},
         "temperatures": _temperatures([a.temperature for a in attached]),
     }
 
@@ -367,12 +373,7 @@ def _attachments(
     return _made(
         SampleAttachments,
         _actor_logps(group, counts),
-        decode_floats(group.token_weights, counts, "token_weights", must_be_finite=True),
-        decode_floats(group.token_rewards, counts, "token_rewards", must_be_finite=True),
-        decode_floats(group.token_values, counts, "token_values", must_be_finite=True),
-        decode_floats(group.token_returns, counts, "token_returns", must_be_finite=True),
-        decode_floats(group.teacher_logps, counts, "teacher_logps", must_be_finite=True),
-        decode_floats(group.token_turns, counts, "token_turns", must_be_finite=True),
+        *(decode_floats(getattr(group, name), counts, name, must_be_finite=True) for name in _FLOATS),
         _read_temperatures(group, len(counts)),
         decode_candidates(group.candidates, counts, action_ids, limits),
         _untrainable_sampling(group, len(counts)),

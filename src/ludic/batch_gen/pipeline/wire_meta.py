@@ -79,7 +79,7 @@ def encode_metas(metas: Sequence[Mapping[str, Any]]) -> bytes:
         data = _encoder.encode(metas)
         if decode_metas(data) == metas:
             return data
-    plain = [_plain_map(meta, ()) for meta in metas]
+    plain = [_plain(meta, ()) for meta in metas]
     try:
         return _encoder.encode(plain)
     except (OverflowError, UnicodeEncodeError):
@@ -99,34 +99,21 @@ def decode_metas(data: memoryview | bytes) -> list[dict[str, Any]]:
 # --- before it is written ---
 
 
-def _plain_map(value: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """The map itself where it is plain already, which is what stitching makes, or a copy that is."""
-    _check_depth(path)
-    odd = [key for key, inner in value.items() if type(inner) not in _SCALARS or type(key) is not str]
-    if not odd and type(value) is dict:
-        return value
-    plain = dict(value)
-    for key in odd:
-        if type(key) is not str:
-            return {_plain_key(key, path): _plain(inner, (*path, str(key))) for key, inner in value.items()}
-        plain[key] = _plain(value[key], (*path, key))
-    return plain
-
-
 def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    """The value as plain JSON."""
     if type(value) in _SCALARS:
         return value
-    if isinstance(value, Mapping):
-        return _plain_map(value, path)
-    if isinstance(value, (list, tuple)):
-        _check_depth(path)
+    if isinstance(value, (Mapping, list, tuple)):
+        if len(path) >= MAX_DEPTH:
+            raise UnwritableGroup(
+                f"{_named(path[:3])} goes deeper than {MAX_DEPTH} levels; flatten it or leave it out."
+            )
+        if isinstance(value, Mapping):
+            return {_plain_key(key, path): _plain(inner, (*path, str(key))) for key, inner in value.items()}
         return [_plain(inner, (*path, str(index))) for index, inner in enumerate(value)]
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # an enum, a numpy float
+            return kind.__str__(value) if kind is str else kind(value)
     raise UnwritableGroup(
         f"{_named(path)} is a {type(value).__name__}, but meta travels as JSON: None, bool, int, float, str, lists, and "
         "dicts with str keys. Convert it where it is put into meta, or leave it out."
@@ -139,11 +126,6 @@ def _plain_key(key: Any, path: tuple[str, ...]) -> str:
             f"{_named(path)} has the key {key!r}, a {type(key).__name__}; meta travels as JSON, whose keys are str."
         )
     return str.__str__(key)
-
-
-def _check_depth(path: tuple[str, ...]) -> None:
-    if len(path) >= MAX_DEPTH:
-        raise UnwritableGroup(f"{_named(path[:3])} goes deeper than {MAX_DEPTH} levels; flatten it or leave it out.")
 
 
 def _named(path: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from ludic.tasks import cancel_all
 from ludic.types import BatchSource, ConfigError, SAWBatch
 from ludic.types.interfaces import load_into, state_of, tell_version
 
@@ -92,8 +93,7 @@ class AsyncRolloutBatchSource:
         self._is_closed = True
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all([task])
 
     async def __aenter__(self) -> "AsyncRolloutBatchSource":
         return self

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from ludic.inference import ChatTemplate
-from ludic.interaction.base import all_or_none
+from ludic.tasks import all_or_none
 from ludic.types import (
     AccountsForItems,
     BatchSource,

@@ -30,6 +30,7 @@ from ludic.run.model import (
 from ludic.run.parts import EpisodeSetup, make_episode_setup, request_strategy, train_requests
 from ludic.run.resolve import EnvFactory, ResolvedRun, resolve
 from ludic.run.vllm import connect_to_servers
+from ludic.tasks import cancel_all
 from ludic.training.learner.stop import StopRequests
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
 
@@ -162,9 +163,7 @@ async def _comes_before(stop: asyncio.Event, event: Coroutine[Any, Any, object])
             awaited.result()  # raises its error
         return awaited.done()
     finally:
-        for task in (awaited, stopping):
-            task.cancel()
-        await asyncio.gather(awaited, stopping, return_exceptions=True)
+        await cancel_all([awaited, stopping])
 
 
 # --- output ---

@@ -17,6 +17,7 @@ from typing import Any
 
 from ludic.envs.adapters.base import as_json
 from ludic.envs.env import LudicEnv
+from ludic.tasks import cancel_all
 from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome
 
 
@@ -121,8 +122,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
     async def async_close(self) -> None:
         running, self._running = self._running, None
         if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel_all([running])
 
     async def _open(self) -> None:
         await self.async_close()

@@ -121,7 +121,7 @@ async def test_every_group_arrives_whole_with_its_credit_and_the_counts_agree(le
     report = await actor(learner, credit_assigner=credit, max_groups=5)
     assert (report.num_groups, report.num_items, report.num_failed, report.num_abandoned) == (5, 20, 0, 0)
     counts = await learner.queue.counts()
-    assert (counts.produced, counts.waiting_groups, counts.balance) == (20, 5, 0)
+    assert (counts.produced, counts.queue_groups, counts.balance) == (20, 5, 0)
     groups = await learner.take(max_items=100)
     assert [len(items) for items in groups] == [4] * 5
     for items in groups:
@@ -171,7 +171,7 @@ async def test_a_filter_that_leaves_nothing_makes_an_empty_group(learner):
     assert (await learner.queue.counts()).produced == 0
 
 
-async def test_an_actor_says_after_each_group_how_far_it_is(learner):
+async def test_on_group_gets_a_report_after_each_push(learner):
     await learner.say(max_lag=None)
     told = []
     await actor(learner, max_groups=3, on_group=told.append)
@@ -181,7 +181,7 @@ async def test_an_actor_says_after_each_group_how_far_it_is(learner):
 # --- pace ---
 
 
-async def test_nothing_is_begun_before_a_learner_has_announced_itself(learner):
+async def test_no_group_starts_before_the_first_learner(learner):
     client = HeldClient()
     client.open.set()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), max_groups=1))
@@ -193,12 +193,12 @@ async def test_nothing_is_begun_before_a_learner_has_announced_itself(learner):
 
 
 @pytest.mark.parametrize(("is_waiting", "num_groups"), [(True, 6), (False, 4)])
-async def test_as_much_is_made_as_will_be_fresh_and_no_more(learner, is_waiting, num_groups):
+async def test_actors_start_only_groups_that_will_be_within_max_lag(learner, is_waiting, num_groups):
     """8 items an update, 2 updates late at most: 3 batches for a learner that waits, 2 for one that is at work."""
     await learner.say(is_waiting=is_waiting)
     stop = asyncio.Event()
     running = asyncio.create_task(actor(learner, stop=stop))
-    await learner.until(lambda counts: counts.waiting_groups == num_groups)
+    await learner.until(lambda counts: counts.queue_groups == num_groups)
     await asyncio.sleep(20 * POLL_S)
     assert (await learner.queue.counts()).produced == 4 * num_groups
     await learner.take(max_items=8)  # two groups less
@@ -217,12 +217,12 @@ async def test_many_actors_together_make_no_more_than_one_would(learner):
     assert sum(client.num_running for client in clients) == 24
     for client in clients:
         client.open.set()
-    await learner.until(lambda counts: counts.waiting_items == 24 and counts.in_progress_items == 0)
+    await learner.until(lambda counts: counts.queue_items == 24 and counts.in_progress_items == 0)
     stop.set()
     assert sum(report.num_items for report in await asyncio.gather(*running)) == 24
 
 
-async def test_nothing_is_begun_with_weights_that_are_too_old(learner):
+async def test_no_group_starts_with_weights_beyond_max_lag(learner):
     await learner.say(version=5)
     client = HeldClient(version=2)
     client.open.set()
@@ -255,9 +255,9 @@ async def test_a_full_queue_holds_the_actor_up_and_loses_nothing(learner):
     client = HeldClient()
     client.open.set()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), max_waiting=2, max_groups=7))
-    await learner.until(lambda counts: counts.waiting_groups == 2)
+    await learner.until(lambda counts: counts.queue_groups == 2)
     await asyncio.sleep(20 * POLL_S)
-    assert client.num_running == 0 and (await learner.queue.counts()).waiting_groups == 2
+    assert client.num_running == 0 and (await learner.queue.counts()).queue_groups == 2
     assert len(await learner.take_groups(7)) == 7
     report = await running
     counts = await learner.queue.counts()
@@ -267,7 +267,7 @@ async def test_a_full_queue_holds_the_actor_up_and_loses_nothing(learner):
 # --- giving up ---
 
 
-async def test_a_group_that_can_not_be_used_any_more_is_given_up(learner, monkeypatch):
+async def test_a_running_group_beyond_max_lag_is_cancelled(learner, monkeypatch):
     monkeypatch.setattr("ludic.batch_gen.pipeline.actor._BEAT_S", POLL_S)
     await learner.say(items_per_update=4)
     client = HeldClient()
@@ -288,7 +288,7 @@ async def test_a_group_that_can_not_be_used_any_more_is_given_up(learner, monkey
     assert (await learner.queue.counts()).produced == 4, "what was given up was never produced"
 
 
-async def test_a_learner_that_was_resumed_earlier_gets_nothing_of_the_life_before(learner, monkeypatch):
+async def test_groups_sampled_after_the_resumed_step_are_dropped(learner, monkeypatch):
     monkeypatch.setattr("ludic.batch_gen.pipeline.actor._BEAT_S", POLL_S)
     await learner.say(version=57)
     client = HeldClient(version=57)
@@ -410,7 +410,7 @@ async def test_a_wrong_setting_is_named_before_anything_is_played(learner, setti
 # --- the end ---
 
 
-async def test_an_actor_that_is_stopped_ends_its_episodes_and_is_not_counted_on_any_more(learner):
+async def test_a_stopped_actor_cancels_its_episodes_and_has_no_items_in_progress(learner):
     await learner.say()
     client, stop = HeldClient(), asyncio.Event()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), stop=stop))
@@ -450,14 +450,14 @@ async def test_requests_that_are_used_up_end_the_actor_when_all_is_pushed(learne
 # --- Redis goes away ---
 
 
-async def test_an_actor_lives_through_a_redis_that_is_killed(redis_server, key):
+async def test_an_actor_survives_a_killed_redis(redis_server, key):
     learner = Learner(redis_server.url, key)
     await learner.queue.acquire(learner.lease)
     await learner.say(max_lag=None)
     client = HeldClient()
     client.open.set()
     running = asyncio.create_task(actor(learner, engine=make_engine(client), max_waiting=4, max_groups=12))
-    await learner.until(lambda counts: counts.waiting_groups == 4)
+    await learner.until(lambda counts: counts.queue_groups == 4)
     await asyncio.to_thread(redis_server.kill)
     await asyncio.sleep(20 * POLL_S)
     await asyncio.to_thread(redis_server.start)
@@ -470,7 +470,7 @@ async def test_an_actor_lives_through_a_redis_that_is_killed(redis_server, key):
     await learner.queue.close()
 
 
-async def test_a_redis_that_stays_away_ends_the_actor_and_says_so(redis_server, key):
+async def test_an_unreachable_redis_ends_the_actor_with_redis_gone(redis_server, key):
     learner = Learner(redis_server.url, key)
     await asyncio.to_thread(redis_server.kill)
     with pytest.raises(RedisGone):

@@ -64,7 +64,7 @@ async def test_a_repeated_push_is_answered_and_changes_nothing(shared_redis, que
     for _ in range(3):
         assert await queue.push(ACTOR, 1, b"x", num_items=2, oldest_version=0)
     counts = await queue.counts()
-    assert (counts.produced, counts.waiting_groups, counts.balance) == (2, 1, 0)
+    assert (counts.produced, counts.queue_groups, counts.balance) == (2, 1, 0)
     with raw_client(shared_redis) as client:
         assert len(payload_keys(client, key)) == 1
 
@@ -103,7 +103,7 @@ async def test_a_push_whose_answer_was_lost_is_in_the_queue_once(shared_redis, k
 async def test_actors_number_their_groups_each_for_itself(queue):
     for actor in (new_actor_id(), new_actor_id()):
         assert await queue.push(actor, 1, b"x", num_items=1, oldest_version=0)
-    assert (await queue.counts()).waiting_groups == 2
+    assert (await queue.counts()).queue_groups == 2
 
 
 async def test_a_full_queue_refuses_and_takes_the_same_number_later(shared_redis, key):
@@ -124,7 +124,7 @@ async def test_groups_that_wait_for_a_checkpoint_only_do_not_hold_up_actors(shar
         for start in range(1, 21, 2):
             assert await queue.push_many(ACTOR, [group(start), group(start + 1)]) == 2
             assert len((await learner.take(2)).groups) == 2
-        assert (await queue.counts()).taken_groups == 20
+        assert (await queue.counts()).unacknowledged_groups == 20
 
 
 async def test_a_group_that_is_refused_does_not_let_a_later_one_overtake_it(shared_redis, key):
@@ -196,7 +196,7 @@ async def test_groups_that_were_not_taken_cannot_be_settled(shared_redis, queue,
     with raw_client(shared_redis) as client:
         ((id_, _),) = client.xrange(f"{{{key}}}")
     assert await Learner(queue).settle(Settlement(id=id_.decode(), trained=1)) == 0
-    assert (await queue.counts()).waiting_groups == 1
+    assert (await queue.counts()).queue_groups == 1
 
 
 async def test_what_is_too_old_is_dropped_without_being_sent(queue):
@@ -209,7 +209,7 @@ async def test_what_is_too_old_is_dropped_without_being_sent(queue):
     assert (counts.stale, counts.in_queue, counts.balance) == (3, 12, 0)
 
 
-async def test_a_group_of_a_life_that_was_not_resumed_is_stale(queue):
+async def test_a_group_with_a_version_after_the_resumed_step_is_stale(queue):
     """The learner died at version 57 and begins again at 40."""
     for number, version in enumerate((40, 41, 42, 57), start=1):
         await queue.push(ACTOR, number, b"x", num_items=1, oldest_version=version)
@@ -223,7 +223,7 @@ async def test_without_a_limit_nothing_is_too_old(queue):
     assert len((await Learner(queue, version=10**6).take()).groups) == 1
 
 
-async def test_an_answer_that_was_lost_is_given_again_and_only_what_is_not_held(shared_redis, key):
+async def test_after_a_lost_reply_take_returns_the_groups_that_are_not_held(shared_redis, key):
     async with LossyProxy(shared_redis) as proxy, ExperienceQueue(proxy.url, key) as queue:
         await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in range(1, 7)])
         learner = Learner(queue)
@@ -269,7 +269,7 @@ async def test_connections_that_are_killed_in_between_are_made_again(shared_redi
     assert (counts.trained, counts.in_queue, counts.balance) == (10, 0, 0)
 
 
-async def test_ones_own_groups_come_page_by_page_and_then_new_ones(queue):
+async def test_take_returns_own_groups_in_pages_and_then_new_ones(queue):
     await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in range(1, 101)])
     learner = Learner(queue)
     await learner.take(80)
@@ -294,7 +294,7 @@ async def test_a_restart_of_redis_loses_nothing_that_was_acknowledged(redis_serv
         await asyncio.to_thread(redis_server.start)
         assert await pushing
         after = await queue.counts()
-        assert (after.trained, after.taken_groups, after.in_queue) == (1, 3, before.in_queue + 1)
+        assert (after.trained, after.unacknowledged_groups, after.in_queue) == (1, 3, before.in_queue + 1)
         assert after.balance == 0
         again = (await learner.take_again(100)).groups
         assert [int(g.payload) for g in again] == list(range(2, 12))
@@ -332,7 +332,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
-async def test_an_entry_that_push_has_not_written_is_buried_and_the_next_is_taken(shared_redis, queue, key, fields):
+async def test_a_foreign_entry_becomes_a_dead_letter_and_the_next_is_taken(shared_redis, queue, key, fields):
     await queue.counts()
     with raw_client(shared_redis) as client:
         client.xadd(f"{{{key}}}", fields)
@@ -346,7 +346,7 @@ async def test_an_entry_that_push_has_not_written_is_buried_and_the_next_is_take
     assert (after.produced, after.dead, after.num_foreign, after.num_dead_letters, after.balance) == (5, 1, 0, 1, 0)
 
 
-async def test_a_group_whose_payload_is_gone_is_buried(shared_redis, queue, key):
+async def test_a_group_without_payload_becomes_a_dead_letter(shared_redis, queue, key):
     await queue.push(ACTOR, 1, b"x", num_items=4, oldest_version=0)
     with raw_client(shared_redis) as client:
         client.delete(*payload_keys(client, key))
@@ -355,7 +355,7 @@ async def test_a_group_whose_payload_is_gone_is_buried(shared_redis, queue, key)
     assert (counts.produced, counts.dead, counts.balance) == (4, 4, 0)
 
 
-async def test_a_group_whose_payload_is_something_else_is_buried(shared_redis, queue, key):
+async def test_a_group_whose_payload_has_another_type_becomes_a_dead_letter(shared_redis, queue, key):
     await queue.push(ACTOR, 1, b"x", num_items=4, oldest_version=0)
     with raw_client(shared_redis) as client:
         (name,) = payload_keys(client, key)
@@ -429,7 +429,7 @@ async def test_actors_do_not_wait_for_deleted_items(shared_redis, queue, key):
     assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 3
 
 
-async def test_a_payload_that_is_exchanged_after_the_look_is_not_read_beyond_the_limit(shared_redis, key):
+async def test_a_payload_replaced_after_the_size_check_is_read_up_to_the_limit_only(shared_redis, key):
     async with ExperienceQueue(shared_redis.url, key, max_bytes=100) as queue:
         await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
         (taken,) = (await Learner(queue).take()).groups
@@ -444,7 +444,7 @@ async def test_a_payload_that_is_exchanged_after_the_look_is_not_read_beyond_the
 # --- leases ---
 
 
-async def test_a_name_is_taken_over_only_after_its_lease_has_run_out(shared_redis, queue, key):
+async def test_a_lease_is_taken_over_only_after_it_has_expired(shared_redis, queue, key):
     old, new = Lease("learner-0"), Lease("learner-0")
     assert (await queue.acquire(old))[0] == old.token
     holder, left_s, _ = await queue.acquire(new)
@@ -481,7 +481,7 @@ async def test_a_learner_without_its_lease_cannot_take_settle_or_dead_letter(sha
     assert (await queue.counts()).trained == 0
 
 
-async def test_a_released_name_is_free_at_once(queue):
+async def test_a_released_lease_is_free_at_once(queue):
     old, new = Lease("learner-0"), Lease("learner-0")
     await queue.acquire(old)
     await queue.release(old)
@@ -506,14 +506,14 @@ async def test_groups_of_a_rank_that_this_world_does_not_have_are_reclaimed(shar
         assert (await queue.acquire(Lease("learner-2")))[1] == 0, "a world that grows again has the name again"
 
 
-async def test_a_rank_that_lives_is_not_reclaimed(queue):
+async def test_groups_of_a_live_rank_are_not_reclaimed(queue):
     await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
     away, here = Learner(queue, rank=5), Learner(queue)
     await away.take()
     assert await queue.reclaim(here.lease, here.status, num_learners=1) == 0
 
 
-async def test_groups_that_a_stranger_took_come_back(shared_redis, key):
+async def test_groups_taken_by_a_foreign_consumer_are_reclaimed(shared_redis, key):
     times = LeaseTimes(holds_s=0.03, beat_s=0.01)
     async with ExperienceQueue(shared_redis.url, key, lease_times=times) as queue:
         await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
@@ -528,13 +528,13 @@ async def test_groups_that_a_stranger_took_come_back(shared_redis, key):
 # --- what actors hear ---
 
 
-async def test_before_the_first_learner_nothing_is_known_of_it(queue):
+async def test_before_the_first_learner_its_state_is_unknown(queue):
     state = await queue.beat_actor(ACTOR, 5)
     assert (state.version, state.items_per_update, state.max_lag, state.num_learners) == (None, None, None, 0)
     assert (state.in_progress_items, state.num_actors) == (5, 1)
 
 
-async def test_an_actor_hears_how_the_learner_stands(queue):
+async def test_the_heartbeat_of_an_actor_returns_the_state_of_the_learner(queue):
     learner = Learner(queue, version=12, items_per_update=32, max_lag=3, is_waiting=True)
     await queue.announce(learner.lease, learner.status)
     state = await queue.beat_actor(ACTOR, 0)
@@ -567,7 +567,7 @@ async def test_what_a_learner_has_fetched_but_not_begun_still_waits(queue):
     assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 8
 
 
-async def test_actors_of_long_ago_are_forgotten(shared_redis, queue, key):
+async def test_actors_without_heartbeat_for_a_day_are_removed(shared_redis, queue, key):
     with raw_client(shared_redis) as client:
         client.hset(f"{{{key}}}:beats", "old", "1000 1")
         client.hset(f"{{{key}}}:actors", "old", "17")
@@ -575,7 +575,7 @@ async def test_actors_of_long_ago_are_forgotten(shared_redis, queue, key):
         assert client.hkeys(f"{{{key}}}:actors") == client.hkeys(f"{{{key}}}:beats")[1:] == []
 
 
-async def test_a_cleared_queue_is_a_new_one(shared_redis, queue, key):
+async def test_clear_empties_the_queue_and_its_counts(shared_redis, queue, key):
     await queue.push_many(ACTOR, [group(number) for number in range(5, 1205)])
     await Learner(queue).take()
     await queue.clear()
@@ -590,7 +590,7 @@ async def test_a_cleared_queue_is_a_new_one(shared_redis, queue, key):
 # --- reaching Redis ---
 
 
-async def test_a_redis_that_is_not_there_is_given_up_after_the_patience(tmp_path):
+async def test_an_unreachable_redis_raises_redis_gone_after_patience_s(tmp_path):
     async with ExperienceQueue(f"unix://user:hunter2@{tmp_path}/none.sock", patience_s=0.1) as queue:
         with pytest.raises(RedisGone, match="has not answered") as failure:
             await queue.counts()
@@ -739,7 +739,7 @@ async def test_a_key_that_holds_something_else_is_named(shared_redis, queue, key
         await use_everything(queue)
 
 
-async def test_payloads_of_another_type_are_buried(shared_redis, queue, key):
+async def test_payloads_of_another_type_become_dead_letters(shared_redis, queue, key):
     await queue.push(ACTOR, 1, payload([1]), num_items=1, oldest_version=0)
     with raw_client(shared_redis) as client:
         [name] = payload_keys(client, key)
@@ -757,7 +757,7 @@ def test_a_version_that_is_none_is_refused_where_it_is_pushed(version):
 
 
 @pytest.mark.parametrize("version", ["-1", "nan", "text", "1e3", "9" * 16, "1.5", " 1"])
-async def test_an_entry_with_a_forged_version_is_buried_and_says_so(shared_redis, queue, key, version):
+async def test_an_entry_with_a_forged_version_becomes_a_dead_letter_with_the_reason(shared_redis, queue, key, version):
     await queue.counts()
     with raw_client(shared_redis) as client:
         client.xadd(f"{{{key}}}", {"n": "1", "v": version, "p": "1"})
@@ -768,7 +768,7 @@ async def test_an_entry_with_a_forged_version_is_buried_and_says_so(shared_redis
 
 
 @pytest.mark.parametrize("version", ["-3", "nan", "text", "", "9" * 30, "1e9"])
-async def test_a_forged_version_of_the_learner_lasts_until_it_speaks_again(shared_redis, queue, key, version):
+async def test_a_forged_learner_version_is_overwritten_by_the_next_call(shared_redis, queue, key, version):
     learner = Learner(queue, version=3, items_per_update=8)
     await queue.announce(learner.lease, learner.status)
     with raw_client(shared_redis) as client:
@@ -811,7 +811,7 @@ async def test_at_maxmemory_pushes_wait_and_the_learner_makes_room(redis_server,
             client.config_set("maxmemory", 0)
         assert await pushing
         counts = await other.counts()
-    assert (counts.produced, counts.waiting_groups, counts.balance) == (2, 1, 0)
+    assert (counts.produced, counts.queue_groups, counts.balance) == (2, 1, 0)
     assert "no memory left (maxmemory)" in caplog.text and "checkpoint_every" in caplog.text
     assert caplog.text.count("no memory left") == 1, "not at every try"
 
@@ -833,7 +833,7 @@ async def test_a_push_that_fills_the_memory_leaves_nothing_half_done(redis_serve
             client.config_set("maxmemory", 0)
         assert await pushing == 2
         counts = await queue.counts()
-    assert (counts.produced, counts.waiting_groups, counts.balance) == (2, 2, 0)
+    assert (counts.produced, counts.queue_groups, counts.balance) == (2, 2, 0)
 
 
 async def test_a_replica_is_waited_for_until_it_is_a_master_again(redis_server, caplog):
@@ -871,7 +871,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal)[:20])
-async def test_a_refusal_that_passes_is_waited_out(queue, refusal, caplog):
+async def test_a_temporary_refusal_of_redis_is_retried(queue, refusal, caplog):
     answers = [refusal, refusal, "an answer"]
 
     async def ask(client):
@@ -900,7 +900,7 @@ async def test_a_refusal_that_passes_is_waited_out(queue, refusal, caplog):
         (redis.ResponseError("unknown command 'XREADGROUP'"), "Redis 6.2 or newer"),
     ],
 )  # fmt: skip
-async def test_a_refusal_that_stays_is_a_sentence_at_once(queue, refusal, message):
+async def test_a_permanent_refusal_of_redis_raises_at_once(queue, refusal, message):
     async def refuse(client):
         raise refusal
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.batch_gen.pipeline.pacing import expected_lag, is_too_late, may_begin
@@ -29,13 +29,13 @@ class Learner:
         (False, 23, 3),
     ],
 )
-def test_an_item_is_as_many_updates_behind_as_batches_go_before_it(is_waiting, ahead_items, lag):
+def test_the_lag_of_an_item_is_the_number_of_batches_before_it(is_waiting, ahead_items, lag):
     learner = Learner(is_waiting=is_waiting)
     assert expected_lag(learner, ahead_items, 10) == lag
     assert may_begin(learner, ahead_items=ahead_items) == (lag <= 2)
 
 
-def test_old_weights_count_as_lag_too():
+def test_the_age_of_the_served_weights_counts_as_lag():
     learner = Learner(is_waiting=True)
     assert may_begin(learner, ahead_items=0, served_version=8)
     assert not may_begin(learner, ahead_items=0, served_version=7), "it could never be used"
@@ -54,18 +54,19 @@ def test_without_a_limit_only_the_queue_holds_an_actor_up():
 
 
 @pytest.mark.parametrize("unknown", [{"version": None}, {"items_per_update": None}])
-def test_nothing_is_begun_before_a_learner_has_said_what_it_takes(unknown):
+def test_no_group_starts_before_the_settings_of_the_learner_are_known(unknown):
     assert not may_begin(replace(Learner(is_waiting=True), **unknown), ahead_items=0)
 
 
-def test_nothing_is_begun_with_weights_of_a_life_that_was_not_resumed():
+def test_no_group_starts_with_weights_newer_than_the_resumed_step():
     assert not may_begin(Learner(version=40, is_waiting=True), ahead_items=0, served_version=57)
     assert not may_begin(Learner(version=40, max_lag=None), ahead_items=0, served_version=57)
 
 
+@settings(deadline=None)
 @given(items_per_update=st.integers(1, 64), max_lag=st.integers(0, 5), group_size=st.integers(1, 16), data=st.data())
 def test_paced_groups_are_never_stale_and_never_starve_the_learner(items_per_update, max_lag, group_size, data):
-    """A queue in order, groups finished at once: who begins only when he may is never dropped, in any order of events."""
+    """Groups finish at once and in order: one that may begin is never dropped, in any order of events."""
     learner = Learner(version=0, items_per_update=items_per_update, max_lag=max_lag, is_waiting=True)
     queue: list[int] = []
     num_updates = 0

@@ -20,7 +20,7 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_everything_it_names_is_there():
+def test_every_public_name_of_the_package_can_be_imported():
     for name in pipeline.__all__:
         assert getattr(pipeline, name).__name__ == name
 

@@ -418,7 +418,7 @@ async def test_each_kind_of_poison_is_set_aside_with_its_reason(shared_redis, ke
     assert not unnamed, reasons
 
 
-async def test_a_request_meta_that_is_a_text_is_the_users_and_costs_nothing(shared_redis, key):
+async def test_a_group_with_a_text_as_request_meta_is_trained_on(shared_redis, key):
     assert await train_through(shared_redis.url, key, [meta(request_meta="text")], Random(0), "grpo") == {}
 
 
@@ -478,7 +478,7 @@ def test_each_kind_is_warned_of_once_and_again_ten_times_as_many_later(caplog):
 # --- by chance ---
 
 
-async def test_extreme_values_in_any_field_cost_only_their_own_group(shared_redis, fuzz: Fuzz):
+async def test_extreme_values_drop_only_their_own_group(shared_redis, fuzz: Fuzz):
     num_cases, reasons = fuzz.cases(4 * ROUND), 0
     for start in range(0, num_cases, ROUND):
         cases = range(start, min(start + ROUND, num_cases))
@@ -521,7 +521,7 @@ async def fatal_life(url: str, key: str, *, how: str, **settings: Any) -> list[s
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-async def test_a_group_that_three_learners_died_of_is_buried_and_the_next_goes_on(shared_redis, key, how):
+async def test_a_group_on_which_three_learners_died_becomes_a_dead_letter(shared_redis, key, how):
     """Whether the update raises or the process is killed. The good groups before and after it are trained on once."""
     rng = Random(0)
     async with ExperienceQueue(shared_redis.url, key) as queue:
@@ -603,7 +603,7 @@ def sync_call(server, source):
 
 
 @pytest.mark.parametrize("leave", ["close", "cancel"])
-async def test_a_learner_that_is_stopped_has_not_died_of_what_it_held(shared_redis, key, leave):
+async def test_a_clean_stop_does_not_count_as_a_failed_try(shared_redis, key, leave):
     async with ExperienceQueue(shared_redis.url, key) as queue:
         await push(queue, [as_good("good-", Random(0))])
         for _ in range(5):

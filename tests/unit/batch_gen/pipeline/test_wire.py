@@ -292,7 +292,7 @@ def test_a_reader_that_knows_nothing_of_what_was_cut_off_refuses_the_group_and_t
     assert encode_group([plain_item(), told[0]], compress=True)[6] == 3
 
 
-def test_the_error_is_one_of_ours_and_a_value_error():
+def test_unreadable_group_is_a_ludic_error_and_a_value_error():
     with pytest.raises(UnreadableGroup) as caught:
         decode_group(b"")
     assert isinstance(caught.value, LudicError) and isinstance(caught.value, ValueError)

@@ -160,7 +160,7 @@ def damaged(message: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.slow
-def test_messages_whose_fields_lie(fuzz):
+def test_messages_with_inconsistent_fields_are_refused(fuzz):
     read_all(fuzz, 3500, lying)
 
 
@@ -268,7 +268,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_refused(name):
+def test_a_crafted_message_is_refused(name):
     assert not read_safely(ATTACKS[name])
 
 

@@ -11,9 +11,9 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ludic.inference.local.engine import EngineClosed, LocalEngine, QueueFull, TokenChunk
 from ludic.inference.local.http.request import (
@@ -33,6 +33,7 @@ from ludic.inference.local.http.response import Answer, ChatAnswer, CompletionAn
 from ludic.inference.templates.chat import ChatTemplate
 from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
 from ludic.inference.vllm.command import check_host
+from ludic.tasks import all_or_none, cancel_all
 from ludic.types import (
     ConfigError,
     Message,
@@ -346,7 +347,7 @@ class _Server:
         with self._load.completions(answer.requests):
             if answer.is_streamed:
                 return await self._stream(request, answer)
-            replies = await _all([self._engine.complete_tokens(r) for r in answer.requests])
+            replies = await all_or_none(self._engine.complete_tokens(r) for r in answer.requests)
             responses = [response for response, _ in replies]
             self._count(answer, sum(len(r.completion_token_ids) for r in responses))
             # In a thread: decoding each token of many completions takes seconds, during which other clients would wait.
@@ -387,16 +388,6 @@ class _Server:
         self._num_completion_tokens += num_sampled
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, or the first error; on an error or a cancellation the other calls are cancelled."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 async def _merged(streams: Sequence[AsyncGenerator[TokenChunk, None]]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """Chunks of several streams as they arrive, with the index of their stream; the first error ends all."""
     arrived: asyncio.Queue[tuple[int, TokenChunk] | BaseException | None] = asyncio.Queue()
@@ -422,9 +413,7 @@ async def _merged(streams: Sequence[AsyncGenerator[TokenChunk, None]]) -> AsyncG
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 def _sse(event: JSONObject) -> bytes:

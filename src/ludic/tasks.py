@@ -1,19 +1,40 @@
-"""Runs many jobs with bounded concurrency and cancels the rest when the consumer stops.
-
-Workers take jobs from one iterator, so a pending job costs nothing. Closing the generator (after an error, a cancellation
-or a `break`) cancels the running jobs and waits for them.
-"""
+"""Asyncio tasks that run and end together."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from typing import TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 Job: TypeAlias = Callable[[], Awaitable[T]]
 
 
+async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:
+    """Cancel the tasks and wait until they have ended; their results and errors are dropped."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure cancels the others and is raised."""
+    todo = list(coroutines)
+    if len(todo) == 1:
+        return [await todo[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in todo]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        await cancel_all(tasks)
+        raise
+
+
 async def as_finished(jobs: Iterable[Job[T]], *, limit: int) -> AsyncGenerator[T, None]:
-    """Yield the results of `jobs` as they finish; at most `limit` jobs run at once."""
+    """Yield the results of `jobs` as they finish; at most `limit` jobs run at once.
+
+    Workers take jobs from one iterator, so a pending job costs nothing. Closing the generator (after an error, a cancellation
+    or a `break`) cancels the running jobs and waits for them.
+    """
     finished: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
     # Back-pressure: a slow consumer stops the workers once 2 * limit jobs are running or waiting to be consumed.
     room = asyncio.Semaphore(2 * limit)
@@ -32,9 +53,7 @@ async def as_finished(jobs: Iterable[Job[T]], *, limit: int) -> AsyncGenerator[T
                 room.release()
                 yield got
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await cancel_all(workers)
 
 
 async def _work(

@@ -105,6 +105,26 @@ class CommandResult(ExecutionResult):
     """The requested files by path, without those that are missing, no regular files, or too large."""
 
 
+def explain_failure(result: ExecutionResult, subject: str = "It") -> str:
+    """Why a program did not end successfully, as a sentence; empty if it did."""
+    problem, status = result.compile_result, result.run_status
+    if status is not RunStatus.SANDBOX_ERROR and not problem.success:
+        where = f" in line {problem.error_line}" if problem.error_line is not None else ""
+        return f"{subject} does not compile: {problem.error_message or problem.status}{where}."
+    code, signal = result.exit_code, result.signal
+    return {
+        RunStatus.SUCCESS: "",
+        RunStatus.NOT_RUN: f"{subject} was not run.",
+        RunStatus.SANDBOX_ERROR: "The sandbox failed, which is not the program's fault.",
+        RunStatus.MEMORY_EXCEEDED: f"{subject} ran out of memory.",
+        RunStatus.TIMEOUT: f"{subject} ran out of time.",
+        RunStatus.KILLED: f"{subject} was ended by signal {signal}." if signal else f"{subject} was ended.",
+        RunStatus.RUNTIME_ERROR: f"{subject} raised an error."
+        if code is None
+        else f"{subject} ended with exit code {code}.",
+    }[status]
+
+
 class SandboxError(LudicError, RuntimeError):
     """The sandbox itself failed; nothing is known about the program."""
 

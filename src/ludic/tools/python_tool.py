@@ -1,6 +1,7 @@
 """`python`: a tool that runs a program in the sandbox and returns its output."""
 
 from ludic.sandbox import ExecutionResult, RunStatus, SandboxPool, shared_pool
+from ludic.sandbox.interface import explain_failure
 from ludic.tools.tool import Tool, ToolResult
 from ludic.types.errors import ConfigError
 
@@ -45,19 +46,10 @@ async def _run(code: str, *, pool: SandboxPool | None, timeout_s: float, memory_
 
 def _text(result: ExecutionResult) -> str:
     """The program's output, and the error if it failed."""
-    problem = result.compile_result
-    if result.run_status is not RunStatus.SANDBOX_ERROR and not problem.success:
-        where = f" in line {problem.error_line}" if problem.error_line is not None else ""
-        return f"Error: the program does not compile: {problem.error_message or problem.status}{where}."
-    endings = {
-        RunStatus.SUCCESS: "",
-        RunStatus.TIMEOUT: "Error: the program ran out of time.",
-        RunStatus.MEMORY_EXCEEDED: "Error: the program ran out of memory.",
-        RunStatus.KILLED: f"Error: the program was ended. {result.detail}",
-        RunStatus.RUNTIME_ERROR: f"Error: the program ended with exit code {result.exit_code}.",
-        RunStatus.SANDBOX_ERROR: f"Error: the sandbox failed, which is not the program's fault. {result.detail}",
-    }
-    parts = [_middle_cut(result.stdout.strip("\n")), _middle_cut(result.stderr.strip("\n")), endings[result.run_status]]
+    problem = explain_failure(result, "the program")
+    detail = result.detail if result.run_status in (RunStatus.KILLED, RunStatus.SANDBOX_ERROR) else ""
+    error = f"Error: {problem} {detail}".strip() if problem else ""
+    parts = [_middle_cut(result.stdout.strip("\n")), _middle_cut(result.stderr.strip("\n")), error]
     return "\n".join(part for part in parts if part) or "The program printed nothing. Print what you want to see."
 
 

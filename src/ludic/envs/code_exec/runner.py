@@ -10,6 +10,7 @@ from typing import Protocol
 from ludic.envs.code_exec.batch import BatchExecutionSpec, execute_batch
 from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult, compute_hash, hash_tests
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
+from ludic.sandbox.interface import explain_failure
 from ludic.types import ConfigError
 
 _FIRST_CHUNK = 4
@@ -220,18 +221,4 @@ def batch_result(
 
 
 def ended(execution: ExecutionResult) -> str:
-    """Why a program did not end successfully, as a sentence."""
-    if not execution.compiled:
-        problem = execution.compile_result
-        where = f" in line {problem.error_line}" if problem.error_line is not None else ""
-        return f"It does not compile: {problem.error_message or problem.status}{where}."
-    code, signal = execution.exit_code, execution.signal
-    sentences = {
-        RunStatus.NOT_RUN: "It was not run.",
-        RunStatus.SANDBOX_ERROR: "The sandbox failed.",
-        RunStatus.MEMORY_EXCEEDED: "It ran out of memory.",
-        RunStatus.TIMEOUT: "It ran out of time.",
-        RunStatus.KILLED: f"It was ended by signal {signal}." if signal else "It was ended.",
-        RunStatus.RUNTIME_ERROR: "It raised an error." if code is None else f"It ended with exit code {code}.",
-    }
-    return f"{sentences.get(execution.run_status, '')} {execution.detail}".strip()
+    return f"{explain_failure(execution)} {execution.detail}".strip()

@@ -213,7 +213,7 @@ async def follow(trainer: Trainer, held_out: BatchSource, teacher: LoadedModel, 
         if step < settings.steps:
             await trainer.train_step()
     for item in items[:3]:
-        print(repr(trainer.tokenizer.decode(item.input_ids[item.action_mask], skip_special_tokens=True)))
+        print(repr(teacher.tokenizer.decode(item.input_ids[item.action_mask], skip_special_tokens=True)))
 
 
 @torch.no_grad()

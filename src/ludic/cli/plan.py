@@ -63,13 +63,13 @@ def plan(args: list[str]) -> int:
             f"--gpu-memory {given.gpu_memory:g} must be above 0, and --micro-token-budget {budget} must hold the longest sample, "
             f"--max-tokens {max_tokens}."
         )
-    usable = int(given.gpu_memory * USABLE * GIB)
+    usable, shapes = int(given.gpu_memory * USABLE * GIB), [read_shape(model) for model in given.models]
     print(
         f"GiB on one GPU, of which {usable / GIB:.1f} can be used; {gpus - inference} to train, {inference} to generate.\n"
     )
     print(f"| {' | '.join(_COLUMNS)} |\n{'| --- ' * len(_COLUMNS)}|")
     unfit = []
-    for shape in map(read_shape, given.models):
+    for shape in shapes:
         shared = max_tokens if gpus == 1 else 0
         setups = _setups(gpus - inference, budget, given.lora_rank)
         trains = [_print_training(shape, setup, usable, shared) for setup in setups]

@@ -28,7 +28,7 @@ from ludic.inference.vllm.command import free_port
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.modeling_auto", "transformers.generation", "peft", "ludic.cli.main", "ludic.run.run",
+    "transformers.models.auto.modeling_auto", "transformers.generation", "peft", "ludic.cli.main", "ludic.cli.args", "ludic.run.run",
     "ludic.inference.local", "ludic.training.trainer", "ludic.distributed.fsdp",
 ]  # fmt: skip
 """What cannot be imported is left to the processes, which then say so themselves."""

@@ -22,7 +22,7 @@ import redis
 
 from ludic.batch_gen.pipeline.wire import UnreadableGroup, decode_group
 from ludic.training.loggers import read_metrics
-from tests import forked
+from tests import forked, warm_python
 from tests.integration.pipeline_parts import LearnerSettings, ids_of
 from tests.redis_fixtures import RedisServer, end_redis
 from tests.unit.cli.train_parts import ENV
@@ -380,24 +380,18 @@ def pipeline_on(server: RedisServer, folder: Path) -> Iterator[Pipeline]:
 class Launched:
     """`ludic launch` with a small task, in a new folder."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self._folder, self.run = folder, folder / "runs" / "run"
         (folder / "letter.py").write_text(ENV)
-        environ = {name: value for name, value in os.environ.items() if name != "LUDIC_REDIS_URL"}
-        paths = [str(ROOT / "src"), str(ROOT), environ.get("PYTHONPATH", "")]
         settings = [
             "letter.py:Letter", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
             "--lr", "1e-2", "--logger", "print", "--checkpoint-every", "5", "--name", "run",
         ]  # fmt: skip
         self._log = folder / "launch.log"
-        with self._log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ludic.cli.main", "launch", *settings, *arguments],
-                cwd=folder,
-                env={**environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = forked.python(
+            "-m", "ludic.cli.main", "launch", *settings, *arguments, cwd=folder, output=self._log,
+            environment={"LUDIC_REDIS_URL": None, **environment}, executable=warm_python.executable(),
+        )  # fmt: skip
 
     def steps(self) -> list[int]:
         path = self.run / "metrics.jsonl"

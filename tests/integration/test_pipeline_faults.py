@@ -1,8 +1,8 @@
 """Whatever dies, pauses or misbehaves in a pipeline: training goes on, and every item is accounted for.
 
 Real processes and a real Redis. Most learners here have a list in the place of weights (pipeline_parts.py), so that it can be
-compared, item by item, with what the actors sent; the last tests have the example's Trainer and engine, `ludic launch`, and
-vLLM. The checks that every test ends with are in `Pipeline.check` (pipeline_harness.py).
+compared, item by item, with what the actors sent; the last test has the example's Trainer and engine, and test_vllm_training.py
+has `ludic launch` with vLLM. The checks that every test ends with are in `Pipeline.check` (pipeline_harness.py).
 """
 
 import asyncio
@@ -21,14 +21,11 @@ from ludic.batch_gen.pipeline.wire import encode_group
 from tests.integration.pipeline_harness import (
     COUNTS,
     QUEUE_KEY,
-    Launched,
     Network,
     Pipeline,
-    counted_by_hand,
     pipeline_on,
     skewed_clock,
 )
-from tests.integration.vllm_fixtures import skip_without_vllm
 from tests.redis_fixtures import redis_server
 from tests.unit.batch_gen.pipeline.queue_parts import item
 
@@ -369,7 +366,7 @@ def test_all_processes_are_killed_at_random_moments_for_a_while(pipeline):
     pipeline.check()
 
 
-# --- the real Trainer, the real engines ---
+# --- the real Trainer, the real engine ---
 
 
 @pytest.mark.slow
@@ -392,21 +389,3 @@ def test_the_trainer_is_killed_in_a_step_and_an_actor_with_the_engine_inside_it(
     account = pipeline.check()
     assert account.counts["trained"] == 8 * 16
     assert {*other.ids("kept")} & {*account.learned}, "the second engine's groups are trained on, too"
-
-
-@pytest.mark.slow
-def test_the_vllm_server_of_a_launched_pipeline_is_killed_and_gets_its_weights_again(tmp_path, vllm_model_dir):
-    skip_without_vllm()
-    on_vllm = ["--model", str(vllm_model_dir), "--actor-engine", "vllm", "--actors", "1"]
-    launched = Launched(tmp_path, *on_vllm, "--steps", "10")
-    try:
-        launched.until_step(3)
-        launched.kill("server")
-        said = launched.finish()
-    finally:
-        launched.end()
-    assert "server was ended by SIGKILL; restart 1 of at most 5" in said, said
-    assert launched.steps() == list(range(1, 11))
-    counts, in_queue = counted_by_hand(launched.run)
-    assert counts["trained"] == 10 * 16
-    assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue

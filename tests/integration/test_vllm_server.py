@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ludic.inference.vllm.command import find_vllm, free_port
+from ludic.inference.vllm.command import free_port
 from ludic.inference.vllm.control import OPEN
 from ludic.inference.vllm.process import ServerDied, is_healthy, wait_for_vllm_health
-from tests.integration.vllm_fixtures import ROOT, START_TIMEOUT_S, byte_tokenizer, skip_without_vllm, start_tiny_server
+from tests.integration import warm_vllm
+from tests.integration.vllm_fixtures import ROOT, START_TIMEOUT_S, byte_tokenizer, skip_without_vllm, start_warm_server
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 CLOSING = [int(number) for number in byte_tokenizer().encode("</think>", add_special_tokens=False)]
@@ -134,7 +135,7 @@ def test_a_limit_that_makes_no_sense_is_a_400(vllm_server, limit):
 def test_the_model_runner_of_gpus_forces_the_same(vllm_model_dir):
     skip_without_vllm()
     done = subprocess.run(
-        [find_vllm().python, Path(__file__).with_name("max_think_in_vllm.py"), vllm_model_dir],
+        [warm_vllm.python(), Path(__file__).with_name("max_think_in_vllm.py"), vllm_model_dir],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -153,7 +154,7 @@ def test_a_server_that_dies_shows_its_own_error(tmp_path):
     skip_without_vllm()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
-    process = start_tiny_server(tmp_path / "model", tmp_path / "run")
+    process = start_warm_server(tmp_path / "model", tmp_path / "run")
     try:
         with pytest.raises(ServerDied, match="first error: .*NoSuchModel(.|\n)*Its last lines"):
             wait_for_vllm_health("127.0.0.1", process.command.port, process, timeout_s=START_TIMEOUT_S)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from ludic.types import (
 from tests import forked
 from tests.fakes import CountingEnv, RecordingClient, make_agent
 from tests.integration.test_vllm_weights import assert_serves
-from tests.integration.vllm_fixtures import RunningServer, skip_without_vllm
+from tests.integration.vllm_fixtures import RunningServer, skip_without_vllm, warm_vllm_environment
 
 pytest.importorskip("torch", reason="the train extra is not installed")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -56,7 +57,7 @@ def train_command(player: Path, runs: Path, *, steps: int) -> list[str]:
 
 
 def train(command: list[str]) -> None:
-    run = forked.python(*command)
+    run = forked.python(*command, environment=warm_vllm_environment())
     said = run.communicate(timeout=400)
     assert run.returncode == 0, said
 
@@ -76,7 +77,9 @@ def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
     """(folder, exit code, what it said) of a run with all weights whose server was killed after a few updates."""
     skip_without_vllm()
     folder = tmp_path_factory.mktemp("lost")
-    run = forked.python(*train_command(player, folder, steps=10_000), output=folder / "output")
+    run = forked.python(
+        *train_command(player, folder, steps=10_000), output=folder / "output", environment=warm_vllm_environment()
+    )
     try:
         metrics = folder / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 300
@@ -238,3 +241,28 @@ def test_a_server_is_the_teacher_of_a_run(vllm_server, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     kls = [row["train/teacher_kl"] for row in rows if "train/teacher_kl" in row]
     assert len(kls) == 2 and abs(kls[0]) < 1e-3 and rows[0]["perf/teacher_s"] > 0
+
+
+# --- a pipeline ---
+
+
+def test_the_vllm_server_of_a_launched_pipeline_is_killed_and_gets_its_weights_again(tmp_path, vllm_model_dir):
+    skip_without_vllm()
+    pytest.importorskip("redis", reason="the pipeline extra is not installed")
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    from tests.integration.pipeline_harness import Launched, counted_by_hand
+
+    on_vllm = ["--model", str(vllm_model_dir), "--actor-engine", "vllm", "--actors", "1"]
+    launched = Launched(tmp_path, *on_vllm, "--steps", "10", **warm_vllm_environment())
+    try:
+        launched.until_step(3)
+        launched.kill("server")
+        said = launched.finish()
+    finally:
+        launched.end()
+    assert "server was ended by SIGKILL; restart 1 of at most 5" in said, said
+    assert launched.steps() == list(range(1, 11))
+    counts, in_queue = counted_by_hand(launched.run)
+    assert counts["trained"] == 10 * 16
+    assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import hashlib
 import re
 import urllib.request
 from pathlib import Path
@@ -84,8 +85,22 @@ def ask(server: Any) -> list[ChatResponse]:
     return asyncio.run(all_of_them())
 
 
-@torch.no_grad()
+_GREEDY: dict[bytes, list[int]] = {}
+
+
 def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """What transformers answers; computed once for the same weights, which many tests push."""
+    digest = hashlib.sha256(repr((model.config, prompt)).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(name.encode() + weight.contiguous().numpy().tobytes())
+    key = digest.digest()
+    if key not in _GREEDY:
+        _GREEDY[key] = _greedy(model, prompt)
+    return _GREEDY[key]
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     for _ in range(NUM_NEW):
         ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)

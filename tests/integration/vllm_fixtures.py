@@ -1,10 +1,9 @@
 """A tiny model in a folder, and a real vLLM server that serves it."""
 
-import atexit
-import functools
 import importlib.util
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from unittest import mock
 
 import pytest
 
-from ludic.inference.vllm.command import PYTHON_VARIABLE
+from ludic.inference.vllm.command import PYTHON_VARIABLE, check_port
 from ludic.inference.vllm.control import CONTROL_HEADER
 from ludic.inference.vllm_server import VLLMServerProcess, start_vllm_server, wait_for_vllm_health
-from tests.integration.warm_vllm import ENTRY_POINT, Template, WarmProcess
+from ludic.types import ConfigError
+from tests.integration import warm_vllm
 
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 320
@@ -140,27 +140,30 @@ def start_tiny_server(model_dir: Path, run_folder: Path, *flags: str) -> VLLMSer
     )
 
 
+def warm_vllm_environment() -> dict[str, str]:
+    """Variables with which Ludic starts vLLM in processes that have imported it already."""
+    return {PYTHON_VARIABLE: warm_vllm.python()}
+
+
 class WarmServer(VLLMServerProcess):
-    """The same command in a process that has imported vLLM already; see warm_vllm.py."""
+    """A server whose processes have imported vLLM already."""
 
-    def start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        python, _, _, *flags = self.command.arguments
-        variables = dict(self.command.environment)
-        warm = template(python, variables["PYTHONPATH"])
-        self._process = WarmProcess(warm, [ENTRY_POINT, *flags], variables, self.log)  # type: ignore[assignment]
-        atexit.register(self.stop)
-
-
-@functools.cache
-def template(python: str, path: str) -> Template:
-    return Template(python, {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    def kill(self) -> None:
+        """Wait for its port as well: the forked processes end after the program that stands for them (warm_python.py)."""
+        super().kill()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return check_port(self.command.host, self.command.port)
+            except ConfigError:
+                assert time.monotonic() < deadline, f"{self.url} is still in use"
+                time.sleep(0.02)
 
 
 def start_warm_server(model_dir: Path, run_folder: Path, *flags: str) -> VLLMServerProcess:
     """As `start_tiny_server`, in a tenth of the time."""
-    with mock.patch("ludic.inference.vllm_server.VLLMServerProcess", WarmServer):
+    server = mock.patch("ludic.inference.vllm_server.VLLMServerProcess", WarmServer)
+    with server, mock.patch.dict(os.environ, warm_vllm_environment()):
         return start_tiny_server(model_dir, run_folder, *flags)
 
 

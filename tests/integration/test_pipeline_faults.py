@@ -97,7 +97,7 @@ def test_a_learner_that_is_killed_goes_on_from_its_checkpoint(pipeline, hold_whe
     assert not again & {id_ for row in killed.rows() if row.get("applied", 99) <= num_resumed for id_ in row["trained"]}
 
 
-def test_what_counts_as_done_with_its_step_is_never_trained_on_again(pipeline):
+def test_with_acknowledge_trained_no_group_is_trained_on_twice(pipeline):
     actor = pipeline.actor()
     killed = pipeline.learner(acknowledge="trained", hold_at=5)
     pipeline.until_held(killed)
@@ -114,7 +114,7 @@ def test_what_counts_as_done_with_its_step_is_never_trained_on_again(pipeline):
     assert account.kept <= {*killed.ids("trained"), *resumed.ids("trained"), *account.queued}
 
 
-def test_a_learner_that_slept_through_its_lease_touches_nothing_any_more(pipeline):
+def test_a_learner_that_lost_its_lease_changes_nothing(pipeline):
     """A paused machine: another learner goes on, and the first one wakes up."""
     actor = pipeline.actor()
     sleeper = pipeline.learner(step_s=0.2, save_every=1000)
@@ -130,7 +130,7 @@ def test_a_learner_that_slept_through_its_lease_touches_nothing_any_more(pipelin
     pipeline.check()
 
 
-def test_one_of_two_learners_is_killed_and_comes_back(pipeline):
+def test_one_of_two_learners_is_killed_and_resumes(pipeline):
     """Ranks 0 and 1 of one run: groups are shared out, and the dead one's wait for it."""
     actor = pipeline.actor(concurrency=16)
     ranks = [pipeline.learner(rank=rank, world_size=2, batch_size=16, step_s=0.05) for rank in range(2)]
@@ -148,7 +148,7 @@ def test_one_of_two_learners_is_killed_and_comes_back(pipeline):
     assert account.counts["trained"] == len(set(account.learned)), "no item went to both"
 
 
-def test_the_groups_of_a_learner_that_never_comes_back_go_to_the_others(pipeline):
+def test_groups_of_a_removed_learner_go_to_the_others(pipeline):
     """A run of two ranks is resumed with one: what rank 1 had not saved is reclaimed."""
     actor = pipeline.actor(concurrency=16)
     ranks = [pipeline.learner(rank=rank, world_size=2, batch_size=16, save_every=1000) for rank in range(2)]
@@ -187,7 +187,7 @@ def test_redis_is_killed_again_and_again_and_nothing_that_it_acknowledged_is_los
     assert "is back after" in learner.log.read_text() + actors[0].log.read_text()
 
 
-def test_replies_that_are_lost_make_nothing_happen_twice(pipeline):
+def test_lost_replies_apply_nothing_twice(pipeline):
     """Redis has done what it was asked to, and is asked again."""
     network = Network(pipeline.server)
     learner = pipeline.learner(redis_url=network.url, save_every=1, filter_every=4)
@@ -205,7 +205,7 @@ def test_replies_that_are_lost_make_nothing_happen_twice(pipeline):
 
 
 @pytest.mark.slow
-def test_a_network_that_stands_still_for_ten_seconds(pipeline):
+def test_a_network_pause_of_ten_seconds_loses_nothing(pipeline):
     """The learner and one actor hear nothing; the other actor goes on. A lease of the usual length outlasts it."""
     network = Network(pipeline.server)
     learner = pipeline.learner(redis_url=network.url, lease_s=15.0)
@@ -225,7 +225,7 @@ def test_a_network_that_stands_still_for_ten_seconds(pipeline):
     pipeline.check()
 
 
-def test_redis_itself_stands_still_for_longer_than_a_lease(pipeline):
+def test_a_pause_of_redis_longer_than_the_lease_loses_nothing(pipeline):
     """A name that no other learner asks for stays with its learner."""
     learner, actor = pipeline.learner(lease_s=1.5), pipeline.actor()
     pipeline.until_step(learner, 3, actor)
@@ -242,7 +242,7 @@ def test_redis_itself_stands_still_for_longer_than_a_lease(pipeline):
 # --- what is in the queue ---
 
 
-def test_poisoned_items_are_buried_and_training_goes_on(pipeline):
+def test_poisoned_items_become_dead_letters_and_training_continues(pipeline):
     learner, actor = pipeline.learner(), pipeline.actor()
     pipeline.until_step(learner, 3, actor)
     whole = encode_group([item(1), item(2)])
@@ -269,7 +269,7 @@ def test_poisoned_items_are_buried_and_training_goes_on(pipeline):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_group_that_kills_its_learner_again_and_again_is_buried_and_a_restart_goes_on(pipeline, world_size):
+def test_a_group_that_kills_its_learner_repeatedly_becomes_a_dead_letter(pipeline, world_size):
     """It passes every check and kills the process that trains on it, with one learner and with two."""
     ranks = range(world_size)
     settings = {"world_size": world_size, "batch_size": 8 * world_size, "fatal": "fatal", "save_every": 1}
@@ -323,7 +323,7 @@ def test_a_full_queue_holds_actors_up_and_they_lose_nothing(pipeline):
     pipeline.check()
 
 
-def test_what_is_too_old_for_a_learner_that_comes_back_is_dropped_and_counted(pipeline):
+def test_groups_too_old_for_a_resumed_learner_are_dropped_and_counted(pipeline):
     actor = pipeline.actor()
     killed = pipeline.learner(hold_at=6)
     pipeline.until_held(killed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ludic.types import (
     ActorTokenLogps,
@@ -23,7 +24,6 @@ from ludic.types import (
     Step,
     TokenTrace,
     Turn,
-    TurnNumbers,
     VersionRun,
     is_parse_failure,
     was_rejected_as_cut_off,
@@ -154,11 +154,15 @@ def _item(
     last = calls[-1].trace
     # Each prompt contains the calls before it, so the last call holds the whole sequence.
     ids = np.concatenate([last.prompt_token_ids, last.completion_token_ids])
+    lengths = np.array([len(call.trace.completion_token_ids) for call in calls])
     mask = np.zeros(len(ids), dtype=np.bool_)
-    for call in calls:
+    for call, length in zip(calls, lengths, strict=True):
         start = len(call.trace.prompt_token_ids)
-        mask[start : start + len(call.trace.completion_token_ids)] = True
-    weight, token_weights = _weights(rollout, calls, weights)
+        mask[start : start + length] = True
+    token_rewards = np.zeros(lengths.sum(), dtype=np.float32)
+    token_rewards[lengths.cumsum() - 1] = [rewards[call.step.id] for call in calls]  # at the last token of each call
+    logprobs = [found for call in calls if (found := call.trace.completion_logprobs) is not None]
+    weight, token_weights = _weights([_weight(rollout, call, weights) for call in calls], lengths)
     return SAWItem(
         input_ids=ids,
         attention_mask=None,
@@ -166,10 +170,10 @@ def _item(
         weight=weight,
         meta={**small_facts(calls[-1].turn.last), "request_meta": rollout.request_meta},
         attachments=SampleAttachments(
-            actor_logps=_logprobs(calls),
+            actor_logps=ActorTokenLogps(np.concatenate(logprobs)) if logprobs else None,
             token_weights=token_weights,
-            token_rewards=_token_rewards(calls, rewards),
-            token_turns=_token_turns(calls),
+            token_rewards=token_rewards,
+            token_turns=np.repeat(np.array([call.turn.number for call in calls], dtype=np.float32), lengths),
             temperature=last.temperature,
             candidates=_candidates(calls),
             untrainable_sampling=next(
@@ -181,14 +185,10 @@ def _item(
     )
 
 
-def _weights(
-    rollout: Rollout, calls: list[_Call], weights: Mapping[RolloutStepKey, float]
-) -> tuple[float, FloatArray | None]:
-    """The item's weight, and one per action token where its turns differ."""
-    by_call = [_weight(rollout, call, weights) for call in calls]
+def _weights(by_call: list[float], lengths: npt.NDArray[np.int64]) -> tuple[float, FloatArray | None]:
+    """The item's weight, and one per action token where its calls differ."""
     if len(set(by_call)) == 1:
         return by_call[0], None
-    lengths = [len(call.trace.completion_token_ids) for call in calls]
     return float(np.average(by_call, weights=lengths)), np.repeat(np.array(by_call, dtype=np.float32), lengths)
 
 
@@ -204,25 +204,6 @@ def _weight(rollout: Rollout, call: _Call, weights: Mapping[RolloutStepKey, floa
     if not np.isfinite(weight):
         raise ValueError(f"Credit assignment gave step {index} of rollout {rollout.id} the weight {weight}.")
     return weight
-
-
-def _token_rewards(calls: list[_Call], rewards: Mapping[str, float]) -> FloatArray:
-    """Each call's reward at its last token."""
-    lengths = np.array([len(call.trace.completion_token_ids) for call in calls])
-    earned = np.zeros(lengths.sum(), dtype=np.float32)
-    earned[lengths.cumsum() - 1] = [rewards[call.step.id] for call in calls]
-    return earned
-
-
-def _token_turns(calls: list[_Call]) -> TurnNumbers:
-    lengths = [len(call.trace.completion_token_ids) for call in calls]
-    return np.repeat(np.array([call.turn.number for call in calls], dtype=np.float32), lengths)
-
-
-def _logprobs(calls: list[_Call]) -> ActorTokenLogps | None:
-    found = [call.trace.completion_logprobs for call in calls]
-    present = [logprobs for logprobs in found if logprobs is not None]
-    return ActorTokenLogps(np.concatenate(present)) if present else None
 
 
 def _candidates(calls: list[_Call]) -> CandidateSets | None:

@@ -96,8 +96,6 @@ class Taken:
     """Lag → items dropped because of it."""
     dead_letters: dict[str, int]
     """Reason → groups moved to the dead letters: foreign entries, payloads missing or too large, groups on which learners died."""
-    num_dead: int
-    """Items of these groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,8 +263,7 @@ class ExperienceQueue:
             cursor=cursor_after.decode(),
             is_empty=bool(is_empty),
             stale=_summed(stale),
-            dead_letters=dict(Counter(reason.decode(errors="replace") for reason in dead[::2])),
-            num_dead=sum(dead[1::2]),
+            dead_letters=dict(Counter(reason.decode(errors="replace") for reason in dead)),
         )
 
     async def _payloads(self, ids: Sequence[str]) -> list[bytes]:

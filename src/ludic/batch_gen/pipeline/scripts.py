@@ -225,7 +225,7 @@ local groups, stale, items, bytes, dead, looked = {}, {}, 0, 0, {}, 0
 
 local function set_aside(id, fields, reason)
   dead[#dead + 1] = reason
-  dead[#dead + 1] = dead_letter(id, fields, reason)
+  dead_letter(id, fields, reason)
 end
 
 local function look_at(id, fields)

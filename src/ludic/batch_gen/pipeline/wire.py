@@ -1,11 +1,11 @@
 """The wire format of experience: a group of items as bytes, and back. Nothing in a message can be executed.
 
-A message is a header (mark, major and minor version, flags) and a msgpack map whose values are raw arrays, one per
-field for all items of the group together. Who reads a newer minor version ignores the fields it does not know; a
-change that an older reader would misunderstand raises the major version.
+A message is a header (mark, major and minor version, flags) and a msgpack map whose values are raw arrays, one per field for all
+items of the group together. A reader ignores unknown fields of a newer minor version; a change that an older reader would
+misunderstand raises the major version.
 
-    encode_group    items -> bytes; refuses what would not come back the same
-    decode_group    bytes -> items; whatever the bytes are, the answer is valid items or UnreadableGroup
+    encode_group    items -> bytes; refuses items that would not come back the same
+    decode_group    bytes -> items; any bytes give valid items or UnreadableGroup
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Arrays on the wire: what all items of a group have in common is one array, little-endian, without gaps.
+"""Arrays on the wire: each field is one little-endian array for all items of a group.
 
-Reading never trusts a length: what an array must hold follows from the arrays before it, and the first ones are
-bounded by the message itself. Everything read is a copy: nothing keeps the message alive.
+Reading trusts no length: the size of an array follows from the arrays before it, and the message bounds the first ones. The
+arrays that are returned are copies and do not keep the message in memory.
 """
 
 import struct

@@ -133,7 +133,7 @@ def _named(path: tuple[str, ...]) -> str:
 
 
 def _culprit(metas: list[dict[str, Any]]) -> UnwritableGroup:
-    """Which value the encoder choked on; found only now, so that the usual case pays nothing."""
+    """Names the value that the encoder refused."""
     for key, value in ((key, value) for meta in metas for key, value in meta.items()):
         try:
             _encoder.encode({key: value})
@@ -146,7 +146,7 @@ def _culprit(metas: list[dict[str, Any]]) -> UnwritableGroup:
 
 
 def _check_values(values: Iterable[Any], depth: int) -> None:
-    """The decoder also knows bytes, timestamps, extensions and maps with other keys; none of them is JSON."""
+    """Refuse what the decoder reads and JSON does not have: bytes, timestamps, extensions, maps with other keys."""
     for value in values:
         kind = type(value)
         if kind in _SCALARS:

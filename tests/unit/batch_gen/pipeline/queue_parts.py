@@ -41,7 +41,7 @@ class Pusher:
         self.num_pushed = self.num_items = 0
 
     async def push(self, size: int = 2, version: int | None = 0) -> list[int]:
-        """The new group's items, by their tags; nothing where the queue is full."""
+        """The tags of the new group's items; [] if the queue is full."""
         tags = [self.num_items + i for i in range(size)]
         accepted = await self.queue.push(
             self.actor, self.num_pushed + 1, payload(tags, version), num_items=size, oldest_version=version
@@ -75,7 +75,7 @@ class Learner:
 
 
 async def crash(source: PipelineBatchSource) -> None:
-    """As far as Redis can see, a kill -9: no acknowledgement, no goodbye; the lease stays as it is."""
+    """A kill -9 as Redis sees it: nothing is acknowledged, the lease is not released."""
     if source._filling is not None:
         source._filling.cancel()
         await asyncio.gather(source._filling, return_exceptions=True)
@@ -84,7 +84,7 @@ async def crash(source: PipelineBatchSource) -> None:
 
 
 def let_lease_run_out(server: RedisServer, queue_key: str, name: str = "learner-0") -> None:
-    """As if the lease time had passed since the last sign of life, if there was any."""
+    """Set the time of the last heartbeat, if there was one, to long ago."""
     with raw_client(server) as client:
         lease = client.hget(f"{{{queue_key}}}:leases", name)
         if lease is not None:
@@ -96,18 +96,18 @@ def raw_client(server: RedisServer) -> redis.Redis:
 
 
 def payload_keys(client: redis.Redis, queue_key: str) -> list[bytes]:
-    """Of groups in the queue, and of those whose push has been left half done, which must never be."""
+    """Keys of the payloads in the queue, and of payloads that an interrupted push left behind."""
     return [name for kind in ("payload", "arriving") for name in client.keys(f"{{{queue_key}}}:{kind}:*")]
 
 
 def kill_connections(server: RedisServer) -> int:
-    """Of all clients but us."""
+    """Kill the connections of all other clients."""
     with raw_client(server) as client:
         return client.client_kill_filter(_type="normal", skipme=True)
 
 
 class LossyProxy:
-    """Between a client and Redis; loses the reply to a script (or another command) that has run, and the connection with it."""
+    """Sits between a client and Redis; drops the reply to a script (or another command) that has run, and the connection."""
 
     def __init__(self, server: RedisServer, command: bytes = b"EVAL") -> None:
         self._command = command

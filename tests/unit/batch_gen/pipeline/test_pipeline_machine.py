@@ -1,8 +1,8 @@
 """Any order of pushes, batches, steps, checkpoints, crashes and resumes: nothing is lost, nothing is applied twice.
 
-The account is drawn up from a scan of Redis, not from the code that is tested. `applied` is what the weights have learned
-from: at a resume it becomes what it was at the checkpoint. Rules have no preconditions, since what there is to do can hang on
-how fast Redis answers; one that finds nothing to do does nothing.
+The test counts items in a scan of Redis, not with the code that it tests. `applied` lists the items that the weights have
+learned from; a resume resets it to its value at the checkpoint. Rules have no preconditions, because what there is to do depends
+on how fast Redis answers; a rule with nothing to do returns.
 """
 
 import asyncio

@@ -89,7 +89,7 @@ def without_adapter(settings: ModelSettings) -> ModelSettings:
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
-    """The model's tokenizer, without loading weights where it has files of its own."""
+    """The model's tokenizer, without loading weights if it has tokenizer files."""
     base = base_settings(settings)
     if base.model == TINY:
         return character_tokenizer()

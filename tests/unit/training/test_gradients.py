@@ -216,6 +216,14 @@ def test_losses_without_a_base_class_can_be_parts_of_others():
         as_loss(object())
 
 
+def test_an_old_attribute_of_a_loss_names_the_new_one():
+    class Old(OfTheSeeds):
+        needs_reference = True
+
+    with pytest.raises(ConfigError, match=r"Old.needs_reference is not read; set needs = Needs\(reference=…\)"):
+        as_loss(Old())
+
+
 def assert_same_gradient(found, expected):
     assert_same((found, {}), (expected, {}))
 

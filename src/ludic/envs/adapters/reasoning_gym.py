@@ -17,9 +17,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from ludic.envs import worker
 from ludic.envs.adapters.base import GlobalRandom
 from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.sandbox import worker
 from ludic.sandbox.arithmetic import is_harmless, is_python
 from ludic.types import ConfigError, Info, MissingExtra, Observation, ResetNeeded, StepOutcome, UnknownName
 

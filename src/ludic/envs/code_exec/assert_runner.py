@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ludic.envs import worker
 from ludic.envs.code_exec.assertions import UNREADABLE, Call, Judgement, is_plain, judge
 from ludic.envs.code_exec.batch import Served, Task, program, serve
 from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult
 from ludic.envs.code_exec.plain_data import decode, shown, to_json
 from ludic.envs.code_exec.runner import OutputVerifier, batch_result, ended
-from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
+from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox, worker
 from ludic.types import ConfigError
 
 _MAX_ROUNDS = 64

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ludic.envs import worker
 from ludic.envs.code_exec.plain_data import decode, dumps, shown
+from ludic.sandbox import worker
 from ludic.sandbox.arithmetic import BINARY, UNARY, is_small_power
 
 

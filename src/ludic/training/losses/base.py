@@ -113,6 +113,9 @@ def _with_weights(batch: Mapping[str, Tensor], tokens: ActionTokens) -> Mapping[
 
 def as_loss(loss: Any) -> Loss:
     """The loss itself; one without the base class as a `ForeignLoss`."""
+    for name in ("entropy", "reference", "old_logps", "values", "logits"):
+        if hasattr(loss, f"needs_{name}"):
+            raise ConfigError(f"{type(loss).__name__}.needs_{name} is not read; set needs = Needs({name}=…) instead.")
     if isinstance(loss, Loss):
         return loss
     if not callable(loss) and not hasattr(loss, "compute"):

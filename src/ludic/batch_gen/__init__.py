@@ -1,4 +1,4 @@
-"""Batch generation: runs episodes, assigns credit, stitches their tokens into samples, serves batches.
+"""Batch generation: runs episodes, applies the credit rule, stitches tokens into samples, serves batches.
 
 `run`, `eval` and `minimal` import it; `training` sees only its interfaces (`ludic.types`). Start with engine.py (episodes), then
 stitching.py (samples), sources/ (batches), requests/ (tasks), pipeline/ (actors and learners over Redis).

@@ -119,7 +119,7 @@ def _how_to_learn_slower(run: "Run") -> str:
 
 
 def _opening(run: "Run", *, resume: bool) -> list[str]:
-    config, start = run.config, run.start(resume=resume)
+    config, start = run.config, run.starting_point(resume=resume)
     teacher = "" if config.algo.teacher is None else f", taught by {config.algo.teacher}"
     lines = [
         f"{run.folder}: {config.model.model} learns {config.env.id} with {config.algo.algo}, {config.train.steps} updates of "

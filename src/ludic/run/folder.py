@@ -107,7 +107,7 @@ def how_to_resume(run: ResolvedRun) -> str:
 
 
 def _may_change(difference: Difference, config: RunConfig) -> bool:
-    if difference.name == "steps":  # a schedule that ends elsewhere is another one from the first step on
+    if difference.name == "steps":  # a schedule depends on the total number of steps
         schedule = config.trainer.lr_schedule
         return schedule is None or schedule.kind == "constant"
     if difference.name == "reduction" and difference.before is None:  # the run began before there was this setting

@@ -136,7 +136,7 @@ def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
     return read_toml(RunConfig, description)
 
 
-def with_fixed_checkpoints(config: RunConfig) -> RunConfig:
+def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
     """Each run folder replaced by its newest checkpoint, so that a resumed run uses the same one. The run's name is fixed too:
     it is made of the model's name as it was given."""
     values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}

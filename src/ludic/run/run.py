@@ -32,10 +32,11 @@ from ludic.run.folder import (
     write_config,
 )
 from ludic.run.generation import GENERATIONS, Generation
-from ludic.run.model import load_policy, use_threads, with_fixed_checkpoints
+from ludic.run.model import load_policy, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, name_of, resolve
 from ludic.run.settings import read_toml, with_given, with_values
+from ludic.tasks import cancel_all
 from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.critic.critic import CriticKind
@@ -92,7 +93,7 @@ class Run:
         """Updates that are done."""
         return 0 if self.trainer is None else self.trainer.step
 
-    def start(self, *, resume: bool = False) -> ResumePoint:
+    def starting_point(self, *, resume: bool = False) -> ResumePoint:
         """Where the run would begin; ConfigError if its folder holds another run. Nothing is written."""
         if self._start is None or self._start[0] != resume:  # a damaged checkpoint is warned of once
             self._start = (resume, resume_point(self.resolved, resume=resume))
@@ -100,7 +101,7 @@ class Run:
 
     def plan(self, *, resume: bool = False) -> list[str]:
         """What the run is going to do, in sentences. Most mistakes are found here, without loading weights."""
-        return plan_lines(self.resolved, self.start(resume=resume))
+        return plan_lines(self.resolved, self.starting_point(resume=resume))
 
     # --- training ---
 
@@ -112,7 +113,7 @@ class Run:
             self._set_steps(done + steps)
         if self.trainer is not None:
             return
-        run, start = self.resolved, self.start(resume=resume)
+        run, start = self.resolved, self.starting_point(resume=resume)
         self._start = None  # training changes the answer
         generation = self._generation(start)
         prepare_folder(run, start)
@@ -153,7 +154,7 @@ class Run:
         began = time.perf_counter()
         with self._explained():
             async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_callback(_cancelled, asyncio.create_task(self._show_activity()))
+                stack.push_async_callback(cancel_all, [asyncio.create_task(self._show_activity())])
                 await stack.enter_async_context(generation.sampling())
                 stats = await trainer.train(self.resolved.steps - trainer.step)
         return TrainResult(
@@ -199,7 +200,7 @@ class Run:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # --- parts ---
+    # --- internals ---
 
     def _sync(self, work: Coroutine[Any, Any, T]) -> T:
         return run_sync(work, stop=lambda: StopSignal() if self.trainer is None else self.trainer.stop)
@@ -225,7 +226,7 @@ class Run:
         return self.generation
 
     def _set_steps(self, steps: int) -> None:
-        """`steps` updates in all. A schedule that ends elsewhere would be another one from the first step on."""
+        """`steps` updates in all. A learning-rate schedule depends on the total, which therefore stays as it was at the first step."""
         schedule, is_running = self.config.trainer.lr_schedule, self.trainer is not None
         if is_running and schedule is not None and schedule.kind != "constant" and steps != self.resolved.steps:
             raise ConfigError(
@@ -246,10 +247,10 @@ class Run:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """RunFailed, with how to resume, for what a later try may not meet."""
+        """Raise failures that may be transient as RunFailed, with how to resume."""
         try:
             yield
-        except (RedisGone, FloatingPointError):  # an OSError and a PolicyGone, too, but callers treat them differently
+        except (RedisGone, FloatingPointError):  # subclasses of OSError and PolicyGone that callers handle themselves
             raise
         except (CheckpointError, OSError, PolicyGone, TooManyFailures, WeightPushError) as error:
             raise RunFailed(f"{error} To go on: {how_to_resume(self.resolved)}") from error
@@ -259,11 +260,6 @@ class Run:
         while self.generation is not None and self._logger is not None:
             await asyncio.sleep(1.0)
             self._logger.show_activity(self.generation.activity() or "updating or saving the weights")
-
-
-async def _cancelled(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 # --- making a run ----------------------------------------------------------------------------------------------
@@ -316,23 +312,23 @@ def build(
     values["tools"] = (*config.agent.tools, *values["tools"])
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}
-    config = with_fixed_checkpoints(with_given(config, values))
+    config = with_pinned_checkpoints(with_given(config, values))
     return Run(resolve(config, factory, Parts(**objects)))
 
 
 _PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples"}
 """Argument of `build` -> field of `Parts`, where their names differ."""
 
-Sorted: TypeAlias = tuple[Any, Any]
+NameAndObject: TypeAlias = tuple[Any, Any]
 """What an argument of `build` is in the settings, and the object that was given; None where there is none."""
 
 
-def _part(given: Any) -> Sorted:
+def _part(given: Any) -> NameAndObject:
     """The name of a part; or an object, which the settings call by its place in the code."""
     return (given, None) if given is None or isinstance(given, str) else (name_of(given), given)
 
 
-def _several(given: Any) -> Sorted:
+def _several(given: Any) -> NameAndObject:
     """Names and objects, mixed; or a single one."""
     if given is None:
         return None, None
@@ -341,14 +337,14 @@ def _several(given: Any) -> Sorted:
     return names, tuple(each for each in several if not isinstance(each, str))
 
 
-def _samples(given: Any) -> Sorted:
+def _samples(given: Any) -> NameAndObject:
     """A file, or the samples themselves."""
     if isinstance(given, (str, Path)):
         return Path(given), None
     return None, None if given is None else list(given)
 
 
-def _model(given: Any, tokenizer: Any) -> Sorted:
+def _model(given: Any, tokenizer: Any) -> NameAndObject:
     """What names a model; or a loaded one, or a torch model with its tokenizer."""
     if given is None or isinstance(given, (str, Path)):
         return None if given is None else str(given), None

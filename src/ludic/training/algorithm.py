@@ -1,4 +1,4 @@
-"""The seeds' path of algorithms and of their preprocess hooks; they live in `algorithms/` and `filters.py`."""
+"""An older import path of algorithms and of their preprocess hooks; they live in `algorithms/` and `filters.py`."""
 
 from ludic.training import algorithms
 from ludic.training.algorithms import *  # noqa: F403 - the same names, whatever is added there

@@ -1,4 +1,4 @@
-"""The seeds' path of the losses, which live in `losses/`."""
+"""An older import path of the losses, which live in `losses/`."""
 
 from ludic.training import losses
 from ludic.training.losses import *  # noqa: F403 - the same names, whatever is added there

@@ -67,7 +67,7 @@ class TrainingLoop:
         self._log_lock = threading.Lock()
         """A step is logged from a thread, a background evaluation from the event loop; loggers see one at a time."""
         self._last_saved: int | None = None
-        self._untrained_from: dict[str, Any] | None = None
+        self._data_before_batch: dict[str, Any] | None = None
         """The data's position before the batch that is being fetched or trained on; None between steps."""
         self._num_fetched = 0
         """How many samples of the current batch came from this process's source."""
@@ -134,7 +134,7 @@ class TrainingLoop:
 
     async def _step(self) -> dict[str, float]:
         started, step = time.perf_counter(), self.step
-        self._untrained_from = data_states(self.algo, self.batch_source)
+        self._data_before_batch = data_states(self.algo, self.batch_source)
         await asyncio.to_thread(self.learner.check_servers, step)
         batch = await self._next_batch()
         fetched = time.perf_counter()
@@ -171,7 +171,7 @@ class TrainingLoop:
     def _note_trained(self) -> None:
         """Called when the weights have changed: the batch counts as trained on, even if a later phase fails."""
         self.step += 1
-        self._untrained_from = None
+        self._data_before_batch = None
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_trained(self.step, self._num_fetched)
 
@@ -229,7 +229,11 @@ class TrainingLoop:
 
     def _state(self) -> dict[str, Any]:
         """With the data's position before the first batch that was not trained on: a resumed run makes that one again."""
-        data = self._untrained_from if self._untrained_from is not None else data_states(self.algo, self.batch_source)
+        data = (
+            self._data_before_batch
+            if self._data_before_batch is not None
+            else data_states(self.algo, self.batch_source)
+        )
         return {"step": self.step, "rng": rng_state(), **data}
 
     def _write(self, state: dict[str, Any], metrics: Mapping[str, float]) -> None:

@@ -11,7 +11,7 @@ from ludic.run import parts as assemble
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import ResumePoint, prepare_folder
-from ludic.run.model import load_policy, with_fixed_checkpoints
+from ludic.run.model import load_policy, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
 from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import to_toml, with_values
@@ -88,12 +88,12 @@ def test_an_adapter_is_loaded_in_the_number_format_of_its_run(tmp_path):
 
 def test_run_folder_resolves_to_its_newest_checkpoint(tmp_path):
     newest = save_run(tmp_path / "run", ModelSettings(model="tiny"), steps=(2, 4))
-    config = with_fixed_checkpoints(
+    config = with_pinned_checkpoints(
         run_with(ModelSettings(model=str(tmp_path / "run"), fork_from=tmp_path / "run")).config
     )
     assert (config.model.model, config.model.fork_from) == (str(newest), newest)
     other = run_with(ModelSettings(model="tiny", fork_from=tmp_path / "gone")).config
-    assert with_fixed_checkpoints(other) == other
+    assert with_pinned_checkpoints(other) == other
 
 
 def test_random_weights_of_a_config_follow_the_seed_and_can_be_planned(tmp_path):

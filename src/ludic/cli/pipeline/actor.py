@@ -24,7 +24,7 @@ from ludic.run.model import (
     local_engine,
     make_template,
     use_threads,
-    with_fixed_checkpoints,
+    with_pinned_checkpoints,
     without_adapter,
 )
 from ludic.run.parts import EpisodeSetup, make_episode_setup, request_strategy, train_requests
@@ -52,7 +52,7 @@ class ActorPolicy:
 
 def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
     """Run episodes until stopped; returns the exit code."""
-    run = resolve(with_fixed_checkpoints(config), env)
+    run = resolve(with_pinned_checkpoints(config), env)
     require_redis("ludic actor")
     url = redis_url(run.config.pipeline)
     pipeline_algorithm(run)

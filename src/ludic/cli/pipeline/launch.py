@@ -22,7 +22,7 @@ from ludic.run.config import REDIS_VARIABLE, SERVER_VARIABLE, RunConfig, given_r
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import LOGS, REDIS, WEIGHTS, ResumePoint, how_to_resume, prepare_folder, resume_point
 from ludic.run.generation import clear_queue, pipeline_algorithm
-from ludic.run.model import with_fixed_checkpoints
+from ludic.run.model import with_pinned_checkpoints
 from ludic.run.resolve import EnvFactory, ResolvedRun, resolve
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
@@ -37,7 +37,7 @@ LUDIC = (sys.executable, "-P", "-m", "ludic.cli.main")
 
 def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
     """Start all roles and supervise them until the learner is done; returns the exit code."""
-    run = resolve(with_fixed_checkpoints(config), env)
+    run = resolve(with_pinned_checkpoints(config), env)
     start = resume_point(run, resume=args.resume)
     plan = plan_lines(run, start)
     pipeline_algorithm(run)

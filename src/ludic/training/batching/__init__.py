@@ -1,4 +1,4 @@
-"""The seeds' path of batch generation: the names of `ludic.batch_gen`, imported when they are asked for.
+"""An older import path of batch generation: the names of `ludic.batch_gen`, imported when they are asked for.
 
 That package is text here, as in `ludic.training`: neither of the two imports the other.
 """

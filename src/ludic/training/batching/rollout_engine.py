@@ -1,4 +1,4 @@
-"""The seeds' path of the rollout engine, which lives in `ludic.batch_gen.engine`."""
+"""An older import path of the rollout engine, which lives in `ludic.batch_gen.engine`."""
 
 import importlib
 from typing import Any

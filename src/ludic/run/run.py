@@ -226,7 +226,7 @@ class Run:
         return self.generation
 
     def _set_steps(self, steps: int) -> None:
-        """`steps` updates in all. A learning-rate schedule depends on the total, which therefore stays as it was at the first step."""
+        """`steps` updates in all. A learning-rate schedule depends on the total, so that stays as it was at the first step."""
         schedule, is_running = self.config.trainer.lr_schedule, self.trainer is not None
         if is_running and schedule is not None and schedule.kind != "constant" and steps != self.resolved.steps:
             raise ConfigError(

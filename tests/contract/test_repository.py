@@ -206,3 +206,9 @@ def test_every_folder_says_what_lives_there():
     for init in (ROOT / "src" / "ludic").rglob("__init__.py"):
         text = init.read_text()
         assert not text or text.lstrip().startswith('"""'), f"{init} has no docstring"
+
+
+def test_names_of_test_files_are_unique():
+    """pytest imports test files by their name alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

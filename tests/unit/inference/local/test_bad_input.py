@@ -161,7 +161,7 @@ def test_a_model_whose_attention_cannot_be_routed_is_refused(name):
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, f"{config}Config")(**settings)).eval()
     before = model.config._attn_implementation
-    with pytest.raises(ConfigError, match=f"{kind} cannot be served by the embedded engine.*{reason}.*vLLM"):
+    with pytest.raises(ConfigError, match=f"{kind} cannot be served by the embedded inference engine.*{reason}.*vLLM"):
         make_engine(model)
     assert model.config._attn_implementation == before, "a refusal leaves the model unchanged"
 

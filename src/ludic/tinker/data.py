@@ -113,7 +113,8 @@ def _at_targets(items: Sequence[SAWItem], values_A: np.ndarray) -> list[FloatArr
 def tokens_of(items: Sequence[SAWItem], logprobs: Sequence[Tensor], facts: BatchFacts) -> ActionTokens:
     """The action tokens that a loss reads, from the log-probs of every row's targets."""
     starts = np.cumsum([0, *(len(item.input_ids) - 1 for item in items)])[:-1]
-    actions = action_fields(items, starts, _CPU)
+    paths = [np.arange(start, start + len(item.input_ids)) for start, item in zip(starts, items, strict=True)]
+    actions = action_fields(items, paths, _CPU)
     return ActionTokens(
         logps=torch.cat(list(logprobs)).index_select(0, actions.predictor_A),
         weights=actions.weight_A,

@@ -100,6 +100,9 @@ class TrainerConfig:
     """Tokens in one forward pass. The gradient does not depend on it."""
     packed: bool = True
     """Samples end to end; False pads them, for models whose attention cannot be routed."""
+    share_prefixes: bool = True
+    """Compute the tokens that samples begin with in common (a group's prompt, an episode's history) once, when packed. The gradient
+    stays the same. On a CPU so far; on a GPU every sample is computed in full."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower."""
     compile: bool = False

@@ -75,8 +75,7 @@ class TrainableSamples:
             kept = self._algo.advantages.credit(kept, [np.zeros(item.num_action_tokens, np.float32) for item in kept])
         batch_facts(kept)
         prefixed(batch_stats(kept, prepared.meta, self._reducers))
-        starts = np.cumsum([0, *(len(item.input_ids) for item in kept)])[:-1]
-        action_fields(kept, starts, torch.device("cpu"))
+        action_fields(kept, [np.arange(len(item.input_ids)) for item in kept], torch.device("cpu"))
 
 
 def _check_numbers(item: SAWItem) -> None:

@@ -146,6 +146,8 @@ class TrainingLoop:
         published = time.perf_counter()
         times = {"fetch_s": fetched - started, "update_s": updated - fetched, "publish_s": published - updated}
         speed = {"tokens_per_s": batch.stats["num_tokens"] / times["update_s"]}
+        if "perf/prefix_sharing" in found:
+            speed["unique_tokens_per_s"] = speed["tokens_per_s"] / found["perf/prefix_sharing"]
         return await asyncio.to_thread(self._report, {**batch.stats, **found, **times, **speed}, started)
 
     # --- phases ---

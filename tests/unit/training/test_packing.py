@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ludic.training.learner.packing import (
     MicroBatch,
+    balanced_shares,
     collate_micro_batches,
     collate_saw_items,
     fit_length,
@@ -137,6 +138,27 @@ def test_packed_bins_stay_within_the_budget_and_keep_every_sample(lengths, budge
 def test_packing_is_first_fit_longest_first():
     # 7 opens a bin of 10; 6 another; 4 fits beside 6; 3 beside 7; 2 needs a third.
     assert lengths_of(split_packed([of_length(n) for n in (2, 3, 4, 6, 7)], 10)) == [[7, 3], [6, 4], [2]]
+
+
+def group(prompt, replies):
+    """Samples with different replies to the same prompt."""
+    items = []
+    for n, length in enumerate(replies):
+        ids = [*range(1000, 1000 + prompt), *range(100 * (n + 1), 100 * (n + 1) + length)]
+        items.append(SAWItem(ids, None, [0] * prompt + [1] * length, 1.0))
+    return items
+
+
+def test_samples_with_a_common_prefix_share_a_bin_and_its_tokens_count_once():
+    items = [*group(20, [5, 5, 5]), of_length(15)]
+    assert lengths_of(split_packed(items, 50, share_prefixes=True)) == [[25, 25, 25, 15]]
+    assert lengths_of(split_packed(items, 50)) == [[25, 25], [25, 15]]
+    assert lengths_of(split_packed(items, 30, share_prefixes=True)) == [[25, 25], [25], [15]]
+
+
+def test_shares_keep_samples_with_a_common_prefix_together():
+    items = [*group(20, [4, 4]), of_length(30), of_length(10)]
+    assert lengths_of(balanced_shares(items, 2, share_prefixes=True)) == [[30], [24, 24, 10]]
 
 
 def test_sample_larger_than_the_budget_is_refused():

@@ -185,6 +185,8 @@ def scatter_batch(
     report: PreparedBatch | RankStop,
     describe: Describe,
     num_shares: int | None = None,
+    *,
+    share_prefixes: bool = False,
 ) -> RankBatch:
     """This rank's share of all ranks' batches. `describe` is called on the first rank, for the whole batch.
 
@@ -192,7 +194,7 @@ def scatter_batch(
     """
     reports = ranks.gather(report)
     received: RankBatch | RankStop = ranks.scatter(
-        None if reports is None else _make_shares(reports, describe, num_shares or ranks.world_size)
+        None if reports is None else _make_shares(reports, describe, num_shares or ranks.world_size, share_prefixes)
     )
     if isinstance(received, RankStop):
         raise received.error()
@@ -200,7 +202,7 @@ def scatter_batch(
 
 
 def _make_shares(
-    reports: Sequence[PreparedBatch | RankStop], describe: Describe, num_shares: int
+    reports: Sequence[PreparedBatch | RankStop], describe: Describe, num_shares: int, share_prefixes: bool
 ) -> Sequence[RankBatch | RankStop]:
     stop = _common_stop(reports)
     if stop is not None:
@@ -210,7 +212,7 @@ def _make_shares(
         facts, stats = batch_facts(whole.items), describe(whole)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for their shares, and get the error instead
         return [RankStop.of(error)] * len(reports)
-    shares = balanced_shares(whole.items, num_shares)
+    shares = balanced_shares(whole.items, num_shares, share_prefixes=share_prefixes)
     return [RankBatch(shares[rank % num_shares], facts, stats) for rank in range(len(reports))]
 
 

@@ -54,7 +54,7 @@ def equal_micro_batches(
 ) -> list[list[SAWItem]]:
     """The micro-batches of this rank, and empty ones until every rank has the same number; otherwise collectives deadlock."""
     if policy.packed and not padded:
-        bins = split_packed(items, micro_token_budget)
+        bins = split_packed(items, micro_token_budget, share_prefixes=policy.share_prefixes)
     else:
         bins = split_items_by_token_budget(items, micro_token_budget=micro_token_budget, max_seq_len=micro_token_budget)
     return bins + [[PADDING_ITEM]] * (int(ranks.max(len(bins))) - len(bins))
@@ -91,6 +91,7 @@ def accumulate_gradients(
         value, stats = loss(tokens)
         value.backward()
         sums.add({"loss": (value.detach(), tokens.num_items / facts.num_items), **stats, **mismatch_stats(tokens)})
+        sums.add({"perf/prefix_sharing": (float(sum(batch.lengths)), float(batch.num_computed))})
         if tokens.entropy is not None:
             sums.add({"entropy": sum_and_count(tokens.entropy)})
     sums.add({"num_micro_batches": (float(len(bins)), 1.0)})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ludic.models.head import CandidateMask
+from ludic.models.prefix_tree import TokenTree, prefix_order, shared_lengths
 from ludic.training.config import LengthPolicy
 from ludic.types import CandidateSets, ConfigError, SAWItem
 
@@ -82,36 +83,71 @@ PADDING_ITEM = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]
 """What a rank without samples computes while others still have some: as short as possible, and multiplied by zero."""
 
 
-def balanced_shares(items: Sequence[SAWItem], num_shares: int) -> list[list[SAWItem]]:
-    """Every sample in one share, and about as many tokens in each: the longest first, always to the smallest share."""
+def balanced_shares(items: Sequence[SAWItem], num_shares: int, *, share_prefixes: bool = False) -> list[list[SAWItem]]:
+    """Every sample in one share, and about as many tokens in each: the longest first, always to the smallest share.
+
+    With `share_prefixes`, samples with a common prefix go together, unless they are more than a share.
+    """
     shares: list[list[SAWItem]] = [[] for _ in range(num_shares)]
     num_tokens = [0] * num_shares
-    for item in sorted(items, key=lambda item: -len(item.input_ids)):
+    fair = sum(len(item.input_ids) for item in items) // num_shares
+    for members, size in _largest_first(items, fair if share_prefixes else 0):
         smallest = num_tokens.index(min(num_tokens))
-        shares[smallest].append(item)
-        num_tokens[smallest] += len(item.input_ids)
+        shares[smallest] += members
+        num_tokens[smallest] += size
     return shares
 
 
-def split_packed(items: Sequence[SAWItem], micro_token_budget: int) -> list[list[SAWItem]]:
-    """Bins of at most `micro_token_budget` tokens: first fit, longest first; within a bin longest first."""
+def split_packed(
+    items: Sequence[SAWItem], micro_token_budget: int, *, share_prefixes: bool = False
+) -> list[list[SAWItem]]:
+    """Bins of at most `micro_token_budget` tokens: first fit, longest first; within a bin longest first.
+
+    With `share_prefixes`, samples with a common prefix stay together and its tokens count once.
+    """
+    longest = max((len(item.input_ids) for item in items), default=0)
+    if longest > micro_token_budget:
+        raise ConfigError(
+            f"A sample has {longest} tokens, more than micro_token_budget={micro_token_budget}. Raise the budget, or cut "
+            "samples with fit_length first."
+        )
     bins: list[list[SAWItem]] = []
     room: list[int] = []
-    for item in sorted(items, key=lambda item: -len(item.input_ids)):
-        length = len(item.input_ids)
-        if length > micro_token_budget:
-            raise ConfigError(
-                f"A sample has {length} tokens, more than micro_token_budget={micro_token_budget}. Raise the budget, or cut "
-                "samples with fit_length first."
-            )
-        place = next((i for i, left in enumerate(room) if left >= length), None)
+    for members, size in _largest_first(items, micro_token_budget if share_prefixes else 0):
+        place = next((i for i, left in enumerate(room) if left >= size), None)
         if place is None:
             bins.append([])
             room.append(micro_token_budget)
             place = len(bins) - 1
-        bins[place].append(item)
-        room[place] -= length
+        bins[place] += members
+        room[place] -= size
     return bins
+
+
+def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list[SAWItem], int]]:
+    """Samples that stay together, with their number of different tokens: at most `max_shared`, or one sample."""
+    if not max_shared:
+        found = [([item], len(item.input_ids)) for item in items]
+    else:
+        found = []
+        ids = [item.input_ids for item in items]
+        order = prefix_order(ids)
+        for i, num_shared in zip(order, shared_lengths([ids[i] for i in order]), strict=True):
+            members, size = found[-1] if num_shared else ([], 0)
+            num_new = len(ids[i]) - num_shared
+            if members and size + num_new <= max_shared:
+                found[-1] = ([*members, items[i]], size + num_new)
+            else:
+                found.append(([items[i]], len(ids[i])))
+    return sorted(found, key=lambda run: -run[1])
+
+
+def prefix_pair(items: Sequence[SAWItem]) -> list[SAWItem] | None:
+    """Two samples with a common prefix; None if there are none."""
+    ids = [item.input_ids for item in items]
+    order = prefix_order(ids)
+    shared = shared_lengths([ids[i] for i in order])
+    return next(([items[order[n - 1]], items[order[n]]] for n in range(1, len(order)) if shared[n]), None)
 
 
 def split_items_by_token_budget(
@@ -177,29 +213,46 @@ class PackedBatch:
     actions: ActionFields
     items: list[SAWItem]
     is_padded: bool = False
+    tree: TokenTree | None = None
+    """If samples share prefixes: `ids_T` and `positions_T` are its tokens, each once."""
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the forward pass, padding left out."""
+        return sum(self.lengths) if self.tree is None else self.tree.num_tokens
 
 
-def pack(items: Sequence[SAWItem], device: torch.device | str) -> PackedBatch:
-    """One micro-batch without padding."""
+def pack(items: Sequence[SAWItem], device: torch.device | str, *, share_prefixes: bool = False) -> PackedBatch:
+    """One micro-batch without padding; with `share_prefixes`, tokens that samples have in common once."""
     device = torch.device(device)
     lengths = [len(item.input_ids) for item in items]
+    tree = TokenTree.of([item.input_ids for item in items]) if share_prefixes else None
+    if tree is not None and tree.num_tokens < sum(lengths):
+        return PackedBatch(
+            ids_T=_to(tree.ids_T, device),
+            positions_T=_to(tree.positions_T, device),
+            lengths=lengths,
+            actions=action_fields(items, tree.paths, device),
+            items=list(items),
+            tree=tree,
+        )
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     return PackedBatch(
         ids_T=_to(np.concatenate([item.input_ids for item in items]).astype(np.int64), device),
         positions_T=_to(np.concatenate([np.arange(n) for n in lengths]), device),
         lengths=lengths,
-        actions=action_fields(items, starts, device),
+        actions=action_fields(items, [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)], device),
         items=list(items),
     )
 
 
-def action_fields(items: Sequence[SAWItem], starts: Sequence[int] | np.ndarray, device: torch.device) -> ActionFields:
-    """The action tokens of samples that begin at these flat positions."""
+def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device: torch.device) -> ActionFields:
+    """The action tokens of samples whose tokens are at these flat positions."""
     where, targets = [], []
-    for item, start in zip(items, starts, strict=True):
+    for item, path in zip(items, paths, strict=True):
         _check_prompt(item)
         own = np.flatnonzero(item.action_mask)
-        where.append(own + start - 1)
+        where.append(path[own - 1])
         targets.append(item.input_ids[own])
     counts = [len(w) for w in where]
     temperatures = [item.attachments.temperature or 1.0 for item in items]

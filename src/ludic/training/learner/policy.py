@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.fsdp import compute_device, is_sharded
+from ludic.distributed.ranks import Ranks
 from ludic.models.attention import route_attention
 from ludic.models.head import (
     EntropyMode,
@@ -24,8 +25,9 @@ from ludic.models.head import (
     whole_logits,
 )
 from ludic.models.packed_attention import PackedSequences
+from ludic.models.prefix_tree import TreeSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
-from ludic.training.learner.packing import PackedBatch, action_fields, pack
+from ludic.training.learner.packing import PADDING_ITEM, PackedBatch, action_fields, pack, prefix_pair
 from ludic.types import ConfigError, SAWItem
 
 logger = logging.getLogger(__name__)
@@ -34,12 +36,21 @@ logger = logging.getLogger(__name__)
 class TrainedPolicy:
     """One model, packed or padded. A module that only returns logits (no transformers decoder) is padded."""
 
-    def __init__(self, model: Any, *, packed: bool = True, mixed_precision_dtype: str | None = "bf16") -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        packed: bool = True,
+        share_prefixes: bool = False,
+        mixed_precision_dtype: str | None = "bf16",
+    ) -> None:
         self.model = model
         self.packed = packed and is_decoder(model) and _can_pack(model)
         self._head = _head_of(model, is_needed=self.packed)
         first = next(model.parameters())
         self.device: torch.device = compute_device(model)
+        self.share_prefixes = share_prefixes and self.packed and self.device.type == "cpu"  # not yet measured on a GPU
+        """Compute the tokens that samples begin with in common once."""
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
         is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32
         self._autocast_dtype = torch.bfloat16 if is_autocast and not is_converted else None
@@ -55,7 +66,9 @@ class TrainedPolicy:
 
     def batch(self, items: Sequence[SAWItem], pad_token_id: int = 0, *, padded: bool = False) -> PackedBatch:
         """One micro-batch in the form this policy computes, or padded."""
-        return _padded(items, pad_token_id, self.device) if padded or not self.packed else pack(items, self.device)
+        if padded or not self.packed:
+            return _padded(items, pad_token_id, self.device)
+        return pack(items, self.device, share_prefixes=self.share_prefixes)
 
     def logps(self, batch: PackedBatch, *, entropy: EntropyMode | None = None) -> tuple[Tensor, Tensor | None]:
         """[A] log-probs of the action tokens under the distributions they were drawn from, and entropies if asked for."""
@@ -118,7 +131,8 @@ class TrainedPolicy:
     def _hidden(self, batch: PackedBatch) -> Tensor:
         """Flat hidden states of all tokens, padding included."""
         if not batch.is_padded:
-            state = PackedSequences(batch.lengths, self.device)
+            tree, lengths = batch.tree, batch.lengths
+            state = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
             return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
         ids_BL, mask_BL = self._rows(batch)
         decoder = plain_model(self.model).get_decoder()
@@ -137,6 +151,34 @@ class TrainedPolicy:
         if self._autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+
+def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], tolerance: float, ranks: Ranks) -> None:
+    """Compare two samples with a common prefix, computed together and separately; turn sharing off if log-probs differ.
+
+    Every rank takes part, since a sharded model needs all of them in a forward pass.
+    """
+    if not policy.share_prefixes:
+        return
+    pair = prefix_pair(items) or [PADDING_ITEM]
+    was_training = policy.model.training
+    policy.model.eval()  # without dropout
+    try:
+        with torch.no_grad():
+            together, separately = (
+                policy.logps(pack(pair, policy.device, share_prefixes=shares))[0].float() for shares in (True, False)
+            )
+    finally:
+        policy.model.train(was_training)
+    difference = ranks.max((together - separately).abs().mean().item())
+    if not difference <= min(tolerance, 1e-3):
+        policy.share_prefixes = False
+        logger.warning(
+            "%s gives other log-probs when samples share their prefix (by %.2g nats per token); every sample is computed in full, "
+            "which is slower. share_prefixes=False says so from the start.",
+            type(policy.model).__name__,
+            difference,
+        )
 
 
 def _can_pack(model: Any) -> bool:
@@ -171,7 +213,7 @@ def _padded(items: Sequence[SAWItem], pad_token_id: int, device: torch.device) -
         ids_T=torch.from_numpy(ids_BL.reshape(-1)).to(device),
         positions_T=torch.from_numpy(np.tile(np.arange(longest), len(items))).to(device),
         lengths=lengths,
-        actions=action_fields(items, np.arange(len(items)) * longest, device),
+        actions=action_fields(items, list(np.arange(ids_BL.size).reshape(ids_BL.shape)), device),
         items=list(items),
         is_padded=True,
     )

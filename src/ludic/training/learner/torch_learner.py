@@ -30,7 +30,7 @@ from ludic.training.learner.gradients import DriftProbe, accumulate_gradients, e
 from ludic.training.learner.interface import Learner, OnCommitted
 from ludic.training.learner.metrics import merge
 from ludic.training.learner.optimizer import make_adamw
-from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.training.learner.publish import ParamFilter, WeightUpdates
 from ludic.training.losses import ForeignLoss
 from ludic.training.losses.corrections import effective_sample_size
@@ -90,7 +90,13 @@ class TorchLearner(Learner):
         model.train()
         if recompute:
             recompute_activations(model)
-        self.policy = TrainedPolicy(model, packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype)
+        self.policy = TrainedPolicy(
+            model,
+            packed=cfg.packed,
+            share_prefixes=cfg.share_prefixes,
+            mixed_precision_dtype=cfg.mixed_precision_dtype,
+        )
+        self._is_sharing_checked = False
         if cfg.compile or (is_sharded(model) and settings_of(model).compile):
             compile_layers(model)  # after the policy has looked at the layers
         self.reference = make_reference(reference, algo, self.policy, cfg)
@@ -154,7 +160,9 @@ class TorchLearner(Learner):
             return super().share(own, describe)
         report = own if isinstance(own, PreparedBatch) else RankStop.of(own)
         try:
-            return scatter_batch(self.ranks, report, describe, self.plan.num_shares)
+            return scatter_batch(
+                self.ranks, report, describe, self.plan.num_shares, share_prefixes=self.policy.share_prefixes
+            )
         except RankFailed:
             if isinstance(own, Exception) and RankStop.of(own).kind is StopKind.FAILED:
                 raise own from None  # the other ranks name this one; here its own error is raised
@@ -171,6 +179,9 @@ class TorchLearner(Learner):
         self._select_device()
         self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
         items, facts = batch.items, batch.facts
+        if not self._is_sharing_checked:
+            check_shared_prefixes(self.policy, items, self.cfg.parity_tolerance, self.ranks)
+            self._is_sharing_checked = True
         if self.critic is not None:  # weights from what it expects of these samples now
             items, facts = with_advantages(self.critic, self.algo, self.policy, batch, self.cfg, self.ranks)
         probe = self._drift_probe(items)

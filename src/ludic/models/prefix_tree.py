@@ -96,7 +96,7 @@ def prefix_order(samples: Sequence[np.ndarray]) -> list[int]:
 
 def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> list[int]:
     """For each row in `prefix_order`: how many first tokens it shares with the row before; 0 if fewer than `min_shared`."""
-    found = [0]
+    found = [0] * bool(rows)
     for before, row in zip(rows, rows[1:]):  # noqa: B905, RUF007
         size = min(len(before), len(row))
         differs = np.flatnonzero(before[:size] != row[:size])

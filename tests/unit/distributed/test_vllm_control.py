@@ -206,6 +206,13 @@ def test_publish_waits_for_a_restarting_server():
     assert servers.version[servers.servers[0]] == "4"
 
 
+def test_publish_waits_for_a_server_that_stops_before_the_pause():
+    servers = WeightServers()
+    servers.failures = [(servers.servers[0], "parameters", ConnectionResetError("killed"))]
+    make(servers, wait_s=30.0).publish(WEIGHTS, version=4)
+    assert servers.version[servers.servers[0]] == "4" and servers.failures == []
+
+
 def test_error_for_a_stopped_server_names_the_waiting_time():
     servers = WeightServers()
     servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]

@@ -280,6 +280,7 @@ def test_ctrl_c_ends_a_process_whose_env_hangs(body):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a parent may ignore it
     )
     try:
         assert process.stdout.readline() == "hangs\n"

@@ -54,6 +54,7 @@ def test_short_common_beginnings_are_not_shared():
     assert prefix_order(rows) == [0, 1, 2]
     assert shared_lengths(rows, min_shared=3) == [0, 3, 0] and shared_lengths(rows, min_shared=1) == [0, 3, 1]
     assert TokenTree.of(rows, min_shared=3).num_tokens == 9
+    assert shared_lengths([]) == []
 
 
 def test_a_group_is_its_prompt_and_one_segment_per_reply():

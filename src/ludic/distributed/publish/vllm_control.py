@@ -75,9 +75,8 @@ class VllmControlPlane:
         return all(label == str(version) for label in self._labels())
 
     def require_fits(self, metadata: Sequence[WeightMetadata]) -> None:
-        self._wait_for_servers()
         sent = {part.name: list(part.shape) for part in metadata}
-        for server, expected in self._ask_workers("ludic_parameters").items():
+        for server, expected in self._parameters().items():
             problem = misfit(sent, expected[0])
             if problem:
                 raise ConfigError(f"The weights are not those of the model that {server} serves: {problem}")
@@ -132,6 +131,16 @@ class VllmControlPlane:
         return self._begin_post("/update_weights", body)
 
     # --- steps ---
+
+    def _parameters(self) -> dict[str, list[Any]]:
+        """Names and shapes of every server's weights, once all servers answer; one that stops meanwhile is waited for, too."""
+        while True:
+            self._wait_for_servers()
+            try:
+                return self._ask_workers("ludic_parameters")
+            except WeightPushError as error:
+                if not isinstance(error.__cause__, ConnectionError):
+                    raise
 
     def _wait_for_servers(self) -> None:
         deadline = time.monotonic() + self._wait_s

@@ -83,11 +83,10 @@ test:
 	$(MAKE) -j 3 -O style try-vllm system
 	$(MAKE) -j 2 types tests
 
-# Tests wait for processes a third of their time, so three workers keep two cores busy. A file's tests share models and servers, so
-# it stays with one worker; each computes with one thread. tests/conftest.py
+# A file's tests share models and servers, so a file stays with one worker; each computes with one thread. tests/conftest.py
 # puts the longest files first.
 tests: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"

@@ -4,7 +4,7 @@ On a GPU in half precision it is one variable-length flash call. Elsewhere, cons
 padded on the right into one SDPA call (under a causal mask, padding on the right changes nothing before it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ _MAX_WASTE = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class _LengthGroup:
+class LengthGroup:
     """Consecutive sequences computed by one padded call."""
 
     start: int
@@ -28,6 +28,8 @@ class _LengthGroup:
     lengths: tuple[int, ...]
     places: Tensor | None
     """Index of each token among count × longest; None if all sequences have one length."""
+    before: Tensor | None = None
+    """Flat tokens that all of them continue, and see: the beginning that they share."""
 
     @property
     def longest(self) -> int:
@@ -44,7 +46,7 @@ class PackedSequences:
         bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
         self._cu = torch.from_numpy(bounds).to(device)
         self._max_length = max(self._lengths)
-        self._length_groups: list[_LengthGroup] | None = None
+        self._length_groups: list[LengthGroup] | None = None
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
@@ -55,24 +57,43 @@ class PackedSequences:
             longest = self._max_length
             return varlen_attention(query_THD, key_TKD, value_TKD, self._cu, self._cu, longest, longest, rules)
         if self._length_groups is None:
-            self._length_groups = _length_groups(self._lengths, self._device)
-        whole = query_THD, key_TKD, value_TKD
-        outs = [_attend_group(group, whole, rules) for group in self._length_groups]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            self._length_groups = length_groups(self._lengths, self._device)
+        return attend_groups(self._length_groups, query_THD, key_TKD, value_TKD, rules)
 
 
-def _length_groups(lengths: Sequence[int], device: torch.device) -> list[_LengthGroup]:
-    """Group consecutive sequences, as many as fit without much padding."""
-    found: list[_LengthGroup] = []
+def length_groups(
+    lengths: Sequence[int],
+    device: torch.device,
+    parents: Sequence[int] | None = None,
+    before: Callable[[int], np.ndarray] | None = None,
+) -> list[LengthGroup]:
+    """Group consecutive sequences, as many as fit without much padding.
+
+    If they continue others, only those with the same number in `parents` go together; `before` gives the tokens of a parent
+    that is not −1.
+    """
+    found: list[LengthGroup] = []
     start = first = 0
     for i in range(1, len(lengths) + 1):
         together = lengths[first : i + 1]
-        if i == len(lengths) or max(together) * len(together) > _MAX_WASTE * sum(together):
+        is_full = i == len(lengths) or max(together) * len(together) > _MAX_WASTE * sum(together)
+        if is_full or (parents is not None and parents[i] != parents[first]):
             members = tuple(lengths[first:i])
             end = start + sum(members)
-            found.append(_LengthGroup(start, end, members, _places(members, device)))
+            seen = None
+            if parents is not None and before is not None and parents[first] >= 0:
+                seen = torch.from_numpy(before(parents[first])).to(device)
+            found.append(LengthGroup(start, end, members, _places(members, device), seen))
             start, first = end, i
     return found
+
+
+def attend_groups(
+    groups: Sequence[LengthGroup], query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+) -> Tensor:
+    """One padded call per group: [T, H, D]."""
+    outs = [_attend_group(group, query_THD, key_TKD, value_TKD, rules) for group in groups]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
@@ -82,28 +103,41 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.from_numpy(np.concatenate([i * longest + np.arange(n) for i, n in enumerate(lengths)])).to(device)
 
 
-def _attend_group(group: _LengthGroup, whole: tuple[Tensor, Tensor, Tensor], rules: AttentionRules) -> Tensor:
-    query_NHLD, key_NKLD, value_NKLD = (_pad(group, x[group.start : group.end]) for x in whole)
-    out_NHLD = causal_attention(query_NHLD, key_NKLD, value_NKLD, rules)
-    flat = out_NHLD.transpose(1, 2).reshape(-1, *whole[0].shape[1:])
+def _attend_group(
+    group: LengthGroup, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+) -> Tensor:
+    query_NHLD = _pad(group, query_THD[group.start : group.end])
+    key, value = (_behind_shared(group, x_TKD) for x_TKD in (key_TKD, value_TKD))
+    out_NHLD = causal_attention(query_NHLD, key, value, rules)
+    flat = out_NHLD.transpose(1, 2).reshape(-1, *query_THD.shape[1:])
     return flat if group.places is None else flat.index_select(0, group.places)
 
 
-def _pad(group: _LengthGroup, flat: Tensor) -> Tensor:
+def _behind_shared(group: LengthGroup, flat_TKD: Tensor) -> Tensor:
+    """[N, K, P + L, D]: the P tokens that the sequences share, then their own."""
+    own_NKLD = _pad(group, flat_TKD[group.start : group.end])
+    if group.before is None:
+        return own_NKLD
+    before_KPD = flat_TKD.index_select(0, group.before).transpose(0, 1)
+    return torch.cat([before_KPD.expand(len(group.lengths), -1, -1, -1), own_NKLD], dim=2)
+
+
+def _pad(group: LengthGroup, flat: Tensor) -> Tensor:
     if group.places is not None:
         flat = flat.new_zeros(len(group.lengths) * group.longest, *flat.shape[1:]).index_copy(0, group.places, flat)
     return flat.view(len(group.lengths), group.longest, *flat.shape[1:]).transpose(1, 2)
 
 
 def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, rules: AttentionRules) -> Tensor:
-    """Attention of whole sequences, with the sliding window and soft-capping that SDPA lacks."""
+    """Attention of sequences whose last tokens ask, with the sliding window and soft-capping that SDPA lacks."""
     scaling, window, softcap = rules
-    if softcap is None and (window is None or window >= query_NHLD.shape[2]):
+    num_queries, num_keys = query_NHLD.shape[2], key_NKLD.shape[2]
+    if softcap is None and num_queries == num_keys and (window is None or window >= num_keys):
         out: Tensor = F.scaled_dot_product_attention(
             query_NHLD, key_NKLD, value_NKLD, is_causal=True, scale=scaling, enable_gqa=True
         )
         return out
-    mask = _visible(query_NHLD.shape[2], query_NHLD.shape[2], window, query_NHLD.device)
+    mask = _visible(num_queries, num_keys, window, query_NHLD.device)
     if softcap is None:
         return F.scaled_dot_product_attention(
             query_NHLD, key_NKLD, value_NKLD, attn_mask=mask, scale=scaling, enable_gqa=True

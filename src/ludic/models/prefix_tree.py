@@ -13,16 +13,13 @@ from functools import cached_property
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ludic.models.attention import AttentionRules, softcapped_attention
-from ludic.models.packed_attention import varlen_attention
+from ludic.models.attention import AttentionRules
+from ludic.models.packed_attention import LengthGroup, attend_groups, length_groups, varlen_attention
 
 MIN_SHARED = 16
 """Shorter common beginnings are computed once per sample: a branch costs a separate attention call."""
-_MAX_WASTE = 1.25
-"""A padded attention call computes at most this many times its real tokens."""
 
 
 # Letters: T tokens of the tree, S segments (runs of tokens without a branch), H query heads, K key/value heads, D head size.
@@ -96,7 +93,7 @@ def prefix_order(samples: Sequence[np.ndarray]) -> list[int]:
 
 def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> list[int]:
     """For each row in `prefix_order`: how many first tokens it shares with the row before; 0 if fewer than `min_shared`."""
-    found = [0] * bool(rows)
+    found = [0] if rows else []
     for before, row in zip(rows, rows[1:]):  # noqa: B905, RUF007
         size = min(len(before), len(row))
         differs = np.flatnonzero(before[:size] != row[:size])
@@ -123,10 +120,9 @@ class TreeSequences:
         query_THD, key_TKD = query_THD.to(value_TKD.dtype), key_TKD.to(value_TKD.dtype)
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
             keys, cu_q, cu_k, longest_q, longest_k = self._flash_layout
-            key, value = (_gather(x, keys) for x in (key_TKD, value_TKD))
+            key, value = (_Gather.apply(x, keys) for x in (key_TKD, value_TKD))
             return varlen_attention(query_THD, key, value, cu_q, cu_k, longest_q, longest_k, rules)
-        outs = [_attend_siblings(group, query_THD, key_TKD, value_TKD, rules) for group in self._sibling_groups]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return attend_groups(self._groups, query_THD, key_TKD, value_TKD, rules)
 
     @cached_property
     def _flash_layout(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -142,83 +138,10 @@ class TreeSequences:
         return keys, cu_q, cu_k, int(num_q.max()), int(num_k.max())
 
     @cached_property
-    def _sibling_groups(self) -> list["_Siblings"]:
-        tree, groups = self._tree, []
+    def _groups(self) -> list[LengthGroup]:
+        tree = self._tree
         lengths_S = (tree.stops_S - tree.starts_S).tolist()
-        first = 0
-        for i in range(1, len(lengths_S) + 1):
-            together = lengths_S[first : i + 1]
-            if (
-                i == len(lengths_S)
-                or tree.parents_S[i] != tree.parents_S[first]
-                or max(together) * len(together) > _MAX_WASTE * sum(together)
-            ):
-                parent = tree.parents_S[first]
-                before = None if parent < 0 else torch.from_numpy(tree.segment_paths[parent]).to(self._device)
-                groups.append(_Siblings(int(tree.starts_S[first]), lengths_S[first:i], before, self._device))
-                first = i
-        return groups
-
-
-class _Siblings:
-    """Neighbouring segments behind the same tokens: one padded call."""
-
-    def __init__(self, start: int, lengths: list[int], before: Tensor | None, device: torch.device) -> None:
-        self.start, self.end = start, start + sum(lengths)
-        self.count, self.longest = len(lengths), max(lengths)
-        self.before = before
-        """Where the keys before the segments are; None for roots."""
-        self.places: Tensor | None = None
-        """Index of each token among count × longest; None if all segments have one length."""
-        if min(lengths) < self.longest:
-            places = np.concatenate([i * self.longest + np.arange(n) for i, n in enumerate(lengths)])
-            self.places = torch.from_numpy(places).to(device)
-        self._masks: dict[int | None, Tensor] = {}
-
-    @property
-    def num_before(self) -> int:
-        return 0 if self.before is None else len(self.before)
-
-    def pad(self, flat_THD: Tensor) -> Tensor:
-        """[N, H, L, D] of the segments' own tokens."""
-        flat = flat_THD[self.start : self.end]
-        if self.places is not None:
-            flat = flat.new_zeros(self.count * self.longest, *flat.shape[1:]).index_copy(0, self.places, flat)
-        return flat.view(self.count, self.longest, *flat.shape[1:]).transpose(1, 2)
-
-    def pad_keys(self, flat_TKD: Tensor) -> Tensor:
-        """[N, K, P + L, D]: the tokens before the segments, then their own."""
-        own_NKLD = self.pad(flat_TKD)
-        if self.before is None:
-            return own_NKLD
-        before_KPD = _gather(flat_TKD, self.before).transpose(0, 1)
-        return torch.cat([before_KPD.expand(self.count, -1, -1, -1), own_NKLD], dim=2)
-
-    def mask(self, window: int | None, device: torch.device) -> Tensor:
-        """[L, P + L] which keys each query sees: the same for all siblings."""
-        if window not in self._masks:
-            keys = torch.arange(self.num_before + self.longest, device=device)
-            queries = keys[self.num_before :, None]
-            mask = keys[None] <= queries
-            self._masks[window] = mask if window is None else mask & (keys[None] > queries - window)
-        return self._masks[window]
-
-
-def _attend_siblings(
-    group: _Siblings, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
-) -> Tensor:
-    scaling, window, softcap = rules
-    query, key, value = group.pad(query_THD), group.pad_keys(key_TKD), group.pad_keys(value_TKD)
-    window = None if window is not None and window >= group.num_before + group.longest else window
-    if softcap is not None:
-        out = softcapped_attention(query, key, value, group.mask(window, query.device), scaling, softcap)
-    elif group.before is None and window is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    else:
-        mask = group.mask(window, query.device)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
-    flat = out.transpose(1, 2).reshape(-1, *query_THD.shape[1:])
-    return flat if group.places is None else flat.index_select(0, group.places)
+        return length_groups(lengths_S, self._device, tree.parents_S.tolist(), tree.segment_paths.__getitem__)
 
 
 class _Gather(torch.autograd.Function):
@@ -235,10 +158,3 @@ class _Gather(torch.autograd.Function):
         (where,) = ctx.saved_tensors
         whole = grad.new_zeros(ctx.size, *grad.shape[1:], dtype=torch.float32)
         return whole.index_add_(0, where, grad.float()).to(grad.dtype), None
-
-
-def _gather(flat: Tensor, where: Tensor) -> Tensor:
-    if flat.dtype in (torch.bfloat16, torch.float16):
-        out: Tensor = _Gather.apply(flat, where)
-        return out
-    return flat.index_select(0, where)

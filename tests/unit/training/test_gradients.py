@@ -140,7 +140,8 @@ def test_shared_prefixes_with_windows_and_soft_caps_at_any_budget(family, budget
 
 def test_sharing_is_turned_off_if_log_probs_differ(caplog, monkeypatch):
     policy, items = TrainedPolicy(trainable(), share_prefixes=True), sharing_items()
-    check_shared_prefixes(policy, items, 0.05, Ranks())
+    assert not check_shared_prefixes(policy, random_items(LENGTHS), 0.05, Ranks()), "nothing is shared yet"
+    assert check_shared_prefixes(policy, items, 0.05, Ranks())
     assert policy.share_prefixes and not caplog.records
     monkeypatch.setattr(TreeSequences, "attend", lambda self, layer, query, key, value, rules: query)
     check_shared_prefixes(policy, items, 0.05, Ranks())

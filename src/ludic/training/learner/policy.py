@@ -153,14 +153,17 @@ class TrainedPolicy:
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
 
-def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], tolerance: float, ranks: Ranks) -> None:
+def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], tolerance: float, ranks: Ranks) -> bool:
     """Compare two samples with a common prefix, computed together and separately; turn sharing off if log-probs differ.
+
+    False if no rank has two such samples yet.
 
     Every rank takes part, since a sharded model needs all of them in a forward pass.
     """
-    if not policy.share_prefixes:
-        return
-    pair = prefix_pair(items) or [PADDING_ITEM]
+    pair = prefix_pair(items) if policy.share_prefixes else None
+    if not ranks.max(float(pair is not None)):
+        return False
+    pair = pair or [PADDING_ITEM]
     was_training = policy.model.training
     policy.model.eval()  # without dropout
     try:
@@ -179,6 +182,7 @@ def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], toler
             type(policy.model).__name__,
             difference,
         )
+    return True
 
 
 def _can_pack(model: Any) -> bool:

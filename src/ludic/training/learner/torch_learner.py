@@ -96,7 +96,7 @@ class TorchLearner(Learner):
             share_prefixes=cfg.share_prefixes,
             mixed_precision_dtype=cfg.mixed_precision_dtype,
         )
-        self._is_sharing_checked = False
+        self._is_sharing_checked = not self.policy.share_prefixes
         if cfg.compile or (is_sharded(model) and settings_of(model).compile):
             compile_layers(model)  # after the policy has looked at the layers
         self.reference = make_reference(reference, algo, self.policy, cfg)
@@ -180,8 +180,7 @@ class TorchLearner(Learner):
         self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
         items, facts = batch.items, batch.facts
         if not self._is_sharing_checked:
-            check_shared_prefixes(self.policy, items, self.cfg.parity_tolerance, self.ranks)
-            self._is_sharing_checked = True
+            self._is_sharing_checked = check_shared_prefixes(self.policy, items, self.cfg.parity_tolerance, self.ranks)
         if self.critic is not None:  # weights from what it expects of these samples now
             items, facts = with_advantages(self.critic, self.algo, self.policy, batch, self.cfg, self.ranks)
         probe = self._drift_probe(items)

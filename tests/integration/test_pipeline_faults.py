@@ -8,7 +8,6 @@ has `ludic launch` with vLLM. The checks that every test ends with are in `Pipel
 import asyncio
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -144,9 +143,7 @@ def test_one_of_two_learners_is_killed_and_resumes(pipeline):
     pipeline.until_step(back, ranks[1].step + 3, actor, ranks[0])
     pipeline.stop(actor, ranks[0], back)
     assert back.told("resumed") == [ranks[1].step // 3 * 3]
-    # Rank 1 resumes at least three steps behind rank 0. (A heartbeat of rank 0 that arrives late sets its version back by one.)
-    drops = re.findall(r"went back from version (\d+) to (\d+)", actor.log.read_text())
-    assert all(int(before) - int(after) == 1 for before, after in drops), "one rank speaks for all of the version"
+    assert "went back" not in actor.log.read_text(), "one rank speaks for all of the version"
     account = pipeline.check()
     assert account.counts["trained"] == len(set(account.learned)), "no item went to both"
 

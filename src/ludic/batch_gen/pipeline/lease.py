@@ -67,6 +67,8 @@ LEASE_TIMES = LeaseTimes()
 class LearnerStatus:
     """State of a learner; it is sent with every call."""
 
+    sequence: int = 0
+    """1, 2, 3, … within a learner process. Redis ignores a state with a lower number than the last one of the same process."""
     version: int | None = None
     """The policy version it trains on; None if not known yet."""
     items_per_update: int = 1
@@ -79,11 +81,12 @@ class LearnerStatus:
     """Items given to the trainer and not acknowledged yet; pacing does not count them as waiting."""
 
     def arguments(self, lease: Lease) -> list[str | int]:
-        """The first seven arguments of every script that a learner calls."""
+        """The first eight arguments of every script that a learner calls."""
         version = "" if self.version is None else self.version
         max_lag = "" if self.max_lag is None else self.max_lag
         return [
             lease.name, lease.token, version, self.items_per_update, max_lag, int(self.is_waiting), self.items_in_hand,
+            self.sequence,
         ]  # fmt: skip
 
 

@@ -156,15 +156,18 @@ end
 
 local function write_lease(name, token) redis.call('HSET', LEASES, name, token .. ' ' .. whole(now_ms())) end
 
--- Every call of a learner starts with its identity and state: ARGV 1 to 7.
+-- Every call of a learner starts with its identity and state: ARGV 1 to 8.
 local function learner_calls()
   local name, token = ARGV[1], ARGV[2]
   local holder = read_lease(name)
   if holder and holder ~= token then return redis.error_reply('{LEASE_LOST} ' .. name .. ' belongs to ' .. holder) end
   pass_when_full()
   write_lease(name, token)
+  -- A learner calls from two threads and repeats lost calls, so a state may arrive after a newer one of the same process.
+  local sender, latest = (redis.call('HGET', LEARNER, 'status:' .. name) or ''):match('^(%S+) (%d+)$')
+  if sender == token and tonumber(latest) > tonumber(ARGV[8]) then return nil end
   redis.call('HSET', LEARNER, 'items_per_update', ARGV[4], 'max_lag', ARGV[5],
-    'waiting:' .. name, ARGV[6], 'in_hand:' .. name, ARGV[7])
+    'waiting:' .. name, ARGV[6], 'in_hand:' .. name, ARGV[7], 'status:' .. name, token .. ' ' .. ARGV[8])
   -- Only the first rank, which publishes, sets the version: ranks are not in the same step at the same moment, and actors cancel
   -- their groups whenever the version goes back.
   if name == 'learner-0' then redis.call('HSET', LEARNER, 'version', ARGV[3]) end
@@ -178,7 +181,7 @@ def _script(body: str) -> str:
 
 
 def _learner_script(body: str) -> str:
-    """A script that first checks the learner's lease and stores its state: ARGV 1 to 7 (`LearnerStatus.arguments`)."""
+    """A script that first checks the learner's lease and stores its state: ARGV 1 to 8 (`LearnerStatus.arguments`)."""
     return _PRELUDE + "local lost = learner_calls()\nif lost then return lost end\n" + body
 
 
@@ -212,13 +215,13 @@ return done
 """)
 
 TAKE = _learner_script("""
--- 8 items wanted, 9 max bytes of a payload, 10 max bytes of the answer, 11 max entries to read, 12 max failed tries of an entry,
--- 13 cursor in the learner's own unacknowledged entries ('' for new ones only), 14… the entries that it holds.
+-- 9 items wanted, 10 max bytes of a payload, 11 max bytes of the answer, 12 max entries to read, 13 max failed tries of an entry,
+-- 14 cursor in the learner's own unacknowledged entries ('' for new ones only), 15… the entries that it holds.
 local name, version, max_lag = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[5])
-local wanted, max_bytes, enough_bytes, may_look = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
-local max_tries, cursor = tonumber(ARGV[12]), ARGV[13]
+local wanted, max_bytes, enough_bytes, may_look = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
+local max_tries, cursor = tonumber(ARGV[13]), ARGV[14]
 local held = {}
-for i = 14, #ARGV do held[ARGV[i]] = true end
+for i = 15, #ARGV do held[ARGV[i]] = true end
 ensure_group()
 
 local groups, stale, items, bytes, dead, looked = {}, {}, 0, 0, {}, 0
@@ -298,7 +301,7 @@ SETTLE = _learner_script("""
 -- Then per entry: id, items trained, stale, filtered.
 ensure_group()
 local settled = 0
-for i = 8, #ARGV, 4 do
+for i = 9, #ARGV, 4 do
   if remove(ARGV[i]) then
     count('trained', tonumber(ARGV[i + 1]))
     count('stale', tonumber(ARGV[i + 2]))
@@ -313,7 +316,7 @@ DEAD_LETTER = _learner_script("""
 -- Then per entry: id, reason.
 ensure_group()
 local dead = 0
-for i = 8, #ARGV, 2 do
+for i = 9, #ARGV, 2 do
   local entries = redis.call('XRANGE', STREAM, ARGV[i], ARGV[i])
   if entries[1] then dead = dead + dead_letter(ARGV[i], entries[1][2], ARGV[i + 1]) end
 end
@@ -325,11 +328,11 @@ return 1
 """)
 
 HAND_OUT = _learner_script("""
--- 8 number of entries whose update is over, then these entries, then the entries whose update starts now. A learner process
+-- 9 number of entries whose update is over, then these entries, then the entries whose update starts now. A learner process
 -- counts once per entry, also if the call is repeated.
-local token, num_over = ARGV[2], tonumber(ARGV[8])
-for i = 9, 8 + num_over do redis.call('HDEL', TRIES, ARGV[i]) end
-for i = 9 + num_over, #ARGV do
+local token, num_over = ARGV[2], tonumber(ARGV[9])
+for i = 10, 9 + num_over do redis.call('HDEL', TRIES, ARGV[i]) end
+for i = 10 + num_over, #ARGV do
   local tries, life = tries_of(ARGV[i])
   if life ~= token then redis.call('HSET', TRIES, ARGV[i], whole(tries + 1) .. ' ' .. token) end
 end
@@ -363,10 +366,10 @@ return redis.call('HDEL', LEASES, name)
 """)
 
 RECLAIM = _learner_script("""
--- 8 lease duration, 9 number of learners, 10 max entries. Moves entries of dead learners whose rank does not exist in this world
+-- 9 lease duration, 10 number of learners, 11 max entries. Moves entries of dead learners whose rank does not exist in this world
 -- size to the caller. Ranks of this world keep theirs: they come back under their name and know what they have trained on.
 ensure_group()
-local name, lease_ms, num_learners, left = ARGV[1], tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local name, lease_ms, num_learners, left = ARGV[1], tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
 
 -- A lease in the future was written before the clock was set back; a live learner has renewed it by now.
 local function is_gone(other)
@@ -386,7 +389,7 @@ for _, row in ipairs(redis.call('XINFO', 'CONSUMERS', STREAM, GROUP)) do
     end
     -- If the old holder calls again, it gets LEASELOST.
     redis.call('HSET', LEASES, other, 'reclaimed 0')
-    redis.call('HDEL', LEARNER, 'waiting:' .. other, 'in_hand:' .. other)
+    redis.call('HDEL', LEARNER, 'waiting:' .. other, 'in_hand:' .. other, 'status:' .. other)
     moved, left = moved + #pending, left - #pending
     if #redis.call('XPENDING', STREAM, GROUP, '-', '+', 1, other) == 0 then
       redis.call('XGROUP', 'DELCONSUMER', STREAM, GROUP, other)

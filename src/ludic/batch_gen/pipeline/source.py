@@ -6,6 +6,7 @@ training.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import re
@@ -155,6 +156,10 @@ class PipelineBatchSource:
         self._dead_letters = DeadLetters()
         self._version: int | None = None
         self._is_waiting = False
+        self._num_handing_out = 0
+        self._status_numbers = itertools.count(1)
+        self._one_status = threading.Lock()
+        """Numbers the statuses of both threads in the order in which their contents are read."""
         self._ready: list[_ReadyGroup] = []
         self._cursor = START
         self._filling: asyncio.Task[None] | None = None
@@ -193,9 +198,15 @@ class PipelineBatchSource:
         num_items = sum(len(group.items) for group in groups)
         # This call also confirms the lease before training. The previous batch is over: the trainer asks for another.
         begun, over = [group.id for group in groups], self._ledger.over(with_out=True)
-        await self._queue.hand_out(self._lease, self._status(extra_in_hand=num_items), begun=begun, over=over)
-        self._ledger.mark_over(over)
-        self._ledger.hand_out((group.id, len(group.items)) for group in groups)
+        self._num_handing_out = num_items
+        try:
+            await self._queue.hand_out(self._lease, self._status(), begun=begun, over=over)
+            self._ledger.mark_over(over)
+            with self._one_status:
+                self._ledger.hand_out((group.id, len(group.items)) for group in groups)
+                self._num_handing_out = 0
+        finally:
+            self._num_handing_out = 0  # also if the call was cancelled
         self._ready = [group for group in self._ready if group not in groups]
         lags = self._lags_of(groups)
         with self._seen:
@@ -387,14 +398,16 @@ class PipelineBatchSource:
             self._ledger.mark_over(over)
         self._note(PipelineStats.read(call(scripts.COUNT_ITEMS, self._queue.counts_arguments)))
 
-    def _status(self, *, leaving: Sequence[Settlement] = (), extra_in_hand: int = 0) -> LearnerStatus:
-        return LearnerStatus(
-            version=self._version,
-            items_per_update=self._batch_size,
-            max_lag=self._max_lag,
-            is_waiting=self._is_waiting,
-            items_in_hand=self._ledger.items_in_hand(leaving) + extra_in_hand,
-        )
+    def _status(self, *, leaving: Sequence[Settlement] = ()) -> LearnerStatus:
+        with self._one_status:
+            return LearnerStatus(
+                sequence=next(self._status_numbers),
+                version=self._version,
+                items_per_update=self._batch_size,
+                max_lag=self._max_lag,
+                is_waiting=self._is_waiting,
+                items_in_hand=self._ledger.items_in_hand(leaving) + self._num_handing_out,
+            )
 
     # --- stats ---
 

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from ludic.batch_gen.pipeline.connection import RedisGone
-from ludic.batch_gen.pipeline.lease import Lease, LeaseLost, LeaseTimes
+from ludic.batch_gen.pipeline.lease import LearnerStatus, Lease, LeaseLost, LeaseTimes
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, PackedGroup, Settlement, new_actor_id
 from ludic.types import ConfigError, shown_url
 from tests.redis_fixtures import end_redis, start_redis
@@ -778,6 +778,32 @@ async def test_a_forged_learner_version_is_overwritten_by_the_next_call(shared_r
     await queue.counts()
     await queue.announce(learner.lease, learner.status)
     assert (await queue.beat_actor(ACTOR, 0)).version == 3
+
+
+async def test_an_older_state_of_the_same_process_is_ignored_and_a_new_process_starts_again(queue):
+    lease, successor = Lease("learner-0"), Lease("learner-0")
+
+    async def seen_after(lease: Lease, **status) -> tuple[int | None, bool]:
+        await queue.announce(lease, LearnerStatus(**status))
+        state = await queue.beat_actor(ACTOR, 0)
+        return state.version, state.is_waiting
+
+    assert await seen_after(lease, sequence=9, version=5, is_waiting=True) == (5, True)
+    assert await seen_after(lease, sequence=8, version=4) == (5, True), "it was sent first and arrives last"
+    assert await seen_after(lease, sequence=9, version=5, is_waiting=True) == (5, True), "a repeated call"
+    assert await seen_after(lease, sequence=10, version=4) == (4, False), "the number decides, not the version"
+    await queue.release(lease)
+    assert await seen_after(successor, sequence=1, version=3) == (3, False)
+
+
+@pytest.mark.parametrize("forged", ["", "text", "{token}", "{token} -1", "{token} nan", "another 99"])
+async def test_a_forged_number_of_the_last_state_is_overwritten_by_the_next_call(shared_redis, queue, key, forged):
+    lease = Lease("learner-0")
+    await queue.announce(lease, LearnerStatus(sequence=1, version=3))
+    with raw_client(shared_redis) as client:
+        client.hset(f"{{{key}}}:learner", "status:learner-0", forged.format(token=lease.token))
+    await queue.announce(lease, LearnerStatus(sequence=2, version=4))
+    assert (await queue.beat_actor(ACTOR, 0)).version == 4
 
 
 async def test_counts_that_another_program_overwrote_stop_nothing(shared_redis, queue, key):

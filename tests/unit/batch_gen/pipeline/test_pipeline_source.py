@@ -221,6 +221,37 @@ async def test_the_heartbeat_acknowledges_while_the_trainer_is_busy(queue, pushe
     assert source.stats().balance == 0
 
 
+async def test_a_heartbeat_that_arrives_late_does_not_set_the_version_back(shared_redis, queue, pusher, make_source):
+    """The heartbeat's thread has built its status; before it sends it, the trainer finishes a step and the event loop calls."""
+    source = make_source(batch_size=2, prefetch=False)
+    await pusher.push()
+    source.notify_version(4)
+    await source.next_batch()
+    loop = asyncio.get_running_loop()
+    versions = []
+
+    async def see_version() -> None:
+        versions.append((await queue.beat_actor(ACTOR, 0)).version)
+
+    async def finish_a_step() -> None:
+        source.notify_trained(5, 2)
+        source.notify_saved(5)
+        await source.flush()
+        await see_version()
+
+    with raw_client(shared_redis) as client:
+
+        def send_late(script, args):
+            if not versions:
+                asyncio.run_coroutine_threadsafe(finish_a_step(), loop).result()
+            answer = client.register_script(script)(keys=queue.keys.all, args=args)
+            asyncio.run_coroutine_threadsafe(see_version(), loop).result()
+            return answer
+
+        await asyncio.to_thread(source._beat, send_late)
+    assert len(versions) >= 3 and set(versions) == {5}
+
+
 async def test_stale_groups_are_dropped_whole_and_counted(queue, pusher, make_source):
     await pusher.push(3, version=1)
     fresh = await pusher.push(2, version=4)

@@ -1,12 +1,13 @@
-"""The embedded engine against `transformers.generate` and the hardware's own limit, in one run.
+"""The embedded engine against `transformers.generate` (CPU), vLLM (GPU) and the hardware's own limit, in one run.
 
-End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU (SmolLM2-135M's shape in fp32,
-a group with a shared prompt, and a tiny model dominated by Python overhead) or on a CUDA GPU (random weights in bf16,
-prompt 128, 256 new tokens). The limit is the minimum time of one decoding step: multiplying all weights on a CPU
-(measured matrix-product speed), reading all weights and keys on a GPU (measured copy speed).
+End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU: SmolLM2-135M's shape in fp32, a group
+with a shared prompt, and a tiny model dominated by Python overhead. On a CUDA GPU: the workloads of engine_gpu.py. The limit is
+the minimum time of one decoding step: multiplying all weights on a CPU (measured matrix-product speed), reading all weights and
+keys on a GPU (measured copy speed).
 
     .venv/bin/python benchmarks/engine.py            # what this machine has
     .venv/bin/python benchmarks/engine.py --threads 1
+    .venv/bin/python benchmarks/engine.py --shape 1.5b --only fixed128 ragged --vllm --json engine.jsonl   # on a GPU
     .venv/bin/python benchmarks/engine.py --sampler   # drawing alone, per step, against torch.softmax and torch.multinomial
 """
 
@@ -41,6 +42,15 @@ def qwen() -> Any:
         Qwen2Config(
             vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
             num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+def qwen_7b() -> Any:
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+            num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False,
         )
     )  # fmt: skip
 
@@ -180,20 +190,6 @@ def on_cpu() -> None:
         compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(batch, 16)).tolist(), 64)
 
 
-def on_gpu() -> None:
-    rng = np.random.default_rng(0)
-    for name, build, batches in (
-        ("SmolLM2-135M shape", smollm2, (128, 1024)),
-        ("Qwen2.5-1.5B shape", qwen, (128, 512)),
-    ):
-        model = make(build, "cuda", torch.bfloat16)
-        for batch in batches:
-            prompts = rng.integers(3, model.config.vocab_size, size=(batch, 128)).tolist()
-            compare(f"{name} bf16, 128 → 256", model, prompts, 256)
-        del model
-        torch.cuda.empty_cache()
-
-
 def time_ms(draw: Callable[[Tensor], Any], logits_NV: Tensor) -> float:
     """Best time of several calls, each on fresh logits, since sampling changes them in place."""
     seconds = []
@@ -248,9 +244,12 @@ def sampler(device: str) -> None:
 
 
 def main() -> None:
+    import engine_gpu  # it imports this file
+
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--threads", type=int, default=None)
     arguments.add_argument("--sampler", action="store_true", help="time drawing alone")
+    engine_gpu.add_flags(arguments)
     options = arguments.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -259,11 +258,11 @@ def main() -> None:
     if options.sampler:
         sampler("cuda" if torch.cuda.is_available() else "cpu")
         return
+    if torch.cuda.is_available() or options.shape:
+        engine_gpu.run(options)
+        return
     header()
-    if torch.cuda.is_available():
-        on_gpu()
-    else:
-        on_cpu()
+    on_cpu()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 `benchmarks/engine.py` runs this file; its flags are there. Random weights in bf16, temperature 1, every request is answered in
 full. Ours always returns log-probs, as training needs them; vLLM runs with and without. The first run of a workload compiles and
-captures: "warm-up" is its time minus the best later run's. vLLM runs in a process of its own, before ours, on an empty GPU.
+captures: "warm-up" is its time minus the best later run's. vLLM runs before ours, in its own process, on an empty GPU.
 
 - fixed N: N requests of 128 prompt tokens and 256 new ones, all at once;
 - ragged: 100 to 600 prompt tokens, 32 to 1,024 new ones;

@@ -1,7 +1,7 @@
 """vLLM on the workloads that benchmarks/engine_gpu.py has written to a file; one record per workload, with and without log-probs.
 
-A process of its own, in a folder of its own: beside benchmarks/vllm.py, `import vllm` would find that file. It imports neither
-ludic nor torch before vLLM does, so that vLLM may fork its engine.
+It runs in its own process and lies in its own folder: beside benchmarks/vllm.py, `import vllm` would find that file. It imports
+neither ludic nor torch before vLLM does, so that vLLM may fork its engine.
 
     python benchmarks/others/vllm_decode.py WORK.json
 """

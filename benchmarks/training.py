@@ -4,14 +4,13 @@
 - log-probs in chunks against full logits (peak memory, and equality of gradients);
 - a step with and without the check for finite weights;
 - on a GPU: trained tokens per second of two model shapes, with and without compiled layers;
-- on a GPU: a whole GRPO step, phase by phase (generation with the embedded engine on the same weights, update).
+- a whole GRPO step, phase by phase (grpo_step.py has the flags); on a CPU only if asked for.
 
     .venv/bin/python benchmarks/training.py                 # what this machine has
     .venv/bin/python benchmarks/training.py --only speed
 """
 
 import argparse
-import asyncio
 import resource
 import subprocess
 import sys
@@ -214,10 +213,10 @@ def main() -> None:
         finite_check()
     if ON_GPU and options.only in (None, "speed"):
         trained_tokens_per_second()
-    if ON_GPU and options.only in (None, "grpo"):
-        from grpo_step import grpo_step
+    if options.only == "grpo" or (ON_GPU and options.only is None):
+        import grpo_step
 
-        asyncio.run(grpo_step())
+        grpo_step.main(["--trl", "off"])
 
 
 if __name__ == "__main__":

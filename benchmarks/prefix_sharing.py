@@ -1,29 +1,39 @@
-"""Training with shared prefixes computed once, against packing every sample in full: trained tokens per second and memory.
+"""Gradients of a batch whose samples share prefixes: computed once per token, and once per sample.
 
-    .venv/bin/python benchmarks/prefix_sharing.py                # on a CPU: small shapes
-    .venv/bin/python benchmarks/prefix_sharing.py --only tools   # one workload
+    .venv/bin/python benchmarks/prefix_sharing.py                       # on a GPU a model of SmolLM2's shape, else a small one
+    .venv/bin/python benchmarks/prefix_sharing.py --only tools          # one workload
+    .venv/bin/python benchmarks/prefix_sharing.py --way gathered        # the other way of attention, where the model allows both
 
-Both ways compute the same gradient; the script prints how far apart they are. "Expected" is the ratio of tokens.
+Both ways compute the same gradient; the script prints how far apart they are. Each is measured in a process that computes nothing
+else, so that its peak of memory is its own (on a CPU without what the process takes before the first step). Passes alternate
+between the processes, and the ratio is of the fastest ones. "Tokens" is the ratio of tokens; "attention" that of pairs of
+tokens that see each other, which is all that sharing saves in attention.
 """
 
 import argparse
+import multiprocessing
 import resource
 import time
+from functools import partial
+from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
 from engine import make, qwen, smollm2, tiny
 
 from ludic.models.prefix_tree import TokenTree
+from ludic.models.tree_attention import TreeSequences
+from ludic.training.learner import policy as policy_module
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 
-ON_GPU = torch.cuda.is_available()
 SHAPES = {"tiny": tiny, "smollm2": smollm2, "qwen": qwen}
 GROUPS = {"gsm8k": (128, 256, 8), "long prompt": (1024, 1024, 16), "tools": (4096, 1024, 8)}
 """Prompt tokens, reply tokens, samples per group."""
+GOALS = {"gsm8k": 1.25, "long prompt": 1.6, "tools": 2.5, "ten turns": 2.0}
+WAYS = {"auto": None, "merged": True, "gathered": False}
 
 
 def sample(ids: np.ndarray, num_prompt: int, weight: float) -> SAWItem:
@@ -48,51 +58,92 @@ def tool_episode(vocab: int, rng: np.random.Generator, turns: int = 10) -> list[
     return items
 
 
-def measure(policy: TrainedPolicy, items: list[SAWItem], budget: int) -> tuple[float, float, torch.Tensor]:
-    """Seconds (the best of three), peak memory in GB, and the gradient."""
-    seconds = []
-    for _ in range(3):
-        policy.model.zero_grad()
-        if ON_GPU:
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
+def workloads(num_groups: int, vocab: int, only: str) -> dict[str, list[SAWItem]]:
+    rng = np.random.default_rng(0)
+    found = {n: [item for _ in range(num_groups) for item in group(*shape, vocab, rng)] for n, shape in GROUPS.items()}
+    found["ten turns"] = [item for _ in range(num_groups) for item in tool_episode(vocab, rng)]
+    return {name: items for name, items in found.items() if only in name}
+
+
+def num_pairs(lengths: np.ndarray) -> int:
+    """Of tokens in sequences of these lengths that see each other."""
+    return int((lengths * (lengths + 1) // 2).sum())
+
+
+def peak_bytes(on_gpu: bool) -> int:
+    if on_gpu:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def serve(args: argparse.Namespace, name: str, shares: bool, pipe: Connection) -> None:
+    """One process: a pass for every True that it receives; then memory and gradient."""
+    on_gpu = torch.cuda.is_available()
+    policy_module.SHARES_ON = ("cpu", "cuda")
+    policy_module.TreeSequences = partial(TreeSequences, merges=WAYS[args.way])
+    model = make(SHAPES[args.model], "cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32)
+    model.requires_grad_(True).train()
+    items = workloads(args.groups, model.config.vocab_size, name)[name]
+    policy = TrainedPolicy(model, share_prefixes=shares)
+    before = 0 if on_gpu else peak_bytes(on_gpu)
+    while pipe.recv():
+        model.zero_grad()
         began = time.perf_counter()
-        accumulate_gradients(policy, TokenClippedSurrogateLoss(), items, micro_token_budget=budget)
-        if ON_GPU:
+        accumulate_gradients(policy, TokenClippedSurrogateLoss(), items, micro_token_budget=args.budget)
+        if on_gpu:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    used = torch.cuda.max_memory_allocated() if ON_GPU else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    gradient = torch.cat([p.grad.flatten().float() for p in policy.model.parameters() if p.grad is not None])
-    return min(seconds), used / 1e9, gradient
+        pipe.send(time.perf_counter() - began)
+    gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+    pipe.send(((peak_bytes(on_gpu) - before) / 1e9, gradient.cpu().numpy()))
+
+
+def compare(args: argparse.Namespace, name: str, items: list[SAWItem]) -> str:
+    pipes = []
+    start = multiprocessing.get_context("spawn")
+    processes = []
+    for shares in (True, False):
+        ours, theirs = start.Pipe()
+        processes.append(start.Process(target=serve, args=(args, name, shares, theirs), daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    rounds = []
+    for _ in range(args.rounds + 1):
+        rounds.append([])
+        for pipe in pipes:
+            pipe.send(True)
+            rounds[-1].append(pipe.recv())
+    for pipe in pipes:
+        pipe.send(False)
+    (small, ours), (large, theirs) = (pipe.recv() for pipe in pipes)
+    for process in processes:
+        process.join()
+    fast, slow = np.min(rounds[1:], axis=0)  # the first one warms up
+    lengths = np.array([len(item.input_ids) for item in items])
+    tree = TokenTree.of([item.input_ids for item in items])
+    tokens = lengths.sum() / tree.num_tokens
+    attention = num_pairs(lengths) / int((tree.positions_T + 1).sum())
+    differs = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    speeds = f"{lengths.sum() / fast:10,.0f} {lengths.sum() / slow:9,.0f}"
+    expected = f"{tokens:6.2f}× {attention:8.2f}×"
+    return f"{name:11} {expected} {slow / fast:6.2f}× {GOALS[name]:5.2f}× {speeds} {small:7.2f} {large:7.2f} {differs:10.1e}"
 
 
 def main() -> None:
+    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
-    parser.add_argument("--model", choices=sorted(SHAPES), default="smollm2" if ON_GPU else "tiny")
-    parser.add_argument("--groups", type=int, default=8 if ON_GPU else 1)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="smollm2" if on_gpu else "tiny")
+    parser.add_argument("--groups", type=int, default=8 if on_gpu else 1)
     parser.add_argument("--budget", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=3 if on_gpu else 2)
+    parser.add_argument("--way", choices=sorted(WAYS), default="auto")
     args = parser.parse_args()
-    model = make(SHAPES[args.model], "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32)
-    model.requires_grad_(True).train()
-    vocab, rng = model.config.vocab_size, np.random.default_rng(0)
-    workloads = {
-        name: [item for _ in range(args.groups) for item in group(*shape, vocab, rng)] for name, shape in GROUPS.items()
-    }
-    workloads["ten turns"] = [item for _ in range(args.groups) for item in tool_episode(vocab, rng)]
-    where = "GPU" if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model}, {where}, micro-batches of at most {args.budget} tokens; GB is the peak so far on a CPU\n")
-    print("workload      expected  ratio  tok/s shared   separate    GB    GB  gradient differs")
-    for name, items in workloads.items():
-        if args.only and args.only not in name:
-            continue
-        num_tokens = sum(len(item.input_ids) for item in items)
-        expected = num_tokens / TokenTree.of([item.input_ids for item in items]).num_tokens
-        fast, small, ours = measure(TrainedPolicy(model, share_prefixes=True), items, args.budget)
-        slow, large, theirs = measure(TrainedPolicy(model), items, args.budget)  # the larger peak comes last
-        differs = float((ours - theirs).norm() / theirs.norm())
-        speeds = f"{num_tokens / fast:12,.0f} {num_tokens / slow:9,.0f}"
-        print(f"{name:12} {expected:7.2f}× {slow / fast:5.2f}× {speeds} {small:5.1f} {large:5.1f} {differs:16.1e}")
+    where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{args.model}, {where}, torch {torch.__version__}, at most {args.budget} tokens in a micro-batch\n")
+    print("             expected          ratio   goal  tok/s shared  apart  GB shared  apart   gradient")
+    print("workload    tokens  attention                                                   differs")
+    for name, items in workloads(args.groups, SHAPES[args.model]().config.vocab_size, args.only).items():
+        print(compare(args, name, items), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ On a GPU in half precision it is one variable-length flash call. Elsewhere, cons
 padded on the right into one SDPA call (under a causal mask, padding on the right changes nothing before it).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,17 @@ class LengthGroup:
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """[tokens, heads, …] of the group → [count, heads, longest, …]."""
+        if self.places is not None:
+            flat = flat.new_zeros(len(self.lengths) * self.longest, *flat.shape[1:]).index_copy(0, self.places, flat)
+        return flat.view(len(self.lengths), self.longest, *flat.shape[1:]).transpose(1, 2)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The reverse."""
+        flat = padded.transpose(1, 2).flatten(0, 1)
+        return flat if self.places is None else flat.index_select(0, self.places)
 
 
 # Letters: T flat tokens, N sequences, L the longest of them, H query heads, K key/value heads, D head size.
@@ -65,12 +76,12 @@ def length_groups(
     lengths: Sequence[int],
     device: torch.device,
     parents: Sequence[int] | None = None,
-    before: Callable[[int], np.ndarray] | None = None,
+    before: Sequence[np.ndarray] = (),
 ) -> list[LengthGroup]:
     """Group consecutive sequences, as many as fit without much padding.
 
-    If they continue others, only those with the same number in `parents` go together; `before` gives the tokens of a parent
-    that is not −1.
+    If they continue others, only those with the same number in `parents` go together, all behind the same tokens, which
+    `before` gives for each sequence; −1 has none before it.
     """
     found: list[LengthGroup] = []
     start = first = 0
@@ -81,8 +92,8 @@ def length_groups(
             members = tuple(lengths[first:i])
             end = start + sum(members)
             seen = None
-            if parents is not None and before is not None and parents[first] >= 0:
-                seen = torch.from_numpy(before(parents[first])).to(device)
+            if parents is not None and parents[first] >= 0:
+                seen = torch.from_numpy(before[first]).to(device)
             found.append(LengthGroup(start, end, members, _places(members, device), seen))
             start, first = end, i
     return found
@@ -106,26 +117,18 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
 def _attend_group(
     group: LengthGroup, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
 ) -> Tensor:
-    query_NHLD = _pad(group, query_THD[group.start : group.end])
+    query_NHLD = group.pad(query_THD[group.start : group.end])
     key, value = (_behind_shared(group, x_TKD) for x_TKD in (key_TKD, value_TKD))
-    out_NHLD = causal_attention(query_NHLD, key, value, rules)
-    flat = out_NHLD.transpose(1, 2).reshape(-1, *query_THD.shape[1:])
-    return flat if group.places is None else flat.index_select(0, group.places)
+    return group.unpad(causal_attention(query_NHLD, key, value, rules))
 
 
 def _behind_shared(group: LengthGroup, flat_TKD: Tensor) -> Tensor:
     """[N, K, P + L, D]: the P tokens that the sequences share, then their own."""
-    own_NKLD = _pad(group, flat_TKD[group.start : group.end])
+    own_NKLD = group.pad(flat_TKD[group.start : group.end])
     if group.before is None:
         return own_NKLD
     before_KPD = flat_TKD.index_select(0, group.before).transpose(0, 1)
     return torch.cat([before_KPD.expand(len(group.lengths), -1, -1, -1), own_NKLD], dim=2)
-
-
-def _pad(group: LengthGroup, flat: Tensor) -> Tensor:
-    if group.places is not None:
-        flat = flat.new_zeros(len(group.lengths) * group.longest, *flat.shape[1:]).index_copy(0, group.places, flat)
-    return flat.view(len(group.lengths), group.longest, *flat.shape[1:]).transpose(1, 2)
 
 
 def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, rules: AttentionRules) -> Tensor:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ludic.models.attention import AttentionRules
 from ludic.models.packed_attention import PackedSequences
-from ludic.models.prefix_tree import TokenTree, TreeSequences, prefix_order, shared_lengths
+from ludic.models.prefix_tree import Branch, TokenTree, prefix_order, shared_lengths
+from ludic.models.tree_attention import TreeSequences
 
 CPU = torch.device("cpu")
 FLOAT64_ROUNDING = 1e-12
@@ -39,14 +40,43 @@ def test_each_shared_token_is_there_once(samples):
 
 
 @given(samples_strategy, st.integers(1, 5))
-def test_a_segment_path_ends_with_the_segment_and_holds_its_ancestors(samples, min_shared):
+def test_chains_cover_the_tree_behind_their_ancestors(samples, min_shared):
     tree = TokenTree.of(samples, min_shared)
     covered = []
-    for path, start, stop in zip(tree.segment_paths, tree.starts_S, tree.stops_S, strict=True):
-        assert path[-1] == stop - 1 and tree.positions_T[path].tolist() == list(range(len(path)))
-        assert any(p[: len(path)].tolist() == path.tolist() for p in tree.paths), "no sample begins with this path"
+    for before, start, stop in zip(tree.before_C, tree.starts_C, tree.stops_C, strict=True):
+        path = [*before, *range(start, stop)]
+        assert tree.positions_T[path].tolist() == list(range(len(path)))
+        assert any(p[: len(path)].tolist() == path for p in tree.paths), "no sample begins with this path"
         covered += range(start, stop)
     assert covered == list(range(tree.num_tokens))
+
+
+@given(samples_strategy, st.integers(1, 5))
+def test_chains_and_branches_show_a_token_each_ancestor_once(samples, min_shared):
+    tree = TokenTree.of(samples, min_shared)
+    seen = np.zeros((tree.num_tokens, tree.num_tokens), dtype=int)
+    for start, stop in zip(tree.starts_C, tree.stops_C, strict=True):
+        seen[start:stop, start:stop] += np.tri(stop - start, dtype=int)
+    for level in tree.levels:
+        in_level = np.zeros(tree.num_tokens, dtype=int)
+        for branch in level:
+            seen[branch.start : branch.stop, branch.chain_start : branch.chain_stop] += 1
+            in_level[branch.start : branch.stop] += 1
+        assert in_level.max() == 1
+    ancestors = np.zeros_like(seen)
+    for path in tree.paths:
+        for n, token in enumerate(path):
+            ancestors[token, path[: n + 1]] = 1
+    assert (seen == ancestors).all()
+    ends = [max(np.flatnonzero(column)) + 1 for column in ancestors.T]  # of the subtree below each token
+    tokens = np.arange(tree.num_tokens)
+    assert (ancestors == ((tokens <= tokens[:, None]) & (tokens[:, None] < ends))).all(), "the interval rule"
+
+
+@given(samples_strategy, st.integers(1, 5))
+def test_levels_are_few(samples, min_shared):
+    tree = TokenTree.of(samples, min_shared)
+    assert len(tree.levels) <= np.log2(len(samples)), "a branch has at most half of the samples that pass its token"
 
 
 def test_short_common_beginnings_are_not_shared():
@@ -57,12 +87,22 @@ def test_short_common_beginnings_are_not_shared():
     assert shared_lengths([]) == []
 
 
-def test_a_group_is_its_prompt_and_one_segment_per_reply():
+def test_a_group_is_one_sample_and_a_branch_of_the_other_replies():
     prompt = np.arange(100, 120)
     tree = TokenTree.of([np.append(prompt, [n, n, n]) for n in (7, 5, 6)])
     assert tree.num_tokens == 20 + 9
-    assert tree.starts_S.tolist() == [0, 20, 23, 26] and tree.parents_S.tolist() == [-1, 0, 0, 0]
+    assert tree.starts_C.tolist() == [0, 23, 26] and tree.above_C.tolist() == [-1, 19, 19]
+    assert tree.levels == [[Branch(23, 29, 0, 20)]]
     assert tree.paths[0][-3:].tolist() == [26, 27, 28], "the reply 7 7 7 sorts last"
+
+
+def test_the_child_of_most_samples_continues_the_chain_and_then_the_longest():
+    history, thinking, more = (np.arange(n, n + 20) for n in (0, 100, 200))
+    tree = TokenTree.of(
+        [np.append(history, thinking), np.concatenate([history, more, thinking]), np.append(history, more)]
+    )
+    assert tree.starts_C.tolist() == [0, 60] and tree.levels == [[Branch(60, 80, 0, 20)]]
+    assert TokenTree.of([np.append(history, [n] * n) for n in (3, 9, 5)]).stops_C.tolist() == [29, 34, 37]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +110,10 @@ def test_a_group_is_its_prompt_and_one_segment_per_reply():
     [AttentionRules(0.3), AttentionRules(0.3, 4), AttentionRules(0.3, None, 2.0), AttentionRules(0.3, 4, 2.0)],
     ids=["causal", "window", "softcap", "window and softcap"],
 )
+@pytest.mark.parametrize("merges", [True, False], ids=["merged", "gathered"])
 @settings(deadline=None)
 @given(samples=samples_strategy, min_shared=st.integers(1, 4), seed=st.integers(0, 99))
-def test_attention_and_gradients_equal_those_of_separate_samples(rules, samples, min_shared, seed):
+def test_attention_and_gradients_equal_those_of_separate_samples(rules, merges, samples, min_shared, seed):
     tree = TokenTree.of(samples, min_shared)
     generator = torch.Generator().manual_seed(seed)
     inputs = [
@@ -80,7 +121,7 @@ def test_attention_and_gradients_equal_those_of_separate_samples(rules, samples,
         for heads in (4, 2, 2)
     ]
     flat = torch.from_numpy(np.concatenate(tree.paths))
-    shared = TreeSequences(tree, CPU).attend(0, *inputs, rules)[flat]
+    shared = TreeSequences(tree, CPU, merges=merges).attend(0, *inputs, rules)[flat]
     apart = PackedSequences([len(s) for s in samples], CPU).attend(0, *(x[flat] for x in inputs), rules)
     cotangent = torch.randn(apart.shape, dtype=apart.dtype, generator=generator)
     atol = FLOAT64_ROUNDING if rules.softcap is None else FLOAT32_ROUNDING

@@ -1,6 +1,7 @@
 """Samples made by hand, for tests of what happens after rollouts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,12 @@ def random_items(
             )
         )
     return items
+
+
+def with_prefix(item: SAWItem, prefix: np.ndarray) -> SAWItem:
+    """The sample behind further prompt tokens."""
+    mask = np.concatenate([np.zeros(len(prefix), dtype=bool), item.action_mask])
+    return replace(item, input_ids=np.concatenate([prefix, item.input_ids]), attention_mask=None, action_mask=mask)
 
 
 def item_of(response: ChatResponse, temperature: float, weight: float = 1.0) -> SAWItem:

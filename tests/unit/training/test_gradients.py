@@ -12,7 +12,7 @@ from torch import nn
 from ludic.distributed.ranks import Ranks
 from ludic.models import head as head_module
 from ludic.models.head import whole_logits
-from ludic.models.prefix_tree import TreeSequences
+from ludic.models.tree_attention import TreeSequences
 from ludic.training import ConstantCredit, RLAlgorithm
 from ludic.training.learner.frozen import Reference
 from ludic.training.learner.gradients import accumulate_gradients
@@ -34,7 +34,7 @@ from ludic.training.losses import (
 )
 from ludic.types import ConfigError, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.samples import random_items
+from tests.unit.training.samples import random_items, with_prefix
 
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 LOSSES = {
@@ -103,11 +103,6 @@ def test_packed_and_padded_agree(family, budget):
 
 
 # --- prefixes that samples share ---
-
-
-def with_prefix(item: SAWItem, prefix: np.ndarray) -> SAWItem:
-    mask = np.concatenate([np.zeros(len(prefix), dtype=bool), item.action_mask])
-    return replace(item, input_ids=np.concatenate([prefix, item.input_ids]), attention_mask=None, action_mask=mask)
 
 
 def sharing_items() -> list[SAWItem]:

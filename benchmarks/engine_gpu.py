@@ -234,6 +234,10 @@ def measure_vllm(shape: str, options: argparse.Namespace) -> list[dict[str, Any]
             rows = run_child("vllm_decode.py", [str(path)], options.vllm_python)
         if rows:
             print(f"vLLM {rows[0]['version']}, {shape}: start-up {rows[0]['start_s']:.0f} s", flush=True)
+        for row in rows:
+            work = next(work for work in work_list if work.name == row["workload"])
+            own = {name: row[name] for name in ("logprobs", "seconds", "start_s")}
+            record_row(options.json, shape, work, engine="vllm", **own, versions={"vllm": row["version"]})
         found += rows
     return found
 
@@ -284,27 +288,25 @@ def append_record(path: str | None, **record: Any) -> None:
         file.write(json.dumps({**record, **facts}) + "\n")
 
 
+def record_row(path: str | None, shape: str, work: Workload, *, seconds: float, **facts: Any) -> None:
+    """The record of a row."""
+    what = {"benchmark": "engine", "shape": shape, "workload": work.name, "batch": len(work.requests)}
+    append_record(path, **what, tokens_per_s=work.num_new / seconds, seconds=seconds, **facts)
+
+
 def measure(shape: str, theirs: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """The rows of one shape; `theirs` are vLLM's."""
     by_row = {(row["workload"], row["logprobs"]): row for row in theirs}
     model = make(SHAPES[shape], "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32)
     for work in chosen(shape, options.only):
         seconds, warm_up_s = measure_ours(model, work, options.repeat)
-        common = {"benchmark": "engine", "shape": shape, "workload": work.name, "batch": len(work.requests)}
-        append_record(
-            options.json, **common, engine="ludic", logprobs=True, tokens_per_s=work.num_new / seconds,
-            seconds=seconds, warm_up_s=warm_up_s,
-        )  # fmt: skip
+        record_row(options.json, shape, work, engine="ludic", logprobs=True, seconds=seconds, warm_up_s=warm_up_s)
         compared = ""
         for logprobs in (True, False):
             row = by_row.get((work.name, logprobs))
             if row is None:
                 compared += f" {'—':>10} {'—':>7}"
                 continue
-            append_record(
-                options.json, **common, engine="vllm", logprobs=logprobs, tokens_per_s=work.num_new / row["seconds"],
-                seconds=row["seconds"], start_s=row["start_s"], versions={"vllm": row["version"]},
-            )  # fmt: skip
             compared += f" {work.num_new / row['seconds']:10,.0f} {row['seconds'] / seconds:6.2f}x"
         bound = "—"
         if work.name.startswith("fixed"):

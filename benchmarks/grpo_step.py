@@ -329,7 +329,7 @@ def main(given: list[str] | None = None) -> None:
     if theirs is not None:
         print(
             f"TRL {theirs['version']} ({theirs['generation']}): step {theirs['step_s']:.3f} s (best {theirs['best_s']:.3f}), "
-            f"peak {theirs['peak_gib']:.1f} GiB",
+            f"replies of {theirs['mean_new_tokens']:.1f} tokens, peak {theirs['peak_gib']:.1f} GiB",
             flush=True,
         )
         common = {"benchmark": "grpo_step", "shape": options.shape, **counts}

@@ -56,6 +56,11 @@ class KVPool:
         flat = (table[:, None] * self.block_size + offsets).flatten()
         return flat[start - first * self.block_size : end - first * self.block_size]
 
+    def copy(self, sources_N: Tensor, targets_N: Tensor) -> None:
+        """Copy slots to other slots, in every layer."""
+        for store in (*self.keys, *self.values):
+            store[targets_N] = store[sources_N]
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

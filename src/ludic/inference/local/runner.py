@@ -93,20 +93,38 @@ class CPURunner:
         tokens: list[int] = []
         positions: list[int] = []
         spans, slots, last = [], [], []
+        logits_of: dict[int, int] = {}
         for chunk in chunks:
             sequence = chunk.sequence
+            if chunk.source is not None:
+                continue
             before = self.pool.slots(sequence.blocks, 0, chunk.start)
             spans.append(Span(len(tokens), chunk.start, chunk.end, before))
             slots.append(self.pool.slots(sequence.blocks, chunk.start, chunk.end))
             tokens += sequence.tokens[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             if chunk.reaches_the_end:
+                logits_of[sequence.number] = len(last)
                 last.append(len(tokens) - 1)
         padding = max(0, self._min_rows - len(tokens))
         slots.append(torch.full((padding,), self.pool.scratch_slot))
         state = PrefillState(self.pool, spans, torch.cat(slots))
         logits_NV = self._forward(tokens + [0] * padding, positions + [0] * padding, state, last)
-        return _sampled(logits_NV, [chunk.sequence for chunk in chunks if chunk.reaches_the_end])
+        ended = [chunk for chunk in chunks if chunk.reaches_the_end]
+        if len(ended) > len(last):
+            self._copy_last_blocks([(chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None])
+            logits_NV = logits_NV[[logits_of[(chunk.source or chunk.sequence).number] for chunk in ended]]
+        return _sampled(logits_NV, [chunk.sequence for chunk in ended])
+
+    def _copy_last_blocks(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
+        """Copy what follows the last full block, which sequences with equal tokens share."""
+        sources, copies = [], []
+        for source, copy in pairs:
+            end = len(copy.tokens)
+            start = end - end % self.pool.block_size
+            sources.append(self.pool.slots(source.blocks, start, end))
+            copies.append(self.pool.slots(copy.blocks, start, end))
+        self.pool.copy(torch.cat(sources), torch.cat(copies))
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:

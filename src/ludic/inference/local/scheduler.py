@@ -23,6 +23,8 @@ class Limits:
     max_rounds: int = 1
     """Decoding rounds per step. More than one saves host time on a GPU; a sequence that stops in between wastes the rest of
     its rounds."""
+    copies_prompts: bool = False
+    """Whether the runner computes equal prompts of one step once and samples from the same logits."""
 
 
 @dataclass(slots=True)
@@ -75,11 +77,15 @@ class Scheduler:
         in_progress = {
             self._next_block(s, s.chain, s.num_published) for s in self.running.values() if not s.is_decoding
         }
+        first = {tokens_as_bytes(c.sequence.tokens): c.sequence for c in plan.prefill if c.reaches_the_end}
         held_back: list[Sequence] = []
         while budget > 0 and self.waiting and len(self.running) + len(held_back) < self.limits.max_sequences:
             sequence = self.waiting.popleft()
+            tokens = tokens_as_bytes(sequence.tokens)
+            if self.limits.copies_prompts and tokens in first and self._admit_copy(sequence, first[tokens], plan):
+                continue
             # The last token must always be computed: its output predicts the next one.
-            shared, chain = self.pool.match(self.version, tokens_as_bytes(sequence.tokens[:-1]), TOKEN_BYTES)
+            shared, chain = self.pool.match(self.version, tokens[:-TOKEN_BYTES], TOKEN_BYTES)
             following = self._next_block(sequence, chain, len(shared))
             if following is not None and following in in_progress:
                 held_back.append(sequence)
@@ -90,6 +96,8 @@ class Scheduler:
             self.running[sequence.number] = sequence
             in_progress.add(following)
             budget -= self._plan_chunk(sequence, budget, plan)
+            if plan.prefill[-1].reaches_the_end:
+                first.setdefault(tokens, sequence)
         self.waiting.extendleft(reversed(held_back))
 
     def _next_block(self, sequence: Sequence, chain: int, num_blocks: int) -> tuple[int, bytes] | None:
@@ -108,6 +116,20 @@ class Scheduler:
         sequence.num_published = len(shared)
         sequence.num_computed = len(shared) * self.pool.block_size
         self.num_prefix_tokens += sequence.num_computed
+        return True
+
+    def _admit_copy(self, sequence: Sequence, source: Sequence, plan: Plan) -> bool:
+        """Admit a sequence whose tokens this step computes for `source`: it shares the full blocks and copies the last."""
+        num_tokens = len(sequence.tokens)
+        shared = source.blocks[: num_tokens // self.pool.block_size]
+        own = self.pool.take(self.pool.blocks_for(num_tokens) - len(shared))
+        if own is None:
+            return False
+        self.pool.share(shared)
+        sequence.blocks, sequence.num_computed = [*shared, *own], num_tokens
+        self.num_prefix_tokens += num_tokens
+        self.running[sequence.number] = sequence
+        plan.prefill.append(Chunk(sequence, num_tokens, 0, source))
         return True
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
@@ -163,6 +185,7 @@ class Scheduler:
         self.num_preemptions += 1
         plan.preempted.append(victim)
         plan.prefill = [chunk for chunk in plan.prefill if chunk.sequence is not victim]
+        assert all(chunk.source is not victim for chunk in plan.prefill), "copies are younger than their source"
 
     def decoded(self, sequence: Sequence) -> None:
         """Record sampled tokens; all but the newest have been through the model."""

@@ -124,6 +124,8 @@ class Chunk:
     sequence: Sequence
     start: int
     length: int
+    source: Sequence | None = None
+    """A sequence with the same tokens that the same step computes to the end: this one gets copies instead."""
 
     @property
     def end(self) -> int:

@@ -78,8 +78,27 @@ async def test_greedy_with_prefix_hits_equals_generate(family):
 async def test_the_members_of_a_group_compute_their_prompt_once():
     async with make_engine() as engine:
         answers = await ask_all(engine, [request(PROMPTS[4], max_tokens=NUM_NEW) for _ in range(5)])
-        assert engine.stats["prefix_tokens_reused"] == 4 * 36
+        assert engine.stats["prefix_tokens_reused"] == 4 * 40
     assert [tokens(answer) for answer in answers] == [expected("llama")[4]] * 5
+
+
+@pytest.mark.parametrize("length", [38, 40, 41])
+async def test_the_members_of_a_group_sample_for_themselves(length):
+    """From common logits for the first token, and each from its own copy of the last block for the others."""
+    members = [request(some_prompt(length), temperature=1.0, seed=seed) for seed in range(5)]
+    async with make_engine() as engine:
+        alone = []
+        for member in members:
+            alone.append((await ask_all(engine, [member]))[0])
+            engine.new_version()
+        together = await ask_all(engine, members)
+        following = await ask_all(engine, [request([*some_prompt(length), *tokens(a)[:9]]) for a in together])
+    assert [tokens(answer) for answer in together] == [tokens(answer) for answer in alone]
+    assert len({tuple(tokens(answer)) for answer in alone}) == 5
+    for own, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(own.completion_logprobs, other.completion_logprobs, atol=1e-5)
+    texts = [greedy(reference_model(), [*some_prompt(length), *tokens(answer)[:9]], 16) for answer in together]
+    assert [tokens(answer) for answer in following] == texts
 
 
 @families

@@ -1,5 +1,6 @@
 """Who computes what next: a scheduler driven by hand, without a model."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +13,14 @@ SIZE = 4
 
 
 def make_scheduler(
-    num_blocks: int = 64, *, max_sequences: int = 8, max_prefill_tokens: int = 1000, max_rounds: int = 1
+    num_blocks: int = 64,
+    *,
+    max_sequences: int = 8,
+    max_prefill_tokens: int = 1000,
+    max_rounds: int = 1,
+    copies_prompts: bool = False,
 ) -> Scheduler:
-    limits = Limits(max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_rounds=max_rounds)
-    return Scheduler(BlockPool(num_blocks, SIZE), limits)
+    return Scheduler(BlockPool(num_blocks, SIZE), Limits(max_sequences, max_prefill_tokens, max_rounds, copies_prompts))
 
 
 def make_sequence(number: int, prompt: list[int] | int, max_tokens: int = 8) -> Sequence:
@@ -60,6 +65,9 @@ def check(scheduler: Scheduler, plan: Plan) -> None:
     for chunk in plan.prefill:
         assert chunk.start == chunk.sequence.num_computed and chunk.end <= len(chunk.sequence.tokens)
         assert len(chunk.sequence.blocks) * SIZE >= chunk.end
+        if chunk.source is not None:
+            assert chunk.source.tokens == chunk.sequence.tokens and chunk.reaches_the_end
+            assert any(c.sequence is chunk.source and c.reaches_the_end for c in plan.prefill)
     for sequence in plan.decode:
         num_tokens = len(sequence.tokens) + min(plan.num_rounds, sequence.num_left) - 1
         assert len(sequence.blocks) * SIZE >= num_tokens, "room for all that will be computed"
@@ -203,6 +211,29 @@ def test_the_members_of_a_group_compute_their_common_prompt_once():
     assert scheduler.num_prefix_tokens == 3 * 8
 
 
+@pytest.mark.parametrize(("length", "num_blocks"), [(10, 2 + 4), (12, 3), (3, 4)])
+def test_equal_prompts_of_one_step_are_computed_once_where_the_runner_copies(length, num_blocks):
+    scheduler = make_scheduler(copies_prompts=True)
+    members = [make_sequence(n, list(range(length)), max_tokens=5) for n in range(4)]
+    add(scheduler, *members, make_sequence(4, list(range(length - 1))))
+    prefilled, decoded, _ = step(scheduler)
+    assert prefilled == {0: length, 1: 0, 2: 0, 3: 0} | ({4: length - 1} if length <= SIZE else {})
+    assert len({block for s in members for block in s.blocks}) == num_blocks, "only the last block is each one's own"
+    assert scheduler.num_prefix_tokens == 3 * length and not decoded
+    assert step(scheduler)[1][:4] == [0, 1, 2, 3]
+
+
+def test_a_copied_prompt_gives_way_like_any_other():
+    scheduler = make_scheduler(num_blocks=4, copies_prompts=True)
+    add(scheduler, make_sequence(0, 4, max_tokens=6))
+    step(scheduler)
+    add(scheduler, *(make_sequence(n, [1, 2, 3]) for n in (1, 2, 3)))
+    assert step(scheduler) == ({1: 3, 2: 0}, [0], [3]), "the first needs the block that the youngest has just got"
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.pool.num_used == 0
+
+
 def test_the_members_of_a_group_keep_their_places_while_the_first_computes():
     scheduler = make_scheduler(max_sequences=3)
     groups = [make_sequence(3 * group + n, [100 * group + i for i in range(9)]) for group in range(2) for n in range(3)]
@@ -275,13 +306,18 @@ EVENTS = st.lists(
     max_sequences=st.integers(1, 5),
     max_prefill_tokens=st.integers(1, 20),
     max_rounds=st.sampled_from([1, 1, 4]),
+    copies_prompts=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
 def test_every_sequence_gets_all_tokens_under_random_events(
-    events, num_blocks, max_sequences, max_prefill_tokens, max_rounds
+    events, num_blocks, max_sequences, max_prefill_tokens, max_rounds, copies_prompts
 ):
     scheduler = make_scheduler(
-        num_blocks, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_rounds=max_rounds
+        num_blocks,
+        max_sequences=max_sequences,
+        max_prefill_tokens=max_prefill_tokens,
+        max_rounds=max_rounds,
+        copies_prompts=copies_prompts,
     )
     sequences: list[Sequence] = []
     cancelled = set()

@@ -83,6 +83,8 @@ class Registry:
         self._plugins_loaded = False
         self._unread: set[str] = set()
         """Ids of entry points that have not been imported: what they name may be an Entry."""
+        self._checked: dict[tuple[str, tuple[str, ...]], Callable[..., Any]] = {}
+        """Id and argument names -> the factory that takes them: checking a call costs more than making most parts."""
 
     def register(
         self,
@@ -166,7 +168,10 @@ class Registry:
         spec = self.spec(id)
         factory = spec.load()
         merged = {**spec.kwargs, **kwargs}
-        _check_arguments(spec, factory, merged)
+        call = (id, tuple(merged))
+        if self._checked.get(call) is not factory:
+            _check_arguments(spec, factory, merged)
+            self._checked[call] = factory
         if spec.bind:
             return partial(factory, **merged) if merged else factory
         try:
@@ -177,7 +182,8 @@ class Registry:
             raise ConfigError(f"Cannot make the {self.kind} {id!r}: {_where_raised(error)}.") from error
 
     def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and id.removeprefix(_HOME) in self.list()
+        self._load_plugins()
+        return isinstance(id, str) and id.removeprefix(_HOME) in self._entries
 
     def _load_plugins(self) -> None:
         if self._plugins_loaded:

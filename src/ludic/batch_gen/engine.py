@@ -259,16 +259,18 @@ class RolloutEngine:
         return (
             partial(asyncio.to_thread, read_episode, plan, resumed.stored[plan.index])
             if plan.index in resumed.stored
-            else partial(self._run_episode, plan, limits, counts)
+            else partial(self._run_episode, plan, limits, counts, resumed.keys[plan.index])
             for plan in resumed.plans
         )
 
-    async def _run_episode(self, plan: EpisodePlan, limits: EpisodeLimits, counts: _EpisodeCounts) -> Episode:
+    async def _run_episode(
+        self, plan: EpisodePlan, limits: EpisodeLimits, counts: _EpisodeCounts, key: str | None = None
+    ) -> Episode:
         counts.running[plan.index] = running = RunningEpisode(plan)
         try:
             episode = await run_episode(plan, self._factories, limits, self._failures, running)
         finally:
             del counts.running[plan.index]
         if self._writer is not None:
-            await self._writer.write(episode, key=request_key(plan, max_steps=limits.max_steps))
+            await self._writer.write(episode, key=key or request_key(plan, max_steps=limits.max_steps))
         return episode

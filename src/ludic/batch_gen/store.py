@@ -1,37 +1,43 @@
 """Writes rollouts to disk during a run and reads them back when it is resumed.
 
-One JSON line per rollout, token arrays included; compressed if the file's name ends in .gz (see ludic.types.line_files).
+One JSON line per rollout, token arrays included; compressed if the file's name ends in .gz (see ludic.types.files).
 One writer thread encodes and writes the episodes in order, so the event loop never waits for a disk. It writes all lines of an
 episode at once.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ludic.batch_gen.episodes import Episode, EpisodePlan
-from ludic.types import ConfigError, Rollout
-from ludic.types.files import Line, LineWriter, read_lines, repair
+from ludic.types import BackendExtensions, ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
+from ludic.types.files import MEMBER_BYTES, Line, LineWriter, read_lines, repair
 from ludic.types.rollout import json_number, request_meta_in, stored_rollouts
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutWriter:
-    """Appends episodes to a JSONL file, compressed if it is called *.gz."""
+    """Appends episodes to a JSONL file, compressed if it is called *.gz. Episodes that finish during a write are written
+    together: opening, locking and closing the file takes longer than writing one."""
 
     def __init__(self, path: str | Path) -> None:
         self._lines = LineWriter(path)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
+        self._lock = threading.Lock()
+        self._next: _Write | None = None
+        """Not yet begun by the thread, so that episodes can be added to it."""
 
     async def write(self, episode: Episode, *, key: str | None = None) -> None:
         """Returns when the lines are in the file."""
@@ -41,10 +47,58 @@ class RolloutWriter:
                 "num_rollouts": len(episode.rollouts),
                 "episode_failed": episode.failure is not None,
             }
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._append, episode.rollouts)
+        loop = asyncio.get_running_loop()
+        is_written: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            write = self._next
+            if write is None or write.loop is not loop:
+                write = self._next = _Write(loop)
+                self._thread.submit(self._append, write)
+            write.episodes.append((episode.rollouts, is_written))
+        await is_written
 
-    def _append(self, rollouts: list[Rollout]) -> None:
-        self._lines.append("".join(f"{rollout.to_json()}\n" for rollout in rollouts).encode())
+    def _append(self, write: "_Write") -> None:
+        with self._lock:
+            if self._next is write:
+                self._next = None
+        write.append_to(self._lines)
+        with contextlib.suppress(RuntimeError):  # the loop and its waiting tasks are gone
+            write.loop.call_soon_threadsafe(write.finish)
+
+
+@dataclass(slots=True)
+class _Write:
+    """Episodes of one event loop that are written at once."""
+
+    loop: asyncio.AbstractEventLoop
+    episodes: list[tuple[list[Rollout], "asyncio.Future[None]"]] = field(default_factory=list)
+    errors: list[Exception | None] = field(default_factory=list)
+    """One per episode, filled in by `append_to`."""
+
+    def append_to(self, lines: LineWriter) -> None:
+        """Appends parts of about a gzip member, in which a line is found quickly."""
+        part, size = [], 0
+        try:
+            for rollouts, _ in self.episodes:
+                try:
+                    part.append("".join(f"{rollout.to_json()}\n" for rollout in rollouts).encode())
+                    size += len(part[-1])
+                    self.errors.append(None)
+                except Exception as error:  # noqa: BLE001 - the task of this episode raises it
+                    self.errors.append(error)
+                if size >= MEMBER_BYTES:
+                    lines.append(b"".join(part))
+                    part, size = [], 0
+            lines.append(b"".join(part))
+        except Exception as error:  # noqa: BLE001 - a full disk: the tasks of all these episodes raise it
+            self.errors = [error] * len(self.episodes)
+
+    def finish(self) -> None:
+        """Wake the tasks that wait for it; in the event loop."""
+        for (_, is_written), error in zip(self.episodes, self.errors, strict=True):
+            if is_written.done():  # cancelled
+                continue
+            is_written.set_result(None) if error is None else is_written.set_exception(error)
 
 
 # --- reading back ---
@@ -150,14 +204,21 @@ def request_key(plan: EpisodePlan, *, max_steps: int) -> str | None:
         "env": [request.env.kind, dict(request.env.kwargs)],
         "protocol": [request.protocol.kind, dict(request.protocol.kwargs)],
         "seeds": [plan.env_seed, plan.sampling_seed],
-        "inference": None if request.inference is None else asdict(request.inference),
+        "inference": request.inference,
         "max_steps": max_steps,
     }
     try:
-        text = json.dumps(identity, sort_keys=True, default=json_number)
+        text = json.dumps(identity, sort_keys=True, default=_plain)
     except TypeError:
         return None
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _plain(value: Any) -> Any:
+    """For json.dumps: the parts of an inference spec as dicts. Faster than `asdict`, which copies every value."""
+    if isinstance(value, InferenceSpec | SamplingParams | ReturnSpec | BackendExtensions):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return json_number(value)
 
 
 @dataclass(slots=True)
@@ -165,6 +226,8 @@ class Resumed:
     """The plans of a resumed run, and those of its episodes that are in the file."""
 
     plans: list[EpisodePlan]
+    keys: dict[int, str] = field(default_factory=dict)
+    """Request keys by the plan's index."""
     stored: dict[int, StoredEpisode] = field(default_factory=dict)
     """By the plan's index."""
 
@@ -183,6 +246,7 @@ def resume_plans(plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, ma
                 f"resume=True cannot identify the request for env {plan.request.env.kind!r} in the file, because its arguments "
                 "are not all JSON. Put plain values into EnvSpec.kwargs and ProtocolSpec.kwargs and build objects in the factory."
             )
+        resumed.keys[plan.index] = key
         found = finished.take(key)
         if found is not None:
             resumed.stored[plan.index] = found

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 from ludic.envs.math_worker import worker_of_this_process
@@ -28,6 +28,7 @@ from ludic.types import ConfigError
 
 _WAITING = ThreadPoolExecutor(256, "ludic-grading")
 """Threads that wait for a worker. Slow questions would occupy all of asyncio's few threads."""
+_PLAIN = re.compile(r"-?\d{1,18}", re.ASCII)
 _MAX_CHARS = 2_000
 """Longer answers are compared as text only: parsing them would take minutes."""
 
@@ -56,6 +57,8 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
     """The verdict, or the pair of LaTeX texts that only algebra can compare."""
     if timeout_s <= 0:
         raise ConfigError(f"timeout_s={timeout_s}, but math grading needs some time. Use the default of 5 seconds.")
+    if _PLAIN.fullmatch(answer) and _PLAIN.fullmatch(gold):  # the usual case of word problems
+        return int(answer) == int(gold)
     if not answer.strip() or max(len(answer), len(gold)) > _MAX_CHARS:
         return answer.strip() == gold.strip() != ""
     a, g = _read(answer), _read(gold)
@@ -98,6 +101,7 @@ class _Reading:
         return (self.body + self.unit if self.unit == "%" else self.body).replace("%", r"\%")
 
 
+@lru_cache(maxsize=4096)  # the samples of a group share their reference, and often the answer
 def _read(text: str) -> _Reading:
     body, unit = _split_unit(_spelled_out(_normalise(text)))
     wrapped = re.fullmatch(rf"{_TEXT}\{{([^{{}}]*)\}}", body)

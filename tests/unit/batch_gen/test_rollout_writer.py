@@ -9,11 +9,23 @@ import pytest
 from ludic import registry
 from ludic.batch_gen import GRPORequestStrategy, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodePlan
-from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter
+from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter, request_key
 from ludic.inference import ScriptedClient
 from ludic.interaction import MultiAgentProtocol
-from ludic.types import ConfigError, EnvSpec, ProtocolSpec, Rollout, RolloutRequest, load_rollouts
-from ludic.types.files import LineWriter, read_lines, repair
+from ludic.types import (
+    ConfigError,
+    EnvContractError,
+    EnvSpec,
+    InferenceSpec,
+    ProtocolSpec,
+    ReturnSpec,
+    Rollout,
+    RolloutRequest,
+    SamplingParams,
+    VLLMExtensions,
+    load_rollouts,
+)
+from ludic.types.files import MEMBER_BYTES, LineWriter, read_lines, repair
 from tests.fakes import make_agent
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
 
@@ -210,6 +222,51 @@ async def test_writing_survives_a_new_event_loop(tmp_path):
     await asyncio.to_thread(write)
     await asyncio.to_thread(write)
     assert len(list(load_rollouts(tmp_path / "x.jsonl"))) == 2
+
+
+def an_episode(number: int = 0, **meta) -> Episode:
+    plan = EpisodePlan(index=number, request=request(), env_seed=0, sampling_seed=0)
+    return Episode(plan=plan, rollouts=[Rollout(meta={"engine": {}, "number": number, **meta})])
+
+
+async def test_episodes_that_finish_during_a_write_are_written_together(tmp_path, monkeypatch):
+    sizes = []
+    append = LineWriter.append
+    monkeypatch.setattr(LineWriter, "append", lambda self, lines: (sizes.append(len(lines)), append(self, lines))[1])
+    writer = RolloutWriter(tmp_path / "x.jsonl.gz")
+    await asyncio.gather(*(writer.write(an_episode(number, text="x" * 20_000)) for number in range(100)))
+    assert [rollout.meta["number"] for rollout in load_rollouts(tmp_path / "x.jsonl.gz")] == list(range(100))
+    assert len(sizes) < 20 and max(sizes) < MEMBER_BYTES + 25_000
+
+
+async def test_an_episode_that_is_not_json_fails_alone(tmp_path):
+    writer = RolloutWriter(tmp_path / "x.jsonl")
+    episodes = [an_episode(0), an_episode(1), an_episode(2, thing=object()), an_episode(3)]
+    answers = await asyncio.gather(*map(writer.write, episodes), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [type(None), type(None), EnvContractError, type(None)]
+    assert [rollout.meta["number"] for rollout in load_rollouts(tmp_path / "x.jsonl")] == [0, 1, 3]
+
+
+async def test_a_task_that_is_cancelled_while_it_waits_does_not_disturb_the_others(tmp_path):
+    writer = RolloutWriter(tmp_path / "x.jsonl")
+    tasks = [asyncio.create_task(writer.write(an_episode(number))) for number in range(8)]
+    await asyncio.sleep(0)
+    tasks[3].cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(answer, asyncio.CancelledError) for answer in answers] == [number == 3 for number in range(8)]
+    assert {rollout.meta["number"] for rollout in load_rollouts(tmp_path / "x.jsonl")} >= {0, 1, 2, 4, 5, 6, 7}
+
+
+def test_the_key_of_a_request_stays_the_same_so_that_old_files_can_be_resumed():
+    sampling = SamplingParams(temperature=0.6, stop=("a", "b"), stop_token_ids=(3,))
+    extensions = VLLMExtensions(max_think=7, extra_body_overrides={"b": 1, "a": [2]})
+    asked = RolloutRequest(
+        env=EnvSpec("gsm8k", {"sample": {"question": "é?", "answer": "#### 3"}}),
+        protocol=ProtocolSpec("play", {"model": "m"}),
+        inference=InferenceSpec(sampling=sampling, return_=ReturnSpec.for_rl(), extensions=extensions),
+    )
+    plan = EpisodePlan(index=0, request=asked, env_seed=1, sampling_seed=2)
+    assert request_key(plan, max_steps=3) == "d5b88e8d0290b0e0d4f831fa3ee64e79"
 
 
 # --- compressed files -------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
+import copy
+
 import numpy as np
 import pytest
 
 from ludic.inference import ByteTemplate, HermesToolParser, HFChatTemplate
+from ludic.inference.templates.conversation import decode_reply, encode_text
 from ludic.types import TemplateError
 from tests.chat_templates import NO_GENERATION_PROMPT, make_tokenizer, with_template
 
@@ -75,3 +78,31 @@ def test_the_byte_template_continues_as_it_renders():
         delta = template.delta(messages, num_sent=1, completion_token_ids=np.array(completion, np.int32))
         whole = [*sent, *completion, *delta]
         assert whole == template.apply(messages).prompt_token_ids.tolist()
+
+
+# --- the tokenizer without transformers' checks ---
+
+TEXTS = ("", " leading", "two  spaces , and a comma", "naïve 日本 🎲\n", "<|im_start|>user\nhi<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", ["qwen", "mistral", "llama3"])
+def test_texts_and_replies_have_the_same_tokens_as_with_the_tokenizer_itself(name):
+    tokenizer = make_tokenizer(name)
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert encode_text(tokenizer, text).tolist() == ids
+        assert decode_reply(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_settings_that_another_call_left_in_the_tokenizer_change_no_prompt():
+    tokenizer = copy.deepcopy(make_tokenizer("qwen"))
+    whole = encode_text(tokenizer, TEXTS[2]).tolist()
+    assert len(tokenizer(TEXTS[2], truncation=True, max_length=3)["input_ids"]) == 3 < len(whole)
+    assert encode_text(tokenizer, TEXTS[2]).tolist() == whole
+
+
+def test_a_tokenizer_class_with_its_own_decoding_keeps_it():
+    tokenizer = copy.deepcopy(make_tokenizer("qwen"))
+    loud = type("Loud", (type(tokenizer),), {"decode": lambda self, ids, **_: "LOUD"})
+    tokenizer.__class__ = loud
+    assert decode_reply(tokenizer, [1, 2]) == "LOUD"

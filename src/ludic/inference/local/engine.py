@@ -26,6 +26,7 @@ from ludic.inference.local.kv import KVShape, check_rope, eos_ids, free_memory, 
 from ludic.inference.local.runner import CPURunner, Runner, Scoring, take_batch
 from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
+from ludic.inference.templates.conversation import decode_reply
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
 from ludic.models.forward import make_forward, packed_bytes
@@ -148,6 +149,7 @@ class LocalEngine:
         self._scoring: list[Scoring] = []
         self._open: set[Sequence] = set()
         """All unanswered requests; they fail when the engine ends."""
+        self._answers = _Answers()
         self._num_pauses = 0
         self._is_stepping = False
         self._is_closed = False
@@ -168,19 +170,9 @@ class LocalEngine:
     async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
         """One completion. Cancelling the awaiting task removes the request from the batch."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[None] = (
-            loop.create_future()
-        )  # cheaper for many short requests than a stream of one chunk
-
-        def settle(error: BaseException | None) -> None:
-            if not answer.done():
-                answer.set_exception(error) if error is not None else answer.set_result(None)
-
-        def deliver(sequence: Sequence, error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop and its waiting task are gone
-                loop.call_soon_threadsafe(settle, error)
-
-        sequence = self._submit(request, deliver)
+        # Cheaper for many short requests than a stream of one chunk.
+        answer: asyncio.Future[None] = loop.create_future()
+        sequence = self._submit(request, lambda _, error: self._answers.add(loop, answer, error))
         try:
             await answer
         except asyncio.CancelledError:
@@ -466,6 +458,7 @@ class LocalEngine:
                 try:
                     self._step()
                 finally:
+                    self._answers.send()
                     with self._changed:
                         self._is_stepping = False
                         self._changed.notify_all()
@@ -475,6 +468,7 @@ class LocalEngine:
                 self._death = error
                 self._changed.notify_all()
         self._fail_everything()
+        self._answers.send()
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is work; False if the engine is closed."""
@@ -560,6 +554,7 @@ class LocalEngine:
                 sequence.on_token(sequence)
             if sequence.finish_reason is not None:
                 self._finish(sequence, None)
+        self._answers.send()
 
     def _score(self) -> None:
         """Score as many texts as fit one pass; the rest wait for later steps, so that generation continues in between."""
@@ -625,10 +620,30 @@ class LocalEngine:
         )  # fmt: skip
 
     def _decode(self, ids: list[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return "" if self.tokenizer is None else decode_reply(self.tokenizer, ids)
+
+
+class _Answers:
+    """Finished requests whose event loops the worker has not woken. To wake one takes a system call during which a busy loop
+    takes Python's lock for milliseconds, so each loop is woken once for all sequences that finish together."""
+
+    def __init__(self) -> None:
+        self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[None], BaseException | None]]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[None]", error: BaseException | None) -> None:
+        self._by_loop.setdefault(loop, []).append((answer, error))
+
+    def send(self) -> None:
+        ready, self._by_loop = self._by_loop, {}
+        for loop, answers in ready.items():
+            with contextlib.suppress(RuntimeError):  # the loop and its waiting tasks are gone
+                loop.call_soon_threadsafe(self._settle, answers)
+
+    @staticmethod
+    def _settle(answers: "list[tuple[asyncio.Future[None], BaseException | None]]") -> None:
+        for answer, error in answers:
+            if not answer.done():
+                answer.set_exception(error) if error is not None else answer.set_result(None)
 
 
 def _num_finite(logprobs: list[float]) -> int:

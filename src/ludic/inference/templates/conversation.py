@@ -4,8 +4,10 @@ A conversation consists of segments. Within a segment, every prompt is the token
 the context shows a different history, a new segment starts with a full rendering.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ludic.inference.templates.chat import ChatTemplate, ToolSchemas, require_tools
@@ -21,6 +23,7 @@ from ludic.types import (
     TokenLog,
     TokenTrace,
     require_trainable_reply,
+    token_array,
 )
 
 
@@ -155,13 +158,48 @@ def find_stop(text: str, sampling: SamplingParams, num_exempt: int = 0) -> int |
     return min((at for at in found if at >= 0), default=None)
 
 
+# --- the tokenizer: transformers' checks of its arguments take as long as its Rust code, and Python's lock with them ---
+
+
+@lru_cache
+def _is_rust(kind: Any) -> bool:
+    """Whether the methods below are those of transformers' Rust tokenizers, and not overridden."""
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("__call__", "_encode_plus", "decode", "_decode")
+    return issubclass(kind, PreTrainedTokenizerFast) and all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in names
+    )
+
+
+def encode_text(tokenizer: Any, text: str) -> TokenArray:
+    """`tokenizer(text, add_special_tokens=False)["input_ids"]` as an array."""
+    rust = tokenizer.backend_tokenizer if _is_rust(tokenizer.__class__) else None
+    # An earlier call may have left its settings in the Rust tokenizer.
+    if rust is None or rust.truncation or rust.padding or rust.encode_special_tokens or tokenizer.split_special_tokens:
+        return token_array(tokenizer(text, add_special_tokens=False)["input_ids"])
+    (encoding,) = rust.encode_batch_fast([text], add_special_tokens=False)  # `encode` would hold Python's lock
+    return token_array(encoding.ids)
+
+
+def decode_reply(tokenizer: Any, ids: list[int]) -> str:
+    """`tokenizer.decode(ids, skip_special_tokens=True)`."""
+    if _is_rust(tokenizer.__class__) and not tokenizer.clean_up_tokenization_spaces:
+        text: str = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+    else:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
 def up_to_stop(ids: TokenIds, tokenizer: Any, sampling: SamplingParams) -> str:
     """The text before the first stop text, which stays in the tokens but not in the message.
 
     A stop text within the first `min_tokens` tokens did not end the reply, so it stays in the text.
     """
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
-    exempt = tokenizer.decode(list(ids)[: sampling.min_tokens], skip_special_tokens=True)
+    text = decode_reply(tokenizer, list(ids))
+    exempt = decode_reply(tokenizer, list(ids)[: sampling.min_tokens])
     return text[: find_stop(text, sampling, len(exempt))]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
+from ludic.inference.templates.conversation import encode_text
 from ludic.inference.templates.tool_calls import TOOL_PARSERS, ToolParser, ToolParseResult, make_tool_call
 from ludic.types import Message, MissingExtra, SamplingParams, TemplateError, TokenArray, TokenIds, token_array
 
@@ -300,7 +301,7 @@ class HFChatTemplate(ChatTemplate):
     def _encode_uncached(self, text: str) -> TokenArray:
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
-        return token_array(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode_text(self.tokenizer, text)
 
     def _encode_fragment(self, text: str) -> TokenArray:
         if self._anchor is None:

@@ -1,5 +1,6 @@
 """The engine's greedy texts are those of transformers' generate, token for token, whatever happens on the way."""
 
+import asyncio
 import importlib.util
 from statistics import fmean
 
@@ -73,6 +74,20 @@ async def test_greedy_with_prefix_hits_equals_generate(family):
         assert engine.stats["prefix_tokens_reused"] == 80 + 108
         assert [tokens(answer) for answer in further] == [text[6:] for text in expected(family)]
     assert [tokens(answer) for answer in first] == [tokens(answer) for answer in again] == expected(family)
+
+
+async def test_requests_that_end_in_one_step_wake_the_event_loop_once(monkeypatch):
+    async with make_engine() as engine:
+        loop = asyncio.get_running_loop()
+        wakes = []
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: (wakes.append(call), wake(*call))[1])
+        engine.pause()
+        asked = asyncio.gather(*(ask(engine, PROMPTS[0], max_tokens=1) for _ in range(6)))
+        await asyncio.sleep(0)
+        engine.resume()
+        assert len(await asked) == 6
+        assert len(wakes) < 4  # the first computes the prompt, the others share it
 
 
 async def test_the_members_of_a_group_compute_their_prompt_once():

@@ -23,7 +23,7 @@ _LARGE = 1 << 18
 """Elements from which oneDNN's layout is faster; measured on Neoverse-N1 with 1 to 64 rows."""
 MIN_ROWS_PACKED = 2
 MIN_ROWS_PLAIN = 16
-_FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 
 
 # Letters: T flat tokens, N requested positions, V vocabulary.
@@ -191,14 +191,15 @@ def can_fuse(model: Any) -> bool:
     """Whether the model belongs to the family and its layers are unwrapped."""
     return (
         type(model).__module__.startswith("transformers.models.")
-        and type(model).__name__ in _FAMILY
+        and type(model).__name__ in FAMILY
         and model.config.hidden_act == "silu"
-        and all(is_packable(m) for m in _linears(model))
+        and all(is_packable(m) for m in linears(model))
         and not any(forward_hooks(module) for module in model.modules())
     )
 
 
-def _linears(model: Any) -> list[nn.Module]:
+def linears(model: Any) -> list[Any]:
+    """The linear layers of a model of the family."""
     found = [model.lm_head]
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -250,7 +251,7 @@ class _Layer:
         self._head_dim = attention.head_dim
         self._num_kv = attention.k_proj.out_features // self._head_dim
         self._num_q = attention.q_proj.out_features // self._head_dim
-        self._rules = AttentionRules(attention.scaling, _window(layer))
+        self._rules = AttentionRules(attention.scaling, layer_window(layer))
         has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
         self._norms = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self._head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if has_norms else None
@@ -291,7 +292,7 @@ class _Norm:
         return (x * scale).mul_(self._weight)
 
 
-def _window(layer: Any) -> int | None:
+def layer_window(layer: Any) -> int | None:
     """The layer's sliding window: Qwen stores it on the layer, Mistral in the config, Llama has none."""
     attention = layer.self_attn
     if type(layer).__name__.startswith("Qwen"):

@@ -1,15 +1,16 @@
 """Runs the model on a GPU: packed prefill, and decoding as CUDA graphs.
 
 A decoding round is one graph: forward pass with paged attention, sampling, and the preparation of the next round, all on the
-device. So several rounds run without the host, which reads their tokens together. Graphs are captured per batch size
-(rounded up to a bucket) at its first use.
+device. So several rounds run without the host, and the next step can be launched before the host has read their tokens: the
+state of every row stays on the device. Graphs are captured per batch size (rounded up to a bucket) at its first use.
 
-The decoder layers are compiled for the capture, which fuses their many small kernels and halves the time of a round. The
-compiled code exists only in the graphs: the module itself is unchanged, for the trainer and other callers.
+Models of the Llama family run through `cuda_forward`. The decoder layers of others are compiled for the capture, which fuses
+their many small kernels; the compiled code exists only in the graphs, and the module itself is unchanged.
 """
 
 import contextlib
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -17,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludic.inference.local.cuda_forward import can_fuse, fused_forward
 from ludic.inference.local.kv import KVPool, KVShape
-from ludic.inference.local.runner import Scoring
+from ludic.inference.local.runner import Read, Scoring
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
-from ludic.inference.local.triton_kernels import paged_decode, sample_rows
-from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
+from ludic.inference.local.triton_kernels import DecodeRows, paged_decode, sample_round, sample_rows
+from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.execution import decoder_layers, raise_recompile_limits
 from ludic.models.packed_attention import varlen_attention
 
@@ -34,11 +36,10 @@ class PackedState:
         self, pool: KVPool | None, new_slots_T: Tensor | None, all_slots_L: Tensor | None, spans: Seq[tuple[int, int]]
     ) -> None:
         """`spans`: (new tokens, all tokens up to their end) of each sequence."""
-        device = torch.device("cuda")
         self._pool, self._new_slots_T, self._all_slots_L = pool, new_slots_T, all_slots_L
         lengths_q, lengths_k = [q for q, _ in spans], [k for _, k in spans]
-        self._cu_q = torch.tensor([0, *np.cumsum(lengths_q)], dtype=torch.int32, device=device)
-        self._cu_k = torch.tensor([0, *np.cumsum(lengths_k)], dtype=torch.int32, device=device)
+        self._cu_q = _to_gpu(np.array([0, *np.cumsum(lengths_q)], dtype=np.int32))
+        self._cu_k = _to_gpu(np.array([0, *np.cumsum(lengths_k)], dtype=np.int32))
         self._max_q, self._max_k = max(lengths_q), max(lengths_k)
 
     def attend(
@@ -47,9 +48,15 @@ class PackedState:
         if self._pool is not None and self._new_slots_T is not None:
             self._pool.keys[layer].index_copy_(0, self._new_slots_T, key_TKD)
             self._pool.values[layer].index_copy_(0, self._new_slots_T, value_TKD)
-            if self._all_slots_L is not None:
-                key_TKD = self._pool.keys[layer].index_select(0, self._all_slots_L)
-                value_TKD = self._pool.values[layer].index_select(0, self._all_slots_L)
+        return self.attend_stored(layer, query_THD, key_TKD, value_TKD, rules)
+
+    def attend_stored(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> Tensor:
+        """`attend` for keys and values that are in the pool already."""
+        if self._pool is not None and self._all_slots_L is not None:
+            key_TKD = self._pool.keys[layer].index_select(0, self._all_slots_L)
+            value_TKD = self._pool.values[layer].index_select(0, self._all_slots_L)
         return varlen_attention(query_THD, key_TKD, value_TKD, self._cu_q, self._cu_k, self._max_q, self._max_k, rules)
 
 
@@ -63,14 +70,22 @@ class PagedState:
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
+        self._pool.keys[layer].index_copy_(0, self._slots_R, key_TKD)
+        self._pool.values[layer].index_copy_(0, self._slots_R, value_TKD)
+        return self.attend_stored(layer, query_THD, key_TKD, value_TKD, rules)
+
+    def attend_stored(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> Tensor:
+        """`attend` for keys and values that are in the pool already."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        keys.index_copy_(0, self._slots_R, key_TKD)
-        values.index_copy_(0, self._slots_R, value_TKD)
         return paged_decode(query_THD, keys, values, self._tables, self._lengths_R, self._pool.block_size, rules)
 
 
 class CUDARunner:
     """Packed prefill, decoding by graph."""
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -83,54 +98,54 @@ class CUDARunner:
         max_length: int,
         max_rounds: int,
         compile_layers: bool = True,
+        fuse: bool = True,
     ) -> None:
         self.model = model
-        self._layers = _CompiledLayers(model) if compile_layers else None
-        self.pool = KVPool(shape, num_blocks, block_size)
-        self._mask = SKIP_MASK.cuda()
-        self._buckets = sorted({*(b for b in _BUCKETS if b < max_sequences), max_sequences})
-        self._rows: list[Sequence | None] = []
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # Rounds may run past the end of a sequence; there they write to the scratch block.
         self._num_extra = -(-max_rounds // block_size) + 1
-        self._make_buffers(max_sequences, -(-max_length // block_size) + self._num_extra, max_rounds)
-
-    def _make_buffers(self, max_rows: int, max_blocks: int, max_rounds: int) -> None:
-        """Device buffers that graphs read and write, and host copies of what is uploaded."""
-        new = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
-        self._tokens = new(max_rows, dtype=torch.long)
-        self._positions = new(max_rows, dtype=torch.long)
-        self._seeds = new(max_rows, dtype=torch.long)
-        self._temperatures = new(max_rows, dtype=torch.float32)
-        self._tables = new(max_rows, max_blocks, dtype=torch.int32)
-        self._round = new(1, dtype=torch.long)
-        self._out_tokens = new(max_rounds, max_rows, dtype=torch.long)
-        self._out_logprobs = new(max_rounds, max_rows, dtype=torch.float32)
-        scratch = self.pool.scratch_slot // self.pool.block_size
-        self._host_tables = np.full((max_rows, max_blocks), scratch, dtype=np.int32)
-        self._table_lengths = [0] * max_rows
+        max_blocks = -(-max_length // block_size) + self._num_extra
+        self._fused = fused_forward(model, max_blocks * block_size) if fuse and can_fuse(model) else None
+        self._layers = _CompiledLayers(model) if compile_layers and self._fused is None else None
+        self.pool = KVPool(shape, num_blocks, block_size)
+        self._mask = SKIP_MASK.cuda()
+        sizes = _COMPILED_BUCKETS if self._layers is not None else _BUCKETS
+        self._buckets = sorted({*(b for b in sizes if b < max_sequences), max_sequences})
+        self._owners: list[Sequence | None] = []
+        """The sequence of each row."""
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        new = lambda *shape, dtype=torch.long: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
+        rows = max_sequences
+        self._rows = DecodeRows(
+            tokens=new(rows), positions=new(rows), lengths=new(rows, dtype=torch.int32), slots=new(rows), seeds=new(rows),
+            temperatures=new(rows, dtype=torch.float32), tables=new(rows, max_blocks, dtype=torch.int32), rounds=new(rows),
+            out_tokens=new(max_rounds, rows), out_logprobs=new(max_rounds, rows, dtype=torch.float32),
+        )  # fmt: skip
+        self._scratch = self.pool.scratch_slot // block_size
+        self._host_tables = np.full((rows, max_blocks), self._scratch, dtype=np.int32)
+        self._table_lengths = [0] * rows
 
     def weights_changed(self) -> None:
-        """Nothing to do: graphs read the parameters in place."""
+        """Graphs read the parameters in place; only joined copies are renewed."""
+        if self._fused is not None:
+            self._fused.refresh()
 
     # --- prompts ---
 
     @torch.inference_mode()
-    def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]:
-        """Compute parts of prompts; sample a first token for those that reach the end of their sequence."""
+    def prefill(self, chunks: Seq[Chunk]) -> Read:
+        """Compute parts of prompts; sample a first token for those that reach the end of their sequence, and give them rows."""
         size = self.pool.block_size
         tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-        slots = [_slots(c.sequence.blocks, c.start, c.end, size) for c in chunks]
+        slots_T = _to_gpu(np.concatenate([_slots(c.sequence.blocks, c.start, c.end, size) for c in chunks]))
         everything = None
         if any(chunk.start for chunk in chunks):
             everything = _to_gpu(np.concatenate([_slots(c.sequence.blocks, 0, c.end, size) for c in chunks]))
-        spans = [(chunk.length, chunk.end) for chunk in chunks]
-        state = PackedState(self.pool, _to_gpu(np.concatenate(slots)), everything, spans)
+        state = PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in chunks])
         ends = np.cumsum([chunk.length for chunk in chunks]) - 1
         ready = [i for i, chunk in enumerate(chunks) if chunk.reaches_the_end]
-        logits_NV = self._forward(tokens, positions, state, ends[ready])
-        return self._sample_logits(logits_NV, [chunks[i].sequence for i in ready])
+        logits_NV = self._forward(tokens, positions, state, ends[ready], slots_T)
+        return self._sample_first(logits_NV, [chunks[i].sequence for i in ready])
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
@@ -142,110 +157,162 @@ class CUDARunner:
         where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)])
         state = PackedState(None, None, None, [(length, length) for length in lengths])
         scores = []
-        logits_NV = self._forward(flat, positions, state, where)
+        logits_NV = self._forward(flat, positions, state, where, None)
         targets = _to_gpu(flat[where + 1].astype(np.int64))
         for piece, target in zip(logits_NV.split(1024), targets.split(1024), strict=True):
             scaled = piece.float() / texts[0].temperature
             scores.append(scaled.gather(-1, target[:, None])[:, 0] - scaled.logsumexp(dim=-1))
         return list(np.split(torch.cat(scores).cpu().numpy(), np.cumsum([text.num_scored for text in texts])[:-1]))
 
-    def _sample_logits(self, logits_NV: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    def _sample_first(self, logits_NV: Tensor, sequences: list[Sequence]) -> Read:
         if not sequences:
-            return []
-        seeds = _to_gpu(np.array([s.seed for s in sequences], dtype=np.int64))
-        lengths = _to_gpu(np.array([len(s.tokens) for s in sequences], dtype=np.int64))
+            return list
+        numbers = np.array(
+            [[s.seed, len(s.tokens), row] for s, row in zip(sequences, self._free_rows(sequences), strict=True)]
+        )
+        seeds, lengths, rows = _to_gpu(np.ascontiguousarray(numbers.T))
         temperatures = _to_gpu(np.array([s.sampling.temperature for s in sequences], dtype=np.float32))
         drawn, logps = sample_rows(logits_NV, seeds, lengths, temperatures)
-        sampled = [(s, [t], [p]) for s, t, p in zip(sequences, drawn.tolist(), logps.tolist(), strict=True)]
-        return _with_filters(logits_NV, sampled)
+        state = self._rows
+        for buffer, values in (
+            (state.tokens, drawn), (state.positions, lengths), (state.seeds, seeds), (state.temperatures, temperatures)
+        ):  # fmt: skip
+            buffer.index_copy_(0, rows, values)
+        return self._reading(sequences, drawn[None], logps[None], logits_NV)
+
+    def _free_rows(self, sequences: list[Sequence]) -> list[int]:
+        """Give each of these sequences a row."""
+        free = [i for i, owner in enumerate(self._owners) if owner is None]
+        missing = max(0, len(sequences) - len(free))
+        free += range(len(self._owners), len(self._owners) + missing)
+        self._owners += [None] * missing
+        for row, sequence in zip(free, sequences, strict=False):
+            self._owners[row], sequence.row, self._table_lengths[row] = sequence, row, 0
+        return free[: len(sequences)]
 
     def _forward(
-        self, tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], state: AttentionState, where: Any
+        self,
+        tokens: np.ndarray[Any, Any],
+        positions: np.ndarray[Any, Any],
+        state: PackedState,
+        where: Any,
+        slots_T: Tensor | None,
     ) -> Tensor:
+        """Logits [N, V] at the flat positions `where`; new keys and values go to `slots_T`."""
+        ids_T, positions_T = _to_gpu(tokens.astype(np.int64)), _to_gpu(positions.astype(np.int64))
+        where_N = _to_gpu(np.asarray(where, dtype=np.int64))
+        if self._fused is not None:
+            hidden_TD = self._fused.hidden(ids_T, positions_T, state.attend_stored, self._store(slots_T))
+            return self._fused.logits(hidden_TD.index_select(0, where_N))
         out = self.model(
-            input_ids=_to_gpu(tokens.astype(np.int64))[None],
-            position_ids=_to_gpu(positions.astype(np.int64))[None],
+            input_ids=ids_T[None],
+            position_ids=positions_T[None],
             attention_mask=self._mask,
             use_cache=False,
-            logits_to_keep=_to_gpu(np.asarray(where, dtype=np.int64)) if len(where) else 1,
+            logits_to_keep=where_N if len(where) else 1,
             ludic_state=state,
         )
         logits: Tensor = out.logits[0, : len(where)]
         return logits
 
+    def _store(self, slots: Tensor | None) -> Callable[[int], tuple[Tensor, Tensor, Tensor]] | None:
+        if slots is None:
+            return None
+        return lambda layer: (self.pool.keys[layer], self.pool.values[layer], slots)
+
     # --- decoding ---
 
     @torch.inference_mode()
-    def decode(self, sequences: Seq[Sequence], num_rounds: int) -> list[Sampled]:
+    def decode(self, sequences: Seq[Sequence], num_rounds: int) -> Read:
         """`num_rounds` tokens for every sequence."""
-        self._assign_rows(sequences)
-        owners = [owner for owner in self._rows if owner is not None]
-        bucket = next(b for b in self._buckets if b >= len(owners))
-        self._upload(owners, bucket)
+        self._arrange(sequences)
+        owners = [owner for owner in self._owners if owner is not None]
+        count, rows, size = len(owners), self._rows, self.pool.block_size
+        bucket = next(b for b in self._buckets if b >= count)
+        self._upload_tables(owners)
+        rows.tables[count:bucket].fill_(self._scratch)
+        rows.positions[count:bucket].zero_()
+        rows.rounds[:bucket].zero_()
+        positions = rows.positions[:bucket]
+        rows.lengths[:bucket] = positions + 1
+        rows.slots[:bucket] = (
+            rows.tables[:bucket].gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
+        )
         graph, logits = self._graph(bucket)
         for _ in range(num_rounds):
             graph.replay()
-        count = len(owners)
-        tokens = self._out_tokens[:num_rounds, :count].t().tolist()
-        logprobs = self._out_logprobs[:num_rounds, :count].t().tolist()
-        sampled = list(zip(owners, tokens, logprobs, strict=True))
-        return _with_filters(logits[:count], sampled) if num_rounds == 1 else sampled
+        return self._reading(
+            owners, rows.out_tokens[:num_rounds, :count], rows.out_logprobs[:num_rounds, :count], logits[:count]
+        )
 
     def keep(self, sequence: Sequence) -> None:
         """Nothing to do: rounds write to the pool itself."""
 
     def leave(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
-            self._rows[sequence.row] = None
+            self._owners[sequence.row] = None
             sequence.row = -1
 
-    def _assign_rows(self, sequences: Seq[Sequence]) -> None:
-        """Give every sequence a row, without gaps from row 0."""
-        free = [i for i, owner in enumerate(self._rows) if owner is None]
+    def _arrange(self, sequences: Seq[Sequence]) -> None:
+        """Move rows on the device so that these sequences have the first ones; the others lose theirs."""
+        count = len(sequences)
+        owners: list[Sequence | None] = [None] * count
+        movers = [sequence for sequence in sequences if sequence.row >= count]
         for sequence in sequences:
-            if sequence.row < 0:
-                row = free.pop() if free else len(self._rows)
-                if row == len(self._rows):
-                    self._rows.append(None)
-                self._rows[row] = sequence
-                sequence.row = row
-                self._table_lengths[row] = 0
-        while self._rows and self._rows[-1] is None:
-            self._rows.pop()
-        for gap in sorted(i for i in free if i < len(self._rows)):
-            if gap >= len(self._rows):
-                break
-            last = self._rows.pop()
-            assert last is not None, "empty rows at the end were dropped"
-            self._rows[gap] = last
-            last.row = gap
-            self._table_lengths[gap] = 0
-            while self._rows and self._rows[-1] is None:
-                self._rows.pop()
+            if sequence.row < count:
+                owners[sequence.row] = sequence
+        sources = [sequence.row for sequence in movers]
+        for sequence in filter(None, self._owners):
+            if sequence.row >= count or owners[sequence.row] is not sequence:
+                sequence.row = -1
+        if movers:
+            gaps = [row for row, owner in enumerate(owners) if owner is None]
+            for row, sequence in zip(gaps, movers, strict=True):
+                owners[row], sequence.row, self._table_lengths[row] = sequence, row, 0
+            target, source = _to_gpu(np.array([gaps, sources]))
+            rows = self._rows
+            for buffer in (rows.tokens, rows.positions, rows.seeds, rows.temperatures):
+                buffer.index_copy_(0, target, buffer.index_select(0, source))
+        self._owners = owners
 
-    def _upload(self, owners: list[Sequence], bucket: int) -> None:
-        count = len(owners)
+    def _upload_tables(self, owners: list[Sequence]) -> None:
         for row, owner in enumerate(owners):
             known, blocks = self._table_lengths[row], owner.blocks
             if known == 0:
-                self._host_tables[row] = self.pool.scratch_slot // self.pool.block_size
+                self._host_tables[row] = self._scratch
             if known != len(blocks):
                 self._host_tables[row, known : len(blocks)] = blocks[known:]
                 self._table_lengths[row] = len(blocks)
+        count = len(owners)
         width = max(self._table_lengths[:count]) + self._num_extra
-        self._tables[:count, :width].copy_(torch.from_numpy(self._host_tables[:count, :width]))
-        if bucket > count:
-            self._tables[count:bucket].fill_(self.pool.scratch_slot // self.pool.block_size)
-        state = np.zeros((3, bucket), dtype=np.int64)
-        state[0, :count] = [owner.tokens[-1] for owner in owners]
-        state[1, :count] = [len(owner.tokens) - 1 for owner in owners]
-        state[2, :count] = [owner.seed for owner in owners]
-        uploaded = _to_gpu(state)
-        self._tokens[:bucket], self._positions[:bucket], self._seeds[:bucket] = uploaded[0], uploaded[1], uploaded[2]
-        temperatures = np.zeros(bucket, dtype=np.float32)
-        temperatures[:count] = [owner.sampling.temperature for owner in owners]
-        self._temperatures[:bucket] = _to_gpu(temperatures)
-        self._round.zero_()
+        self._rows.tables[:count, :width] = _to_gpu(self._host_tables[:count, :width])
+
+    def _reading(self, sequences: list[Sequence], tokens_RN: Tensor, logprobs_RN: Tensor, logits_NV: Tensor) -> Read:
+        """Start the copy of sampled tokens to the host; the result waits for it."""
+        tokens_NR, logprobs_NR = (x.t().contiguous().to("cpu", non_blocking=True) for x in (tokens_RN, logprobs_RN))
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> list[Sampled]:
+            copied.synchronize()
+            sampled = list(zip(sequences, tokens_NR.tolist(), logprobs_NR.tolist(), strict=True))
+            return sampled if all(s.is_plain for s in sequences) else self._with_filters(logits_NV, sampled)
+
+        return read
+
+    @torch.inference_mode()
+    def _with_filters(self, logits_NV: Tensor, sampled: list[Sampled]) -> list[Sampled]:
+        """Sample rows with filters or penalties again on the host; the others keep their tokens."""
+        places = [i for i, (sequence, _, _) in enumerate(sampled) if not sequence.is_plain]
+        sequences = [sampled[i][0] for i in places]
+        tokens, logprobs = sample(logits_NV[places].cpu(), sequences)
+        for i, sequence, token, logprob in zip(places, sequences, tokens, logprobs, strict=True):
+            sampled[i] = (sequence, [token], [logprob])
+        own = _to_gpu(np.array([[sequence.row for sequence in sequences], tokens]))
+        self._rows.tokens.index_copy_(0, own[0], own[1])
+        return sampled
+
+    # --- graphs ---
 
     def _graph(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         if bucket not in self._graphs:
@@ -254,14 +321,17 @@ class CUDARunner:
         return self._graphs[bucket]
 
     def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        changed = (self._tokens, self._positions, self._round)
+        rows = self._rows
+        changed = (rows.tokens, rows.positions, rows.lengths, rows.slots, rows.rounds)
         saved = [buffer.clone() for buffer in changed]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compile kernels and allocate buffers before the capture
+            for _ in range(
+                2 if self._layers is not None else 1
+            ):  # compile kernels and allocate buffers before the capture
                 self._one_round(bucket)
-                self._round.zero_()
+                rows.rounds.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         memory_pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
@@ -273,30 +343,28 @@ class CUDARunner:
         return graph, logits
 
     def _one_round(self, bucket: int) -> Tensor:
-        tokens, positions = self._tokens[:bucket], self._positions[:bucket]
-        tables, size = self._tables[:bucket], self.pool.block_size
-        slots = tables.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
-        lengths = positions + 1
-        state = PagedState(self.pool, slots, tables, lengths.int())
-        logits: Tensor = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=self._mask,
-            use_cache=False,
-            ludic_state=state,
-        ).logits[0]
-        drawn, logprobs = sample_rows(logits, self._seeds[:bucket], lengths, self._temperatures[:bucket])
-        self._out_tokens[:, :bucket].index_copy_(0, self._round, drawn[None])
-        self._out_logprobs[:, :bucket].index_copy_(0, self._round, logprobs[None])
-        tokens.copy_(drawn)
-        positions.add_(1)
-        self._round.add_(1)
+        rows = self._rows
+        tokens, positions, slots = rows.tokens[:bucket], rows.positions[:bucket], rows.slots[:bucket]
+        state = PagedState(self.pool, slots, rows.tables[:bucket], rows.lengths[:bucket])
+        if self._fused is not None:
+            logits = self._fused.logits(self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots)))
+        else:
+            logits = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                attention_mask=self._mask,
+                use_cache=False,
+                ludic_state=state,
+            ).logits[0]
+        sample_round(logits, rows, self.pool.block_size)
         return logits
 
 
 _CAPTURING = threading.Lock()
 """A live engine and its snapshot may capture at once; a device synchronisation by one would invalidate the other's capture."""
-_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_COMPILED_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Batch sizes if each is compiled, which takes seconds."""
+_BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64), *range(1024, 4097, 256))
 
 
 class _CompiledLayers:
@@ -318,17 +386,6 @@ class _CompiledLayers:
             layer._compiled_call_impl = before
 
 
-def _with_filters(logits_NV: Tensor, sampled: list[Sampled]) -> list[Sampled]:
-    """Sample rows with filters or penalties again on the host; the others keep their tokens."""
-    rows = [row for row, (sequence, _, _) in enumerate(sampled) if not sequence.is_plain]
-    if rows:
-        sequences = [sampled[row][0] for row in rows]
-        tokens, logprobs = sample(logits_NV[rows].cpu(), sequences)
-        for row, sequence, token, logprob in zip(rows, sequences, tokens, logprobs, strict=True):
-            sampled[row] = (sequence, [token], [logprob])
-    return sampled
-
-
 def _slots(blocks: list[int], start: int, end: int, size: int) -> np.ndarray[Any, Any]:
     first = start // size
     table = np.array(blocks[first : -(-end // size)], dtype=np.int64)
@@ -337,4 +394,5 @@ def _slots(blocks: list[int], start: int, end: int, size: int) -> np.ndarray[Any
 
 
 def _to_gpu(array: np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(array).cuda(non_blocking=True)
+    """A copy on the device. From pageable memory it would wait for everything launched before."""
+    return torch.from_numpy(array).pin_memory().cuda(non_blocking=True)

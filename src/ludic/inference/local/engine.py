@@ -23,7 +23,7 @@ import torch
 
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import KVShape, check_rope, eos_ids, free_memory, num_blocks
-from ludic.inference.local.runner import CPURunner, Runner, Scoring, take_batch
+from ludic.inference.local.runner import CPURunner, Read, Runner, Scoring, take_batch
 from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.inference.templates.conversation import decode_reply
@@ -129,10 +129,12 @@ class LocalEngine:
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
         fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
         pool_blocks = num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
-        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=16 if on_gpu else 1, copies_prompts=not on_gpu)
+        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=8 if on_gpu else 1, copies_prompts=not on_gpu)
         self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
         self._scheduler.version = version
         self._runner: Runner | None = None
+        self._launched: list[Read] = []
+        """Computations whose tokens the worker has not read."""
         self._unread: FiniteCheck | None = None
         """Check of this version's initial weights; the worker reads it before it computes with them."""
         self._not_finite: list[str] = []
@@ -460,13 +462,14 @@ class LocalEngine:
                 finally:
                     self._answers.send()
                     with self._changed:
-                        self._is_stepping = False
+                        self._is_stepping = bool(self._launched)
                         self._changed.notify_all()
         except BaseException as error:
             logger.exception("the engine's worker died")
-            with self._changed:
-                self._death = error
-                self._changed.notify_all()
+            self._death = error
+        with self._changed:
+            self._launched, self._is_stepping = [], False
+            self._changed.notify_all()
         self._fail_everything()
         self._answers.send()
 
@@ -476,6 +479,7 @@ class LocalEngine:
             self._changed.wait_for(
                 lambda: (
                     self._is_closed
+                    or self._launched
                     or (self._num_pauses == 0 and (self._incoming or self._scoring or self._scheduler.has_work))
                 )
             )
@@ -487,7 +491,11 @@ class LocalEngine:
             return True
 
     def _step(self) -> None:
+        if self._num_pauses:  # what was launched belongs to the old weights
+            self._read(self._launched)
+            return
         if self._watch.has_changed():
+            self._read(self._launched)
             logger.warning(
                 "the weights changed without notice; version %d begins. Use `with engine.updating():` "
                 "around the optimizer step, or call new_version() after it.",
@@ -505,16 +513,25 @@ class LocalEngine:
             return
         self._score()
         plan = self._scheduler.plan()
+        if plan.needs_reading:
+            self._read(self._launched)
+            plan = self._scheduler.plan()
         runner = self._ready_runner()
         for sequence in plan.preempted:
             runner.leave(sequence)
-        if plan.prefill:
-            sampled = runner.prefill(plan.prefill)
-            for chunk in plan.prefill:
-                self._scheduler.computed(chunk)
-            self._absorb(sampled)
+        before, self._launched = self._launched, []
         if plan.decode:
-            self._absorb(runner.decode(plan.decode, plan.num_rounds))
+            self._launched.append(runner.decode(plan.decode, plan.num_rounds))
+        if plan.prefill:
+            self._launched.append(runner.prefill(plan.prefill))
+        self._scheduler.launched(plan)
+        self._read(before)  # while the device computes the next tokens
+        if not (runner.runs_ahead and plan.is_plain):
+            self._read(self._launched)
+
+    def _read(self, launched: list[Read]) -> None:
+        while launched:
+            self._absorb(launched.pop(0)())
 
     def _refuse_everything(self) -> None:
         """Fail all requests instead of sampling from non-finite weights. The engine keeps running for the next version."""
@@ -538,9 +555,11 @@ class LocalEngine:
 
     def _absorb(self, sampled: list[Sampled]) -> None:
         """Append new tokens; deliver finished sequences."""
-        version = self._scheduler.version
+        version, running = self._scheduler.version, self._scheduler.running
         for sequence, tokens, logprobs in sampled:
-            num_good = _num_finite(logprobs)
+            if sequence.number not in running:  # it has ended since the launch
+                continue
+            num_good, num_before = _num_finite(logprobs), len(sequence.logprobs)
             try:
                 self._stop_rule.absorb(sequence, tokens[:num_good], logprobs[:num_good], version)
             except Exception as error:  # noqa: BLE001 - from the tokenizer, which may not know a sampled token
@@ -549,7 +568,7 @@ class LocalEngine:
             if num_good < len(tokens) and sequence.finish_reason is None:  # rounds after its end do not count
                 self._finish(sequence, LogitsNotFinite(version, len(sequence.tokens)))
                 continue
-            self._scheduler.decoded(sequence)
+            self._scheduler.read(sequence, len(sequence.logprobs) - num_before)
             if sequence.on_token is not None:
                 sequence.on_token(sequence)
             if sequence.finish_reason is not None:
@@ -612,11 +631,16 @@ class LocalEngine:
             if pack is None:  # a packed copy of the matrices is faster, if memory is plentiful
                 pack = packed_bytes(view) < free_memory(self._shape.device) // 4
             return CPURunner(make_forward(view, pack=pack), self._shape, pool.num_blocks, pool.block_size)
-        from ludic.inference.local.cuda_runner import CUDARunner  # imports triton, which needs a GPU machine
+        from ludic.inference.local.cuda_forward import fused_bytes  # imports triton, which needs a GPU machine
+        from ludic.inference.local.cuda_runner import CUDARunner
 
+        fuse = self._pack_weights
+        if fuse is None:
+            fuse = fused_bytes(view) < free_memory(self._shape.device) // 4
         return CUDARunner(
             view, self._shape, pool.num_blocks, pool.block_size, max_sequences=limits.max_sequences,
             max_length=self.max_model_len, max_rounds=limits.max_rounds, compile_layers=self._compile_layers,
+            fuse=fuse and self._compile_layers,
         )  # fmt: skip
 
     def _decode(self, ids: list[int]) -> str:

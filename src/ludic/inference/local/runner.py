@@ -6,6 +6,7 @@ gets the same logits, bit for bit, alone and in any batch, if the library's othe
 aarch64). Otherwise logits differ by rounding, and `sampling` still draws the same tokens except for near ties.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -56,12 +57,19 @@ def take_batch(waiting: list[Scoring], *, max_tokens: int, max_logits: int) -> l
     return batch
 
 
+Read = Callable[[], list[Sampled]]
+"""Waits for a launched computation and returns its tokens."""
+
+
 class Runner(Protocol):
     """The engine's interface to a device."""
 
-    def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]: ...
+    runs_ahead: bool
+    """Whether a step can be launched before the tokens of the one before are read."""
 
-    def decode(self, sequences: Seq[Sequence], num_rounds: int) -> list[Sampled]: ...
+    def prefill(self, chunks: Seq[Chunk]) -> Read: ...
+
+    def decode(self, sequences: Seq[Sequence], num_rounds: int) -> Read: ...
 
     def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]: ...
 
@@ -74,6 +82,8 @@ class Runner(Protocol):
 
 class CPURunner:
     """Prefill by spans, decoding by rows."""
+
+    runs_ahead = False
 
     def __init__(self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int) -> None:
         self._model = forward
@@ -88,7 +98,7 @@ class CPURunner:
     # --- prompts ---
 
     @torch.inference_mode()
-    def prefill(self, chunks: Seq[Chunk]) -> list[Sampled]:
+    def prefill(self, chunks: Seq[Chunk]) -> Read:
         """Compute parts of prompts; sample a first token for those that reach the end of their sequence."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -145,7 +155,7 @@ class CPURunner:
     # --- decoding ---
 
     @torch.inference_mode()
-    def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> list[Sampled]:
+    def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
         """One token for every sequence."""
         assert num_rounds == 1, "several rounds only pay off on a GPU"
         self._join([sequence for sequence in sequences if sequence.row < 0])
@@ -216,8 +226,7 @@ class CPURunner:
         return self._model.logits(ids_T, positions_T, state, where_N)[: len(where)]
 
 
-def _sampled(logits_NV: Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    if not sequences:
-        return []
-    tokens, logprobs = sample(logits_NV, sequences)
-    return [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
+def _sampled(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
+    tokens, logprobs = sample(logits_NV, sequences) if sequences else ([], [])
+    sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
+    return lambda: sampled

@@ -3,6 +3,9 @@
 A step has two parts: parts of prompts, first come first served within a token budget, and one or more decoding rounds for
 every sequence with a finished prompt. When blocks run out, the youngest sequence returns its blocks and waits again; a lack
 of memory fails a request only if that single sequence is larger than the pool.
+
+The engine may launch a plan before it has read the tokens of the one before. A plan therefore counts unread tokens
+(`Sequence.num_ahead`) as sampled; only a preemption has to wait until they are read.
 """
 
 from collections import deque
@@ -36,6 +39,13 @@ class Plan:
     num_rounds: int = 1
     preempted: list[Sequence] = field(default_factory=list)
     """Sequences that gave up their blocks to older ones."""
+    needs_reading: bool = False
+    """Blocks ran out while some tokens are unread: read them, then plan again. This plan must not run."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the device samples every token without the host."""
+        return all(s.is_plain for s in self.decode) and all(chunk.sequence.is_plain for chunk in self.prefill)
 
 
 class Scheduler:
@@ -138,23 +148,30 @@ class Scheduler:
             plan.prefill.append(Chunk(sequence, sequence.num_computed, length))
         return max(length, 0)
 
-    def computed(self, chunk: Chunk) -> None:
-        """Record that a part of a prompt has been computed."""
-        chunk.sequence.num_computed = chunk.end
-        self._publish(chunk.sequence)
+    def launched(self, plan: Plan) -> None:
+        """Count the tokens of this plan as computed, and those that it samples as unread."""
+        for chunk in plan.prefill:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.end
+            self._publish(sequence)
+            sequence.num_ahead = int(chunk.reaches_the_end)
+        for sequence in plan.decode:
+            num_sampled = min(plan.num_rounds, sequence.num_left)
+            sequence.num_computed += num_sampled
+            sequence.num_ahead += num_sampled
 
     # --- decoding ---
 
     def _plan_decoding(self, plan: Plan) -> None:
         in_prefill = {chunk.sequence.number for chunk in plan.prefill}
-        decoding = [s for s in self.running.values() if s.is_decoding and s.number not in in_prefill]
+        decoding = [s for s in self.running.values() if s.is_decoding and s.num_left > 0 and s.number not in in_prefill]
         if not decoding:
             return
         plan.num_rounds = self._num_rounds(decoding, plan)
         for sequence in decoding:
-            if sequence.number in self.running:
+            if sequence.number in self.running and not plan.needs_reading:
                 num_rounds = min(plan.num_rounds, sequence.num_left)
-                self._make_room(sequence, len(sequence.tokens) + num_rounds - 1, plan)
+                self._make_room(sequence, sequence.length + num_rounds - 1, plan)
         plan.decode = [sequence for sequence in decoding if sequence.number in self.running]
 
     def _num_rounds(self, decoding: list[Sequence], plan: Plan) -> int:
@@ -170,6 +187,9 @@ class Scheduler:
             taken = self.pool.take(missing)
             if taken is not None:
                 sequence.blocks.extend(taken)
+                return
+            if any(other.num_ahead for other in self.running.values()):
+                plan.needs_reading = True
                 return
             victim = self.running[max(self.running)]
             self._preempt(victim, plan)
@@ -187,9 +207,11 @@ class Scheduler:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.sequence is not victim]
         assert all(chunk.source is not victim for chunk in plan.prefill), "copies are younger than their source"
 
-    def decoded(self, sequence: Sequence) -> None:
-        """Record sampled tokens; all but the newest have been through the model."""
-        sequence.num_computed = len(sequence.tokens) - 1
+    def read(self, sequence: Sequence, num_tokens: int) -> None:
+        """Record that `num_tokens` sampled tokens were appended. What a finished sequence sampled after its end does not count."""
+        sequence.num_ahead -= num_tokens
+        if sequence.finish_reason is not None:
+            sequence.num_ahead, sequence.num_computed = 0, min(sequence.num_computed, len(sequence.tokens) - 1)
 
     # --- common ---
 
@@ -210,6 +232,10 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Finished, failed or cancelled: return its blocks, which stay findable by prefix."""
         if self.running.pop(sequence.number, None) is not None:
+            num_known = len(sequence.tokens) - bool(
+                sequence.logprobs
+            )  # unread tokens have no name to publish them under
+            sequence.num_ahead, sequence.num_computed = 0, min(sequence.num_computed, num_known)
             self._publish(sequence)  # the completion is part of the next turn's prompt
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []

@@ -36,6 +36,8 @@ class Sequence:
     """Tokens whose keys and values are in the cache."""
     num_pooled: int = 0
     """Of these, how many are in the pool's blocks; the runner may hold the rest in rows."""
+    num_ahead: int = 0
+    """Tokens that launched steps sample and the host has not read yet."""
     finish_reason: str | None = None
     row: int = -1
     """Row in the runner's decode batch; -1 without one."""
@@ -75,19 +77,24 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     @property
+    def length(self) -> int:
+        """Prompt and completion, with the tokens that the host has not read yet."""
+        return len(self.tokens) + self.num_ahead
+
+    @property
     def num_pending(self) -> int:
         """Tokens without computed keys and values: the (rest of the) prompt, or the token just sampled."""
-        return len(self.tokens) - self.num_computed
+        return self.length - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
         """The prompt is computed, and a sampled token is the next input."""
-        return self.num_computed == len(self.tokens) - 1 and bool(self.logprobs)
+        return self.num_computed == self.length - 1 and bool(self.logprobs or self.num_ahead)
 
     @property
     def num_left(self) -> int:
         """Tokens that may still be sampled."""
-        return self.sampling.max_tokens - len(self.logprobs)
+        return self.sampling.max_tokens - len(self.logprobs) - self.num_ahead
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.extend([token], [logprob], version)
@@ -102,7 +109,7 @@ class Sequence:
 
     def forget_computed(self) -> None:
         """Reset, so that everything is recomputed (preempted, or the weights have changed)."""
-        self.blocks, self.chain, self.num_published, self.num_computed = [], 0, 0, 0
+        self.blocks, self.chain, self.num_published, self.num_computed, self.num_ahead = [], 0, 0, 0, 0
 
     def response(self, decode: Callable[[list[int]], str]) -> ChatResponse:
         completion = self.completion

@@ -1,9 +1,12 @@
-"""The two Triton kernels of the CUDA path: paged decode attention, and sampling with log-probability in one pass.
+"""The Triton kernels of the CUDA path: paged decode attention, sampling with log-probabilities, and what a decoder layer
+computes between its matrix products.
 
 Attention runs one program per (sequence, key/value head, split). The query heads of a group share every loaded key. Contexts
 are cut into splits if there are too few sequences to fill the GPU, and merged afterwards. Everything that varies between
 steps is read from memory, so that a captured CUDA graph stays valid.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -163,51 +166,116 @@ def _log_exponentials(key, candidates):
     return tl.log(-tl.log(uniform))
 
 
+# A row of logits is drawn in two launches: one program per part of the vocabulary, then one program per row. A single
+# program per row would leave most of the GPU idle at small batches.
+_PART_CHUNKS = 32
+
+
 @triton.jit
-def _sample_kernel(
-    logits, seeds, lengths, temperatures, tokens, logprobs, V, stride, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+def _sample_part_kernel(
+    logits, seeds, lengths, temperatures, highs, totals, tops, scores, winners, V, stride, num_parts,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    """Over one part of the vocabulary: the highest logit and its chunk, the sum of exponentials, the race's winning chunk."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
+    inverse = tl.where(temperature <= 0.0, 1.0, 1.0 / tl.maximum(temperature, 1e-6))
+    c, w = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
+    chunks = part * CHUNKS + c
+    index = chunks[:, None] * CHUNK + w[None, :]
+    x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
+    chunk_highs = tl.max(x, 1)
+    # If all logits of a chunk are -inf, subtract 0: -inf minus -inf would be NaN. With NaN or +inf in it the sum is NaN.
+    base = tl.where(chunk_highs == float("-inf"), 0.0, chunk_highs)
+    sums = tl.sum(tl.exp2((x - base[:, None]) * _LOG2E), 1)
+    is_broken = sums != sums
+    num_broken = tl.sum(is_broken.to(tl.int32), 0)
+    sums = tl.where(is_broken, 0.0, sums)
+    chunk_highs = tl.where(is_broken, float("-inf"), chunk_highs)
+    high, top = tl.max(chunk_highs, 0, return_indices=True)
+    total = tl.sum(tl.where(sums > 0.0, sums * tl.exp2((chunk_highs - high) * _LOG2E), 0.0), 0)
+    key = _derive(tl.load(seeds + row).to(tl.uint64), tl.load(lengths + row).to(tl.uint64))
+    noise = _log_exponentials(key, (-1 - chunks).to(tl.int64))
+    chunk_scores = tl.where(sums > 0.0, base.to(tl.float64) + tl.log(sums.to(tl.float64)) - noise, float("-inf"))
+    score, winner = tl.max(chunk_scores, 0, return_indices=True)
+    place = row * num_parts + part
+    tl.store(highs + place, high)
+    tl.store(totals + place, tl.where(num_broken > 0, float("nan"), total))
+    tl.store(tops + place, part * CHUNKS + top)
+    tl.store(scores + place, score)
+    tl.store(winners + place, part * CHUNKS + winner)
+
+
+@triton.jit
+def _sample_row_kernel(
+    logits, seeds, lengths, temperatures, highs, totals, tops, scores, winners, tokens, logprobs, V, stride, num_parts,
+    rounds, out_stride, next_tokens, positions, slots, tables, table_stride,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ADVANCE: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of a row and draw the token. With ADVANCE: write it to this round's output and prepare the next round."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, length = tl.load(temperatures + row), tl.load(lengths + row)
     is_greedy = temperature <= 0.0
     inverse = tl.where(is_greedy, 1.0, 1.0 / tl.maximum(temperature, 1e-6))
-    key = _derive(tl.load(seeds + row).to(tl.uint64), tl.load(lengths + row).to(tl.uint64))
-    c, w = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
-    high, total, likeliest, num_broken = float("-inf"), 0.0, 0, 0
-    first, winner = tl.full([], float("-inf"), tl.float64), 0
-    for start in range(0, V, CHUNKS * CHUNK):
-        index = start + c[:, None] * CHUNK + w[None, :]
-        x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
-        is_usable = x < float("inf")  # excludes +inf and NaN, which comparisons and maxima would skip
-        num_broken += tl.sum(tl.sum(tl.where(is_usable, 0, 1), 1), 0)
-        x = tl.where(is_usable, x, float("-inf"))
-        highs, places = tl.max(x, 1, return_indices=True)
-        # If all logits are -inf, subtract 0: -inf minus -inf would be NaN.
-        base = tl.where(highs == float("-inf"), 0.0, highs)
-        sums = tl.sum(tl.exp2((x - base[:, None]) * _LOG2E), 1)
-        highest, which = tl.max(highs, 0, return_indices=True)
-        higher = tl.maximum(high, highest)
-        top = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2((high - top) * _LOG2E) + tl.sum(sums * tl.exp2((base - top) * _LOG2E), 0)
-        place = tl.sum(tl.where(c == which, places, 0), 0)
-        likeliest = tl.where(highest > high, start + which * CHUNK + place, likeliest)
-        high = higher
-        chunks = start // CHUNK + c
-        scores = base.to(tl.float64) + tl.log(sums.to(tl.float64)) - _log_exponentials(key, (-1 - chunks).to(tl.int64))
-        score, which = tl.max(scores, 0, return_indices=True)
-        winner = tl.where(score > first, start // CHUNK + which, winner)
-        first = tl.maximum(first, score)
-    index = winner * CHUNK + w
+    key = _derive(tl.load(seeds + row).to(tl.uint64), length.to(tl.uint64))
+    p, w = tl.arange(0, PARTS), tl.arange(0, CHUNK)
+    places, there = row * num_parts + p, p < num_parts
+    part_highs = tl.load(highs + places, mask=there, other=float("-inf"))
+    part_totals = tl.load(totals + places, mask=there, other=0.0)
+    part_scores = tl.load(scores + places, mask=there, other=float("-inf"))
+    num_broken = tl.sum((part_totals != part_totals).to(tl.int32), 0)
+    high, which = tl.max(part_highs, 0, return_indices=True)
+    top = tl.sum(tl.where(p == which, tl.load(tops + places, mask=there, other=0), 0), 0)
+    total = tl.sum(tl.where(part_totals > 0.0, part_totals * tl.exp2((part_highs - high) * _LOG2E), 0.0), 0)
+    _, which = tl.max(part_scores, 0, return_indices=True)
+    winner = tl.sum(tl.where(p == which, tl.load(winners + places, mask=there, other=0), 0), 0)
+    chunk = tl.where(is_greedy, top, winner)
+    index = chunk * CHUNK + w
     x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
-    x = tl.where(x < float("inf"), x, float("-inf"))
-    _, place = tl.max(x.to(tl.float64) - _log_exponentials(key, index), 0, return_indices=True)
+    x = tl.where(x < float("inf"), x, float("-inf")).to(tl.float64)
+    _, place = tl.max(tl.where(is_greedy, x, x - _log_exponentials(key, index)), 0, return_indices=True)
     # A row without finite logits still draws a token, which must be in the vocabulary: the next round looks it up in the
-    # embedding, sixteen rounds may run before the host reads the NaN, and an index out of range kills the CUDA context.
-    token = tl.minimum(tl.where(is_greedy, likeliest, winner * CHUNK + place), V - 1)
+    # embedding, several rounds may run before the host reads the NaN, and an index out of range kills the CUDA context.
+    token = tl.minimum(chunk * CHUNK + place, V - 1).to(tl.int64)
     logit = tl.load(logits + row * stride + token).to(tl.float32) * inverse
-    tl.store(tokens + row, token.to(tl.int64))
     is_broken = (num_broken > 0) | (high == float("-inf"))
-    tl.store(logprobs + row, tl.where(is_broken, float("nan"), logit - high - tl.log(total)))
+    logprob = tl.where(is_broken, float("nan"), logit - high - tl.log(total))
+    if ADVANCE:
+        number = tl.load(rounds + row)
+        tl.store(rounds + row, number + 1)
+        tl.store(tokens + number * out_stride + row, token)
+        tl.store(logprobs + number * out_stride + row, logprob)
+        position = tl.load(positions + row) + 1
+        block = tl.load(tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
+        tl.store(next_tokens + row, token)
+        tl.store(positions + row, position)
+        tl.store(lengths + row, length + 1)
+        tl.store(slots + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    else:
+        tl.store(tokens + row, token)
+        tl.store(logprobs + row, logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """What the decoding rounds read and write on the device, one entry per row."""
+
+    tokens: Tensor
+    """The next input."""
+    positions: Tensor
+    lengths: Tensor
+    """Tokens including the next input; int32."""
+    slots: Tensor
+    """Where the next input's keys and values go."""
+    seeds: Tensor
+    temperatures: Tensor
+    tables: Tensor
+    """[rows, blocks], int32."""
+    rounds: Tensor
+    """Rounds since the start of the step."""
+    out_tokens: Tensor
+    out_logprobs: Tensor
+    """[rounds, rows]."""
 
 
 def sample_rows(logits_NV: Tensor, seeds_N: Tensor, lengths_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,12 +283,150 @@ def sample_rows(logits_NV: Tensor, seeds_N: Tensor, lengths_N: Tensor, temperatu
 
     `lengths_N`: tokens before the drawn one. A log-probability is NaN if the logits are not finite.
     """
-    num_rows, vocab = logits_NV.shape
-    tokens_N = torch.empty(num_rows, dtype=torch.long, device=logits_NV.device)
-    logprobs_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
-    num_chunks = triton.next_power_of_2(triton.cdiv(vocab, CHUNK))
-    _sample_kernel[(num_rows,)](
-        logits_NV, seeds_N, lengths_N, temperatures_N, tokens_N, logprobs_N, vocab, logits_NV.stride(0),
-        CHUNK=CHUNK, CHUNKS=min(32, num_chunks), num_warps=8,
-    )  # fmt: skip
+    tokens_N = torch.empty(logits_NV.shape[0], dtype=torch.long, device=logits_NV.device)
+    logprobs_N = torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits_NV.device)
+    _sample(logits_NV, seeds_N, lengths_N, temperatures_N, tokens_N, logprobs_N, None, 1)
     return tokens_N, logprobs_N
+
+
+def sample_round(logits_NV: Tensor, rows: DecodeRows, block_size: int) -> None:
+    """Draw a token for the first N rows, write it to the round's output, and prepare the rows for the next round."""
+    _sample(
+        logits_NV, rows.seeds, rows.lengths, rows.temperatures, rows.out_tokens, rows.out_logprobs, rows, block_size
+    )
+
+
+def _sample(
+    logits_NV: Tensor, seeds: Tensor, lengths: Tensor, temperatures: Tensor, tokens: Tensor, logprobs: Tensor,
+    rows: DecodeRows | None, block_size: int,
+) -> None:  # fmt: skip
+    num_rows, vocab = logits_NV.shape
+    num_parts = triton.cdiv(vocab, _PART_CHUNKS * CHUNK)
+    new = lambda dtype: torch.empty(num_rows * num_parts, dtype=dtype, device=logits_NV.device)  # noqa: E731
+    parts = (new(torch.float32), new(torch.float32), new(torch.int32), new(torch.float64), new(torch.int32))
+    _sample_part_kernel[(num_rows, num_parts)](
+        logits_NV, seeds, lengths, temperatures, *parts, vocab, logits_NV.stride(0), num_parts,
+        CHUNK=CHUNK, CHUNKS=_PART_CHUNKS, num_warps=4,
+    )  # fmt: skip
+    # Without rows the last arguments are not used; a kernel still needs tensors in their place.
+    state = (tokens, 0, tokens, tokens, tokens, tokens, 0)
+    if rows is not None:
+        tables = rows.tables
+        state = (rows.rounds, tokens.stride(0), rows.tokens, rows.positions, rows.slots, tables, tables.stride(0))
+    _sample_row_kernel[(num_rows,)](
+        logits_NV, seeds, lengths, temperatures, *parts, tokens, logprobs, vocab, logits_NV.stride(0), num_parts, *state,
+        CHUNK=CHUNK, PARTS=triton.next_power_of_2(num_parts), BLOCK_SIZE=block_size, ADVANCE=rows is not None, num_warps=1,
+    )  # fmt: skip
+
+
+# --- the steps of a decoder layer between its matrix products ---
+
+
+@triton.jit
+def _norm_kernel(x, weight, out, epsilon, N: tl.constexpr, N_PAD: tl.constexpr):
+    row, n = tl.program_id(0).to(tl.int64), tl.arange(0, N_PAD)
+    values = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / N + epsilon)
+    dtype = out.dtype.element_ty
+    result = scaled.to(dtype).to(tl.float32) * tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, result.to(dtype), mask=n < N)
+
+
+def rms_norm(x_TN: Tensor, weight_N: Tensor, epsilon: float) -> Tensor:
+    """RMS norm of contiguous rows, rounded where transformers rounds."""
+    out = torch.empty_like(x_TN)
+    size = triton.next_power_of_2(x_TN.shape[1])
+    _norm_kernel[(x_TN.shape[0],)](
+        x_TN, weight_N, out, epsilon, N=x_TN.shape[1], N_PAD=size, num_warps=min(8, max(1, size // 512))
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, N: tl.constexpr, SIZE: tl.constexpr):
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    ok = n < N
+    gate = tl.load(gate_up + row * 2 * N + n, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * N + N + n, mask=ok, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * N + n, (active * up).to(dtype), mask=ok)
+
+
+def silu_mul(gate_up_TN: Tensor) -> Tensor:
+    """silu(first half) · second half of each contiguous row."""
+    num_rows, width = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
+    out = torch.empty(num_rows, width, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
+    _silu_mul_kernel[(num_rows, triton.cdiv(width, 1024))](gate_up_TN, out, N=width, SIZE=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv, keys, values, positions, slots, cosines, sines, q_norm, k_norm, epsilon,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr, STORES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    h, d = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
+    ok = (h < H + 2 * K)[:, None] & (d < D // 2)[None, :]
+    dtype = qkv.dtype.element_ty
+    first = qkv + row * (H + 2 * K) * D + h[:, None] * D + d[None, :]
+    a = tl.load(first, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(first + D // 2, mask=ok, other=0.0).to(tl.float32)
+    if STORES:
+        slot = tl.load(slots + row)
+        value = values + slot * K * D + (h[:, None] - H - K) * D + d[None, :]
+        is_value = ok & (h >= H + K)[:, None]
+        tl.store(value, a.to(dtype), mask=is_value)
+        tl.store(value + D // 2, b.to(dtype), mask=is_value)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + epsilon)[:, None]
+        is_query = (h < H)[:, None]
+        wq_a = tl.load(q_norm + d, mask=d < D // 2, other=0.0)[None, :].to(tl.float32)
+        wq_b = tl.load(q_norm + D // 2 + d, mask=d < D // 2, other=0.0)[None, :].to(tl.float32)
+        wk_a = tl.load(k_norm + d, mask=d < D // 2, other=0.0)[None, :].to(tl.float32)
+        wk_b = tl.load(k_norm + D // 2 + d, mask=d < D // 2, other=0.0)[None, :].to(tl.float32)
+        a = ((a * scale).to(dtype).to(tl.float32) * tl.where(is_query, wq_a, wk_a)).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * tl.where(is_query, wq_b, wk_b)).to(dtype).to(tl.float32)
+    angle = tl.load(positions + row) * D + d
+    in_half = d < D // 2
+    cos_a = tl.load(cosines + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    cos_b = tl.load(cosines + angle + D // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin_a = tl.load(sines + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin_b = tl.load(sines + angle + D // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    turned_a, turned_b = (a * cos_a - b * sin_a).to(dtype), (b * cos_b + a * sin_b).to(dtype)
+    is_turned = ok & (h < H + K)[:, None]
+    tl.store(first, turned_a, mask=is_turned)
+    tl.store(first + D // 2, turned_b, mask=is_turned)
+    if STORES:
+        key = keys + slot * K * D + (h[:, None] - H) * D + d[None, :]
+        is_key = is_turned & (h >= H)[:, None]
+        tl.store(key, turned_a, mask=is_key)
+        tl.store(key + D // 2, turned_b, mask=is_key)
+
+
+# Letters: T tokens, H query heads, K key/value heads, D head size, S slots, L positions.
+def rotate_and_store(
+    qkv: Tensor,
+    positions_T: Tensor,
+    cosines_LD: Tensor,
+    sines_LD: Tensor,
+    num_heads: int,
+    norms: tuple[Tensor, Tensor, float] | None,
+    store: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:
+    """Rotate the queries and keys of `qkv` [T, (H + 2K) · D] in place, after their norms if the model has them.
+
+    `store`: (keys [S, K, D], values, slots of the tokens), where the new keys and values are also written.
+    """
+    size = cosines_LD.shape[1]
+    total = qkv.shape[1] // size
+    kv_heads = (total - num_heads) // 2
+    keys, values, slots = store if store is not None else (qkv, qkv, positions_T)
+    q_norm, k_norm, epsilon = norms if norms is not None else (qkv, qkv, 0.0)
+    _rotate_kernel[(qkv.shape[0], triton.cdiv(total, 8))](
+        qkv, keys, values, positions_T, slots, cosines_LD, sines_LD, q_norm, k_norm, epsilon,
+        H=num_heads, K=kv_heads, D=size, HEADS=8, HALF=triton.next_power_of_2(size // 2),
+        HAS_NORM=norms is not None, STORES=store is not None, num_warps=2,
+    )  # fmt: skip

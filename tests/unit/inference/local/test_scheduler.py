@@ -38,21 +38,36 @@ def add(scheduler: Scheduler, *sequences: Sequence) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[dict[int, int], list[int], list[int]]:
-    """One step as the engine does it: ({sequence: prompt tokens computed}, decoded ones, preempted ones)."""
+    """One step as the engine does it on a CPU: ({sequence: prompt tokens computed}, decoded ones, preempted ones)."""
     plan = scheduler.plan()
     check(scheduler, plan)
-    sampled = [chunk.sequence for chunk in plan.prefill if chunk.reaches_the_end]
-    for chunk in plan.prefill:
-        scheduler.computed(chunk)
-    for sequence in [*sampled, *plan.decode]:
-        for _ in range(1 if sequence in sampled else min(plan.num_rounds, sequence.num_left)):
-            sequence.append(7, -1.0, scheduler.version)
-        scheduler.decoded(sequence)
-        if sequence.num_left == 0:
-            sequence.finish_reason = "length"
-            scheduler.remove(sequence)
+    read(scheduler, launch(scheduler, plan))
     prefilled = {chunk.sequence.number: chunk.length for chunk in plan.prefill}
     return prefilled, [s.number for s in plan.decode], [s.number for s in plan.preempted]
+
+
+def launch(scheduler: Scheduler, plan: Plan) -> list[tuple[Sequence, int]]:
+    """(sequence, tokens that the plan samples for it)."""
+    sampled = [(chunk.sequence, 1) for chunk in plan.prefill if chunk.reaches_the_end]
+    sampled += [(sequence, plan.num_rounds) for sequence in plan.decode]
+    scheduler.launched(plan)
+    return sampled
+
+
+def read(scheduler: Scheduler, sampled: list[tuple[Sequence, int]], stop_at: int = 99) -> None:
+    """Append the tokens; a sequence ends at its limit, or by a stop token as its `stop_at`-th."""
+    for sequence, num_sampled in sampled:
+        if sequence.number not in scheduler.running:
+            continue
+        limit = min(sequence.sampling.max_tokens, stop_at)
+        num_read = min(num_sampled, limit - len(sequence.logprobs))
+        for _ in range(num_read):
+            sequence.append(7, -1.0, scheduler.version)
+        if len(sequence.logprobs) == limit:
+            sequence.finish_reason = "length"
+        scheduler.read(sequence, num_read)
+        if sequence.finish_reason:
+            scheduler.remove(sequence)
 
 
 def check(scheduler: Scheduler, plan: Plan) -> None:
@@ -69,7 +84,7 @@ def check(scheduler: Scheduler, plan: Plan) -> None:
             assert chunk.source.tokens == chunk.sequence.tokens and chunk.reaches_the_end
             assert any(c.sequence is chunk.source and c.reaches_the_end for c in plan.prefill)
     for sequence in plan.decode:
-        num_tokens = len(sequence.tokens) + min(plan.num_rounds, sequence.num_left) - 1
+        num_tokens = sequence.length + min(plan.num_rounds, sequence.num_left) - 1
         assert len(sequence.blocks) * SIZE >= num_tokens, "room for all that will be computed"
     used = {block for s in scheduler.running.values() for block in s.blocks}
     assert scheduler.pool.num_used == len(used), "every used block has an owner that runs"
@@ -341,3 +356,35 @@ def test_every_sequence_gets_all_tokens_under_random_events(
     assert not scheduler.has_work and scheduler.pool.num_used == 0
     for sequence in sequences:
         assert sequence.number in cancelled or len(sequence.logprobs) == sequence.sampling.max_tokens
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 10)), min_size=1, max_size=12),
+    num_blocks=st.integers(6, 30),
+    max_prefill_tokens=st.integers(1, 40),
+    stop_at=st.integers(1, 12),
+)
+@settings(max_examples=100, deadline=None)
+def test_plans_launched_before_the_last_tokens_are_read_sample_the_same_tokens(
+    lengths, num_blocks, max_prefill_tokens, stop_at
+):
+    scheduler = make_scheduler(num_blocks, max_prefill_tokens=max_prefill_tokens, max_rounds=4)
+    sequences = [make_sequence(number, *lengths[number]) for number in range(len(lengths))]
+    add(scheduler, *sequences)
+    unread: list[tuple[Sequence, int]] = []
+    for _ in range(4000):
+        if not scheduler.has_work:
+            break
+        plan = scheduler.plan()
+        if plan.needs_reading:
+            read(scheduler, unread, stop_at)
+            unread = []
+            plan = scheduler.plan()
+            assert not plan.needs_reading
+        check(scheduler, plan)
+        assert not any(victim.num_ahead for victim in plan.preempted)
+        launched = launch(scheduler, plan)
+        read(scheduler, unread, stop_at)
+        unread = launched
+    assert not scheduler.has_work and scheduler.pool.num_used == 0
+    assert [len(s.logprobs) for s in sequences] == [min(num_new, stop_at) for _, num_new in lengths]

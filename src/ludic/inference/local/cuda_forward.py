@@ -1,0 +1,165 @@
+"""The forward pass of the Llama family on a GPU, in nine or ten kernels per layer.
+
+Queries, keys and values come from one matrix product, gate and up projection from another; both use joined copies of the
+weights, which `refresh` renews. Triton kernels do the rest of a layer. Nothing is compiled for a batch size, so a new size
+costs a capture of a CUDA graph and no more. Results equal transformers' own modules up to rounding; `fused_forward`
+compares the two before it returns one.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ludic.inference.local.triton_kernels import rms_norm, rotate_and_store, silu_mul
+from ludic.models.attention import SKIP_MASK, AttentionRules
+from ludic.models.forward import FAMILY, layer_window, linears
+from ludic.models.packed_attention import PackedSequences
+from ludic.models.weights import forward_hooks
+
+logger = logging.getLogger(__name__)
+
+_MAX_DIFFERENCE = 0.05
+"""Of the logits of fused and own modules, relative to their size: bf16 rounding in every layer gives about 0.01."""
+
+# Letters: T flat tokens, H query heads, K key/value heads, D head size, S slots.
+Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionRules], Tensor]
+"""(layer, queries [T, H, D], keys [T, K, D], values, rules) → [T, H, D]."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    norm: Tensor
+    mlp_norm: Tensor
+    epsilon: float
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    num_heads: int
+    head_norms: tuple[Tensor, Tensor, float] | None
+    rules: AttentionRules
+    joined: list[tuple[Tensor, list[Tensor]]]
+    """Copies, and the weights they join."""
+
+
+class FusedForward:
+    """A Llama, Qwen2, Qwen3 or Mistral decoder over flat tokens."""
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        inner = model.model
+        self.embedding, self._head, self._norm = inner.embed_tokens.weight, model.lm_head.weight, inner.norm
+        with torch.no_grad():
+            positions_1L = torch.arange(max_length, device=self.embedding.device)[None]
+            cosines, sines = inner.rotary_emb(self.embedding[:1, None], positions_1L)
+            self._cosines_LD, self._sines_LD = cosines[0].contiguous(), sines[0].contiguous()
+            self._layers = [_read_layer(layer) for layer in inner.layers]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the current weights. Buffers stay where they are, since captured graphs read them."""
+        for layer in self._layers:
+            for copy, parts in layer.joined:
+                torch.cat(parts, out=copy)
+
+    def hidden(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        store: Callable[[int], tuple[Tensor, Tensor, Tensor]] | None,
+    ) -> Tensor:
+        """Last hidden states, before the final norm. `store`: for a layer, (keys [S, K, D], values, slots of the new tokens)."""
+        x = F.embedding(ids_T, self.embedding)
+        num_tokens, size = x.shape[0], self._cosines_LD.shape[1]
+        for number, layer in enumerate(self._layers):
+            normed = rms_norm(x, layer.norm, layer.epsilon)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            rotate_and_store(
+                qkv, positions_T, self._cosines_LD, self._sines_LD, layer.num_heads, layer.head_norms,
+                store(number) if store is not None else None,
+            )  # fmt: skip
+            heads = qkv.view(num_tokens, -1, size)
+            num_kv = (heads.shape[1] - layer.num_heads) // 2
+            query, key, value = heads.split([layer.num_heads, num_kv, num_kv], dim=1)
+            attended = attend(number, query, key, value, layer.rules).reshape(num_tokens, -1)
+            x.addmm_(attended, layer.out.t())
+            gate_up = F.linear(rms_norm(x, layer.mlp_norm, layer.epsilon), layer.gate_up)
+            x.addmm_(silu_mul(gate_up), layer.down.t())
+        return x
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return F.linear(rms_norm(hidden_ND, self._norm.weight, self._norm.variance_epsilon), self._head)
+
+
+def _read_layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    joined = [
+        (torch.cat(parts), parts)
+        for parts in (
+            [linear.weight.detach() for linear in projections],
+            [mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()],
+            [linear.bias.detach() for linear in projections if linear.bias is not None],
+        )
+        if parts
+    ]
+    has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
+    norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon) if has_norms else None
+    return _Layer(
+        norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        epsilon=layer.input_layernorm.variance_epsilon,
+        qkv=joined[0][0],
+        qkv_bias=joined[2][0] if len(joined) > 2 else None,
+        out=attention.o_proj.weight,
+        gate_up=joined[1][0],
+        down=mlp.down_proj.weight,
+        num_heads=attention.q_proj.out_features // attention.head_dim,
+        head_norms=norms,
+        rules=AttentionRules(attention.scaling, layer_window(layer)),
+        joined=joined,
+    )
+
+
+def fused_bytes(model: Any) -> int:
+    """Memory of the joined copies."""
+    return sum(m.weight.numel() * m.weight.element_size() for m in linears(model)) if can_fuse(model) else 0
+
+
+def can_fuse(model: Any) -> bool:
+    """Whether the model belongs to the family and its layers are unwrapped."""
+    if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
+        return False
+    if model.config.hidden_act != "silu" or any(forward_hooks(module) for module in model.modules()):
+        return False
+    if not all(type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in linears(model)):
+        return False
+    layers = model.model.layers
+    others = [model.lm_head, *(m for x in layers for m in (x.self_attn.o_proj, x.mlp.gate_proj, x.mlp.up_proj))]
+    others += [layer.mlp.down_proj for layer in layers]
+    return all(m.bias is None for m in others) and len({m.weight.dtype for m in linears(model)}) == 1
+
+
+@torch.inference_mode()
+def fused_forward(model: Any, max_length: int) -> FusedForward | None:
+    """The fused pass for this model, whose attention goes through `ludic_attention`; None if the two give different logits."""
+    with torch.inference_mode(False):
+        fused = FusedForward(model, max_length)
+    ids_T = torch.arange(16, device=fused.embedding.device) % model.config.vocab_size
+    positions_T = torch.arange(16, device=ids_T.device)
+    state = PackedSequences([16], ids_T.device)
+    ours = fused.logits(fused.hidden(ids_T, positions_T, state.attend, None)).float()
+    theirs = model(
+        input_ids=ids_T[None], position_ids=positions_T[None], attention_mask=SKIP_MASK.to(ids_T.device), use_cache=False,
+        ludic_state=state,
+    ).logits[0].float()  # fmt: skip
+    if float((ours - theirs).norm()) <= _MAX_DIFFERENCE * float(theirs.norm()):
+        return fused
+    logger.warning("%s differs from its family's arithmetic; its own modules are used", type(model).__name__)
+    return None

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ludic.inference.local.triton_kernels import rms_norm, rotate_and_store, silu_mul
+from ludic.inference.local.triton_kernels import rms_norm, rotate_and_store, row_product, silu_mul
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.forward import FAMILY, layer_window, linears
 from ludic.models.packed_attention import PackedSequences
@@ -77,9 +77,12 @@ class FusedForward:
         """Last hidden states, before the final norm. `store`: for a layer, (keys [S, K, D], values, slots of the new tokens)."""
         x = F.embedding(ids_T, self.embedding)
         num_tokens, size = x.shape[0], self._cosines_LD.shape[1]
+        is_single = num_tokens == 1
         for number, layer in enumerate(self._layers):
-            normed = rms_norm(x, layer.norm, layer.epsilon)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            if is_single:
+                qkv = row_product(x, layer.qkv, layer.qkv_bias, norm=(layer.norm, layer.epsilon))
+            else:
+                qkv = F.linear(rms_norm(x, layer.norm, layer.epsilon), layer.qkv, layer.qkv_bias)
             rotate_and_store(
                 qkv, positions_T, self._cosines_LD, self._sines_LD, layer.num_heads, layer.head_norms,
                 store(number) if store is not None else None,
@@ -88,9 +91,14 @@ class FusedForward:
             num_kv = (heads.shape[1] - layer.num_heads) // 2
             query, key, value = heads.split([layer.num_heads, num_kv, num_kv], dim=1)
             attended = attend(number, query, key, value, layer.rules).reshape(num_tokens, -1)
-            x.addmm_(attended, layer.out.t())
-            gate_up = F.linear(rms_norm(x, layer.mlp_norm, layer.epsilon), layer.gate_up)
-            x.addmm_(silu_mul(gate_up), layer.down.t())
+            if is_single:
+                row_product(attended, layer.out, add_to=x)
+                gated = row_product(x, layer.gate_up, norm=(layer.mlp_norm, layer.epsilon), is_gated=True)
+                row_product(gated, layer.down, add_to=x)
+            else:
+                x.addmm_(attended, layer.out.t())
+                gate_up = F.linear(rms_norm(x, layer.mlp_norm, layer.epsilon), layer.gate_up)
+                x.addmm_(silu_mul(gate_up), layer.down.t())
         return x
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ _STEP_FACTOR = tl.constexpr(STEP_FACTOR)
 _INCREMENT, _FACTOR_1, _FACTOR_2 = (tl.constexpr(constant) for constant in MIX_CONSTANTS)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift in MIX_SHIFTS)
 _SEED_BITS, _SEED_UNIT = tl.constexpr(SEED_BITS), tl.constexpr(2.0**-SEED_BITS)
-_TOKENS_PER_LOOP = 64
 
 
 @triton.jit
@@ -126,12 +125,14 @@ def paged_decode(
         if splits > 1
         else (partial, partial, partial)
     )
+    # Measured on an H200: small loops if sequences fill the GPU, larger ones if few sequences are split.
+    tokens, num_warps = (32, 2) if splits == 1 else (64, 4)
     _decode_kernel[(num_rows, kv_heads, splits)](
         query_THD, keys_SKD, values_SKD, out_THD, partial_out, partial_max, partial_sum, tables, lengths_T,
         query_THD.stride(0), query_THD.stride(1), tables.stride(0), scaling, softcap or 1.0, sliding_window or 0,
         K=kv_heads, G=group, D=size, BLOCK_SIZE=block_size, G_PAD=max(16, triton.next_power_of_2(group)),
-        D_PAD=triton.next_power_of_2(size), TOKENS=_TOKENS_PER_LOOP, SPLITS=splits, HAS_CAP=softcap is not None,
-        HAS_WINDOW=sliding_window is not None, num_warps=4, num_stages=2,
+        D_PAD=triton.next_power_of_2(size), TOKENS=tokens, SPLITS=splits, HAS_CAP=softcap is not None,
+        HAS_WINDOW=sliding_window is not None, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(num_rows * num_heads,)](
@@ -358,6 +359,75 @@ def silu_mul(gate_up_TN: Tensor) -> Tensor:
     num_rows, width = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
     _silu_mul_kernel[(num_rows, triton.cdiv(width, 1024))](gate_up_TN, out, N=width, SIZE=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _row_product_kernel(
+    x, weight, out, bias, residual, norm, epsilon, N,
+    K: tl.constexpr, K_STEP: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, K_STEP)
+    n_ok, dtype = n < N, out.dtype.element_ty
+    scale = 1.0
+    if HAS_NORM:
+        squares = tl.zeros([K_STEP], tl.float32)
+        for start in range(0, K, K_STEP):
+            part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            squares += part * part
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
+    total = tl.zeros([ROWS, K_STEP], tl.float32)
+    gated = tl.zeros([ROWS, K_STEP], tl.float32)
+    for start in range(0, K, K_STEP):
+        k_ok = start + k < K
+        part = tl.load(x + start + k, mask=k_ok, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            weights = tl.load(norm + start + k, mask=k_ok, other=0.0).to(tl.float32)
+            part = ((part * scale).to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
+        where = n.to(tl.int64)[:, None] * K + (start + k)[None, :]
+        ok = n_ok[:, None] & k_ok[None, :]
+        total += tl.load(weight + where, mask=ok, other=0.0).to(tl.float32) * part[None, :]
+        if IS_GATED:
+            up = tl.load(weight + N.to(tl.int64) * K + where, mask=ok, other=0.0).to(tl.float32)
+            gated += up * part[None, :]
+    result = tl.sum(total, 1)
+    if HAS_BIAS:
+        result += tl.load(bias + n, mask=n_ok, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        result += tl.load(residual + n, mask=n_ok, other=0.0).to(tl.float32)
+    if IS_GATED:
+        gate = result.to(dtype).to(tl.float32)
+        active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        result = active * tl.sum(gated, 1).to(dtype).to(tl.float32)
+    tl.store(out + n, result.to(dtype), mask=n_ok)
+
+
+# Letters: N outputs, K inputs.
+def row_product(
+    x_1K: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    add_to: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """A linear layer for a single row, where reading the weight is all that counts.
+
+    `norm`: RMS norm of the row before. `add_to`: add the result in place. `is_gated`: silu(first half) · second half.
+    """
+    num_out, size = weight_NK.shape
+    num_out //= 2 if is_gated else 1
+    out = add_to if add_to is not None else torch.empty(1, num_out, dtype=x_1K.dtype, device=x_1K.device)
+    # Enough programs to keep all of the memory busy.
+    rows = 8 if num_out >= 8192 else 4 if num_out >= 4096 else 2
+    weight_of_norm, epsilon = norm if norm is not None else (x_1K, 0.0)
+    _row_product_kernel[(triton.cdiv(num_out, rows),)](
+        x_1K, weight_NK, out, bias_N if bias_N is not None else x_1K, out, weight_of_norm, epsilon, num_out,
+        K=size, K_STEP=min(1024, triton.next_power_of_2(size)), ROWS=rows, HAS_BIAS=bias_N is not None,
+        HAS_RESIDUAL=add_to is not None, HAS_NORM=norm is not None, IS_GATED=is_gated, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -555,20 +555,21 @@ class LocalEngine:
 
     def _absorb(self, sampled: list[Sampled]) -> None:
         """Append new tokens; deliver finished sequences."""
-        version, running = self._scheduler.version, self._scheduler.running
+        version, running, absorb = self._scheduler.version, self._scheduler.running, self._stop_rule.absorb
         for sequence, tokens, logprobs in sampled:
             if sequence.number not in running:  # it has ended since the launch
                 continue
-            num_good, num_before = _num_finite(logprobs), len(sequence.logprobs)
+            num_good, num_sampled = _num_finite(logprobs), len(tokens)
+            if num_good < num_sampled:
+                tokens, logprobs = tokens[:num_good], logprobs[:num_good]
             try:
-                self._stop_rule.absorb(sequence, tokens[:num_good], logprobs[:num_good], version)
+                absorb(sequence, tokens, logprobs, version)
             except Exception as error:  # noqa: BLE001 - from the tokenizer, which may not know a sampled token
                 self._finish(sequence, error)
                 continue
-            if num_good < len(tokens) and sequence.finish_reason is None:  # rounds after its end do not count
+            if num_good < num_sampled and sequence.finish_reason is None:  # rounds after its end do not count
                 self._finish(sequence, LogitsNotFinite(version, len(sequence.tokens)))
                 continue
-            self._scheduler.read(sequence, len(sequence.logprobs) - num_before)
             if sequence.on_token is not None:
                 sequence.on_token(sequence)
             if sequence.finish_reason is not None:

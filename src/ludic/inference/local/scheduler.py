@@ -72,21 +72,27 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose the work of the next step and allocate its blocks."""
         plan, budget = Plan(), self.limits.max_prefill_tokens
+        decoding: list[Sequence] = []
+        in_prompt: list[Sequence] = []
         for sequence in self.running.values():
             if not sequence.is_decoding:
-                budget -= self._plan_chunk(sequence, budget, plan)
-        self._admit_waiting(plan, budget)
-        self._plan_decoding(plan)
+                in_prompt.append(sequence)
+            elif sequence.num_left > 0:
+                decoding.append(sequence)
+        for sequence in in_prompt:
+            budget -= self._plan_chunk(sequence, budget, plan)
+        if self.waiting:
+            self._admit_waiting(in_prompt, plan, budget)
+        if decoding:
+            self._plan_decoding(decoding, plan)
         return plan
 
     # --- prompts ---
 
-    def _admit_waiting(self, plan: Plan, budget: int) -> None:
+    def _admit_waiting(self, in_prompt: list[Sequence], plan: Plan, budget: int) -> None:
         """Admit in order of arrival. A sequence that continues with a block that another prompt is computing waits for it in place:
         the members of a group compute their common prompt once."""
-        in_progress = {
-            self._next_block(s, s.chain, s.num_published) for s in self.running.values() if not s.is_decoding
-        }
+        in_progress = {self._next_block(s, s.chain, s.num_published) for s in in_prompt}
         first = {tokens_as_bytes(c.sequence.tokens): c.sequence for c in plan.prefill if c.reaches_the_end}
         held_back: list[Sequence] = []
         while budget > 0 and self.waiting and len(self.running) + len(held_back) < self.limits.max_sequences:
@@ -154,25 +160,30 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
             self._publish(sequence)
-            sequence.num_ahead = int(chunk.reaches_the_end)
+            if chunk.reaches_the_end:
+                sequence.is_decoding = True
+                sequence.length += 1
+                sequence.num_left -= 1
+        num_rounds = plan.num_rounds
         for sequence in plan.decode:
-            num_sampled = min(plan.num_rounds, sequence.num_left)
+            num_sampled = num_rounds if num_rounds < sequence.num_left else sequence.num_left
             sequence.num_computed += num_sampled
-            sequence.num_ahead += num_sampled
+            sequence.length += num_sampled
+            sequence.num_left -= num_sampled
 
     # --- decoding ---
 
-    def _plan_decoding(self, plan: Plan) -> None:
-        in_prefill = {chunk.sequence.number for chunk in plan.prefill}
-        decoding = [s for s in self.running.values() if s.is_decoding and s.num_left > 0 and s.number not in in_prefill]
-        if not decoding:
-            return
-        plan.num_rounds = self._num_rounds(decoding, plan)
+    def _plan_decoding(self, decoding: list[Sequence], plan: Plan) -> None:
+        num_rounds = plan.num_rounds = self._num_rounds(decoding, plan)
+        size = self.pool.block_size
         for sequence in decoding:
-            if sequence.number in self.running and not plan.needs_reading:
-                num_rounds = min(plan.num_rounds, sequence.num_left)
-                self._make_room(sequence, sequence.length + num_rounds - 1, plan)
-        plan.decode = [sequence for sequence in decoding if sequence.number in self.running]
+            num_tokens = sequence.length + min(num_rounds, sequence.num_left) - 1
+            if num_tokens > len(sequence.blocks) * size and sequence.number in self.running:
+                self._make_room(sequence, num_tokens, plan)
+                if plan.needs_reading:
+                    return
+        preempted = {victim.number for victim in plan.preempted}
+        plan.decode = [sequence for sequence in decoding if sequence.number not in preempted] if preempted else decoding
 
     def _num_rounds(self, decoding: list[Sequence], plan: Plan) -> int:
         """Several rounds only if no prompt waits for its next part and the device can sample without the host."""
@@ -207,12 +218,6 @@ class Scheduler:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.sequence is not victim]
         assert all(chunk.source is not victim for chunk in plan.prefill), "copies are younger than their source"
 
-    def read(self, sequence: Sequence, num_tokens: int) -> None:
-        """Record that `num_tokens` sampled tokens were appended. What a finished sequence sampled after its end does not count."""
-        sequence.num_ahead -= num_tokens
-        if sequence.finish_reason is not None:
-            sequence.num_ahead, sequence.num_computed = 0, min(sequence.num_computed, len(sequence.tokens) - 1)
-
     # --- common ---
 
     def _publish(self, sequence: Sequence) -> None:
@@ -232,10 +237,9 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Finished, failed or cancelled: return its blocks, which stay findable by prefix."""
         if self.running.pop(sequence.number, None) is not None:
-            num_known = len(sequence.tokens) - bool(
-                sequence.logprobs
-            )  # unread tokens have no name to publish them under
-            sequence.num_ahead, sequence.num_computed = 0, min(sequence.num_computed, num_known)
+            # Unread tokens have no name to publish them under, and the last token may have been sampled after the end.
+            sequence.drop_unread()
+            sequence.num_computed = min(sequence.num_computed, len(sequence.tokens) - bool(sequence.logprobs))
             self._publish(sequence)  # the completion is part of the next turn's prompt
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []

@@ -36,8 +36,6 @@ class Sequence:
     """Tokens whose keys and values are in the cache."""
     num_pooled: int = 0
     """Of these, how many are in the pool's blocks; the runner may hold the rest in rows."""
-    num_ahead: int = 0
-    """Tokens that launched steps sample and the host has not read yet."""
     finish_reason: str | None = None
     row: int = -1
     """Row in the runner's decode batch; -1 without one."""
@@ -48,12 +46,25 @@ class Sequence:
     """Set when a stop string ended the completion: the text before it."""
     on_token: Callable[["Sequence"], None] | None = None
 
+    # The scheduler reads these for every sequence in every step, so they are plain numbers.
+    length: int = 0
+    """Prompt and completion, with the tokens that launched steps sample and the host has not read yet."""
+    num_left: int = 0
+    """Tokens that may still be sampled."""
+    is_decoding: bool = False
+    """The prompt is computed, and a sampled token is the next input."""
+    num_prompt: int = 0
+    max_tokens: int = 0
+    has_stop_strings: bool = False
     is_plain: bool = True
     """Sampled by temperature alone, which the device does without the host."""
 
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt_token_ids.tolist()
         p = self.request.sampling
+        self.length = self.num_prompt = len(self.tokens)
+        self.num_left = self.max_tokens = p.max_tokens
+        self.has_stop_strings = bool(p.stop)
         is_filtered = p.top_k or p.top_p < 1 or p.min_p or p.min_tokens
         is_penalised = p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
         self.is_plain = not (is_filtered or is_penalised)
@@ -69,32 +80,23 @@ class Sequence:
         return self.sampling.is_truncated and wanted.return_chosen_logprobs and wanted.return_candidates
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def completion(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
     @property
-    def length(self) -> int:
-        """Prompt and completion, with the tokens that the host has not read yet."""
-        return len(self.tokens) + self.num_ahead
+    def num_ahead(self) -> int:
+        """Tokens that launched steps sample and the host has not read yet."""
+        return self.length - len(self.tokens)
 
     @property
     def num_pending(self) -> int:
         """Tokens without computed keys and values: the (rest of the) prompt, or the token just sampled."""
         return self.length - self.num_computed
 
-    @property
-    def is_decoding(self) -> bool:
-        """The prompt is computed, and a sampled token is the next input."""
-        return self.num_computed == self.length - 1 and bool(self.logprobs or self.num_ahead)
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.sampling.max_tokens - len(self.logprobs) - self.num_ahead
+    def drop_unread(self) -> None:
+        """Forget the tokens that the host has not read."""
+        self.length = len(self.tokens)
+        self.num_left = self.max_tokens - len(self.logprobs)
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.extend([token], [logprob], version)
@@ -109,7 +111,8 @@ class Sequence:
 
     def forget_computed(self) -> None:
         """Reset, so that everything is recomputed (preempted, or the weights have changed)."""
-        self.blocks, self.chain, self.num_published, self.num_computed, self.num_ahead = [], 0, 0, 0, 0
+        self.blocks, self.chain, self.num_published, self.num_computed, self.is_decoding = [], 0, 0, 0, False
+        self.drop_unread()
 
     def response(self, decode: Callable[[list[int]], str]) -> ChatResponse:
         completion = self.completion
@@ -163,9 +166,11 @@ class StopRule:
 
     def absorb(self, sequence: Sequence, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Append sampled tokens up to the end of the sequence; drop those after it."""
-        params = sequence.sampling
-        room = min(params.max_tokens - len(sequence.logprobs), self._max_length - len(sequence.tokens))
-        if len(tokens) < room and not params.stop and sequence.stop_ids.isdisjoint(tokens):
+        num_new = len(tokens)
+        is_below_limits = num_new < sequence.max_tokens - len(sequence.logprobs) and num_new < self._max_length - len(
+            sequence.tokens
+        )
+        if is_below_limits and not sequence.has_stop_strings and sequence.stop_ids.isdisjoint(tokens):
             sequence.extend(tokens, logprobs, version)
             return
         for token, logprob in zip(tokens, logprobs, strict=True):

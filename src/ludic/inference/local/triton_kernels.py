@@ -369,7 +369,8 @@ def _row_product_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, K_STEP)
-    n_ok, dtype = n < N, out.dtype.element_ty
+    n_ok = n < N
+    dtype = out.dtype.element_ty
     scale = 1.0
     if HAS_NORM:
         squares = tl.zeros([K_STEP], tl.float32)

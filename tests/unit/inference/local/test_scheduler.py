@@ -65,7 +65,6 @@ def read(scheduler: Scheduler, sampled: list[tuple[Sequence, int]], stop_at: int
             sequence.append(7, -1.0, scheduler.version)
         if len(sequence.logprobs) == limit:
             sequence.finish_reason = "length"
-        scheduler.read(sequence, num_read)
         if sequence.finish_reason:
             scheduler.remove(sequence)
 

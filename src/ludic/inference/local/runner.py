@@ -102,7 +102,8 @@ class CPURunner:
         """Compute parts of prompts; sample a first token for those that reach the end of their sequence."""
         tokens: list[int] = []
         positions: list[int] = []
-        spans, slots, last = [], [], []
+        spans, slots = [], []
+        last: list[int] = []
         logits_of: dict[int, int] = {}
         for chunk in chunks:
             sequence = chunk.sequence

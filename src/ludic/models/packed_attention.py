@@ -57,7 +57,8 @@ class PackedSequences:
         bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
         self._cu = torch.from_numpy(bounds).to(device)
         self._max_length = max(self._lengths)
-        self._length_groups: list[LengthGroup] | None = None
+        # On a CPU they are made here: compiled layers would make them in the first layer only, and differ when recomputed.
+        self._length_groups = length_groups(self._lengths, device) if device.type == "cpu" else None
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules

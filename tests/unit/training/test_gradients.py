@@ -3,21 +3,18 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from ludic.distributed.ranks import Ranks
 from ludic.models import head as head_module
 from ludic.models.head import whole_logits
-from ludic.models.tree_attention import TreeSequences
 from ludic.training import ConstantCredit, RLAlgorithm
 from ludic.training.learner.frozen import Reference
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.packing import collate_saw_items
-from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import (
     BatchNormalized,
     CISPOLoss,
@@ -34,7 +31,7 @@ from ludic.training.losses import (
 )
 from ludic.types import ConfigError, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.samples import random_items, with_prefix
+from tests.unit.training.samples import random_items
 
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 LOSSES = {
@@ -59,11 +56,11 @@ def trainable(family: str = "llama", seed: int = 0):
     return model.requires_grad_(True)
 
 
-def gradient(loss, items, *, family="llama", packed=True, budget=4096, share_prefixes=False):
+def gradient(loss, items, *, family="llama", packed=True, budget=4096):
     model = trainable(family)
     reference = Reference(TrainedPolicy(trainable(family, seed=1).requires_grad_(False)))
     sums = accumulate_gradients(
-        TrainedPolicy(model, packed=packed, share_prefixes=share_prefixes),
+        TrainedPolicy(model, packed=packed),
         loss,
         items,
         micro_token_budget=budget,
@@ -80,7 +77,7 @@ def assert_same(found, expected):
     for name, grad in expected_grads.items():
         assert torch.allclose(grads[name], grad, atol=1e-5 * max(1.0, float(grad.abs().max()))), name
     for name, value in expected_stats.items():
-        if name not in ("num_micro_batches", "perf/prefix_sharing"):
+        if name != "num_micro_batches":
             assert stats[name] == pytest.approx(value, abs=2e-4), name
 
 
@@ -100,47 +97,6 @@ def test_packed_and_padded_agree(family, budget):
     items = random_items(LENGTHS)
     loss = LOSSES["grpo"]
     assert_same(gradient(loss, items, family=family, packed=False, budget=budget), gradient(loss, items, family=family))
-
-
-# --- prefixes that samples share ---
-
-
-def sharing_items() -> list[SAWItem]:
-    """Three samples behind a prompt of 20 tokens, three behind the same and 17 more, one twice, two that share nothing."""
-    items = random_items(LENGTHS)
-    prompt = np.arange(3, 23, dtype=np.int32)
-    longer = np.concatenate([prompt, np.arange(50, 67, dtype=np.int32)])
-    prefixes = [prompt] * 3 + [longer] * 3
-    return [with_prefix(item, prefix) for item, prefix in zip(items, prefixes, strict=False)] + items[6:] + items[4:5]
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_shared_prefixes_give_the_same_gradient_and_statistics(name):
-    items = sharing_items()
-    alone, shared = (gradient(LOSSES[name], items, share_prefixes=shares) for shares in (False, True))
-    assert shared[1]["perf/prefix_sharing"] > 1.5 > alone[1]["perf/prefix_sharing"] == 1
-    assert_same(shared, alone)
-
-
-@pytest.mark.parametrize("budget", [70, 4096])
-@pytest.mark.parametrize("family", ["qwen2", "gemma2-softcap", "gemma3-sliding"])
-def test_shared_prefixes_with_windows_and_soft_caps_at_any_budget(family, budget):
-    items = sharing_items()
-    alone, shared = (
-        gradient(LOSSES["grpo"], items, family=family, budget=given, share_prefixes=shares)
-        for given, shares in ((4096, False), (budget, True))
-    )
-    assert_same(shared, alone)
-
-
-def test_sharing_is_turned_off_if_log_probs_differ(caplog, monkeypatch):
-    policy, items = TrainedPolicy(trainable(), share_prefixes=True), sharing_items()
-    assert not check_shared_prefixes(policy, random_items(LENGTHS), 0.05, Ranks()), "nothing is shared yet"
-    assert check_shared_prefixes(policy, items, 0.05, Ranks())
-    assert policy.share_prefixes and not caplog.records
-    monkeypatch.setattr(TreeSequences, "attend", lambda self, layer, query, key, value, rules: query)
-    check_shared_prefixes(policy, items, 0.05, Ranks())
-    assert not policy.share_prefixes and "computed in full" in caplog.text
 
 
 # --- models other than decoders that pack, and losses without our base class ---

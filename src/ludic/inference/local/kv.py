@@ -1,11 +1,8 @@
-"""The tensors behind the block pool, attention over them on a CPU, and the size of the cache.
+"""The tensors behind the block pool, attention of prompts over them on a CPU, and the size of the cache.
 
-Keys and values of every token are in a pool of slots (slot = block × block size + offset). Decoding sequences also
-have dense rows, so that a step reads them without gathering: a row is filled from the pool once, when its sequence joins,
-and grows by one token per step. Decoded tokens are copied back to the pool when a sequence finishes.
+Keys and values of every token are in a pool of slots (slot = block × block size + offset).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from torch import Tensor
 from ludic.models.attention import AttentionRules, softcapped_attention
 from ludic.types import ConfigError
 
-# Letters: T flat tokens, L context length, R rows, H query heads, K key/value heads, G = H / K, D head size, S slots.
+# Letters: T flat tokens, L context length, R rows, H query heads, K key/value heads, D head size, S slots.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +70,7 @@ class Span:
     """Slots of the tokens before `start`; empty at the beginning of a sequence."""
 
 
-_KEY_MULTIPLE, _QUERY_BLOCK = 32, 32
+KEY_MULTIPLE, QUERY_BLOCK = 32, 32
 
 
 def padded_length(num_keys: int) -> int:
@@ -83,7 +80,7 @@ def padded_length(num_keys: int) -> int:
     keys, so a token's result does not depend on how many keys its neighbours have. For the same reason a block of queries
     (SDPA takes 32, 64 or 256) never holds a single query, which would take another kernel.
     """
-    return -(-num_keys // _KEY_MULTIPLE) * _KEY_MULTIPLE
+    return -(-num_keys // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
 class PrefillState:
@@ -93,10 +90,13 @@ class PrefillState:
         self._pool = pool
         self._spans = spans
         self._new_slots_T = new_slots_T
+        self.is_plain = True
+        """Whether no layer has had a sliding window or soft-capped scores."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
+        self.is_plain &= rules.sliding_window is None and rules.softcap is None
         out_THD = torch.zeros_like(query_THD)
         if self._pool is not None and self._new_slots_T is not None:
             self._pool.keys[layer].index_copy_(0, self._new_slots_T, key_TKD)
@@ -109,7 +109,7 @@ class PrefillState:
                 value = torch.cat([self._pool.values[layer][span.slots_L], value])
             query_HTD, key_KLD, value_KLD = (x.transpose(0, 1) for x in (query_THD[here], key, value))
             num_queries, num_keys = query_HTD.shape[1], key_KLD.shape[1]
-            query_HTD = F.pad(query_HTD, (0, 0, 0, num_queries % _QUERY_BLOCK == 1))
+            query_HTD = F.pad(query_HTD, (0, 0, 0, num_queries % QUERY_BLOCK == 1))
             missing = padded_length(num_keys) - num_keys
             key_KLD, value_KLD = F.pad(key_KLD, (0, 0, 0, missing)), F.pad(value_KLD, (0, 0, 0, missing))
             mask = _causal_mask(span, query_HTD.shape[1], key_KLD.shape[1], rules.sliding_window)
@@ -134,104 +134,6 @@ def _attend(query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, mask: Tensor,
         )
         return out[0]
     return softcapped_attention(query_HTD, key_KLD, value_KLD, mask, rules.scaling, rules.softcap)
-
-
-class DenseRows:
-    """Keys and values of the running sequences as [R, K, L, D], one row each."""
-
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
-        self._num_rows = self._length = 0
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def reserve(self, num_rows: int, length: int) -> None:
-        """Grow to this size; contents stay."""
-        if num_rows <= self._num_rows and length <= self._length:
-            return
-        rows = max(num_rows, self._num_rows)
-        capacity = self._length if length <= self._length else -(-max(length, self._length * 5 // 4) // 64) * 64
-        shape = self._pool.shape
-        for tensors in (self.keys, self.values):
-            old = list(tensors)
-            tensors[:] = [
-                torch.zeros(rows, k, capacity, d, dtype=shape.dtype, device=shape.device) for k, d in shape.heads
-            ]
-            for new, held in zip(tensors, old, strict=False):  # nothing is held at first
-                new[: held.shape[0], :, : held.shape[2]] = held
-        self._num_rows, self._length = rows, capacity
-
-    def load(self, rows_N: Tensor, slots_NL: Tensor) -> None:
-        """Fill rows from the pool; `slots_NL` is padded with the zero slot."""
-        length = slots_NL.shape[1]
-        for dense, pool in self._stores():
-            # A masked NaN is still a NaN: values left here by non-finite weights must not be read again.
-            dense[rows_N, :, length:] = 0
-            dense[rows_N, :, :length] = pool[slots_NL].transpose(1, 2)
-
-    def store(self, row: int, start: int, slots_L: Tensor) -> None:
-        """Copy a row's contents from `start` on back to the pool."""
-        for dense, pool in self._stores():
-            pool[slots_L] = dense[row, :, start : start + len(slots_L)].transpose(0, 1)
-
-    def _stores(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.keys, self._pool.keys, strict=True)
-        yield from zip(self.values, self._pool.values, strict=True)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        for dense in (*self.keys, *self.values):
-            dense[target, :, :length] = dense[source, :, :length]
-            dense[target, :, length:] = 0  # as in `load`
-
-
-class DecodeState:
-    """Attention of one new token per row."""
-
-    def __init__(self, rows: DenseRows, positions_R: Tensor, length: int) -> None:
-        self._rows = rows
-        self._positions_R = positions_R
-        self._length = length
-        self._masks: dict[int | None, Tensor] = {}
-        self._places: dict[int, Tensor] = {}
-
-    def attend(
-        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
-    ) -> Tensor:
-        keys, values = self._rows.keys[layer], self._rows.values[layer]
-        place = self._place(keys)
-        size = key_TKD.shape[-1]
-        keys.view(-1, size).index_copy_(0, place, key_TKD.reshape(-1, size))
-        values.view(-1, size).index_copy_(0, place, value_TKD.reshape(-1, size))
-        num_rows, num_heads, size = query_THD.shape
-        kv_heads = key_TKD.shape[1]
-        # Query heads that share a key head take the place of query positions, so no key is repeated.
-        query_RKGD = query_THD.view(num_rows, kv_heads, num_heads // kv_heads, size)
-        key_RKLD, value_RKLD = keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
-        mask = self._mask(rules.sliding_window)
-        if rules.softcap is None:
-            out = F.scaled_dot_product_attention(query_RKGD, key_RKLD, value_RKLD, attn_mask=mask, scale=rules.scaling)
-        else:
-            out = softcapped_attention(query_RKGD, key_RKLD, value_RKLD, mask, rules.scaling, rules.softcap)
-        return out.reshape(num_rows, num_heads, size)
-
-    def _place(self, dense: Tensor) -> Tensor:
-        """Index of the new keys in the flattened rows, for every row and head."""
-        _, heads, capacity, _ = dense.shape
-        if heads not in self._places:
-            rows_R1 = torch.arange(len(self._positions_R))[:, None]
-            first_RK = (rows_R1 * heads + torch.arange(heads)) * capacity
-            self._places[heads] = (first_RK + self._positions_R[:, None]).flatten()
-        return self._places[heads]
-
-    def _mask(self, window: int | None) -> Tensor:
-        if window not in self._masks:
-            positions_L = torch.arange(self._length)[None]
-            mask = positions_L <= self._positions_R[:, None]
-            if window is not None:
-                mask &= positions_L > self._positions_R[:, None] - window
-            # An additive mask: SDPA would convert a boolean one in every layer.
-            self._masks[window] = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))[:, None, None, :]
-        return self._masks[window]
 
 
 def free_memory(device: torch.device) -> int:

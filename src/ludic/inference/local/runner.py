@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.kv import DecodeState, DenseRows, KVPool, KVShape, PrefillState, Span, padded_length
+from ludic.inference.local.kv import KVPool, KVShape, PrefillState, Span, padded_length
+from ludic.inference.local.rows import DecodeState, DenseRows, Prefix, SharedPrefixes, num_shared
 from ludic.inference.local.sampling import sample
-from ludic.inference.local.sequence import Chunk, Sampled, Sequence
+from ludic.inference.local.sequence import Chunk, Sampled, Sequence, tokens_as_bytes
 from ludic.models.attention import AttentionState
 from ludic.models.forward import Forward
 
@@ -89,8 +90,14 @@ class CPURunner:
         self._model = forward
         self._min_rows = forward.min_rows
         self.pool = KVPool(shape, num_blocks, block_size)
-        self._rows = DenseRows(self.pool)
-        self._row_owner: list[Sequence | None] = []
+        self._rows: DenseRows[Sequence] = DenseRows(self.pool)
+        self._prefix_rows: DenseRows[Prefix] = DenseRows(self.pool)
+        self._prefixes: dict[bytes, Prefix] = {}
+        """By their tokens."""
+        self._shared: SharedPrefixes | None = None
+        self._rows_changed = False
+        self._is_plain = True
+        """Whether all layers attend to all keys by plain softmax, so that attention can be computed in two parts."""
 
     def weights_changed(self) -> None:
         self._model.refresh()
@@ -121,6 +128,7 @@ class CPURunner:
         slots.append(torch.full((padding,), self.pool.scratch_slot))
         state = PrefillState(self.pool, spans, torch.cat(slots))
         logits_NV = self._forward(tokens + [0] * padding, positions + [0] * padding, state, last)
+        self._is_plain &= state.is_plain
         ended = [chunk for chunk in chunks if chunk.reaches_the_end]
         if len(ended) > len(last):
             self._copy_last_blocks([(chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None])
@@ -160,63 +168,61 @@ class CPURunner:
         """One token for every sequence."""
         assert num_rounds == 1, "several rounds only pay off on a GPU"
         self._join([sequence for sequence in sequences if sequence.row < 0])
-        self._close_gaps()
-        owners = [owner for owner in self._row_owner if owner is not None]
+        num_rows = max(len(sequences), self._min_rows)
+        if self._rows_changed:
+            self._rows.close_gaps()
+            self._prefix_rows.close_gaps()
+            self._shared = SharedPrefixes(self._prefix_rows, num_rows) if self._prefixes else None
+            self._rows_changed = False
+        owners = self._rows.owners()
         assert len(owners) == len(sequences), "every row belongs to a decoding sequence"
-        positions = [owner.num_computed for owner in owners]
-        length = padded_length(max(positions) + 1)
-        num_rows = max(len(owners), self._min_rows)
+        length = padded_length(max(owner.num_in_row for owner in owners) + 1)
         self._rows.reserve(num_rows, length)
-        padding = num_rows - len(owners)
-        state = DecodeState(self._rows, torch.tensor(positions + [0] * padding), length)
-        tokens = [owner.tokens[-1] for owner in owners] + [0] * padding
-        logits_NV = self._forward(tokens, positions + [0] * padding, state, list(range(len(owners))))
+        padding = [0] * (num_rows - len(owners))
+        in_row_R = torch.tensor([owner.num_in_row for owner in owners] + padding)
+        state = DecodeState(self._rows, in_row_R, length, self._shared)
+        tokens, positions = [owner.tokens[-1] for owner in owners], [owner.num_computed for owner in owners]
+        logits_NV = self._forward(tokens + padding, positions + padding, state, list(range(len(owners))))
         return _sampled(logits_NV, owners)
 
     def keep(self, sequence: Sequence) -> None:
         """Copy its decoded tokens to the pool, for requests that continue from it."""
         if sequence.row >= 0 and sequence.num_computed > sequence.num_pooled:
             slots = self.pool.slots(sequence.blocks, sequence.num_pooled, sequence.num_computed)
-            self._rows.store(sequence.row, sequence.num_pooled, slots)
+            self._rows.store(sequence.row, sequence.num_pooled - sequence.num_shared, slots)
 
     def leave(self, sequence: Sequence) -> None:
-        """Free its row."""
-        if sequence.row >= 0:
-            self._row_owner[sequence.row] = None
-            sequence.row = -1
+        """Free its row, and that of its prefix if no other has it."""
+        if sequence.row < 0:
+            return
+        self._rows.leave(sequence)
+        self._rows_changed = True
+        if sequence.num_shared:
+            key = tokens_as_bytes(sequence.tokens[: sequence.num_shared])
+            prefix = self._prefixes[key]
+            prefix.members.remove(sequence)
+            if not prefix.members:
+                self._prefix_rows.leave(self._prefixes.pop(key))
 
     def _join(self, sequences: list[Sequence]) -> None:
         """Give rows to sequences with a finished prompt, filled from the pool."""
         if not sequences:
             return
-        free = [i for i, owner in enumerate(self._row_owner) if owner is None]
-        missing = max(0, len(sequences) - len(free))
-        free += range(len(self._row_owner), len(self._row_owner) + missing)
-        self._row_owner += [None] * missing
-        length = max(sequence.num_computed for sequence in sequences)
-        self._rows.reserve(max(len(self._row_owner), self._min_rows), length + 1)
-        slots_NL = torch.full((len(sequences), length), self.pool.zero_slot)
-        for number, (sequence, row) in enumerate(zip(sequences, free, strict=False)):
-            self._row_owner[row], sequence.row = sequence, row
+        self._rows_changed = True
+        new_prefixes = []
+        for sequence in sequences:
             sequence.num_pooled = sequence.num_computed
-            slots_NL[number, : sequence.num_computed] = self.pool.slots(sequence.blocks, 0, sequence.num_computed)
-        self._rows.load(torch.tensor([sequence.row for sequence in sequences]), slots_NL)
-
-    def _close_gaps(self) -> None:
-        """Move the last rows into free ones, so that the batch is a prefix of the rows."""
-        owners = self._row_owner
-        gap = 0
-        while True:
-            while owners and owners[-1] is None:
-                owners.pop()
-            gap = next((i for i in range(gap, len(owners)) if owners[i] is None), -1)
-            if gap < 0:
-                return
-            last = owners.pop()
-            assert last is not None, "empty rows at the end were dropped"
-            self._rows.move(last.row, gap, last.num_computed)
-            owners[gap] = last
-            last.row = gap
+            sequence.num_shared = num_shared(sequence.num_prompt) if self._is_plain else 0
+            if sequence.num_shared:
+                key = tokens_as_bytes(sequence.tokens[: sequence.num_shared])
+                if key not in self._prefixes:
+                    self._prefixes[key] = Prefix(sequence.num_shared)
+                    new_prefixes.append(self._prefixes[key])
+                self._prefixes[key].members.append(sequence)
+        if new_prefixes:
+            slots = [self.pool.slots(prefix.members[0].blocks, 0, prefix.num_in_row) for prefix in new_prefixes]
+            self._prefix_rows.join(new_prefixes, slots)
+        self._rows.join(sequences, [self.pool.slots(s.blocks, s.num_shared, s.num_computed) for s in sequences])
 
     # --- the model ---
 

@@ -39,6 +39,8 @@ class Sequence:
     finish_reason: str | None = None
     row: int = -1
     """Row in the runner's decode batch; -1 without one."""
+    num_shared: int = 0
+    """Tokens at the start that are not in that row, but in one for all sequences with this prompt."""
     is_cancelled: bool = False
     abort_reason: BaseException | None = None
     """The error for a caller that still waits for a cancelled sequence."""
@@ -92,6 +94,10 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens without computed keys and values: the (rest of the) prompt, or the token just sampled."""
         return self.length - self.num_computed
+
+    @property
+    def num_in_row(self) -> int:
+        return self.num_computed - self.num_shared
 
     def drop_unread(self) -> None:
         """Forget the tokens that the host has not read."""

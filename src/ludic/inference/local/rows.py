@@ -1,0 +1,261 @@
+"""Keys and values of the decoding sequences on a CPU in dense rows, and attention of one new token per row.
+
+A step reads rows without gathering: a row is filled from the pool once, when its sequence joins, and grows by one token per
+step. Decoded tokens are copied back to the pool when a sequence finishes.
+
+The first part of a long prompt is in a separate row, which sequences with the same prompt share: a step reads it once for
+all of them. Its attention and that of a sequence's own row are merged by their log-sum-exps. Where a prompt is divided
+depends on its length alone (`num_shared`), so a sequence gets the same result with and without others that share.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ludic.inference.local.kv import KEY_MULTIPLE, QUERY_BLOCK, KVPool
+from ludic.inference.local.sequence import Sequence
+from ludic.models.attention import AttentionRules, softcapped_attention
+
+MIN_SHARED = 128
+"""Tokens from which the first part of a prompt has a separate row: for fewer, the second attention call costs too much."""
+_attention_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The kernel of SDPA on a CPU, which also returns the log-sum-exps of the scores."""
+
+
+# Letters: L context length, R rows, P prefixes, M members of one, H query heads, K key/value heads, G = H / K, D head size.
+def num_shared(num_prompt: int) -> int:
+    """Tokens of a prompt that are in the row of its first part."""
+    whole = num_prompt // KEY_MULTIPLE * KEY_MULTIPLE
+    return whole if whole >= MIN_SHARED else 0
+
+
+class _RowOwner(Protocol):
+    row: int
+    """-1 without one."""
+
+    @property
+    def num_in_row(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """The first part of a prompt, for all decoding sequences that begin with it."""
+
+    num_in_row: int
+    row: int = -1
+    members: list[Sequence] = field(default_factory=list)
+
+
+Owner = TypeVar("Owner", bound=_RowOwner)
+
+
+class DenseRows(Generic[Owner]):
+    """Keys and values as [R, K, L, D], one row for each owner."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._num_rows = self._length = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._owners: list[Owner | None] = []
+
+    def owners(self) -> list[Owner]:
+        """In order of their rows, which must have no gaps."""
+        return [owner for owner in self._owners if owner is not None]
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Grow to this size; contents stay."""
+        if num_rows <= self._num_rows and length <= self._length:
+            return
+        rows = max(num_rows, self._num_rows)
+        capacity = self._length if length <= self._length else -(-max(length, self._length * 5 // 4) // 64) * 64
+        shape = self._pool.shape
+        for tensors in (self.keys, self.values):
+            old = list(tensors)
+            tensors[:] = [
+                torch.zeros(rows, k, capacity, d, dtype=shape.dtype, device=shape.device) for k, d in shape.heads
+            ]
+            for new, held in zip(tensors, old, strict=False):  # nothing is held at first
+                new[: held.shape[0], :, : held.shape[2]] = held
+        self._num_rows, self._length = rows, capacity
+
+    def join(self, joining: list[Owner], slots: list[Tensor]) -> None:
+        """Give rows to owners, filled from these slots of the pool."""
+        free = [i for i, owner in enumerate(self._owners) if owner is None]
+        missing = max(0, len(joining) - len(free))
+        free += range(len(self._owners), len(self._owners) + missing)
+        self._owners += [None] * missing
+        length = max(len(own) for own in slots)
+        self.reserve(len(self._owners), length)
+        slots_NL = torch.full((len(joining), length), self._pool.zero_slot)
+        for number, (owner, row, own) in enumerate(zip(joining, free, slots, strict=False)):
+            self._owners[row], owner.row = owner, row
+            slots_NL[number, : len(own)] = own
+        rows_N = torch.tensor([owner.row for owner in joining])
+        for dense, pool in self._stores():
+            # A masked NaN is still a NaN: values left here by non-finite weights must not be read again.
+            dense[rows_N, :, length:] = 0
+            dense[rows_N, :, :length] = pool[slots_NL].transpose(1, 2)
+
+    def leave(self, owner: Owner) -> None:
+        self._owners[owner.row] = None
+        owner.row = -1
+
+    def close_gaps(self) -> None:
+        """Move the last rows into free ones."""
+        owners, gap = self._owners, 0
+        while True:
+            while owners and owners[-1] is None:
+                owners.pop()
+            gap = next((i for i in range(gap, len(owners)) if owners[i] is None), -1)
+            if gap < 0:
+                return
+            last = owners.pop()
+            assert last is not None, "empty rows at the end were dropped"
+            for dense in (*self.keys, *self.values):
+                dense[gap, :, : last.num_in_row] = dense[last.row, :, : last.num_in_row]
+                dense[gap, :, last.num_in_row :] = 0  # as in `join`
+            owners[gap] = last
+            last.row = gap
+
+    def store(self, row: int, start: int, slots_L: Tensor) -> None:
+        """Copy a row's contents from `start` on back to the pool."""
+        for dense, pool in self._stores():
+            pool[slots_L] = dense[row, :, start : start + len(slots_L)].transpose(0, 1)
+
+    def _stores(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.keys, self._pool.keys, strict=True)
+        yield from zip(self.values, self._pool.values, strict=True)
+
+
+class SharedPrefixes:
+    """Attention of the rows whose sequences have a prefix to that prefix."""
+
+    def __init__(self, prefix_rows: DenseRows[Prefix], num_rows: int) -> None:
+        prefixes = prefix_rows.owners()
+        self._prefix_rows = prefix_rows
+        counts = [len(prefix.members) for prefix in prefixes]
+        # One call for all prefixes costs the largest number of members for each.
+        size = len(prefixes) if max(counts) * len(prefixes) <= 2 * sum(counts) else 1
+        self._calls = [_PrefixCall(prefixes[first : first + size]) for first in range(0, len(prefixes), size)]
+        queries = [row for call in self._calls for row in call.rows]
+        place = {row: i for i, row in enumerate(queries) if row >= 0}
+        rows = sorted(place)
+        self.rows_N = torch.tensor(rows) if len(rows) < num_rows else None
+        """The rows with a prefix; None for all."""
+        self._order_N = None if queries == rows else torch.tensor([place[row] for row in rows])
+
+    def attend(self, layer: int, query_RKGD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Outputs and log-sum-exps of `rows_N`."""
+        keys, values = self._prefix_rows.keys[layer], self._prefix_rows.values[layer]
+        parts = [call.attend(keys, values, query_RKGD, scaling) for call in self._calls]
+        out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+        return (out, lse) if self._order_N is None else (out[self._order_N], lse[self._order_N])
+
+
+class _PrefixCall:
+    """Attention to consecutive prefixes with about the same number of members."""
+
+    def __init__(self, prefixes: list[Prefix]) -> None:
+        most = max(len(prefix.members) for prefix in prefixes)
+        self.rows = [row for p in prefixes for row in [*(s.row for s in p.members), *[-1] * (most - len(p.members))]]
+        """Row of each query; -1 for padding."""
+        self._rows_N = torch.tensor(self.rows).clamp_(min=0)
+        self._where = slice(prefixes[0].row, prefixes[-1].row + 1)
+        lengths_P = torch.tensor([prefix.num_in_row for prefix in prefixes])
+        self._length = int(lengths_P.max())
+        self._mask: Tensor | None = None
+        if bool((lengths_P < self._length).any()):
+            is_hidden = torch.arange(self._length) >= lengths_P[:, None]
+            self._mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, float("-inf"))[:, None, None, :]
+
+    def attend(self, keys: Tensor, values: Tensor, query_RKGD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        _, num_kv, group, size = query_RKGD.shape
+        key_PKLD, value_PKLD = keys[self._where, :, : self._length], values[self._where, :, : self._length]
+        num_prefixes = len(key_PKLD)
+        query_PMKGD = query_RKGD[self._rows_N].view(num_prefixes, -1, num_kv, group, size)
+        query_PKND = query_PMKGD.transpose(1, 2).reshape(num_prefixes, num_kv, -1, size)
+        num_queries = query_PKND.shape[2]
+        query_PKND = F.pad(query_PKND, (0, 0, 0, num_queries % QUERY_BLOCK == 1))  # see `padded_length`
+        out_PKND, lse_PKN = _attention_with_lse(
+            query_PKND, key_PKLD, value_PKLD, 0.0, False, attn_mask=self._mask, scale=scaling
+        )
+        out_PKMGD = out_PKND[:, :, :num_queries].view(num_prefixes, num_kv, -1, group, size)
+        lse_PKMG = lse_PKN[:, :, :num_queries].view(num_prefixes, num_kv, -1, group)
+        out_NKGD = out_PKMGD.transpose(1, 2).reshape(-1, num_kv, group, size)
+        return out_NKGD, lse_PKMG.transpose(1, 2).reshape(-1, num_kv, group)
+
+
+class DecodeState:
+    """Attention of one new token per row."""
+
+    def __init__(
+        self, rows: DenseRows[Sequence], positions_R: Tensor, length: int, shared: SharedPrefixes | None = None
+    ) -> None:
+        self._rows = rows
+        self._positions_R = positions_R
+        """Positions in the rows."""
+        self._length = length
+        self._shared = shared
+        self._masks: dict[int | None, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
+
+    def attend(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> Tensor:
+        keys, values = self._rows.keys[layer], self._rows.values[layer]
+        place = self._place(keys)
+        size = key_TKD.shape[-1]
+        keys.view(-1, size).index_copy_(0, place, key_TKD.reshape(-1, size))
+        values.view(-1, size).index_copy_(0, place, value_TKD.reshape(-1, size))
+        num_rows, num_heads, size = query_THD.shape
+        kv_heads = key_TKD.shape[1]
+        # Query heads that share a key head take the place of query positions, so no key is repeated.
+        query_RKGD = query_THD.view(num_rows, kv_heads, num_heads // kv_heads, size)
+        key_RKLD, value_RKLD = keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
+        mask = self._mask(rules.sliding_window)
+        if rules.softcap is not None:
+            out = softcapped_attention(query_RKGD, key_RKLD, value_RKLD, mask, rules.scaling, rules.softcap)
+        elif self._shared is not None:
+            out, lse_RKG = _attention_with_lse(
+                query_RKGD, key_RKLD, value_RKLD, 0.0, False, attn_mask=mask, scale=rules.scaling
+            )
+            out = self._merged(self._shared, layer, query_RKGD, rules.scaling, out, lse_RKG)
+        else:
+            out = F.scaled_dot_product_attention(query_RKGD, key_RKLD, value_RKLD, attn_mask=mask, scale=rules.scaling)
+        return out.reshape(num_rows, num_heads, size)
+
+    def _merged(
+        self, shared: SharedPrefixes, layer: int, query_RKGD: Tensor, scaling: float, own_RKGD: Tensor, lse_RKG: Tensor
+    ) -> Tensor:
+        """Merge attention to the rows with that to the prefixes."""
+        prefix_NKGD, prefix_lse_NKG = shared.attend(layer, query_RKGD, scaling)
+        rows_N = shared.rows_N
+        own_NKGD, lse_NKG = (own_RKGD, lse_RKG) if rows_N is None else (own_RKGD[rows_N], lse_RKG[rows_N])
+        # In double precision: the exponential of a float differs by its place in memory (the rest of a vector is scalar).
+        weight_NKG = torch.sigmoid((prefix_lse_NKG - lse_NKG).double()).to(own_RKGD.dtype)
+        merged_NKGD = torch.lerp(own_NKGD, prefix_NKGD, weight_NKG[..., None])
+        return merged_NKGD if rows_N is None else own_RKGD.index_copy_(0, rows_N, merged_NKGD)
+
+    def _place(self, dense: Tensor) -> Tensor:
+        """Index of the new keys in the flattened rows, for every row and head."""
+        _, heads, capacity, _ = dense.shape
+        if heads not in self._places:
+            rows_R1 = torch.arange(len(self._positions_R))[:, None]
+            first_RK = (rows_R1 * heads + torch.arange(heads)) * capacity
+            self._places[heads] = (first_RK + self._positions_R[:, None]).flatten()
+        return self._places[heads]
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            positions_L = torch.arange(self._length)[None]
+            mask = positions_L <= self._positions_R[:, None]
+            if window is not None:
+                mask &= positions_L > self._positions_R[:, None] - window
+            # An additive mask: SDPA would convert a boolean one in every layer.
+            self._masks[window] = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))[:, None, None, :]
+        return self._masks[window]

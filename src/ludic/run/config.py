@@ -193,8 +193,9 @@ class RolloutSettings:
 
     rollouts_per_update: int = 128
     """Episodes per update; a multiple of group_size."""
-    concurrency: int = 64
-    """Episodes at a time. It changes the speed, not the episodes."""
+    concurrency: int | None = None
+    """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
+    64 on a CPU); with servers 64."""
     max_lag: int | None = None
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind. Default: 0; in a
     pipeline 4."""

@@ -141,7 +141,9 @@ class EmbeddedGeneration(Generation):
         first_env(run)
 
     def _serve(self) -> ServedPolicy:
-        return serve_locally(self._loaded, max_length=self._run.trainer.max_seq_len)
+        run = self._run
+        concurrency = max(run.config.rollouts.concurrency or 0, run.trainer.eval_concurrency or 0)
+        return serve_locally(self._loaded, max_length=run.trainer.max_seq_len, concurrency=concurrency or None)
 
     def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
         return self._served, self._episodes
@@ -280,11 +282,12 @@ class PipelineGeneration(Generation):
         return ServedPolicy(client=client, publisher=publisher, close=lambda: run_sync(client.close()), model=model)
 
     def _in_this_process(self) -> ServedPolicy:
-        engine = local_engine(self._loaded, max_length=self._run.trainer.max_seq_len)
+        trainer = self._run.trainer
+        engine = local_engine(self._loaded, max_length=trainer.max_seq_len, concurrency=trainer.eval_concurrency)
         return ServedPolicy(
             client=engine,
             publisher=FolderAndEngine(FolderPublisher(self._run.folder / WEIGHTS), engine),
-            snapshot=partial(EngineSnapshot, engine),
+            snapshot=partial(EngineSnapshot, engine, max_sequences=engine.max_sequences),
             close=engine.close,
             model=self._loaded.name,
         )

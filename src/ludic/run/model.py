@@ -224,6 +224,9 @@ def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate
     return HFChatTemplate(tokenizer, tool_parser=parser)
 
 
+_MAX_SEQUENCES = 4096
+"""Of an engine: beyond it a larger batch is not faster, and its buffers and CUDA graphs take memory."""
+
 # --- engines ---------------------------------------------------------------------------------------------------
 
 
@@ -240,17 +243,27 @@ class ServedPolicy:
     """What the client calls it."""
 
 
-def local_engine(loaded: LoadedModel, *, max_length: int, kv_tokens: int | None = None) -> LocalEngine:
+def local_engine(
+    loaded: LoadedModel, *, max_length: int, kv_tokens: int | None = None, concurrency: int | None = None
+) -> LocalEngine:
+    """`concurrency`: episodes at a time. A GPU computes so many requests together; a CPU is not faster above its default."""
     longest = loaded.model.config.get_text_config().max_position_embeddings
-    return LocalEngine(loaded.model, loaded.tokenizer, max_model_len=min(max_length, longest), kv_tokens=kv_tokens)
+    on_gpu = next(loaded.model.parameters()).is_cuda
+    return LocalEngine(
+        loaded.model,
+        loaded.tokenizer,
+        max_model_len=min(max_length, longest),
+        kv_tokens=kv_tokens,
+        max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
+    )
 
 
-def serve_locally(loaded: LoadedModel, *, max_length: int) -> ServedPolicy:
-    engine = local_engine(loaded, max_length=max_length)
+def serve_locally(loaded: LoadedModel, *, max_length: int, concurrency: int | None = None) -> ServedPolicy:
+    engine = local_engine(loaded, max_length=max_length, concurrency=concurrency)
     return ServedPolicy(
         client=engine,
         publisher=SharedWeightsPublisher(engine),
-        snapshot=partial(EngineSnapshot, engine),
+        snapshot=partial(EngineSnapshot, engine, max_sequences=engine.max_sequences),
         close=engine.close,
         model=loaded.name,
     )

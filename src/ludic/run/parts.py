@@ -46,11 +46,14 @@ from ludic.types import (
     TrainingLogger,
     derive_seed,
 )
+from ludic.types.interfaces import BatchingClient
 
 if TYPE_CHECKING:
     from ludic.training import RLAlgorithm
 
 PROTOCOL = "play"
+_CONCURRENCY = 64
+"""Episodes at a time with servers, where the settings do not say."""
 SHOWN = (
     "avg_total_reward", "accuracy", "mean_reward", "*_rate", "avg_turns", "avg_completion_length", "num_failed",
     "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
@@ -102,6 +105,11 @@ class EpisodeSetup:
             max_failed_share=max_failed_share,
         )
         return self.engines[purpose]
+
+    @property
+    def concurrency(self) -> int:
+        """Episodes at a time where the settings do not say: as many as the client answers together."""
+        return self.client.max_sequences if isinstance(self.client, BatchingClient) else _CONCURRENCY
 
     def activity(self) -> str:
         """What is being played now, for displays; empty when nothing is."""
@@ -287,7 +295,7 @@ def make_source(
         strategy=request_strategy(run, run.seed),
         algorithm=algorithm,
         max_steps=run.max_steps,
-        concurrency=rollouts.concurrency,
+        concurrency=rollouts.concurrency or setup.concurrency,
     )
 
 
@@ -301,9 +309,8 @@ def eval_requests(run: ResolvedRun, setup: EpisodeSetup) -> list[RolloutRequest]
 async def play(run: ResolvedRun, setup: EpisodeSetup) -> list[Rollout]:
     """Play the tasks of an evaluation."""
     engine = setup.engine(seed=run.seed, max_failed_share=run.config.rollouts.max_failed_share)
-    return await engine.generate_rollouts(
-        eval_requests(run, setup), max_steps=run.max_steps, concurrency=run.trainer.eval_concurrency
-    )
+    concurrency = run.trainer.eval_concurrency or setup.concurrency
+    return await engine.generate_rollouts(eval_requests(run, setup), max_steps=run.max_steps, concurrency=concurrency)
 
 
 def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
@@ -315,7 +322,7 @@ def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
         requests_fn=lambda: requests,
         max_steps=run.max_steps,
         timeout_s=run.trainer.eval_timeout_s,
-        concurrency=run.trainer.eval_concurrency,
+        concurrency=run.trainer.eval_concurrency or setup.concurrency,
         grading=Grading(success_reward=env.full_reward),
     )
 

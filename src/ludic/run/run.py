@@ -36,7 +36,7 @@ from ludic.run.model import load_policy, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, name_of, resolve
 from ludic.run.settings import read_toml, with_given, with_values
-from ludic.tasks import cancel_all
+from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.critic.critic import CriticKind
@@ -152,7 +152,7 @@ class Run:
         trainer, generation = self.trainer, self.generation
         assert trainer is not None and generation is not None, "prepare makes them"
         began = time.perf_counter()
-        with self._explained():
+        with self._explained(), long_lived_objects_exempt():
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(cancel_all, [asyncio.create_task(self._show_activity())])
                 await stack.enter_async_context(generation.sampling())

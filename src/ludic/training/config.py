@@ -132,8 +132,8 @@ class TrainerConfig:
     """Evaluate after every n-th update; 0 or None never."""
     eval_in_background: bool = False
     """Train on while evaluating; at most one evaluation runs beside the steps. With shared weights it needs a snapshot."""
-    eval_concurrency: int = 32
-    """Episodes at a time while evaluating."""
+    eval_concurrency: int | None = None
+    """Episodes at a time while evaluating. Default: as many as the engine computes together; with servers 64."""
     eval_max_steps: int = 1
     eval_timeout_s: float | None = None
     """Seconds for one model call while evaluating; None is no limit."""
@@ -165,7 +165,8 @@ class TrainerConfig:
             )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}; a seed lies between -2^63 and 2^63 - 1.")
-        for name, least in (("max_empty_batches", 1), ("log_every", 1), *((each, 0) for each in _OPTIONAL_COUNTS)):
+        at_least_one = [(name, 1) for name in ("max_empty_batches", "log_every", "eval_concurrency")]
+        for name, least in (*at_least_one, *((each, 0) for each in _OPTIONAL_COUNTS)):
             count = getattr(self, name)
             if count is not None and count < least:
                 or_none = ", or None" if name in _OPTIONAL_COUNTS else ""

@@ -34,6 +34,14 @@ class VersionedClient(ChatClient, Protocol):
 
 
 @runtime_checkable
+class BatchingClient(ChatClient, Protocol):
+    """A client that computes many requests together: fewer at a time waste it."""
+
+    max_sequences: int
+    """Requests that it computes at a time; others wait."""
+
+
+@runtime_checkable
 class TeacherScorer(Protocol):
     """A model that gives log-probabilities of tokens that another model sampled."""
 

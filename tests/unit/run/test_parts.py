@@ -1,11 +1,15 @@
 """The parts of a run, made from its settings."""
 
+import gc
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ludic import registry
 from ludic.agents import ToolAgent
 from ludic.inference import ByteTemplate, ScriptedClient
+from ludic.inference.local import LocalEngine
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
@@ -21,6 +25,7 @@ from ludic.run.parts import (
 )
 from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
+from ludic.tasks import long_lived_objects_exempt
 from ludic.training.losses import ActionTokens, BatchFacts, Loss
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, TemplateError, load_rollouts
 
@@ -240,6 +245,32 @@ def test_an_engine_never_serves_more_than_can_be_trained_on():
     served = serve_locally(loaded, max_length=64)
     assert served.client.max_model_len == 64
     served.close()
+
+
+def test_as_many_episodes_run_at_a_time_as_the_engine_computes_together():
+    run = resolved("tic_tac_toe")
+    assert run.config.rollouts.concurrency is None and scripted_play(run).concurrency == 64
+    loaded = load_policy(ModelSettings(model="tiny"))
+    engine = LocalEngine(loaded.model, loaded.tokenizer, max_sequences=7)
+    setup = replace(scripted_play(run), client=engine)
+    assert setup.concurrency == engine.max_sequences == 7
+    engine.close()
+    served = serve_locally(loaded, max_length=64, concurrency=1000)
+    assert served.client.max_sequences == 64  # a CPU is not faster with more
+    served.close()
+
+
+@pytest.mark.parametrize("name", ["concurrency", "eval_concurrency"])
+def test_no_episodes_at_a_time_are_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        resolved("tic_tac_toe", **{name: 0})
+
+
+def test_existing_objects_are_exempt_from_garbage_collection_only_inside_the_block():
+    with pytest.raises(KeyError), long_lived_objects_exempt():
+        assert gc.get_freeze_count() > 1000
+        raise KeyError
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused():

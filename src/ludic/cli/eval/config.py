@@ -62,14 +62,15 @@ class MeasureSettings:
     """Sample from the likeliest tokens that make up this share."""
     seed: int = 0
     """Of tasks and sampling."""
-    concurrency: int = 64
-    """Episodes at a time. It changes the speed, not the episodes."""
+    concurrency: int | None = None
+    """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
+    64 on a CPU); at an endpoint 64."""
     timeout_s: float | None = None
     """Seconds for one model call. Default: no limit."""
 
     def __post_init__(self) -> None:
         at_least(0, num_tasks=self.num_tasks)
-        at_least(1, samples=self.samples)
+        at_least(1, samples=self.samples, concurrency=self.concurrency)
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
                 f"--samples {self.samples} with temperature 0: all samples of a task would be the same. Give --temperature "

@@ -109,7 +109,7 @@ async def endpoint_models(settings: PolicySettings) -> PolicySettings:
 
 @asynccontextmanager
 async def opened(
-    model: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int
+    model: EvaluatedModel, settings: PolicySettings, *, with_tools: bool, seed: int, concurrency: int | None = None
 ) -> AsyncIterator[OpenPolicy]:
     """The model as a client, until the end of the block."""
     if settings.base_url is not None:
@@ -126,7 +126,7 @@ async def opened(
     use_threads(held)
     loaded = load(held, seed=seed)
     chat_template = make_template(loaded.tokenizer, with_tools=with_tools)
-    served = serve_locally(loaded, max_length=settings.max_model_len or _NO_LIMIT)
+    served = serve_locally(loaded, max_length=settings.max_model_len or _NO_LIMIT, concurrency=concurrency)
     try:
         yield OpenPolicy(served.client, chat_template, loaded.name)
     finally:

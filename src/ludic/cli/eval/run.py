@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeAlias
 
 import tyro
@@ -24,6 +23,7 @@ from ludic.eval import Grading, outcome_of
 from ludic.eval import evaluate as run_episodes
 from ludic.run.parts import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
 from ludic.run.resolve import EnvFactory, env_factory
+from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
 
 Samples: TypeAlias = list[dict[str, Any]] | None
@@ -102,22 +102,23 @@ async def _measure(
 ) -> Column:
     measure = config.measure
     seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
-    async with opened(model, config.policy, with_tools=config.agent.may_call_tools, seed=seed) as policy:
+    with_tools, concurrency = config.agent.may_call_tools, measure.concurrency
+    async with opened(model, config.policy, with_tools=with_tools, seed=seed, concurrency=concurrency) as policy:
         setup = make_episode_setup(config.env, config.agent, found, policy.client, policy.template, policy.model)
         setup = replace(setup, player=model.identity)
         requests = make_requests(setup, config, samples)
         prepare_folder(folder, config)  # after all checks, so that a mistake leaves no folder
         # With --resume the file holds the episodes of the earlier evaluation; otherwise it is new.
         engine = setup.engine(jsonl_path=rollouts_file(folder, model.file_stem), resume=True, seed=measure.seed)
-        began = time.perf_counter()
-        with _progress(model.label, len(requests), grading) as on_rollouts:
+        with long_lived_objects_exempt(), _progress(model.label, len(requests), grading) as on_rollouts:
+            began = time.perf_counter()
             report = await run_episodes(
                 engine,
                 requests,
                 grading=grading,
                 max_steps=setup.max_steps,
                 timeout_s=measure.timeout_s,
-                concurrency=measure.concurrency,
+                concurrency=concurrency or setup.concurrency,
                 on_rollouts=on_rollouts,
             )
         return Column(label=model.label, report=report, seconds=time.perf_counter() - began)
@@ -138,19 +139,19 @@ def make_requests(setup: EpisodeSetup, config: EvalConfig, samples: Samples) -> 
 @contextmanager
 def _progress(label: str, num_episodes: int, grading: Grading) -> Iterator[Any]:
     """A progress bar with the mean so far; yields the callback for the rollouts of each episode."""
-    scores: list[float] = []
-    num_failed = 0
+    total, num_scores, num_failed = 0.0, 0, 0
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[so_far]}")
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
     task = bar.add_task(escape(label), total=num_episodes, so_far="")
 
     def on_rollouts(rollouts: list[Rollout]) -> None:
-        nonlocal num_failed
+        nonlocal total, num_scores, num_failed
         outcomes = [outcome_of(rollout, success_reward=grading.success_reward) for rollout in rollouts]
         is_graded = grading.success_reward is not None
-        scores.extend(float(bool(o.correct)) if is_graded else o.reward for o in outcomes)
+        total += sum(float(bool(o.correct)) if is_graded else o.reward for o in outcomes)
+        num_scores += len(outcomes)
         num_failed += any(o.failure is not None for o in outcomes)
-        mean = fmean(scores) if scores else 0.0
+        mean = total / num_scores if num_scores else 0.0
         so_far = f"right {mean:.1%}" if is_graded else f"reward {mean:.3f}"
         bar.update(task, advance=1, so_far=so_far + (f", {num_failed} failed" if num_failed else ""))
 

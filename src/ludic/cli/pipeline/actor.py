@@ -76,7 +76,7 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
     """An engine in this process, which follows the learner's folder."""
     config = run.config
     loaded = load_policy(without_adapter(config.model), seed=run.seed)
-    engine = local_engine(loaded, max_length=run.trainer.max_seq_len)
+    engine = local_engine(loaded, max_length=run.trainer.max_seq_len, concurrency=config.rollouts.concurrency)
     stack.callback(engine.close)
     template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
     follower = FolderFollower(run.folder / WEIGHTS, engine)
@@ -141,7 +141,7 @@ async def _run_episodes(run: ResolvedRun, policy: ActorPolicy, index: int, stop:
         redis_url=redis_url(run.config.pipeline),
         queue_key=run.queue_key,
         max_steps=run.max_steps,
-        concurrency=rollouts.concurrency,
+        concurrency=rollouts.concurrency or policy.setup.concurrency,
         client=policy.client,
         algorithm=pipeline_algorithm(run),
         strategy=request_strategy(run, seed),

@@ -124,7 +124,8 @@ class LocalEngine:
         on_gpu = self._shape.device.type == "cuda"
         # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
         block_size = block_size if block_size is not None else (16 if on_gpu else 4)
-        max_sequences = max_sequences or (512 if on_gpu else 64)
+        self.max_sequences = max_sequences = max_sequences or (512 if on_gpu else 64)
+        """Requests that are computed at a time; others wait."""
         max_prefill_tokens = max_prefill_tokens or (16_384 if on_gpu else 2048)
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
         fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)

@@ -36,6 +36,10 @@ class EngineSnapshot:
     def version(self) -> int:
         return self.engine.version
 
+    @property
+    def max_sequences(self) -> int:
+        return self.engine.max_sequences
+
     @torch.no_grad()
     def take_snapshot(self, version: int) -> None:
         """Copy the current live weights. Call it between two updates, not during one."""

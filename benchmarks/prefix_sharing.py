@@ -142,7 +142,9 @@ def main() -> None:
     print(f"{args.model}, {where}, torch {torch.__version__}, at most {args.budget} tokens in a micro-batch\n")
     print("             expected          ratio   goal  tok/s shared  apart  GB shared  apart   gradient")
     print("workload    tokens  attention                                                   differs")
-    for name, items in workloads(args.groups, SHAPES[args.model]().config.vocab_size, args.only).items():
+    with torch.device("meta"):  # for its vocabulary alone
+        vocab = SHAPES[args.model]().config.vocab_size
+    for name, items in workloads(args.groups, vocab, args.only).items():
         print(compare(args, name, items), flush=True)
 
 

@@ -42,7 +42,7 @@ def read_chunk(
     num_rows, vocab = logits_CV.shape
     normaliser_C, logps_C, entropy_C = torch.empty(3, num_rows, device=logits_CV.device)
     _read_kernel[(num_rows,)](
-        logits_CV, targets_C, scale_C, normaliser_C, logps_C, entropy_C, vocab, logits_CV.stride(0),
+        logits_CV, targets_C, scale_C.contiguous(), normaliser_C, logps_C, entropy_C, vocab, logits_CV.stride(0),
         SIZE=4096, WITH_ENTROPY=with_entropy, num_warps=8,
     )  # fmt: skip
     return normaliser_C, logps_C, entropy_C if with_entropy else None
@@ -76,9 +76,10 @@ def slope_in_place(
 ) -> Tensor:
     """Replace a chunk's raw logits by their gradient. `of_entropy`: (entropies, their gradients)."""
     num_rows, vocab = logits_CV.shape
-    entropies, entropy_grads = of_entropy if of_entropy is not None else (scale_C, scale_C)
+    # The gradient of a sum is one number with stride 0; the kernel reads one per row.
+    grads = [grad.contiguous() for grad in (grad_logps_C, *(of_entropy or (scale_C, scale_C)))]
     _slope_kernel[(num_rows, triton.cdiv(vocab, 4096))](
-        logits_CV, targets_C, scale_C, normaliser_C, grad_logps_C.contiguous(), entropies, entropy_grads, vocab,
-        logits_CV.stride(0), SIZE=4096, WITH_ENTROPY=of_entropy is not None, num_warps=8,
+        logits_CV, targets_C, scale_C.contiguous(), normaliser_C, *grads, vocab, logits_CV.stride(0),
+        SIZE=4096, WITH_ENTROPY=of_entropy is not None, num_warps=8,
     )  # fmt: skip
     return logits_CV

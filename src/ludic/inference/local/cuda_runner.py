@@ -135,17 +135,33 @@ class CUDARunner:
     def prefill(self, chunks: Seq[Chunk]) -> Read:
         """Compute parts of prompts; sample a first token for those that reach the end of their sequence, and give them rows."""
         size = self.pool.block_size
-        tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
-        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-        slots_T = _to_gpu(np.concatenate([_slots(c.sequence.blocks, c.start, c.end, size) for c in chunks]))
+        own = [chunk for chunk in chunks if chunk.source is None]
+        tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in own])
+        positions = np.concatenate([np.arange(c.start, c.end) for c in own])
+        slots_T = _to_gpu(np.concatenate([_slots(c.sequence.blocks, c.start, c.end, size) for c in own]))
         everything = None
-        if any(chunk.start for chunk in chunks):
-            everything = _to_gpu(np.concatenate([_slots(c.sequence.blocks, 0, c.end, size) for c in chunks]))
-        state = PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in chunks])
-        ends = np.cumsum([chunk.length for chunk in chunks]) - 1
-        ready = [i for i, chunk in enumerate(chunks) if chunk.reaches_the_end]
+        if any(chunk.start for chunk in own):
+            everything = _to_gpu(np.concatenate([_slots(c.sequence.blocks, 0, c.end, size) for c in own]))
+        state = PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in own])
+        ends = np.cumsum([chunk.length for chunk in own]) - 1
+        ready = [i for i, chunk in enumerate(own) if chunk.reaches_the_end]
         logits_NV = self._forward(tokens, positions, state, ends[ready], slots_T)
-        return self._sample_first(logits_NV, [chunks[i].sequence for i in ready])
+        ended = [chunk for chunk in chunks if chunk.reaches_the_end]
+        if len(ended) > len(ready):
+            logits_of = {own[i].sequence.number: number for number, i in enumerate(ready)}
+            self._copy_last_blocks([(chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None])
+            where = np.array([logits_of[(chunk.source or chunk.sequence).number] for chunk in ended])
+            logits_NV = logits_NV.index_select(0, _to_gpu(where))
+        return self._sample_first(logits_NV, [chunk.sequence for chunk in ended])
+
+    def _copy_last_blocks(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
+        """Copy what follows the last full block, which sequences with equal tokens share."""
+        size, found = self.pool.block_size, []
+        for source, copy in pairs:
+            end = len(copy.tokens)
+            start = end - end % size
+            found.append([_slots(source.blocks, start, end, size), _slots(copy.blocks, start, end, size)])
+        self.pool.copy(*_to_gpu(np.concatenate(found, axis=1)))
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:

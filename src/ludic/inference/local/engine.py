@@ -130,7 +130,7 @@ class LocalEngine:
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
         fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
         pool_blocks = num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
-        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=8 if on_gpu else 1, copies_prompts=not on_gpu)
+        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=8 if on_gpu else 1)
         self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
         self._scheduler.version = version
         self._runner: Runner | None = None

@@ -26,7 +26,7 @@ class Limits:
     max_rounds: int = 1
     """Decoding rounds per step. More than one saves host time on a GPU; a sequence that stops in between wastes the rest of
     its rounds."""
-    copies_prompts: bool = False
+    copies_prompts: bool = True
     """Whether the runner computes equal prompts of one step once and samples from the same logits."""
 
 
@@ -85,6 +85,10 @@ class Scheduler:
             self._admit_waiting(in_prompt, plan, budget)
         if decoding:
             self._plan_decoding(decoding, plan)
+        if plan.needs_reading:  # the next plan may compute the sources of copies elsewhere
+            for chunk in plan.prefill:
+                if chunk.source is not None:
+                    self._return(chunk.sequence)
         return plan
 
     # --- prompts ---
@@ -208,15 +212,19 @@ class Scheduler:
                 return
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
-        del self.running[victim.number]
-        self.pool.give_back(victim.blocks)
-        victim.forget_computed()
-        place = next((i for i, other in enumerate(self.waiting) if other.number > victim.number), len(self.waiting))
-        self.waiting.insert(place, victim)
+        self._return(victim)
         self.num_preemptions += 1
         plan.preempted.append(victim)
         plan.prefill = [chunk for chunk in plan.prefill if chunk.sequence is not victim]
         assert all(chunk.source is not victim for chunk in plan.prefill), "copies are younger than their source"
+
+    def _return(self, sequence: Sequence) -> None:
+        """Put a running sequence back among the waiting ones, in its place by number."""
+        del self.running[sequence.number]
+        self.pool.give_back(sequence.blocks)
+        sequence.forget_computed()
+        place = next((i for i, other in enumerate(self.waiting) if other.number > sequence.number), len(self.waiting))
+        self.waiting.insert(place, sequence)
 
     # --- common ---
 

@@ -167,69 +167,52 @@ def _log_exponentials(key, candidates):
     return tl.log(-tl.log(uniform))
 
 
-# A row of logits is drawn in two launches: one program per part of the vocabulary, then one program per row. A single
-# program per row would leave most of the GPU idle at small batches.
+# A row of logits is drawn in two launches: the chunks of the vocabulary, by many programs, then the race between them, by one
+# program per row. A single program per row would leave most of the GPU idle at small batches.
 _PART_CHUNKS = 32
 
 
 @triton.jit
-def _sample_part_kernel(
-    logits, seeds, lengths, temperatures, highs, totals, tops, scores, winners, V, stride, num_parts,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+def _sum_chunks_kernel(
+    logits, temperatures, highs, sums, V, stride, num_slots, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Over one part of the vocabulary: the highest logit and its chunk, the sum of exponentials, the race's winning chunk."""
+    """The highest logit of each chunk, and the sum of exponentials relative to it."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     inverse = tl.where(temperature <= 0.0, 1.0, 1.0 / tl.maximum(temperature, 1e-6))
-    c, w = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
-    chunks = part * CHUNKS + c
-    index = chunks[:, None] * CHUNK + w[None, :]
+    chunks = part * CHUNKS + tl.arange(0, CHUNKS)
+    index = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
     chunk_highs = tl.max(x, 1)
     # If all logits of a chunk are -inf, subtract 0: -inf minus -inf would be NaN. With NaN or +inf in it the sum is NaN.
     base = tl.where(chunk_highs == float("-inf"), 0.0, chunk_highs)
-    sums = tl.sum(tl.exp2((x - base[:, None]) * _LOG2E), 1)
-    is_broken = sums != sums
-    num_broken = tl.sum(is_broken.to(tl.int32), 0)
-    sums = tl.where(is_broken, 0.0, sums)
-    chunk_highs = tl.where(is_broken, float("-inf"), chunk_highs)
-    high, top = tl.max(chunk_highs, 0, return_indices=True)
-    total = tl.sum(tl.where(sums > 0.0, sums * tl.exp2((chunk_highs - high) * _LOG2E), 0.0), 0)
-    key = _derive(tl.load(seeds + row).to(tl.uint64), tl.load(lengths + row).to(tl.uint64))
-    noise = _log_exponentials(key, (-1 - chunks).to(tl.int64))
-    chunk_scores = tl.where(sums > 0.0, base.to(tl.float64) + tl.log(sums.to(tl.float64)) - noise, float("-inf"))
-    score, winner = tl.max(chunk_scores, 0, return_indices=True)
-    place = row * num_parts + part
-    tl.store(highs + place, high)
-    tl.store(totals + place, tl.where(num_broken > 0, float("nan"), total))
-    tl.store(tops + place, part * CHUNKS + top)
-    tl.store(scores + place, score)
-    tl.store(winners + place, part * CHUNKS + winner)
+    tl.store(highs + row * num_slots + chunks, chunk_highs)
+    tl.store(sums + row * num_slots + chunks, tl.sum(tl.exp2((x - base[:, None]) * _LOG2E), 1))
 
 
 @triton.jit
-def _sample_row_kernel(
-    logits, seeds, lengths, temperatures, highs, totals, tops, scores, winners, tokens, logprobs, V, stride, num_parts,
+def _draw_kernel(
+    logits, seeds, lengths, temperatures, highs, sums, tokens, logprobs, V, stride, num_slots,
     rounds, out_stride, next_tokens, positions, slots, tables, table_stride,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ADVANCE: tl.constexpr,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ADVANCE: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of a row and draw the token. With ADVANCE: write it to this round's output and prepare the next round."""
+    """Draw a row's chunk and its token. With ADVANCE: write it to this round's output and prepare the next round."""
     row = tl.program_id(0).to(tl.int64)
     temperature, length = tl.load(temperatures + row), tl.load(lengths + row)
     is_greedy = temperature <= 0.0
     inverse = tl.where(is_greedy, 1.0, 1.0 / tl.maximum(temperature, 1e-6))
     key = _derive(tl.load(seeds + row).to(tl.uint64), length.to(tl.uint64))
-    p, w = tl.arange(0, PARTS), tl.arange(0, CHUNK)
-    places, there = row * num_parts + p, p < num_parts
-    part_highs = tl.load(highs + places, mask=there, other=float("-inf"))
-    part_totals = tl.load(totals + places, mask=there, other=0.0)
-    part_scores = tl.load(scores + places, mask=there, other=float("-inf"))
-    num_broken = tl.sum((part_totals != part_totals).to(tl.int32), 0)
-    high, which = tl.max(part_highs, 0, return_indices=True)
-    top = tl.sum(tl.where(p == which, tl.load(tops + places, mask=there, other=0), 0), 0)
-    total = tl.sum(tl.where(part_totals > 0.0, part_totals * tl.exp2((part_highs - high) * _LOG2E), 0.0), 0)
-    _, which = tl.max(part_scores, 0, return_indices=True)
-    winner = tl.sum(tl.where(p == which, tl.load(winners + places, mask=there, other=0), 0), 0)
+    c, w = tl.arange(0, SLOTS), tl.arange(0, CHUNK)
+    chunk_highs = tl.load(highs + row * num_slots + c, mask=c < num_slots, other=float("-inf"))
+    chunk_sums = tl.load(sums + row * num_slots + c, mask=c < num_slots, other=0.0)
+    num_broken = tl.sum((chunk_sums != chunk_sums).to(tl.int32), 0)
+    is_usable = chunk_sums > 0.0
+    chunk_highs = tl.where(is_usable, chunk_highs, float("-inf"))
+    high, top = tl.max(chunk_highs, 0, return_indices=True)
+    total = tl.sum(tl.where(is_usable, chunk_sums * tl.exp2((chunk_highs - high) * _LOG2E), 0.0), 0)
+    noise = _log_exponentials(key, (-1 - c).to(tl.int64))
+    scores = chunk_highs.to(tl.float64) + tl.log(tl.where(is_usable, chunk_sums, 1.0).to(tl.float64)) - noise
+    _, winner = tl.max(tl.where(is_usable, scores, float("-inf")), 0, return_indices=True)
     chunk = tl.where(is_greedy, top, winner)
     index = chunk * CHUNK + w
     x = tl.load(logits + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32) * inverse
@@ -303,10 +286,10 @@ def _sample(
 ) -> None:  # fmt: skip
     num_rows, vocab = logits_NV.shape
     num_parts = triton.cdiv(vocab, _PART_CHUNKS * CHUNK)
-    new = lambda dtype: torch.empty(num_rows * num_parts, dtype=dtype, device=logits_NV.device)  # noqa: E731
-    parts = (new(torch.float32), new(torch.float32), new(torch.int32), new(torch.float64), new(torch.int32))
-    _sample_part_kernel[(num_rows, num_parts)](
-        logits_NV, seeds, lengths, temperatures, *parts, vocab, logits_NV.stride(0), num_parts,
+    num_slots = num_parts * _PART_CHUNKS
+    highs, sums = torch.empty(2, num_rows * num_slots, dtype=torch.float32, device=logits_NV.device)
+    _sum_chunks_kernel[(num_rows, num_parts)](
+        logits_NV, temperatures, highs, sums, vocab, logits_NV.stride(0), num_slots,
         CHUNK=CHUNK, CHUNKS=_PART_CHUNKS, num_warps=4,
     )  # fmt: skip
     # Without rows the last arguments are not used; a kernel still needs tensors in their place.
@@ -314,9 +297,9 @@ def _sample(
     if rows is not None:
         tables = rows.tables
         state = (rows.rounds, tokens.stride(0), rows.tokens, rows.positions, rows.slots, tables, tables.stride(0))
-    _sample_row_kernel[(num_rows,)](
-        logits_NV, seeds, lengths, temperatures, *parts, tokens, logprobs, vocab, logits_NV.stride(0), num_parts, *state,
-        CHUNK=CHUNK, PARTS=triton.next_power_of_2(num_parts), BLOCK_SIZE=block_size, ADVANCE=rows is not None, num_warps=1,
+    _draw_kernel[(num_rows,)](
+        logits_NV, seeds, lengths, temperatures, highs, sums, tokens, logprobs, vocab, logits_NV.stride(0), num_slots, *state,
+        CHUNK=CHUNK, SLOTS=triton.next_power_of_2(num_slots), BLOCK_SIZE=block_size, ADVANCE=rows is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -364,39 +347,34 @@ def silu_mul(gate_up_TN: Tensor) -> Tensor:
 
 @triton.jit
 def _row_product_kernel(
-    x, weight, out, bias, residual, norm, epsilon, N,
+    x, weight, out, bias, norm, epsilon, N,
     K: tl.constexpr, K_STEP: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, K_STEP)
     n_ok = n < N
     dtype = out.dtype.element_ty
-    scale = 1.0
-    if HAS_NORM:
-        squares = tl.zeros([K_STEP], tl.float32)
-        for start in range(0, K, K_STEP):
-            part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-            squares += part * part
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     total = tl.zeros([ROWS, K_STEP], tl.float32)
     gated = tl.zeros([ROWS, K_STEP], tl.float32)
     for start in range(0, K, K_STEP):
         k_ok = start + k < K
-        part = tl.load(x + start + k, mask=k_ok, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            weights = tl.load(norm + start + k, mask=k_ok, other=0.0).to(tl.float32)
-            part = ((part * scale).to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
-        where = n.to(tl.int64)[:, None] * K + (start + k)[None, :]
         ok = n_ok[:, None] & k_ok[None, :]
-        total += tl.load(weight + where, mask=ok, other=0.0).to(tl.float32) * part[None, :]
+        where = weight + n.to(tl.int64)[:, None] * K + (start + k)[None, :]
+        part_of_weight = tl.load(where, mask=ok, other=0.0)  # first: everything else comes from the cache
         if IS_GATED:
-            up = tl.load(weight + N.to(tl.int64) * K + where, mask=ok, other=0.0).to(tl.float32)
-            gated += up * part[None, :]
+            up = tl.load(where + N.to(tl.int64) * K, mask=ok, other=0.0)
+        part = tl.load(x + start + k, mask=k_ok, other=0.0).to(tl.float32)
+        if HAS_NORM:  # one loop takes the whole row
+            scaled = (part * tl.rsqrt(tl.sum(part * part, 0) / K + epsilon)).to(dtype).to(tl.float32)
+            part = (scaled * tl.load(norm + k, mask=k_ok, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        total += part_of_weight.to(tl.float32) * part[None, :]
+        if IS_GATED:
+            gated += up.to(tl.float32) * part[None, :]
     result = tl.sum(total, 1)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n_ok, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        result += tl.load(residual + n, mask=n_ok, other=0.0).to(tl.float32)
+    if ADDS:
+        result += tl.load(out + n, mask=n_ok, other=0.0).to(tl.float32)
     if IS_GATED:
         gate = result.to(dtype).to(tl.float32)
         active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -413,6 +391,8 @@ def row_product(
     norm: tuple[Tensor, float] | None = None,
     add_to: Tensor | None = None,
     is_gated: bool = False,
+    rows: int = 1,
+    num_warps: int = 4,
 ) -> Tensor:
     """A linear layer for a single row, where reading the weight is all that counts.
 
@@ -421,13 +401,12 @@ def row_product(
     num_out, size = weight_NK.shape
     num_out //= 2 if is_gated else 1
     out = add_to if add_to is not None else torch.empty(1, num_out, dtype=x_1K.dtype, device=x_1K.device)
-    # Enough programs to keep all of the memory busy.
-    rows = 8 if num_out >= 8192 else 4 if num_out >= 4096 else 2
     weight_of_norm, epsilon = norm if norm is not None else (x_1K, 0.0)
+    whole = triton.next_power_of_2(size)
     _row_product_kernel[(triton.cdiv(num_out, rows),)](
-        x_1K, weight_NK, out, bias_N if bias_N is not None else x_1K, out, weight_of_norm, epsilon, num_out,
-        K=size, K_STEP=min(1024, triton.next_power_of_2(size)), ROWS=rows, HAS_BIAS=bias_N is not None,
-        HAS_RESIDUAL=add_to is not None, HAS_NORM=norm is not None, IS_GATED=is_gated, num_warps=4,
+        x_1K, weight_NK, out, bias_N if bias_N is not None else x_1K, weight_of_norm, epsilon, num_out,
+        K=size, K_STEP=whole if norm is not None else min(2048, whole), ROWS=rows, HAS_BIAS=bias_N is not None,
+        ADDS=add_to is not None, HAS_NORM=norm is not None, IS_GATED=is_gated, num_warps=num_warps,
     )  # fmt: skip
     return out
 

@@ -362,13 +362,14 @@ def test_every_sequence_gets_all_tokens_under_random_events(
     num_blocks=st.integers(6, 30),
     max_prefill_tokens=st.integers(1, 40),
     stop_at=st.integers(1, 12),
+    shares=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
 def test_plans_launched_before_the_last_tokens_are_read_sample_the_same_tokens(
-    lengths, num_blocks, max_prefill_tokens, stop_at
+    lengths, num_blocks, max_prefill_tokens, stop_at, shares
 ):
-    scheduler = make_scheduler(num_blocks, max_prefill_tokens=max_prefill_tokens, max_rounds=4)
-    sequences = [make_sequence(number, *lengths[number]) for number in range(len(lengths))]
+    scheduler = make_scheduler(num_blocks, max_prefill_tokens=max_prefill_tokens, max_rounds=4, copies_prompts=True)
+    sequences = [make_sequence(i, [5] * n if shares else n, num_new) for i, (n, num_new) in enumerate(lengths)]
     add(scheduler, *sequences)
     unread: list[tuple[Sequence, int]] = []
     for _ in range(4000):

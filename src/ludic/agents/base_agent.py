@@ -6,7 +6,7 @@ protocol connects it with an environment.
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,7 +188,8 @@ class Agent:
                 raise
             return AgentActResult(steps)  # keep the sampled steps; the protocol sees that there is no action
         self._remember(call)
-        return AgentActResult([*steps, self._action_step(call)])
+        steps.append(self._action_step(call))
+        return AgentActResult(steps)
 
     async def _make_room(
         self, inference: InferenceSpec | None, sampling_seed: int | None, timeout_s: float | None
@@ -214,19 +215,23 @@ class Agent:
         timeout_s: float | None,
         tools: ToolSchemas | None = None,
     ) -> ModelCall:
-        inference = self._within_budget(inference or _DEFAULT_INFERENCE)
+        inference = inference or _DEFAULT_INFERENCE
+        if self._tokens_left is not None:
+            inference = self._within_budget(inference, self._tokens_left)
+        sampling = inference.sampling
         prompt = self._conversation.next_prompt(self.ctx.on_before_act(), tools=tools)
         self._check_prompt(prompt)
         request = TokenCompletionRequest(
             model=self.model,
             prompt_token_ids=prompt.token_ids,
             prompt_text=prompt.text,
-            sampling=inference.sampling,
+            sampling=sampling,
             return_=inference.return_,
             seed=sampling_seed,
             extensions=inference.extensions,
         )
-        response, client_info = await self._ask_client(request, timeout_s)
+        answer = self.client.complete_tokens(request)
+        response, client_info = await (answer if timeout_s is None else self._in_time(answer, timeout_s))
         self._check_response(request, response)
         untrainable_sampling = require_trainable_reply(request, response)
         if self._tokens_left is not None:
@@ -237,7 +242,7 @@ class Agent:
             completion_logprobs=response.completion_logprobs,
             finish_reason=response.finish_reason,
             version_runs=response.version_runs,
-            temperature=inference.sampling.temperature,
+            temperature=sampling.temperature,
             candidates=response.candidates,
             untrainable_sampling=untrainable_sampling,
         )
@@ -251,10 +256,10 @@ class Agent:
             response = replace(response, text=self.chat_template.reply_prefix + response.text)
         return ModelCall(response=response, trace=trace, messages=prompt.messages, info=info)
 
-    def _within_budget(self, inference: InferenceSpec) -> InferenceSpec:
-        if self._tokens_left is None:
-            return inference
-        left, sampling = self._tokens_left, inference.sampling
+    @staticmethod
+    def _within_budget(inference: InferenceSpec, left: int) -> InferenceSpec:
+        """The inference with `max_tokens` cut to the tokens that the agent may still sample."""
+        sampling = inference.sampling
         if sampling.max_tokens <= left:
             return inference
         if left <= 0:
@@ -262,10 +267,9 @@ class Agent:
         capped = replace(sampling, max_tokens=left, min_tokens=min(left, sampling.min_tokens))
         return replace(inference, sampling=capped)
 
-    async def _ask_client(self, request: TokenCompletionRequest, timeout_s: float | None) -> tuple[ChatResponse, Info]:
-        answer = self.client.complete_tokens(request)
-        if timeout_s is None:
-            return await answer
+    async def _in_time(
+        self, answer: Awaitable[tuple[ChatResponse, Info]], timeout_s: float
+    ) -> tuple[ChatResponse, Info]:
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
@@ -308,8 +312,15 @@ class Agent:
             info = {**info, "incomplete_completion": True}
             result = ParseResult(None, self.incomplete_completion_penalty, self.incomplete_completion_feedback)
         else:
-            result = self._parse(call.text)
-        return self._step(call, loop_index=loop_index, parse_result=result, info=info)
+            result = self._parse(call.response.text)
+        return AgentActStep(
+            prompt_messages=call.messages,
+            action=call.response.text,
+            trace=call.trace,
+            parse_result=result,
+            loop_index=loop_index,
+            info=info,
+        )
 
     def _is_cut_off(self, call: ModelCall) -> bool:
         return self.reject_incomplete_completions and call.trace.finish_reason == "length"

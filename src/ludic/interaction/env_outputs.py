@@ -3,6 +3,7 @@
 import json
 import numbers
 from collections.abc import Collection, Mapping
+from typing import TypeAlias
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Inf
         raise EnvContractError(
             f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation text, info dict)."
         )
-    where = f"{type(env).__name__}.reset gave {agent_id!r}"
+    where = (env, "reset", agent_id)
     return _plain_obs(first[0], where), _plain_info(first[1], where)
 
 
@@ -46,7 +47,7 @@ def check_outcomes(
     env: AnyEnv, outcomes: Mapping[str, StepOutcome], actions: Collection[str]
 ) -> Mapping[str, StepOutcome]:
     """The result of `env.step`, checked to hold an outcome for every agent that acted; other agents are optional."""
-    if not isinstance(outcomes, Mapping) or not outcomes.keys() >= set(actions):
+    if not isinstance(outcomes, dict | Mapping) or any(agent_id not in outcomes for agent_id in actions):
         got = sorted(map(str, outcomes)) if isinstance(outcomes, Mapping) else type(outcomes).__name__
         raise EnvContractError(
             f"{type(env).__name__}.step must return an outcome for every agent that acted, {sorted(actions)}; it returned {got}."
@@ -62,74 +63,90 @@ def outcome_for(env: AnyEnv, agent_id: str, outcomes: Mapping[str, StepOutcome])
             f"{type(env).__name__}.step returned {type(outcome).__name__} for {agent_id!r}; "
             "it must be a StepOutcome(obs, reward, truncated, terminated, info)."
         )
-    where = f"{type(env).__name__}.step gave {agent_id!r}"
+    where = (env, "step", agent_id)
     return StepOutcome(
         _plain_obs(outcome.obs, where),
         _plain_reward(outcome.reward, where),
-        truncated=_plain_flag(outcome.truncated, "truncated", where),
-        terminated=_plain_flag(outcome.terminated, "terminated", where),
-        info=_plain_info(outcome.info, where),
-        trace=outcome.trace,
+        _plain_flag(outcome.truncated, "truncated", where),
+        _plain_flag(outcome.terminated, "terminated", where),
+        _plain_info(outcome.info, where),
+        outcome.trace,
     )
 
 
-def _plain_obs(obs: object, where: str) -> str:
+_Place: TypeAlias = tuple[AnyEnv, str, str]
+"""Env, method and agent id, for error messages."""
+
+
+def _gave(where: _Place) -> str:
+    env, method, agent_id = where
+    return f"{type(env).__name__}.{method} gave {agent_id!r}"
+
+
+def _plain_obs(obs: object, where: _Place) -> str:
     if not isinstance(obs, str):
-        raise EnvContractError(f"{where} obs={obs!r:.200} ({type(obs).__name__}); an observation is text.")
+        raise EnvContractError(f"{_gave(where)} obs={obs!r:.200} ({type(obs).__name__}); an observation is text.")
     if len(obs) > MAX_OBS_CHARS:
         raise EnvContractError(
-            f"{where} an observation of {len(obs):,} characters, {obs[:40]!r}…; at most {MAX_OBS_CHARS:,} are read. Shorten it."
+            f"{_gave(where)} an observation of {len(obs):,} characters, {obs[:40]!r}…; at most {MAX_OBS_CHARS:,} are read. "
+            "Shorten it."
         )
-    return encodable(str.__str__(obs))
+    return obs if type(obs) is str and obs.isascii() else encodable(str.__str__(obs))
 
 
-def _plain_reward(reward: object, where: str) -> float:
+def _plain_reward(reward: object, where: _Place) -> float:
     if type(reward) is float and -MAX_REWARD <= reward <= MAX_REWARD:
         return reward
     number = reward.item() if isinstance(reward, np.generic) else reward
     is_number = isinstance(number, numbers.Real)
     if not is_number or not -MAX_REWARD <= number <= MAX_REWARD:  # type: ignore[operator]  # false for NaN
         raise EnvContractError(
-            f"{where} reward={reward!r:.200} ({type(reward).__name__}); a reward is a finite number, at most {MAX_REWARD:g} "
+            f"{_gave(where)} reward={reward!r:.200} ({type(reward).__name__}); a reward is a finite number, at most {MAX_REWARD:g} "
             "in size: larger ones overflow where advantages are computed."
         )
     return float(number)  # type: ignore[arg-type]
 
 
-def _plain_flag(flag: object, name: str, where: str) -> bool:
+def _plain_flag(flag: object, name: str, where: _Place) -> bool:
     if flag is True or flag is False:
         return flag
     if isinstance(flag, np.bool_ | int) and flag in (0, 1):
         return bool(flag)
-    raise EnvContractError(f"{where} {name}={flag!r:.200} ({type(flag).__name__}); it is True or False.")
+    raise EnvContractError(f"{_gave(where)} {name}={flag!r:.200} ({type(flag).__name__}); it is True or False.")
 
 
-def _plain_info(info: object, where: str) -> Info:
+def _plain_info(info: object, where: _Place) -> Info:
     if not isinstance(info, dict):
-        raise EnvContractError(f"{where} info={info!r:.200} ({type(info).__name__}); info is a dict.")
-    if len(info) < 100 and all(map(_is_plain_fact, info, info.values())):
+        raise EnvContractError(f"{_gave(where)} info={info!r:.200} ({type(info).__name__}); info is a dict.")
+    if len(info) < 100 and _is_plain(info):
         return dict(info)
     try:
         text = _TO_JSON.encode(info)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvContractError(
-            f"{where} an info that is not JSON: {str(error).rstrip('.')}. Info holds text, finite numbers, None, and lists and "
-            "dicts of them."
+            f"{_gave(where)} an info that is not JSON: {str(error).rstrip('.')}. Info holds text, finite numbers, None, and "
+            "lists and dicts of them."
         ) from error
     if len(text) > MAX_INFO_CHARS:
         raise EnvContractError(
-            f"{where} an info of {len(text):,} characters of JSON; at most {MAX_INFO_CHARS:,} are kept. Its keys: "
+            f"{_gave(where)} an info of {len(text):,} characters of JSON; at most {MAX_INFO_CHARS:,} are kept. Its keys: "
             f"{list(info)!r:.200}."
         )
     plain: Info = json.loads(encodable(text))
     return plain
 
 
-def _is_plain_fact(key: object, value: object) -> bool:
-    """True for short texts, 64-bit ints, bools and None, which need no conversion; most infos hold nothing else."""
-    kind = type(value)
-    if type(key) is not str or not key.isascii() or len(key) > 100:
-        return False
-    if kind is str:
-        return value.isascii() and len(value) < 1000  # type: ignore[attr-defined,arg-type]
-    return value is None or kind is bool or (kind is int and -(2**63) <= value < 2**63)  # type: ignore[operator]
+def _is_plain(info: Info) -> bool:
+    """True if the info holds only short texts, 64-bit ints, bools and None, which need no conversion; most do."""
+    for key, value in info.items():
+        if type(key) is not str or not key.isascii() or len(key) > 100:
+            return False
+        if value is None or value is True or value is False:
+            continue
+        kind = type(value)
+        if kind is str:
+            if not value.isascii() or len(value) >= 1000:
+                return False
+        elif kind is not int or not -(2**63) <= value < 2**63:
+            return False
+    return True

@@ -95,6 +95,7 @@ class AgentSession:
     retired: StopReason | None = None
     """Why the agent takes no more turns, while the episode goes on."""
     _rollout: Rollout = field(init=False)
+    _steps: list[Step] = field(init=False)
     _num_acts: int = 0
     _num_turns: int = 0
     _open: _Transition | None = None
@@ -106,10 +107,7 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._rollout = self.collector.rollout(self.agent_id)
         self._rollout.meta.update(agent_name=self.agent.name, model=self.agent.model)
-
-    @property
-    def _steps(self) -> list[Step]:
-        return self._rollout.steps
+        self._steps = self._rollout.steps
 
     @property
     def finished(self) -> bool:
@@ -140,14 +138,19 @@ class AgentSession:
         self._show_unseen()
         turn = TurnResult(id=self._next_turn_id())
         for round_index in range(self.max_external_rounds + 1):
+            seed = None if self.sampling_seed is None else derive_seed(self.sampling_seed, self._num_acts)
+            self._num_acts += 1
             try:
-                final = await self._act(turn)
+                result = await self.agent.act(self.inference, seed, self.timeout_s)
             except OutOfRoom as error:
                 if not self._steps:
                     raise  # the first prompt does not fit: a mistake in the set-up
                 is_spent = isinstance(error, TokenBudgetSpent)
                 turn.out_of_room = StopReason.TOKEN_BUDGET if is_spent else StopReason.CONTEXT_FULL
                 return turn
+            for act_step in result.steps:
+                turn.source = self._log_agent_step(turn, act_step)
+            final = result.steps[-1]
             if final.action_target != "external":
                 self._read_action(turn, final)
                 return turn
@@ -155,16 +158,8 @@ class AgentSession:
         turn.feedback = f"Too many external tool calls in one turn ({self.max_external_rounds}). Act without them."
         return turn
 
-    async def _act(self, turn: TurnResult) -> AgentActStep:
-        seed = None if self.sampling_seed is None else derive_seed(self.sampling_seed, self._num_acts)
-        self._num_acts += 1
-        result = await self.agent.act(self.inference, seed, self.timeout_s)
-        for act_step in result.steps:
-            turn.source = self._log_agent_step(turn, act_step)
-        return result.final_step
-
     def _log_agent_step(self, turn: TurnResult, act: AgentActStep) -> AgentStep:
-        parsed = act.parse_result
+        parsed, step_ids, number = act.parse_result, turn.step_ids, len(self._steps)
         reward, _ = split_parser_reward(parsed)
         info = dict(act.info)
         if act.action_target == "env":
@@ -173,23 +168,23 @@ class AgentSession:
             if failed:
                 info["parse_feedback_obs"] = (parsed.obs if parsed else None) or _NO_REPLY_READ
         step = AgentStep(
-            index=len(self._steps),
+            index=number,
             prompt_messages=act.prompt_messages,
             action=act.action,
             trace=act.trace,
             action_target=act.action_target,
-            loop_index=len(turn.step_ids),
+            loop_index=len(step_ids),
             reward=reward,
             info=info,
             reward_components={"parser": reward} if reward else {},
-            id=self._next_step_id(),
+            id=f"{self._rollout.id}.{number}",
             turn_id=turn.id,
-            parent_id=turn.step_ids[-1] if turn.step_ids else None,
+            parent_id=step_ids[-1] if step_ids else None,
             tool_calls=act.tool_calls,
             tool_results=act.tool_results,
         )
         self._steps.append(step)
-        turn.step_ids.append(step.id)
+        step_ids.append(step.id)
         return step
 
     def _read_action(self, turn: TurnResult, final: AgentActStep) -> None:
@@ -249,9 +244,11 @@ class AgentSession:
             self._open = _Transition(turn=turn, prev_obs=self._last_obs)
         transition = self._open
         transition.reward += outcome.reward
-        # The info of the agent's own move, completed by new facts from later moves (the result).
-        own = {key: value for key, value in transition.info.items() if value is not None}
-        transition.info = {**outcome.info, **own} if own else outcome.info
+        if transition.info:  # of the agent's own move, completed by new facts from later moves (the result)
+            own = {key: value for key, value in transition.info.items() if value is not None}
+            transition.info = {**outcome.info, **own}
+        else:
+            transition.info = outcome.info
         transition.last_obs = outcome.obs
         transition.ts_ns = time.time_ns()
         if outcome.terminated:
@@ -315,18 +312,20 @@ class AgentSession:
         is_truncated = stop is not None and stop.is_truncation
         turn = transition.turn or TurnResult(id=self._next_turn_id())
         source = turn.source
-        client_info = {} if source is None else {k: v for k, v in source.info.items() if k == "finish_reason"}
+        client_info: Info = {}
+        if source is not None and "finish_reason" in source.info:
+            client_info["finish_reason"] = source.info["finish_reason"]
         extra: Info = {}
         if stop is not None:
             extra["final_obs"] = transition.last_obs
             if is_truncated:
                 extra["truncation_reason"] = stop.value
-        components = {"env": transition.reward}
+        components, number = {"env": transition.reward}, len(self._steps)
         if turn.parser_reward:
             components["parser"] = turn.parser_reward
         self._steps.append(
             EnvironmentStep(
-                index=len(self._steps),
+                index=number,
                 prev_obs=transition.prev_obs,
                 action=source.action if source else "",
                 parsed_action=turn.action,
@@ -339,15 +338,12 @@ class AgentSession:
                 trace=source.trace if source else None,
                 info=merge_step_info(client_info, transition.info, extra),
                 reward_components=components,
-                id=self._next_step_id(),
+                id=f"{self._rollout.id}.{number}",
                 ts_ns=transition.ts_ns,
                 turn_id=turn.id,
                 parent_id=source.id if source else None,
             )
         )
-
-    def _next_step_id(self) -> str:
-        return f"{self._rollout.id}.{len(self._steps)}"
 
     def _next_turn_id(self) -> str:
         self._num_turns += 1

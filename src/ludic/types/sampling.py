@@ -199,7 +199,7 @@ class TokenCompletionRequest:
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = token_array(self.prompt_token_ids, "prompt_token_ids")
-        if self.seed is not None and not isinstance(self.seed, (int, np.integer)):
+        if self.seed is not None and type(self.seed) is not int and not isinstance(self.seed, (int, np.integer)):
             raise ConfigError(f"TokenCompletionRequest.seed={self.seed!r:.80}; it must be a whole number or None.")
 
 

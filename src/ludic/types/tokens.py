@@ -40,7 +40,7 @@ def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
     """`ids` as int32, or a TypeError that names the field."""
     if type(ids) is np.ndarray and ids.dtype is _INT32 and ids.ndim == 1:
-        return _frozen(ids)
+        return _frozen(ids) if ids.flags.writeable else ids
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be a list or array of int, got {type(ids).__name__}.")
     if len(ids) == 0:
@@ -244,25 +244,25 @@ class TokenTrace:
         candidates: CandidateSets | None = None,
         untrainable_sampling: str | None = None,
     ) -> None:
-        put = object.__setattr__
-        put(self, "prompt_token_ids", token_array(prompt_token_ids, "prompt_token_ids"))
+        prompt = token_array(prompt_token_ids, "prompt_token_ids")
         completion = token_array(completion_token_ids, "completion_token_ids")
-        put(self, "completion_token_ids", completion)
+        num_tokens = len(completion)
         if completion_logprobs is not None:
             completion_logprobs = float_array(completion_logprobs, "completion_logprobs")
-            if len(completion_logprobs) != len(completion):
+            if len(completion_logprobs) != num_tokens:
                 raise ValueError(
-                    f"TokenTrace has {len(completion)} completion tokens but {len(completion_logprobs)} "
+                    f"TokenTrace has {num_tokens} completion tokens but {len(completion_logprobs)} "
                     "logprobs; ask the client for log-probs of the sampled tokens only."
                 )
+        if candidates is not None and len(candidates) != num_tokens:
+            raise ValueError(f"TokenTrace has {num_tokens} completion tokens but {len(candidates)} candidate sets.")
+        put = object.__setattr__
+        put(self, "prompt_token_ids", prompt)
+        put(self, "completion_token_ids", completion)
         put(self, "completion_logprobs", completion_logprobs)
         put(self, "finish_reason", finish_reason)
-        put(self, "version_runs", _checked_runs(version_runs, len(completion)) if version_runs else ())
+        put(self, "version_runs", _checked_runs(version_runs, num_tokens) if version_runs else ())
         put(self, "temperature", temperature)
-        if candidates is not None and len(candidates) != len(completion):
-            raise ValueError(
-                f"TokenTrace has {len(completion)} completion tokens but {len(candidates)} candidate sets."
-            )
         put(self, "candidates", candidates)
         put(self, "untrainable_sampling", untrainable_sampling)
 
@@ -319,8 +319,8 @@ class TokenTrace:
 
 def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[VersionRun, ...]:
     first = runs[0]
-    if len(runs) == 1 and type(first) is VersionRun and first.length == num_tokens:
-        return (first,)  # one version throughout: the usual case
+    if len(runs) == 1 and type(first) is VersionRun and first.length == num_tokens:  # one version: the usual case
+        return runs if type(runs) is tuple else (first,)
     checked = tuple(VersionRun(int(version), int(length)) for version, length in runs)
     if sum(run.length for run in checked) != num_tokens:
         raise ValueError(

@@ -8,7 +8,7 @@ Rollouts are written as episodes finish; `--resume` continues from them, and the
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.markup import escape
@@ -29,7 +29,8 @@ class Column:
     """One model's evaluation."""
 
     label: str
-    report: EvalReport
+    report: EvalReport = field(repr=False)
+    """Not in the repr, which asyncio.run makes of every result (through signal.getsignal)."""
     seconds: float
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ludic.models.attention import AttentionRules, softcapped_attention
 
-_MAX_WASTE = 1.25
-"""A group holds at most this many times its own tokens after padding."""
+_SHORT = 32
+_MAX_WASTE_SHORT, _MAX_WASTE = 1.25, 1.05
+"""A group holds at most this many times its own tokens after padding. Up to `_SHORT` tokens, a call costs more than padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def length_groups(
     start = first = 0
     for i in range(1, len(lengths) + 1):
         together = lengths[first : i + 1]
-        is_full = i == len(lengths) or max(together) * len(together) > _MAX_WASTE * sum(together)
+        waste = _MAX_WASTE_SHORT if max(together) <= _SHORT else _MAX_WASTE
+        is_full = i == len(lengths) or max(together) * len(together) > waste * sum(together)
         if is_full or (parents is not None and parents[i] != parents[first]):
             members = tuple(lengths[first:i])
             end = start + sum(members)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ludic.models.attention import AttentionRules, softcapped_attention
 from ludic.types import ConfigError
 
-# Letters: T flat tokens, L context length, R rows, H query heads, K key/value heads, D head size, S slots.
+# Letters: T flat tokens, L context length, B spans, H query heads, K key/value heads, D head size, S slots.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +71,9 @@ class Span:
 
 
 KEY_MULTIPLE, QUERY_BLOCK = 32, 32
+_QUERIES_PER_CALL = 64
+"""Queries of a prompt that attend in one call, to the keys up to the last of them: about half of all pairs are masked, and
+most of these are never computed."""
 
 
 def padded_length(num_keys: int) -> int:
@@ -88,8 +91,11 @@ class PrefillState:
 
     def __init__(self, pool: KVPool | None, spans: list[Span], new_slots_T: Tensor | None) -> None:
         self._pool = pool
-        self._spans = spans
         self._new_slots_T = new_slots_T
+        alike: dict[tuple[int, int], list[Span]] = {}
+        for span in spans:
+            alike.setdefault((span.start, _padded_queries(span.end - span.start)), []).append(span)
+        self._groups = [_SpanGroup(spans, num_queries, new_slots_T) for (_, num_queries), spans in alike.items()]
         self.is_plain = True
         """Whether no layer has had a sliding window or soft-capped scores."""
 
@@ -97,43 +103,76 @@ class PrefillState:
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         self.is_plain &= rules.sliding_window is None and rules.softcap is None
-        out_THD = torch.zeros_like(query_THD)
+        keys, values = key_TKD, value_TKD
         if self._pool is not None and self._new_slots_T is not None:
-            self._pool.keys[layer].index_copy_(0, self._new_slots_T, key_TKD)
-            self._pool.values[layer].index_copy_(0, self._new_slots_T, value_TKD)
-        for span in self._spans:
-            here = slice(span.flat, span.flat + span.end - span.start)
-            key, value = key_TKD[here], value_TKD[here]
-            if span.start and self._pool is not None:
-                key = torch.cat([self._pool.keys[layer][span.slots_L], key])
-                value = torch.cat([self._pool.values[layer][span.slots_L], value])
-            query_HTD, key_KLD, value_KLD = (x.transpose(0, 1) for x in (query_THD[here], key, value))
-            num_queries, num_keys = query_HTD.shape[1], key_KLD.shape[1]
-            query_HTD = F.pad(query_HTD, (0, 0, 0, num_queries % QUERY_BLOCK == 1))
-            missing = padded_length(num_keys) - num_keys
-            key_KLD, value_KLD = F.pad(key_KLD, (0, 0, 0, missing)), F.pad(value_KLD, (0, 0, 0, missing))
-            mask = _causal_mask(span, query_HTD.shape[1], key_KLD.shape[1], rules.sliding_window)
-            out_THD[here] = _attend(query_HTD, key_KLD, value_KLD, mask, rules)[:, :num_queries].transpose(0, 1)
+            keys, values = self._pool.keys[layer], self._pool.values[layer]
+            keys.index_copy_(0, self._new_slots_T, key_TKD)
+            values.index_copy_(0, self._new_slots_T, value_TKD)
+        out_THD = torch.zeros_like(query_THD)
+        for group in self._groups:
+            group.attend(query_THD, keys, values, rules, out_THD)
         return out_THD
 
 
-def _causal_mask(span: Span, num_queries: int, num_keys: int, window: int | None) -> Tensor:
-    """Query i of the span sees itself and what precedes it, within the window; padding comes last."""
-    positions_T = torch.arange(span.start, span.start + num_queries)[:, None]
-    positions_L = torch.arange(num_keys)[None]
-    mask = positions_L <= positions_T
-    if window is not None:
-        mask &= positions_L > positions_T - window
-    return mask
+def _padded_queries(num_queries: int) -> int:
+    """A power of two up to a block, then whole blocks: prompts of similar lengths attend together."""
+    if num_queries > QUERY_BLOCK:
+        return -(-num_queries // QUERY_BLOCK) * QUERY_BLOCK
+    return max(2, 1 << (num_queries - 1).bit_length())
 
 
-def _attend(query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, mask: Tensor, rules: AttentionRules) -> Tensor:
+class _SpanGroup:
+    """Spans with one start and about one length, B of them."""
+
+    def __init__(self, spans: list[Span], num_queries: int, new_slots_T: Tensor | None) -> None:
+        self._start, self._num_queries = spans[0].start, num_queries
+        lengths = [span.end - span.start for span in spans]
+        num_keys = padded_length(self._start + num_queries)
+        # Padding repeats tokens of the span: as queries their results are dropped, as keys they are masked.
+        flat = [span.flat + torch.arange(num_queries).clamp_(max=n - 1) for span, n in zip(spans, lengths, strict=True)]
+        self._queries_BT = torch.stack(flat)
+        self._kept_N = (torch.arange(num_queries) < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
+        self._flat_N = self._queries_BT.flatten()[self._kept_N]
+        new = [torch.arange(span.flat, span.flat + n) for span, n in zip(spans, lengths, strict=True)]
+        if new_slots_T is not None:
+            new = [torch.cat([span.slots_L.long(), new_slots_T[own]]) for span, own in zip(spans, new, strict=True)]
+        self._keys_BL = torch.stack([F.pad(own[None], (0, num_keys - len(own)), "replicate")[0] for own in new])
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules, out_THD: Tensor) -> None:
+        query_BHTD = query_THD[self._queries_BT].transpose(1, 2)
+        key_BKLD, value_BKLD = (x[self._keys_BL].transpose(1, 2) for x in (keys, values))
+        mask = self._mask(rules.sliding_window)
+        parts = []
+        for first in range(0, self._num_queries, _QUERIES_PER_CALL):
+            here = slice(first, min(first + _QUERIES_PER_CALL, self._num_queries))
+            seen = slice(padded_length(self._start + here.stop))
+            parts.append(
+                _attend(query_BHTD[:, :, here], key_BKLD[:, :, seen], value_BKLD[:, :, seen], mask[here, seen], rules)
+            )
+        out_BTHD = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
+        out_THD.index_copy_(0, self._flat_N, out_BTHD.flatten(0, 1)[self._kept_N])
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Query i of a span sees itself and what precedes it, within the window; what pads a span comes last."""
+        if window not in self._masks:
+            positions_T = torch.arange(self._start, self._start + self._num_queries)[:, None]
+            positions_L = torch.arange(self._keys_BL.shape[1])[None]
+            mask = positions_L <= positions_T
+            if window is not None:
+                mask &= positions_L > positions_T - window
+            # An additive mask: SDPA would convert a boolean one in every layer.
+            self._masks[window] = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+        return self._masks[window]
+
+
+def _attend(query_BHTD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, mask_TL: Tensor, rules: AttentionRules) -> Tensor:
     if rules.softcap is None:
         out: Tensor = F.scaled_dot_product_attention(
-            query_HTD[None], key_KLD[None], value_KLD[None], attn_mask=mask, scale=rules.scaling, enable_gqa=True
+            query_BHTD, key_BKLD, value_BKLD, attn_mask=mask_TL, scale=rules.scaling, enable_gqa=True
         )
-        return out[0]
-    return softcapped_attention(query_HTD, key_KLD, value_KLD, mask, rules.scaling, rules.softcap)
+        return out
+    return softcapped_attention(query_BHTD, key_BKLD, value_BKLD, mask_TL, rules.scaling, rules.softcap)
 
 
 def free_memory(device: torch.device) -> int:

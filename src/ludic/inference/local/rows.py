@@ -164,6 +164,7 @@ class _PrefixCall:
         most = max(len(prefix.members) for prefix in prefixes)
         self.rows = [row for p in prefixes for row in [*(s.row for s in p.members), *[-1] * (most - len(p.members))]]
         """Row of each query; -1 for padding."""
+        self._is_in_order = self.rows == list(range(len(self.rows)))
         self._rows_N = torch.tensor(self.rows).clamp_(min=0)
         self._where = slice(prefixes[0].row, prefixes[-1].row + 1)
         lengths_P = torch.tensor([prefix.num_in_row for prefix in prefixes])
@@ -177,10 +178,12 @@ class _PrefixCall:
         _, num_kv, group, size = query_RKGD.shape
         key_PKLD, value_PKLD = keys[self._where, :, : self._length], values[self._where, :, : self._length]
         num_prefixes = len(key_PKLD)
-        query_PMKGD = query_RKGD[self._rows_N].view(num_prefixes, -1, num_kv, group, size)
+        query_NKGD = query_RKGD if self._is_whole(query_RKGD) else query_RKGD[self._rows_N]
+        query_PMKGD = query_NKGD.unflatten(0, (num_prefixes, -1))
         query_PKND = query_PMKGD.transpose(1, 2).reshape(num_prefixes, num_kv, -1, size)
         num_queries = query_PKND.shape[2]
-        query_PKND = F.pad(query_PKND, (0, 0, 0, num_queries % QUERY_BLOCK == 1))  # see `padded_length`
+        if num_queries % QUERY_BLOCK == 1:  # see `padded_length`
+            query_PKND = F.pad(query_PKND, (0, 0, 0, 1))
         out_PKND, lse_PKN = _attention_with_lse(
             query_PKND, key_PKLD, value_PKLD, 0.0, False, attn_mask=self._mask, scale=scaling
         )
@@ -188,6 +191,10 @@ class _PrefixCall:
         lse_PKMG = lse_PKN[:, :, :num_queries].view(num_prefixes, num_kv, -1, group)
         out_NKGD = out_PKMGD.transpose(1, 2).reshape(-1, num_kv, group, size)
         return out_NKGD, lse_PKMG.transpose(1, 2).reshape(-1, num_kv, group)
+
+    def _is_whole(self, query_RKGD: Tensor) -> bool:
+        """Whether the queries are those of all rows in order."""
+        return len(self.rows) == len(query_RKGD) and self._is_in_order
 
 
 class DecodeState:

@@ -35,25 +35,25 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
     logits_NV = logits_NV.float()
     _forbid_early_stops(logits_NV, sequences)
     _apply_penalties(logits_NV, sequences)
-    greedy_N = torch.tensor([s.sampling.temperature == 0 for s in sequences])
-    if bool(greedy_N.all()):
-        tokens_N = logits_NV.argmax(dim=-1)
-        return _with_logprobs(logits_NV, tokens_N)
+    greedy = [row for row, s in enumerate(sequences) if s.sampling.temperature == 0]
+    if len(greedy) == len(sequences):
+        return _with_logprobs(logits_NV, logits_NV.max(dim=-1).indices)  # on a CPU faster than argmax
     # A greedy request keeps temperature 1: its log-prob is under the model's own distribution.
     temperatures_N = torch.tensor([s.sampling.temperature or 1.0 for s in sequences])
     if bool((temperatures_N != 1).any()):
         logits_NV /= temperatures_N[:, None]
     _filter(logits_NV, sequences)
-    return _draw(logits_NV, greedy_N, sequences)
+    return _draw(logits_NV, greedy, sequences)
 
 
-def _draw(logits_NV: Tensor, greedy_N: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
-    """Run the race, then compute the log-probability of the drawn token."""
-    highest_N1, best_N1 = logits_NV.max(dim=-1, keepdim=True)
+def _draw(logits_NV: Tensor, greedy: list[int], sequences: Seq[Sequence]) -> tuple[list[int], list[float]]:
+    """Run the race, except for greedy rows, then compute the log-probability of the token."""
+    highest_N1 = logits_NV.amax(dim=-1, keepdim=True)
     weights_NV = (logits_NV - highest_N1).exp_()
     places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences])
     drawn_N1, total_N1 = race(weights_NV, places_N2)
-    drawn_N1 = torch.where(greedy_N[:, None], best_N1, drawn_N1)
+    if greedy:
+        drawn_N1[greedy] = logits_NV[greedy].max(dim=-1, keepdim=True).indices
     logprobs_N1 = (logits_NV.gather(-1, drawn_N1) - highest_N1).double() - total_N1.log()
     return drawn_N1[:, 0].tolist(), logprobs_N1[:, 0].tolist()
 

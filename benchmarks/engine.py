@@ -5,8 +5,11 @@ with a shared prompt, and a tiny model dominated by Python overhead. On a CUDA G
 the minimum time of one decoding step: multiplying all weights on a CPU (measured matrix-product speed), reading all weights and
 keys on a GPU (measured copy speed).
 
+On a CPU the engine and `generate` alternate; the ratio is the median of `--repeat` pairs, with the lowest and the highest.
+With one thread times are CPU time, which other programs on the machine change little; else wall-clock time.
+
     .venv/bin/python benchmarks/engine.py            # what this machine has
-    .venv/bin/python benchmarks/engine.py --threads 1
+    .venv/bin/python benchmarks/engine.py --threads 1 --repeat 3
     .venv/bin/python benchmarks/engine.py --shape 1.5b --only fixed128 ragged --vllm --json engine.jsonl   # on a GPU
     .venv/bin/python benchmarks/engine.py --sampler   # drawing alone, per step, against torch.softmax and torch.multinomial
 """
@@ -15,6 +18,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -73,22 +77,19 @@ def make(build: Callable[[], Any], device: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def sync(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
+def clock() -> float:
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def run_generate(model: Any, prompts: list[list[int]], num_new: int) -> float:
-    ids = torch.tensor(prompts, device=model.device)
-    sync(model)
-    started = time.perf_counter()
+    ids = torch.tensor(prompts)
+    started = clock()
     with torch.inference_mode():
         model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, min_new_tokens=num_new, do_sample=True,
             top_k=0, pad_token_id=0,
         )  # fmt: skip
-    sync(model)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def run_engine(engine: LocalEngine, prompts: list[list[int]], num_new: int) -> float:
@@ -103,9 +104,9 @@ def run_engine(engine: LocalEngine, prompts: list[list[int]], num_new: int) -> f
         ]
         await asyncio.gather(*(engine.complete_tokens(request) for request in requests))
 
-    started = time.perf_counter()
+    started = clock()
     asyncio.run(all_at_once())
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def limit_s(model: Any, batch: int, context: int) -> float:
@@ -120,11 +121,12 @@ def limit_s(model: Any, batch: int, context: int) -> float:
 
 def _cpu_flops() -> float:
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    a @ b
-    started = time.perf_counter()
+    seconds = []
     for _ in range(10):
+        started = clock()
         a @ b
-    return 10 * 2 * 1024**3 / (time.perf_counter() - started)
+        seconds.append(clock() - started)
+    return 2 * 1024**3 / median(seconds[1:])
 
 
 def _gpu_bandwidth() -> float:
@@ -139,55 +141,41 @@ def _gpu_bandwidth() -> float:
     return 10 * 2 * source.numel() / (time.perf_counter() - started)
 
 
-def compare(
-    name: str,
-    model: Any,
-    prompts: list[list[int]],
-    num_new: int,
-    *,
-    repeat: int = 2,
-) -> None:
+def compare(name: str, model: Any, prompts: list[list[int]], num_new: int, repeat: int) -> None:
     """One row."""
     batch, prompt_length = len(prompts), len(prompts[0])
-    run_generate(model, prompts[:1], 4)
-    generate_s = run_generate(model, prompts[: min(batch, 128)], num_new) * (1 if batch <= 128 else float("nan"))
     engine = LocalEngine(model, max_sequences=batch, max_model_len=prompt_length + num_new)
-    warm_up = np.random.default_rng(1).integers(3, model.config.vocab_size, size=(batch, prompt_length)).tolist()
-    for count in {batch, 1}:  # capture (and compile) the graphs that the run needs
-        run_engine(engine, warm_up[:count], 20)
-    seconds = []
+    begun = [prompt[:8] for prompt in prompts]
+    run_engine(engine, begun, 4), run_generate(model, begun, 4)  # the first use packs weights and starts threads
+    generate, ours = [], []
     for _ in range(repeat):
+        generate.append(run_generate(model, prompts, num_new))
         engine.new_version()  # drop every cached prefix
-        seconds.append(run_engine(engine, prompts, num_new))
+        ours.append(run_engine(engine, prompts, num_new))
     engine.close()
-    model.set_attn_implementation("sdpa")
-    ours_s = min(seconds)
-    total = batch * num_new
+    ratios = [theirs_s / ours_s for theirs_s, ours_s in zip(generate, ours, strict=True)]
+    ours_s, total = median(ours), batch * num_new
     bound = limit_s(model, batch, prompt_length + num_new // 2) * num_new
-    generated = f"{total / generate_s:12,.0f}" if generate_s == generate_s else "           —"
-    ratio = f"{generate_s / ours_s:8.2f}x" if generate_s == generate_s else "        —"
     print(
-        f"{name:38} {batch:5d} {generated} {total / ours_s:12,.0f} {ratio} {ours_s / num_new * 1e3:9.2f} "
-        f"{bound / num_new * 1e3:9.2f} {bound / ours_s:8.1%}"
+        f"{name:38} {batch:5d} {total / median(generate):9,.0f} {total / ours_s:9,.0f} {median(ratios):6.2f}x "
+        f"{min(ratios):6.2f}–{max(ratios):.2f} {ours_s / num_new * 1e3:9.2f} {bound / num_new * 1e3:9.2f} {bound / ours_s:8.1%}",
+        flush=True,
     )
 
 
-def header() -> None:
+def on_cpu(repeat: int) -> None:
     print(
-        f"{'':38} {'batch':>5} {'generate':>12} {'ours':>12} {'ratio':>9} {'ms/step':>9} {'limit ms':>9} {'of limit':>8}"
-        "\n(tokens per second; ms/step includes the prompts)"
+        f"{'':38} {'batch':>5} {'generate':>9} {'ours':>9} {'ratio':>7} {'of pairs':>11} {'ms/step':>9} {'limit ms':>9} "
+        f"{'of limit':>8}\n(tokens per second, medians; ms/step includes the prompts)"
     )
-
-
-def on_cpu() -> None:
     rng = np.random.default_rng(0)
     model = make(smollm2, "cpu", torch.float32)
-    compare("SmolLM2-135M fp32, 32 → 64", model, rng.integers(3, 49152, size=(32, 32)).tolist(), 64, repeat=1)
+    compare("SmolLM2-135M fp32, 32 → 64", model, rng.integers(3, 49152, size=(32, 32)).tolist(), 64, repeat)
     shared = rng.integers(3, 49152, size=400).tolist()
-    compare("SmolLM2-135M fp32, group, 400 shared", model, [shared] * 8, 64, repeat=1)
+    compare("SmolLM2-135M fp32, group, 400 shared", model, [shared] * 8, 64, repeat)
     model = make(tiny, "cpu", torch.float32)
     for batch in (1, 8, 64):
-        compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(batch, 16)).tolist(), 64)
+        compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(batch, 16)).tolist(), 64, 5)
 
 
 def time_ms(draw: Callable[[Tensor], Any], logits_NV: Tensor) -> float:
@@ -261,8 +249,7 @@ def main() -> None:
     if torch.cuda.is_available() or options.shape:
         engine_gpu.run(options)
         return
-    header()
-    on_cpu()
+    on_cpu(options.repeat)
 
 
 if __name__ == "__main__":

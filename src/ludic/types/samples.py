@@ -251,7 +251,7 @@ class SAWItem:
 
     @property
     def num_action_tokens(self) -> int:
-        return int(self.action_mask.sum())
+        return int(np.count_nonzero(self.action_mask))
 
     def record(self) -> dict[str, Any]:
         """Meta and origin as one mapping, for reducers. Known facts of the origin win over keys of meta."""
@@ -273,9 +273,10 @@ def _check_lengths(item: SAWItem) -> None:
     lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
     lengths["candidates"] = None if attached.candidates is None else len(attached.candidates)
     lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
-    wrong = {name: length for name, length in lengths.items() if length not in (None, item.num_action_tokens)}
+    num_actions = item.num_action_tokens
+    wrong = {name: length for name, length in lengths.items() if length not in (None, num_actions)}
     if wrong:
-        raise ValueError(f"SAWItem has {item.num_action_tokens} action tokens, but attachments of the lengths {wrong}.")
+        raise ValueError(f"SAWItem has {num_actions} action tokens, but attachments of the lengths {wrong}.")
     if attached.candidates is not None:
         outside = attached.candidates.first_outside(item.input_ids[item.action_mask])
         if outside is not None:

@@ -180,8 +180,8 @@ def encode_text(tokenizer: Any, text: str) -> TokenArray:
     # An earlier call may have left its settings in the Rust tokenizer.
     if rust is None or rust.truncation or rust.padding or rust.encode_special_tokens or tokenizer.split_special_tokens:
         return token_array(tokenizer(text, add_special_tokens=False)["input_ids"])
-    (encoding,) = rust.encode_batch_fast([text], add_special_tokens=False)  # `encode` would hold Python's lock
-    return token_array(encoding.ids)
+    # Not `encode_batch`, which gives up Python's lock: a busy engine thread takes it for milliseconds at every prompt.
+    return token_array(rust.encode(text, add_special_tokens=False).ids)
 
 
 def decode_reply(tokenizer: Any, ids: list[int]) -> str:

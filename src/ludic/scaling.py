@@ -17,8 +17,8 @@ Precision: TypeAlias = Literal["bf16", "fp32"]
 WIDTHS: dict[str, int] = {"bf16": 2, "fp32": 4}
 """Bytes of a number."""
 GIB = 2**30
-CHUNK_ELEMENTS = 1 << 27
-"""Logits held at a time; the same number as in ludic.models.head."""
+CHUNK_ELEMENTS = 1 << 28
+"""Logits held at a time; the same number as in ludic.models.head on a GPU."""
 SERVER_WORKSPACE = 2 * GIB
 """Kernels, graphs and activations of a server, beside weights and cache. Assumed."""
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -84,6 +84,11 @@ class ModelShape:
     def cache_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, in bf16."""
         return 2 * self.layers * self.kv_width * 2
+
+    @property
+    def joined_bytes(self) -> int:
+        """Bytes of the embedded engine's joined copies (queries, keys and values; gate and up), in bf16."""
+        return 2 * self.layers * self.width * (self.q_width + 2 * self.kv_width + 2 * self.mlp_width)
 
     def lora_params(self, rank: int) -> int:
         """Of an adapter on all linear layers of the blocks."""
@@ -306,12 +311,12 @@ def kept_activations(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def _head(shape: ModelShape, setup: TrainingSetup) -> int:
-    """In backward: two chunks of logits and the gradient of one (a chunk is freed when the next is there), the gradient of
-    the hidden states, and that of the weight in fp32 with the addend."""
+    """In backward: two chunks of logits, whose gradients take their place (a chunk is freed when the next is there), the
+    gradient of the hidden states, and that of the weight in fp32, then also in its own precision."""
     w = WIDTHS[setup.computed]
     rows = min(setup.num_actions, max(1, CHUNK_ELEMENTS // shape.vocab))
     of_weight = 0 if setup.lora_rank else (4 + w) * shape.vocab * shape.width
-    return 3 * w * rows * shape.vocab + w * setup.num_actions * shape.width + of_weight
+    return 2 * w * rows * shape.vocab + w * setup.num_actions * shape.width + of_weight
 
 
 def _block_in_backward(shape: ModelShape, setup: TrainingSetup) -> int:

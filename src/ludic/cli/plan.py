@@ -101,13 +101,16 @@ def _setups(ranks: int, budget: int, lora_rank: int) -> Iterator[TrainingSetup]:
 def _print_training(shape: ModelShape, setup: TrainingSetup, usable: int, shared_tokens: int) -> bool:
     """`shared_tokens`: of the longest sample, where the same GPU also generates, with the same weights."""
     memory = training_memory(shape, setup)
-    peak = memory.peak + shared_tokens * shape.cache_per_token
+    copies = shape.joined_bytes if shared_tokens and not setup.lora_rank else 0
+    peak = memory.peak + copies + shared_tokens * shape.cache_per_token
     name = [f"{setup.ranks} train", *(["LoRA"] if setup.lora_rank else []), *(["ckpt"] if setup.checkpointing else [])]
     name += [f"sync {setup.sync_gradients}"] if setup.ranks > 1 else []
     name += ["offload"] if setup.offload else []
     note = f"{memory.host / GIB:.0f} GiB of the host's memory per GPU" if setup.offload else ""
     if shared_tokens:
-        note = f"room for {max(0, usable - memory.peak) // shape.cache_per_token} tokens of the embedded engine"
+        note = (
+            f"room for {max(0, usable - memory.peak - copies) // shape.cache_per_token} tokens of the embedded engine"
+        )
     sizes = memory.kept, memory.gathered, memory.gradient_buffers, memory.activations, memory.working, peak
     return _print_row(shape, ", ".join(name), sizes, usable, note)
 

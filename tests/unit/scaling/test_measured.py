@@ -172,4 +172,4 @@ def test_activations_grow_with_tokens_and_fall_with_checkpointing():
 
 
 def test_the_chunk_of_logits_is_the_heads_own():
-    assert head_module._CHUNK_ELEMENTS == CHUNK_ELEMENTS
+    assert head_module.GPU_CHUNK_ELEMENTS == CHUNK_ELEMENTS

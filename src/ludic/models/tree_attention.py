@@ -46,17 +46,23 @@ class TreeSequences:
         query_THD, key_TKD = query_THD.to(value_TKD.dtype), key_TKD.to(value_TKD.dtype)
         inputs = query_THD, key_TKD, value_TKD
         window = rules.sliding_window if (rules.sliding_window or self._longest) < self._longest else None
-        has_varlen = query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16)
-        has_flash = has_varlen or not query_THD.is_cuda
-        if rules.softcap is None and window is None and has_flash and self._is_merged:
-            calls = self._varlen_calls if has_varlen else self._padded_calls
-            out: Tensor = _Attention.apply(*inputs, *calls, rules.scaling)
-            return out
-        if rules.softcap is None and has_varlen:
-            call = replace(self._gathered_call, window_left=-1 if window is None else window - 1)
-            out = _Attention.apply(*inputs, [call], [], rules.scaling)
+        if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and rules.softcap is None:
+            return self.attend_varlen(*inputs, rules.scaling, window)
+        if not query_THD.is_cuda and rules.softcap is None and window is None and self._is_merged:
+            out: Tensor = _Attention.apply(*inputs, *self._padded_calls, rules.scaling)
             return out
         return attend_groups(self._gathered_groups, *inputs, rules)
+
+    def attend_varlen(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """On a GPU in half precision."""
+        if window is None and self._is_merged:
+            calls = self._varlen_calls
+        else:
+            calls = [replace(self._gathered_call, window_left=-1 if window is None else window - 1)], []
+        out: Tensor = _Attention.apply(query_THD, key_TKD, value_TKD, *calls, scaling)
+        return out
 
     @cached_property
     def _is_merged(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludic.models import tree_attention
 from ludic.models.attention import AttentionRules
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.prefix_tree import Branch, TokenTree, prefix_order, shared_lengths
@@ -111,7 +112,7 @@ def test_the_child_of_most_samples_continues_the_chain_and_then_the_longest():
     ids=["causal", "window", "softcap", "window and softcap"],
 )
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "gathered"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(samples=samples_strategy, min_shared=st.integers(1, 4), seed=st.integers(0, 99))
 def test_attention_and_gradients_equal_those_of_separate_samples(rules, merges, samples, min_shared, seed):
     tree = TokenTree.of(samples, min_shared)
@@ -130,3 +131,75 @@ def test_attention_and_gradients_equal_those_of_separate_samples(rules, merges, 
         torch.autograd.grad(shared, inputs, cotangent), torch.autograd.grad(apart, inputs, cotangent), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=100 * atol)
+
+
+# --- the calls of a GPU, by a reference of its kernels ---
+
+
+class VarlenReference:
+    """`torch.ops.aten` with flash attention over sequences end to end, in plain operations."""
+
+    @staticmethod
+    def _scores(query, key, scale, window_left, is_causal):
+        keys = torch.arange(len(key))
+        queries = keys[len(key) - len(query) :, None] if is_causal else len(key)
+        seen = (keys <= queries) & ((window_left < 0) | (keys >= queries - window_left))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        return scores.masked_fill(~seen, -torch.inf)
+
+    def _flash_attention_forward(self, query, key, value, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *,
+                                 scale, window_size_left, window_size_right):  # fmt: skip
+        assert (
+            (cu_q[-1], cu_k[-1]) == (len(query), len(key)) and max_q >= cu_q.diff().max() and max_k >= cu_k.diff().max()
+        )
+        outs, lses = [], []
+        for q, k, v in zip(
+            *(x.split(cu.diff().tolist()) for x, cu in ((query, cu_q), (key, cu_k), (value, cu_k))), strict=True
+        ):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            scores = self._scores(q, k, scale, window_size_left, is_causal)
+            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+            lses.append(scores.logsumexp(-1))
+        return torch.cat(outs), torch.cat(lses, 1), None, None, None
+
+    def _flash_attention_backward(self, grad, query, key, value, out, lse_HQ, cu_q, cu_k, max_q, max_k, dropout, is_causal,
+                                  state, unused, *, scale, window_size_left, window_size_right):  # fmt: skip
+        assert lse_HQ.is_contiguous() and lse_HQ.shape == (query.shape[1], len(query))
+        share = query.shape[1] // key.shape[1]
+        found = []
+        inputs = ((grad, cu_q), (query, cu_q), (out, cu_q), (lse_HQ.t(), cu_q), (key, cu_k), (value, cu_k))
+        for g, q, o, lse, *seen in zip(*(x.split(cu.diff().tolist()) for x, cu in inputs), strict=True):
+            k, v = (x.repeat_interleave(share, 1) for x in seen)
+            weights = (self._scores(q, k, scale, window_size_left, is_causal) - lse.t()[..., None]).exp()
+            grad_weights = torch.einsum("qhd,khd->hqk", g, v) - (g * o).sum(-1).t()[..., None]
+            grad_scores = weights * grad_weights * scale
+            grad_k, grad_v = (torch.einsum("hqk,qhd->khd", w, x) for w, x in ((grad_scores, q), (weights, g)))
+            by_head = (x.unflatten(1, (-1, share)).sum(2) for x in (grad_k, grad_v))
+            found.append((torch.einsum("hqk,khd->qhd", grad_scores, k), *by_head))
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("merges", "window"), [(True, None), (False, None), (False, 4)], ids=["merged", "gathered", "window"]
+)
+@settings(deadline=None, max_examples=40)
+@given(samples=samples_strategy, min_shared=st.integers(1, 4))
+def test_the_calls_of_a_gpu_give_attention_and_gradients_of_separate_samples(merges, window, samples, min_shared):
+    tree = TokenTree.of(samples, min_shared)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(tree.num_tokens, heads, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    flat = torch.from_numpy(np.concatenate(tree.paths))
+    apart = PackedSequences([len(s) for s in samples], CPU).attend(
+        0, *(x[flat] for x in inputs), AttentionRules(0.3, window)
+    )
+    cotangent = torch.randn(apart.shape, dtype=apart.dtype, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "aten", VarlenReference())
+        shared = TreeSequences(tree, CPU, merges=merges).attend_varlen(*inputs, 0.3, window)[flat]
+        found = torch.autograd.grad(shared, inputs, cotangent)
+    torch.testing.assert_close(shared, apart, rtol=0, atol=FLOAT64_ROUNDING)
+    for ours, theirs in zip(found, torch.autograd.grad(apart, inputs, cotangent), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=100 * FLOAT64_ROUNDING)

@@ -153,6 +153,8 @@ class LocalEngine:
         self._open: set[Sequence] = set()
         """All unanswered requests; they fail when the engine ends."""
         self._answers = _Answers()
+        self._waking: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        """Event loops that will wake the worker in their next iteration."""
         self._num_pauses = 0
         self._is_stepping = False
         self._is_closed = False
@@ -293,8 +295,18 @@ class LocalEngine:
                 )
             self._open.add(sequence)
             self._incoming.append(sequence)
-            self._changed.notify_all()
+        # After all tasks that are ready: the requests of a group arrive in one step, and the worker does not take Python's lock
+        # between two of them.
+        loop = asyncio.get_running_loop()
+        if loop not in self._waking:
+            self._waking.add(loop)
+            loop.call_soon(self._wake, loop)
         return sequence
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._waking.discard(loop)
+        with self._changed:
+            self._changed.notify_all()
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own = frozenset(params.stop_token_ids)

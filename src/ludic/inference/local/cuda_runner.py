@@ -219,7 +219,7 @@ class CUDARunner:
         where_N = _to_gpu(np.asarray(where, dtype=np.int64))
         if self._fused is not None:
             hidden_TD = self._fused.hidden(ids_T, positions_T, state.attend_stored, self._store(slots_T))
-            return self._fused.logits(hidden_TD.index_select(0, where_N))
+            return self._fused.logits(hidden_TD.index_select(0, where_N)) if len(where) else hidden_TD[:0]
         out = self.model(
             input_ids=ids_T[None],
             position_ids=positions_T[None],

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -198,7 +199,9 @@ def test_recomputed_activations(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
-def test_compiled_layers(recomputes):
+def test_compiled_layers(recomputes, monkeypatch):
+    # Graphs and their gradients as for the default back end, without its minute in a C++ compiler.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = trainable(num_hidden_layers=1).train()
     exact = copy.deepcopy(model).double()
     if recomputes:

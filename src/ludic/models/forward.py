@@ -25,7 +25,7 @@ _MLP_ROWS = 256
 """Rows that pass an MLP at a time: what lies between its matrices stays in the processor's cache."""
 MIN_ROWS_PACKED = 2
 MIN_ROWS_PLAIN = 16
-FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+_FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 
 
 # Letters: T flat tokens, N requested positions, V vocabulary.
@@ -191,11 +191,15 @@ def _agree(one: Forward, other: Forward, vocab_size: int) -> bool:
 
 def can_fuse(model: Any) -> bool:
     """Whether the model belongs to the family and its layers are unwrapped."""
+    return is_of_family(model) and all(is_packable(m) for m in linears(model))
+
+
+def is_of_family(model: Any) -> bool:
+    """Whether the model is one of transformers' own of the Llama family, without hooks."""
     return (
         type(model).__module__.startswith("transformers.models.")
-        and type(model).__name__ in FAMILY
+        and type(model).__name__ in _FAMILY
         and model.config.hidden_act == "silu"
-        and all(is_packable(m) for m in linears(model))
         and not any(forward_hooks(module) for module in model.modules())
     )
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ludic.inference.local.layer_kernels import rms_norm, rotate_and_store, row_product, silu_mul
 from ludic.models.attention import SKIP_MASK, AttentionRules
-from ludic.models.forward import FAMILY, layer_window, linears
+from ludic.models.forward import is_of_family, layer_window, linears
 from ludic.models.packed_attention import PackedSequences
-from ludic.models.weights import forward_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -136,17 +135,15 @@ def _read_layer(layer: Any) -> _Layer:
 
 
 def fused_bytes(model: Any) -> int:
-    """Memory of the joined copies."""
+    """An upper bound of the memory of the joined copies: that of all linear layers."""
     return sum(m.weight.numel() * m.weight.element_size() for m in linears(model)) if can_fuse(model) else 0
 
 
 def can_fuse(model: Any) -> bool:
     """Whether the model belongs to the family and its layers are unwrapped."""
-    if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
-        return False
-    if model.config.hidden_act != "silu" or any(forward_hooks(module) for module in model.modules()):
-        return False
-    if not all(type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in linears(model)):
+    if not is_of_family(model) or not all(
+        type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in linears(model)
+    ):
         return False
     layers = model.model.layers
     others = [model.lm_head, *(m for x in layers for m in (x.self_attn.o_proj, x.mlp.gate_proj, x.mlp.up_proj))]

@@ -6,9 +6,8 @@ the agent.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ludic.types.errors import ConfigError, ParserContractError
 from ludic.types.messages import extract_last_boxed_content
@@ -22,8 +21,7 @@ __all__ = [
 _LEAD_IN = "Invalid action format:"
 
 
-@dataclass(frozen=True, slots=True)
-class ParseResult:
+class ParseResult(NamedTuple):
     """The result of parsing a reply."""
 
     action: str | None

@@ -45,7 +45,7 @@ _TOO_BIG_FOR_INFO = frozenset(
 )  # fmt: skip
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class AgentActStep:
     """One model call."""
 
@@ -73,7 +73,7 @@ class AgentActResult:
         return self.steps[-1]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ModelCall:
     """One answered request."""
 
@@ -221,14 +221,9 @@ class Agent:
         sampling = inference.sampling
         prompt = self._conversation.next_prompt(self.ctx.on_before_act(), tools=tools)
         self._check_prompt(prompt)
+        # Positional arguments here and below: Python passes keywords to a class in a dict, which doubles the time.
         request = TokenCompletionRequest(
-            model=self.model,
-            prompt_token_ids=prompt.token_ids,
-            prompt_text=prompt.text,
-            sampling=sampling,
-            return_=inference.return_,
-            seed=sampling_seed,
-            extensions=inference.extensions,
+            self.model, prompt.token_ids, prompt.text, sampling, inference.return_, sampling_seed, inference.extensions
         )
         answer = self.client.complete_tokens(request)
         response, client_info = await (answer if timeout_s is None else self._in_time(answer, timeout_s))
@@ -237,14 +232,14 @@ class Agent:
         if self._tokens_left is not None:
             self._tokens_left -= len(response.completion_token_ids)
         trace = TokenTrace(
-            prompt_token_ids=prompt.token_ids,
-            completion_token_ids=response.completion_token_ids,
-            completion_logprobs=response.completion_logprobs,
-            finish_reason=response.finish_reason,
-            version_runs=response.version_runs,
-            temperature=sampling.temperature,
-            candidates=response.candidates,
-            untrainable_sampling=untrainable_sampling,
+            prompt.token_ids,
+            response.completion_token_ids,
+            response.completion_logprobs,
+            response.finish_reason,
+            response.version_runs,
+            sampling.temperature,
+            response.candidates,
+            untrainable_sampling,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:
@@ -254,7 +249,7 @@ class Agent:
         self.last_info = info
         if self.chat_template.reply_prefix:
             response = replace(response, text=self.chat_template.reply_prefix + response.text)
-        return ModelCall(response=response, trace=trace, messages=prompt.messages, info=info)
+        return ModelCall(response, trace, prompt.messages, info)
 
     @staticmethod
     def _within_budget(inference: InferenceSpec, left: int) -> InferenceSpec:
@@ -313,14 +308,7 @@ class Agent:
             result = ParseResult(None, self.incomplete_completion_penalty, self.incomplete_completion_feedback)
         else:
             result = self._parse(call.response.text)
-        return AgentActStep(
-            prompt_messages=call.messages,
-            action=call.response.text,
-            trace=call.trace,
-            parse_result=result,
-            loop_index=loop_index,
-            info=info,
-        )
+        return AgentActStep(call.messages, call.response.text, call.trace, result, "env", loop_index, info)
 
     def _is_cut_off(self, call: ModelCall) -> bool:
         return self.reject_incomplete_completions and call.trace.finish_reason == "length"

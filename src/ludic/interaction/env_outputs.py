@@ -47,7 +47,7 @@ def check_outcomes(
     env: AnyEnv, outcomes: Mapping[str, StepOutcome], actions: Collection[str]
 ) -> Mapping[str, StepOutcome]:
     """The result of `env.step`, checked to hold an outcome for every agent that acted; other agents are optional."""
-    if not isinstance(outcomes, dict | Mapping) or any(agent_id not in outcomes for agent_id in actions):
+    if not isinstance(outcomes, (dict, Mapping)) or not outcomes.keys() >= {*actions}:
         got = sorted(map(str, outcomes)) if isinstance(outcomes, Mapping) else type(outcomes).__name__
         raise EnvContractError(
             f"{type(env).__name__}.step must return an outcome for every agent that acted, {sorted(actions)}; it returned {got}."

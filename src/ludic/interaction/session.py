@@ -47,8 +47,12 @@ ExternalTools = Callable[[list[ToolCall], AgentStep], Awaitable[ToolAnswers]]
 
 _NO_REPLY_READ = "Invalid action."
 
+# Every model call makes one of each. Python passes keyword arguments to a class in a dict, but to a function directly: half the
+# time for a record of many fields.
+_new, _init_agent_step, _init_env_step = object.__new__, AgentStep.__init__, EnvironmentStep.__init__
 
-@dataclass(kw_only=True, slots=True)
+
+@dataclass(slots=True)
 class TurnResult:
     """One turn of one agent: its model calls, and the action they led to."""
 
@@ -65,16 +69,16 @@ class TurnResult:
     """There was no room for (another) model call; the turn has no action."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class _Transition:
     """Outcomes of the env since the agent's last turn."""
 
     turn: TurnResult | None
     prev_obs: Observation | None
-    reward: float = 0.0
-    info: Info = field(default_factory=dict)
-    last_obs: Observation = ""
-    ts_ns: int = 0
+    reward: float
+    info: Info
+    last_obs: Observation
+    ts_ns: int
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -136,7 +140,7 @@ class AgentSession:
         """Show the agent what is new, let it act, and log every model call of the turn."""
         self._close_transition()
         self._show_unseen()
-        turn = TurnResult(id=self._next_turn_id())
+        turn = TurnResult(self._next_turn_id())
         for round_index in range(self.max_external_rounds + 1):
             seed = None if self.sampling_seed is None else derive_seed(self.sampling_seed, self._num_acts)
             self._num_acts += 1
@@ -167,7 +171,9 @@ class AgentSession:
             info["parse_error"] = failed
             if failed:
                 info["parse_feedback_obs"] = (parsed.obs if parsed else None) or _NO_REPLY_READ
-        step = AgentStep(
+        step = _new(AgentStep)
+        _init_agent_step(
+            step,
             index=number,
             prompt_messages=act.prompt_messages,
             action=act.action,
@@ -240,17 +246,16 @@ class AgentSession:
 
     def observe(self, outcome: StepOutcome, turn: TurnResult | None = None) -> None:
         """Record the outcome of an env step; `turn` is this agent's turn, if it acted."""
-        if turn is not None or self._open is None:
-            self._open = _Transition(turn=turn, prev_obs=self._last_obs)
-        transition = self._open
-        transition.reward += outcome.reward
-        if transition.info:  # of the agent's own move, completed by new facts from later moves (the result)
-            own = {key: value for key, value in transition.info.items() if value is not None}
-            transition.info = {**outcome.info, **own}
+        now, transition = time.time_ns(), self._open
+        if turn is not None or transition is None:
+            self._open = _Transition(turn, self._last_obs, outcome.reward, outcome.info, outcome.obs, now)
         else:
-            transition.info = outcome.info
-        transition.last_obs = outcome.obs
-        transition.ts_ns = time.time_ns()
+            # The info of the agent's own move is completed by new facts from later moves (the result).
+            own = {key: value for key, value in transition.info.items() if value is not None}
+            transition.reward += outcome.reward
+            transition.info = {**outcome.info, **own}
+            transition.last_obs = outcome.obs
+            transition.ts_ns = now
         if outcome.terminated:
             self.finish(StopReason.TERMINATED)
         elif outcome.truncated:
@@ -310,40 +315,41 @@ class AgentSession:
             return  # others moved before this agent's first turn, without a reward for it
         stop = self.stop
         is_truncated = stop is not None and stop.is_truncation
-        turn = transition.turn or TurnResult(id=self._next_turn_id())
+        turn = transition.turn or TurnResult(self._next_turn_id())
         source = turn.source
         client_info: Info = {}
         if source is not None and "finish_reason" in source.info:
             client_info["finish_reason"] = source.info["finish_reason"]
-        extra: Info = {}
+        info = merge_step_info(client_info, transition.info)
         if stop is not None:
-            extra["final_obs"] = transition.last_obs
+            info["final_obs"] = transition.last_obs
             if is_truncated:
-                extra["truncation_reason"] = stop.value
+                info["truncation_reason"] = stop.value
         components, number = {"env": transition.reward}, len(self._steps)
         if turn.parser_reward:
             components["parser"] = turn.parser_reward
-        self._steps.append(
-            EnvironmentStep(
-                index=number,
-                prev_obs=transition.prev_obs,
-                action=source.action if source else "",
-                parsed_action=turn.action,
-                next_obs=None if stop else _joined(self._unseen),
-                source_agent_step_id=source.id if source else None,
-                agent_step_ids=turn.step_ids,
-                reward=transition.reward + turn.parser_reward,
-                truncated=is_truncated,
-                terminated=stop is StopReason.TERMINATED,
-                trace=source.trace if source else None,
-                info=merge_step_info(client_info, transition.info, extra),
-                reward_components=components,
-                id=f"{self._rollout.id}.{number}",
-                ts_ns=transition.ts_ns,
-                turn_id=turn.id,
-                parent_id=source.id if source else None,
-            )
+        step = _new(EnvironmentStep)
+        _init_env_step(
+            step,
+            index=number,
+            prev_obs=transition.prev_obs,
+            action=source.action if source else "",
+            parsed_action=turn.action,
+            next_obs=None if stop else _joined(self._unseen),
+            source_agent_step_id=source.id if source else None,
+            agent_step_ids=turn.step_ids,
+            reward=transition.reward + turn.parser_reward,
+            truncated=is_truncated,
+            terminated=stop is StopReason.TERMINATED,
+            trace=source.trace if source else None,
+            info=info,
+            reward_components=components,
+            id=f"{self._rollout.id}.{number}",
+            ts_ns=transition.ts_ns,
+            turn_id=turn.id,
+            parent_id=source.id if source else None,
         )
+        self._steps.append(step)
 
     def _next_turn_id(self) -> str:
         self._num_turns += 1

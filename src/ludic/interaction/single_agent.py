@@ -79,7 +79,7 @@ class SingleAgentProtocol(InteractionProtocol):
                     return StopReason.PARSE_ERROR
                 continue
             moved = await self._call_env(env, "step", env.async_step({session.agent_id: turn.action}))
-            outcomes = check_outcomes(env, moved, [session.agent_id])
+            outcomes = check_outcomes(env, moved, (session.agent_id,))
             session.observe(outcome_for(env, session.agent_id, outcomes), turn)
             if session.stop is not None:
                 return session.stop

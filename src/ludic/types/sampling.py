@@ -183,7 +183,7 @@ class InferenceSpec:
     extensions: BackendExtensions | None = None
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TokenCompletionRequest:
     """One model call: token ids in."""
 

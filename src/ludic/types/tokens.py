@@ -176,23 +176,22 @@ class TokenLog:
     __slots__ = ("_buffer", "_shown", "_size")
 
     def __init__(self, ids: TokenIds = ()) -> None:
-        first = token_array(ids)
-        self._size = len(first)
-        self._allocate(max(64, 2 * self._size))
-        self._buffer[: self._size] = first
+        self._size = 0
+        self._allocate(max(64, 2 * len(ids)))
+        self.append(ids)
 
     def __len__(self) -> int:
         return self._size
 
     def append(self, ids: TokenIds) -> None:
         new = ids if type(ids) is np.ndarray and ids.dtype is _INT32 else token_array(ids)
-        end = self._size + len(new)
-        if end > len(self._buffer):
+        start, buffer = self._size, self._buffer
+        end = start + len(new)
+        if end > len(buffer):
             # Doubling: the buffers that earlier views keep alive add up to less than the newest one.
-            old = self._buffer
             self._allocate(2 * end)
-            self._buffer[: self._size] = old[: self._size]
-        self._buffer[self._size : end] = new
+            self._buffer[:start] = buffer[:start]
+        self._buffer[start:end] = new
         self._size = end
 
     def view(self) -> TokenArray:
@@ -256,15 +255,14 @@ class TokenTrace:
                 )
         if candidates is not None and len(candidates) != num_tokens:
             raise ValueError(f"TokenTrace has {num_tokens} completion tokens but {len(candidates)} candidate sets.")
-        put = object.__setattr__
-        put(self, "prompt_token_ids", prompt)
-        put(self, "completion_token_ids", completion)
-        put(self, "completion_logprobs", completion_logprobs)
-        put(self, "finish_reason", finish_reason)
-        put(self, "version_runs", _checked_runs(version_runs, num_tokens) if version_runs else ())
-        put(self, "temperature", temperature)
-        put(self, "candidates", candidates)
-        put(self, "untrainable_sampling", untrainable_sampling)
+        _put_prompt(self, prompt)
+        _put_completion(self, completion)
+        _put_logprobs(self, completion_logprobs)
+        _put_finish_reason(self, finish_reason)
+        _put_version_runs(self, _checked_runs(version_runs, num_tokens) if version_runs else ())
+        _put_temperature(self, temperature)
+        _put_candidates(self, candidates)
+        _put_untrainable_sampling(self, untrainable_sampling)
 
     @property
     def policy_version(self) -> int | None:
@@ -315,6 +313,16 @@ class TokenTrace:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+# Half the time of `object.__setattr__`, the usual way to set the fields of a frozen class.
+_put_prompt, _put_completion, _put_logprobs, _put_finish_reason = (
+    getattr(TokenTrace, name).__set__
+    for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs", "finish_reason")
+)
+_put_version_runs, _put_temperature, _put_candidates, _put_untrainable_sampling = (
+    getattr(TokenTrace, name).__set__ for name in ("version_runs", "temperature", "candidates", "untrainable_sampling")
+)
 
 
 def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[VersionRun, ...]:

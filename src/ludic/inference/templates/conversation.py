@@ -27,7 +27,7 @@ from ludic.types import (
 )
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Prompt:
     """The prompt of one model call."""
 
@@ -63,9 +63,9 @@ class Conversation:
             return self._start(messages, tools, rewrote=self._reply is not None and not continues)
         assert self._tokens is not None, "a recorded reply follows a prompt"
         self._tokens.append(delta)
-        self._messages.extend(map(dict, messages[len(self._messages) :]))
+        self._messages.extend(map(dict.copy, messages[len(self._messages) :]))
         self._reply = None
-        return Prompt(token_ids=self._tokens.view(), messages=MessageView(self._messages), text=None)
+        return Prompt(self._tokens.view(), MessageView(self._messages))
 
     def num_tokens(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> int:
         """Number of tokens of the prompt for these messages; changes no state."""
@@ -104,7 +104,7 @@ class Conversation:
         rendered = self._template.apply(messages, tools=tools)
         self._tokens = TokenLog(rendered.prompt_token_ids)
         # Copies: a context that edits a message in place must not change the record of what was sent.
-        self._messages = list(map(dict, messages))
+        self._messages = list(map(dict.copy, messages))
         self._tools = tools
         self._reply = None
         return Prompt(

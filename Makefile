@@ -58,10 +58,12 @@ $(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt
 	touch $(VENV)/.ready $@
 endif
 
-# vLLM pins its own torch, so it has a separate environment. requirements/vllm.in says what GPU machines do instead.
+# vLLM pins its own torch, so it has a separate environment. requirements/vllm.in says what GPU machines do instead. Its first
+# import compiles 5,000 modules: here, on a core that would wait for the longer install of the tests.
 $(VENV_VLLM)/.ready: requirements/vllm.txt requirements/torch.txt
 	test -x $(VENV_VLLM)/bin/python || $(VLLM_PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/$(INSTALL) $(HASHED) -r requirements/vllm.txt
+	-OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python tests/integration/warm_vllm.py > /dev/null 2>&1
 	touch $@
 
 vllm: $(VENV_VLLM)/.ready

@@ -48,6 +48,8 @@ class Flags(ScriptFlags):
 class Recall(SingleAgentEnv):
     """A colour is shown once; every reply should name it, and earns its share of 1 if it does."""
 
+    blocking = False
+
     def __init__(self, sample: str, turns: int) -> None:
         super().__init__()
         self.fact, self.turns = sample, turns

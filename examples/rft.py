@@ -32,6 +32,8 @@ class Flags(ScriptFlags):
 class Letters(SingleAgentEnv):
     """Asked x, answer with a letter; asked y, with anything else. One turn; chance earns about one half."""
 
+    blocking = False
+
     def __init__(self, sample: str) -> None:
         super().__init__()
         self.asked = sample

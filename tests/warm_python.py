@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import gc
 import json
 import os
 import runpy
@@ -175,6 +176,7 @@ def begin(connection: socket.socket) -> int:
         return pid
     code = 1
     try:
+        gc.freeze()  # a pass over what the server has imported would copy all of its pages
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

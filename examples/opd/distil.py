@@ -87,6 +87,8 @@ class Settings:
 class Question(SingleAgentEnv):
     """One question; whatever is said ends the episode, and nothing is paid."""
 
+    blocking = False
+
     def __init__(self, sample: str) -> None:
         super().__init__()
         self.question = sample

@@ -73,7 +73,11 @@ async def _work(
 @contextmanager
 def long_lived_objects_exempt() -> Iterator[None]:
     """Exempt the objects that exist now from garbage collection inside the block: a pass over the 400,000 of torch, transformers
-    and a model stops all threads for a quarter of a second, the engine's included."""
+    and a model stops all threads for a quarter of a second, the engine's included. Nothing changes where the program, or a block
+    around this one, has exempted objects itself: to end this block would end that."""
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

@@ -2,12 +2,13 @@
 
 `python` is a program like vLLM's interpreter (warm_python.py); the processes are forked from a server that has imported vLLM:
 this file, run as a program in that interpreter. Where a test is about the start or the end of a server's processes, it takes a
-server that begins as users' do.
+server that begins as users' do. Without a socket this file only imports vLLM: `make vllm` has it compiled so.
 """
 
 import atexit
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -24,17 +25,19 @@ IMPORTED = [
 """What the processes of a server would import, in this order."""
 
 
-def main(path: str) -> None:
-    import importlib
+def import_vllm() -> None:
+    for module in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
 
+
+def main(path: str) -> None:
     sys.path.insert(0, str(ROOT))
     from tests import warm_python
 
     sys.path.remove(str(ROOT))
     socket = warm_python.listening(path)
-    for module in IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+    import_vllm()
     import vllm.model_executor.models.registry as registry
     import vllm.v1.engine.utils as engines
 
@@ -58,4 +61,4 @@ def python() -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1]) if sys.argv[1:] else import_vllm()

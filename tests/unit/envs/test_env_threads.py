@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -80,14 +81,29 @@ async def play(cls, **settings):
     )
 
 
-@pytest.mark.parametrize(
-    ("cls", "limit"),
-    [*((cls, "env_timeout_s") for cls in HANGS), (Waits, "episode_timeout_s"), (NeverAnswers, "episode_timeout_s")],
-)
-async def test_an_env_that_hangs_is_a_failed_episode_and_the_others_are_played(cls, limit, monkeypatch):
-    monkeypatch.setattr(threads, "_INTERRUPTED_S", 0.05)
+CASES = [*((cls, "env_timeout_s") for cls in HANGS), (Waits, "episode_timeout_s"), (NeverAnswers, "episode_timeout_s")]
+
+
+@pytest.fixture(scope="module")
+def played():
+    """What was played in each case: those that only wait at once, and without the one that computes."""
+
+    async def play_all(cases):
+        return dict(zip(cases, await asyncio.gather(*(play(cls, **{limit: 2.0}) for cls, limit in cases)), strict=True))
+
+    computes = [case for case in CASES if case[0] is Spins]
+    waits = [case for case in CASES if case not in computes]
+    limits = {"_FINISH_S": 0.05, "_INTERRUPTED_S": 0.05}
+    with mock.patch.multiple(threads, **limits), mock.patch.dict(globals(), ENOUGH=threading.Event()):
+        found = asyncio.run(play_all(computes)) | asyncio.run(play_all(waits))
+        ENOUGH.set()
+    return found
+
+
+@pytest.mark.parametrize(("cls", "limit"), CASES)
+async def test_an_env_that_hangs_is_a_failed_episode_and_the_others_are_played(cls, limit, played):
     alone = await make_engine().generate_rollouts([request(env_seed=n, sampling_seed=n) for n in range(5)], max_steps=2)
-    rollouts = await play(cls, **{limit: 2.0})
+    rollouts = list(played[cls, limit])
     failed = rollouts.pop(2)
     assert failed.stop is StopReason.FAILED and f"{limit}=2" in failed.failure.message
     assert failed.failure.error == "TimeoutError"

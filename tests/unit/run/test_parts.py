@@ -266,11 +266,30 @@ def test_no_episodes_at_a_time_are_refused(name):
         resolved("tic_tac_toe", **{name: 0})
 
 
-def test_existing_objects_are_exempt_from_garbage_collection_only_inside_the_block():
+@pytest.fixture
+def nothing_exempt():
+    """tests/conftest.py exempts what it has imported."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_existing_objects_are_exempt_from_garbage_collection_only_inside_the_block(nothing_exempt):
     with pytest.raises(KeyError), long_lived_objects_exempt():
         assert gc.get_freeze_count() > 1000
         raise KeyError
     assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_program_has_exempted_stay_so(nothing_exempt):
+    with long_lived_objects_exempt():
+        with long_lived_objects_exempt():
+            pass
+        assert gc.get_freeze_count() > 1000
+    gc.freeze()
+    with long_lived_objects_exempt():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() > 1000
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused():

@@ -19,9 +19,12 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests import warm_python
+
 web = pytest.importorskip("aiohttp.web", reason="the serve extra is not installed")
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "push_to_hub.py"
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "push_to_hub.py"
 TOKEN = "hf_the_right_one"
 
 
@@ -169,17 +172,30 @@ def hub():
     thread.join(30)
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """An interpreter that has imported what the script imports, and its variables, which the hub client reads when imported."""
+    environment = {
+        "PATH": os.environ["PATH"], "HF_HOME": str(tmp_path_factory.mktemp("hf")), "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }  # fmt: skip
+    path, program = warm_python.socket_and_program(sys.executable)
+    imported = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.path.insert(0, sys.argv[2])"
+    served = f"{imported}; from tests import warm_python; warm_python.serve(sys.argv[3])"
+    server = subprocess.Popen([sys.executable, "-c", served, SCRIPT, ROOT, path], env=environment)
+    yield program, environment
+    server.terminate()
+    server.wait()
+
+
 @pytest.fixture
-def push(hub, tmp_path):
+def push(hub, python):
+    program, environment = python
+
     def run(*arguments, token=TOKEN):
-        environment = {
-            "PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-        }  # fmt: skip
-        if token is not None:
-            environment["HF_TOKEN"] = token
-        command = [sys.executable, str(SCRIPT), *map(str, arguments), "--endpoint", hub.url]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        command = [program, str(SCRIPT), *map(str, arguments), "--endpoint", hub.url]
+        known = environment if token is None else {**environment, "HF_TOKEN": token}
+        return subprocess.run(command, capture_output=True, text=True, env=known, timeout=120)
 
     return run
 

@@ -39,6 +39,8 @@ from ludic.types import (
 class AsciiBandit(SingleAgentEnv):
     """Asked x, answer with an ASCII character; asked y, with anything else. Chance is about one half."""
 
+    blocking = False
+
     @property
     def suggested_sysprompt(self) -> None:
         return None

@@ -20,6 +20,8 @@ def ignore(is_right: bool) -> None:
 class LuckThenSkill(SingleAgentEnv):
     """Asked ?, write anything: your ticket. Then, asked x, answer with ASCII; asked y, with anything else."""
 
+    blocking = False
+
     def __init__(
         self, *, num_questions: int = 3, stake: float = 50.0, on_answer: Callable[[bool], None] = ignore
     ) -> None:

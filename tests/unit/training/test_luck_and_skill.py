@@ -93,10 +93,17 @@ def test_episodic_credit_depends_on_the_seed(rule):
 async def answers_of(algorithm, *, steps, num_questions=1):
     """Whether each question was answered right, in the order of training."""
     model, answers = tiny_llama(), []
+
+    class Watched(LuckThenSkill):
+        blocking = False
+
+        def __init__(self):
+            super().__init__(num_questions=num_questions, on_answer=answers.append)
+
     engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
     source = RolloutBatchSource(
         RolloutEngine(
-            env_registry={"bandit": lambda: LuckThenSkill(num_questions=num_questions, on_answer=answers.append)},
+            env_registry={"bandit": Watched},
             protocol_registry={"single": lambda: bandit_protocol(engine)},
         ),
         requests_fn=BanditRequests(8),

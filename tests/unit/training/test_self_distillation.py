@@ -31,6 +31,8 @@ GOLD = {"w": "C", "x": "A", "y": "H", "z": "F"}
 
 
 class Quiz(SingleAgentEnv):
+    blocking = False
+
     def __init__(self, question):
         super().__init__()
         self.question = question

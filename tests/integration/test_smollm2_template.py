@@ -20,6 +20,12 @@ from tests.fakes import CountingEnv, RecordingClient
 
 pytestmark = pytest.mark.integration
 
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_engine):
+    return smollm2_engine.tokenizer
+
+
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
 
 

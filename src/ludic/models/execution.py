@@ -63,7 +63,7 @@ _ROUNDS = 7
 
 
 def use_fastest_num_threads(most: int | None = None) -> int:
-    """Time 1, 2, 4 … threads on work like a small model's; set and return the fastest number.
+    """Time 1, 2, 4 … threads on work like a small model's; set and return the fastest number. One alone is not timed.
 
     `most` defaults to OMP_NUM_THREADS, else to the number of cores.
     """
@@ -72,8 +72,9 @@ def use_fastest_num_threads(most: int | None = None) -> int:
     while candidates[-1] * 2 <= most:
         candidates.append(candidates[-1] * 2)
     # Candidates alternate, so that a moment of other load on the machine does not hit one of them alone.
-    rounds = [{number: _time_steps(number) for number in candidates} for _ in range(_ROUNDS)]
-    best = min(candidates, key=lambda number: median(seconds[number] for seconds in rounds))
+    num_rounds = _ROUNDS if len(candidates) > 1 else 0
+    rounds = [{number: _time_steps(number) for number in candidates} for _ in range(num_rounds)]
+    best = min(candidates, key=lambda number: median(seconds[number] for seconds in rounds)) if rounds else 1
     torch.set_num_threads(best)
     return best
 

@@ -151,10 +151,7 @@ def final_number_parser(raw: str, *, success_reward: float = 0.0, error_reward: 
     boxed = extract_last_boxed_content(raw)
     if boxed:
         return ParseResult(_plain_number(boxed) or boxed, success_reward, None)
-    answer = _marked_answer(raw)
-    if answer is None:
-        *_, last = [None, *_NUMBER.finditer(raw)]
-        answer = None if last is None else _canonical(last)
+    answer = _marked_answer(raw) or _last_number(raw)
     if answer is None:
         return ParseResult(None, error_reward, f"{_LEAD_IN} expected a number as the final answer.")
     return ParseResult(answer, success_reward, None)
@@ -162,12 +159,22 @@ def final_number_parser(raw: str, *, success_reward: float = 0.0, error_reward: 
 
 def _marked_answer(raw: str) -> str | None:
     """The answer after the last `####`. Models also use `####` for headings (#### 2. Add them up), which are skipped."""
+    if "####" not in raw:
+        return None
     for line in reversed(raw.splitlines()):
         _, marker, tail = line.rpartition("####")
         tail = tail.strip(" \t*").rstrip(".")
         match = _NUMBER.match(tail)
         if marker and match and _UNIT.fullmatch(tail, match.end()):
             return _plain_number(tail) or tail
+    return None
+
+
+def _last_number(raw: str) -> str | None:
+    """The last number of the text. A number lies within one word, so words are searched from the end."""
+    for word in reversed(raw.split()):
+        if not word.isalpha() and (found := [*_NUMBER.finditer(word)]):
+            return _canonical(found[-1])
     return None
 
 

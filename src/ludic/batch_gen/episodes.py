@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ludic.envs.threads import opened, time_limit
 from ludic.interaction import InteractionProtocol, run_or_record
 from ludic.interaction.base import AnyEnv
 from ludic.types import ConfigError, Failure, LudicError, Rollout, RolloutRequest, UnknownName, derive_seed, new_id
+from ludic.types.rollout import plain_fields
 
 logger = logging.getLogger(__name__)
 
@@ -330,6 +331,6 @@ def _meta(plan: EpisodePlan, limits: EpisodeLimits) -> dict[str, Any]:
             "sampling_seed": plan.sampling_seed,
             "forced_env_seed": request.env_seed,
             "forced_sampling_seed": request.sampling_seed,
-            "return_spec": None if request.inference is None else asdict(request.inference.return_),
+            "return_spec": None if request.inference is None else plain_fields(request.inference.return_),
         },
     }

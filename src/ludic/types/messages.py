@@ -71,6 +71,8 @@ def extract_last_boxed_content(raw: str) -> str | None:
     >>> extract_last_boxed_content(r"First \boxed{1}, no: \boxed{\frac{3}{2}}.")
     '\\frac{3}{2}'
     """
+    if "box" not in raw:
+        return None
     open_groups: list[int | None] = []  # where the content of an open box begins; None for a plain brace
     last: tuple[int, int] | None = None
     for token in _LATEX.finditer(raw):

@@ -195,7 +195,7 @@ class Rollout:
             "id": self.id,
             "meta": self.meta,
             "stop": None if self.stop is None else self.stop.value,
-            "failure": None if self.failure is None else _plain_fields(self.failure),
+            "failure": None if self.failure is None else plain_fields(self.failure),
             "total_reward": self.total_reward,
             "length": self.length,
             "duration_ns": self.duration_ns,
@@ -265,7 +265,8 @@ def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
 # --- JSON -----------------------------------------------------------------------------------------------------
 
 
-def _plain_fields(obj: Any) -> dict[str, Any]:
+def plain_fields(obj: Any) -> dict[str, Any]:
+    """The fields of a dataclass, without the deep copy of `dataclasses.asdict`."""
     return {f.name: getattr(obj, f.name) for f in fields(obj)}
 
 
@@ -284,7 +285,7 @@ def _encode_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
     before: AgentStep | None = None
     by_id: dict[str, AgentStep] = {}
     for step in steps:
-        row = _plain_fields(step)
+        row = plain_fields(step)
         if isinstance(step, AgentStep):
             row["prompt_messages"] = _encode_messages(step, before)
             row["trace"] = _encode_trace(step.trace, before)

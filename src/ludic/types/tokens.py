@@ -41,7 +41,7 @@ def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
     """`ids` as int32, or a TypeError that names the field."""
     if type(ids) is np.ndarray and ids.dtype is _INT32 and ids.ndim == 1:
         return _frozen(ids) if ids.flags.writeable else ids
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (list, np.ndarray, Sequence)):
         raise TypeError(f"{name} must be a list or array of int, got {type(ids).__name__}.")
     if len(ids) == 0:
         return _NO_TOKENS
@@ -49,7 +49,7 @@ def token_array(ids: TokenIds, name: str = "token ids") -> TokenArray:
     if wide.ndim != 1 or wide.dtype.kind not in "iu":
         raise TypeError(f"{name} must be a flat list of int, got elements of dtype {wide.dtype}.")
     narrow = wide.astype(np.int32)
-    if (narrow != wide).any():
+    if np.count_nonzero(narrow != wide):
         raise ValueError(f"{name} contains ids that do not fit 32 bits (max {wide.max()}).")
     narrow.setflags(write=False)
     return narrow

@@ -8,7 +8,7 @@ Rollouts are written as episodes finish; `--resume` continues from them, and the
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.markup import escape
@@ -21,7 +21,7 @@ from ludic.run.folder import CONFIG
 from ludic.run.resolve import slug
 from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError
-from ludic.types.rollout import json_number
+from ludic.types.rollout import json_number, plain_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def write_results(folder: Path, columns: Sequence[Column]) -> None:
     """Write one line per sample and model, and all metrics in one file."""
     (folder / "samples").mkdir(exist_ok=True)
     for column in columns:
-        lines = [json.dumps(asdict(outcome), default=json_number) for outcome in column.report.outcomes]
+        lines = [json.dumps(plain_fields(outcome), default=json_number) for outcome in column.report.outcomes]
         (folder / "samples" / f"{slug(column.label)}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     metrics = {column.label: column.report.metrics for column in columns}
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

@@ -128,16 +128,11 @@ def merge_step_info(
     reserved_keys: frozenset[str] = RESERVED_INFO_KEYS,
 ) -> Info:
     """Merge infos, later ones win; the env's reserved keys are dropped."""
-    merged = dict(client_info)
-    if env_info:
-        if not reserved_keys.isdisjoint(env_info):
-            for key in reserved_keys & env_info.keys():
-                logger.warning("The env's info[%r] is dropped: the key is reserved for Ludic.", key)
-            env_info = {key: value for key, value in env_info.items() if key not in reserved_keys}
-        merged.update(env_info)
-    if extra:
-        merged.update(extra)
-    return merged
+    if env_info and not reserved_keys.isdisjoint(env_info):
+        for key in reserved_keys & env_info.keys():
+            logger.warning("The env's info[%r] is dropped: the key is reserved for Ludic.", key)
+        env_info = {key: value for key, value in env_info.items() if key not in reserved_keys}
+    return {**client_info, **(env_info or {}), **(extra or {})}
 
 
 def split_parser_reward(parse_result: ParseResult | None) -> tuple[float, float]:

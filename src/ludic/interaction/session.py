@@ -48,7 +48,7 @@ ExternalTools = Callable[[list[ToolCall], AgentStep], Awaitable[ToolAnswers]]
 _NO_REPLY_READ = "Invalid action."
 
 # Every model call makes one of each. Python passes keyword arguments to a class in a dict, but to a function directly: half the
-# time for a record of many fields.
+# time for a record of many fields. With more than 14 keywords the compiler makes a dict here too.
 _new, _init_agent_step, _init_env_step = object.__new__, AgentStep.__init__, EnvironmentStep.__init__
 
 
@@ -314,17 +314,12 @@ class AgentSession:
         if transition.turn is None and not self.finished and transition.reward == 0:
             return  # others moved before this agent's first turn, without a reward for it
         stop = self.stop
-        is_truncated = stop is not None and stop.is_truncation
         turn = transition.turn or TurnResult(self._next_turn_id())
         source = turn.source
         client_info: Info = {}
         if source is not None and "finish_reason" in source.info:
             client_info["finish_reason"] = source.info["finish_reason"]
         info = merge_step_info(client_info, transition.info)
-        if stop is not None:
-            info["final_obs"] = transition.last_obs
-            if is_truncated:
-                info["truncation_reason"] = stop.value
         components, number = {"env": transition.reward}, len(self._steps)
         if turn.parser_reward:
             components["parser"] = turn.parser_reward
@@ -333,22 +328,26 @@ class AgentSession:
             step,
             index=number,
             prev_obs=transition.prev_obs,
-            action=source.action if source else "",
+            action="",
             parsed_action=turn.action,
             next_obs=None if stop else _joined(self._unseen),
-            source_agent_step_id=source.id if source else None,
+            source_agent_step_id=None,
             agent_step_ids=turn.step_ids,
             reward=transition.reward + turn.parser_reward,
-            truncated=is_truncated,
-            terminated=stop is StopReason.TERMINATED,
-            trace=source.trace if source else None,
             info=info,
             reward_components=components,
             id=f"{self._rollout.id}.{number}",
             ts_ns=transition.ts_ns,
             turn_id=turn.id,
-            parent_id=source.id if source else None,
         )
+        if source is not None:
+            step.action, step.trace = source.action, source.trace
+            step.source_agent_step_id = step.parent_id = source.id
+        if stop is not None:
+            info["final_obs"] = transition.last_obs
+            step.terminated, step.truncated = stop is StopReason.TERMINATED, stop.is_truncation
+            if step.truncated:
+                info["truncation_reason"] = stop.value
         self._steps.append(step)
 
     def _next_turn_id(self) -> str:

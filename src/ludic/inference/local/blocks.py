@@ -6,12 +6,16 @@ instead of computing it. Unused blocks stay published until their space is neede
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ludic.types import ConfigError
 
 Chain = int
 """Id of a whole prefix: the number of a (parent chain, tokens of a block) pair, so that prefixes never collide."""
+
+
+GROUP_ROWS, MIN_GROUP = 16, 4
+"""Decoding rows that read a shared beginning together: a larger group is cut, a smaller one reads row by row."""
 
 
 class BlockPool:
@@ -129,3 +133,30 @@ class BlockPool:
         # Longer prefixes keep their ids but are never found again: if this block is published again it gets a new id,
         # because an id is never reused.
         self._chains.pop(key, None)
+
+
+def shared_beginnings(blocks: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """Groups of rows whose first blocks are the same, and how many blocks that are; a row is in one group at most.
+
+    Where a large group shares little and parts of it share more, it takes what saves more reads.
+    """
+    found = [group for rows in _equal_at(0, range(len(blocks)), blocks) for group in _best_groups(rows, blocks)]
+    return [group for group in found if len(group[0]) >= MIN_GROUP]
+
+
+def _best_groups(rows: list[int], blocks: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    lists = [blocks[row] for row in rows]
+    low, high = min(lists), max(lists)
+    depth = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    cut = [(rows[i : i + GROUP_ROWS], depth) for i in range(0, len(rows), GROUP_ROWS)]
+    deeper = [group for part in _equal_at(depth, rows, blocks) for group in _best_groups(part, blocks)]
+    return max(cut, deeper, key=lambda groups: sum((len(r) - 1) * n for r, n in groups if len(r) >= MIN_GROUP))
+
+
+def _equal_at(depth: int, rows: Iterable[int], blocks: Sequence[list[int]]) -> list[list[int]]:
+    """Rows with the same block at this place, at least `MIN_GROUP` of them."""
+    by_block: dict[int, list[int]] = {}
+    for row in rows:
+        if len(blocks[row]) > depth:
+            by_block.setdefault(blocks[row][depth], []).append(row)
+    return [part for part in by_block.values() if len(part) >= MIN_GROUP]

@@ -58,6 +58,7 @@ class FusedForward:
             cosines, sines = inner.rotary_emb(self.embedding[:1, None], positions_1L)
             self._cosines_LD, self._sines_LD = cosines[0].contiguous(), sines[0].contiguous()
             self._layers = [_read_layer(layer) for layer in inner.layers]
+        self.has_windows = any(layer.rules.sliding_window is not None for layer in self._layers)
 
     @torch.no_grad()
     def refresh(self) -> None:

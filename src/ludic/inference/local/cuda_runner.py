@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, shared_beginnings
 from ludic.inference.local.cuda_forward import can_fuse, fused_forward
+from ludic.inference.local.decode_attention import DecodeAttention, SharedBeginnings
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.runner import Read, Scoring
 from ludic.inference.local.sampling import sample
+from ludic.inference.local.sampling_kernels import DecodeRows, sample_round, sample_rows
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
-from ludic.inference.local.triton_kernels import DecodeRows, paged_decode, sample_round, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.execution import decoder_layers, raise_recompile_limits
 from ludic.models.packed_attention import varlen_attention
@@ -63,8 +65,8 @@ class PackedState:
 class PagedState:
     """Attention of one new token per row, through block tables."""
 
-    def __init__(self, pool: KVPool, slots_R: Tensor, tables: Tensor, lengths_R: Tensor) -> None:
-        self._pool, self._slots_R, self._tables, self._lengths_R = pool, slots_R, tables, lengths_R
+    def __init__(self, pool: KVPool, slots_R: Tensor, attention: DecodeAttention) -> None:
+        self._pool, self._slots_R, self._attention = pool, slots_R, attention
 
     @torch.compiler.disable
     def attend(
@@ -78,8 +80,7 @@ class PagedState:
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         """`attend` for keys and values that are in the pool already."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        return paged_decode(query_THD, keys, values, self._tables, self._lengths_R, self._pool.block_size, rules)
+        return self._attention(query_THD, self._pool.keys[layer], self._pool.values[layer], rules)
 
 
 class CUDARunner:
@@ -112,17 +113,26 @@ class CUDARunner:
         self._buckets = sorted({*(b for b in sizes if b < max_sequences), max_sequences})
         self._owners: list[Sequence | None] = []
         """The sequence of each row."""
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """By batch size, and whether groups attend to their shared beginning together."""
         new = lambda *shape, dtype=torch.long: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
         rows = max_sequences
         self._rows = DecodeRows(
-            tokens=new(rows), positions=new(rows), lengths=new(rows, dtype=torch.int32), slots=new(rows), seeds=new(rows),
-            temperatures=new(rows, dtype=torch.float32), tables=new(rows, max_blocks, dtype=torch.int32), rounds=new(rows),
-            out_tokens=new(max_rounds, rows), out_logprobs=new(max_rounds, rows, dtype=torch.float32),
+            tokens=new(rows), positions=new(rows), lengths=new(rows, dtype=torch.int32), firsts=new(rows, dtype=torch.int32),
+            slots=new(rows), seeds=new(rows), temperatures=new(rows, dtype=torch.float32),
+            tables=new(rows, max_blocks, dtype=torch.int32), rounds=new(rows), out_tokens=new(max_rounds, rows), out_logprobs=new(max_rounds, rows, dtype=torch.float32),
         )  # fmt: skip
         self._scratch = self.pool.scratch_slot // block_size
         self._host_tables = np.full((rows, max_blocks), self._scratch, dtype=np.int32)
         self._table_lengths = [0] * rows
+        self._can_group = self._fused is not None and not self._fused.has_windows and shape.dtype.itemsize == 2
+        self._groups = SharedBeginnings(
+            new(max(1, rows // MIN_GROUP), GROUP_ROWS, dtype=torch.int32),
+            new(max(1, rows // MIN_GROUP), dtype=torch.int32),
+        )
+        self._grouped: list[Sequence] = []
+        """The rows for which `_groups` was filled."""
+        self._has_groups = False
 
     def weights_changed(self) -> None:
         """Graphs read the parameters in place; only joined copies are renewed."""
@@ -204,6 +214,7 @@ class CUDARunner:
         self._owners += [None] * missing
         for row, sequence in zip(free, sequences, strict=False):
             self._owners[row], sequence.row, self._table_lengths[row] = sequence, row, 0
+        self._grouped = []  # a sequence that starts again has other blocks
         return free[: len(sequences)]
 
     def _forward(
@@ -254,7 +265,9 @@ class CUDARunner:
         rows.slots[:bucket] = (
             rows.tables[:bucket].gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
         )
-        graph, logits = self._graph(bucket)
+        if self._can_group and owners != self._grouped:
+            self._upload_groups(owners, bucket)
+        graph, logits = self._graph(bucket, self._has_groups)
         for _ in range(num_rounds):
             graph.replay()
         return self._reading(
@@ -303,6 +316,26 @@ class CUDARunner:
         width = max(self._table_lengths[:count]) + self._num_extra
         self._rows.tables[:count, :width] = _to_gpu(self._host_tables[:count, :width])
 
+    def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:
+        """Find rows that share blocks; fill the groups if reading these once saves enough."""
+        groups = [] if len(owners) < MIN_GROUP else shared_beginnings([owner.blocks for owner in owners])
+        size, had_groups = self.pool.block_size, self._has_groups
+        saved = sum((len(rows) - 1) * num_blocks for rows, num_blocks in groups) * size
+        self._grouped = owners
+        self._has_groups = saved >= _MIN_SAVED * sum(owner.length for owner in owners)
+        if not self._has_groups:
+            if had_groups:
+                self._rows.firsts.zero_()
+            return
+        rows_CM = np.full((max(1, bucket // MIN_GROUP), GROUP_ROWS), -1, dtype=np.int32)
+        lengths_C, firsts_T = np.zeros(len(rows_CM), dtype=np.int32), np.zeros(len(self._rows.firsts), dtype=np.int32)
+        for number, (rows, num_blocks) in enumerate(groups):
+            rows_CM[number, : len(rows)] = rows
+            lengths_C[number] = firsts_T[rows] = num_blocks * size
+        self._groups.rows_CM[: len(rows_CM)] = _to_gpu(rows_CM)
+        self._groups.lengths_C[: len(lengths_C)] = _to_gpu(lengths_C)
+        self._rows.firsts.copy_(_to_gpu(firsts_T))
+
     def _reading(self, sequences: list[Sequence], tokens_RN: Tensor, logprobs_RN: Tensor, logits_NV: Tensor) -> Read:
         """Start the copy of sampled tokens to the host; the result waits for it."""
         tokens_NR, logprobs_NR = (x.t().contiguous().to("cpu", non_blocking=True) for x in (tokens_RN, logprobs_RN))
@@ -330,13 +363,14 @@ class CUDARunner:
 
     # --- graphs ---
 
-    def _graph(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        if bucket not in self._graphs:
+    def _graph(self, bucket: int, has_groups: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        key = bucket, has_groups
+        if key not in self._graphs:
             with _CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
-                self._graphs[bucket] = self._capture(bucket)
-        return self._graphs[bucket]
+                self._graphs[key] = self._capture(bucket, has_groups)
+        return self._graphs[key]
 
-    def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, bucket: int, has_groups: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         rows = self._rows
         changed = (rows.tokens, rows.positions, rows.lengths, rows.slots, rows.rounds)
         saved = [buffer.clone() for buffer in changed]
@@ -346,22 +380,27 @@ class CUDARunner:
             for _ in range(
                 2 if self._layers is not None else 1
             ):  # compile kernels and allocate buffers before the capture
-                self._one_round(bucket)
+                self._one_round(bucket, has_groups)
                 rows.rounds.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         memory_pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         # thread_local: the trainer allocates in another thread meanwhile, which would invalidate a capture in the default mode.
         with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
-            logits = self._one_round(bucket)
+            logits = self._one_round(bucket, has_groups)
         for buffer, value in zip(changed, saved, strict=True):
             buffer.copy_(value)
         return graph, logits
 
-    def _one_round(self, bucket: int) -> Tensor:
-        rows = self._rows
+    def _one_round(self, bucket: int, has_groups: bool) -> Tensor:
+        rows, groups = self._rows, None
         tokens, positions, slots = rows.tokens[:bucket], rows.positions[:bucket], rows.slots[:bucket]
-        state = PagedState(self.pool, slots, rows.tables[:bucket], rows.lengths[:bucket])
+        if has_groups:
+            count = max(1, bucket // MIN_GROUP)
+            groups = SharedBeginnings(self._groups.rows_CM[:count], self._groups.lengths_C[:count])
+        lengths, firsts = rows.lengths[:bucket], rows.firsts[:bucket]
+        attention = DecodeAttention(rows.tables[:bucket], lengths, firsts, self.pool.block_size, groups)
+        state = PagedState(self.pool, slots, attention)
         if self._fused is not None:
             logits = self._fused.logits(self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots)))
         else:
@@ -378,6 +417,8 @@ class CUDARunner:
 
 _CAPTURING = threading.Lock()
 """A live engine and its snapshot may capture at once; a device synchronisation by one would invalidate the other's capture."""
+_MIN_SAVED = 0.2
+"""Share of all reads of keys that groups must save for a round to use them."""
 _COMPILED_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Batch sizes if each is compiled, which takes seconds."""
 _BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64), *range(1024, 4097, 256))

@@ -9,6 +9,7 @@ which token.
 import asyncio
 import atexit
 import contextlib
+import gc
 import itertools
 import logging
 import math
@@ -457,6 +458,8 @@ class LocalEngine:
             self._is_closed = True
             self._changed.notify_all()
         self._worker.join(timeout=60)
+        if self._shape.device.type == "cuda":
+            gc.unfreeze()
         atexit.unregister(self._at_exit)
 
     async def __aenter__(self) -> "LocalEngine":
@@ -651,11 +654,15 @@ class LocalEngine:
         fuse = self._pack_weights
         if fuse is None:
             fuse = fused_bytes(view) < free_memory(self._shape.device) // 4
-        return CUDARunner(
+        runner = CUDARunner(
             view, self._shape, pool.num_blocks, pool.block_size, max_sequences=limits.max_sequences,
             max_length=self.max_model_len, max_rounds=limits.max_rounds, compile_layers=self._compile_layers,
             fuse=fuse and self._compile_layers,
         )  # fmt: skip
+        # A pass of the garbage collector over torch, transformers and a model stops this thread for 0.2 s. `close` undoes it.
+        gc.collect()
+        gc.freeze()
+        return runner
 
     def _decode(self, ids: list[int]) -> str:
         return "" if self.tokenizer is None else decode_reply(self.tokenizer, ids)

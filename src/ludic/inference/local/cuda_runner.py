@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, shared_beginnings
 from ludic.inference.local.cuda_forward import can_fuse, fused_forward
-from ludic.inference.local.decode_attention import DecodeAttention, SharedBeginnings
+from ludic.inference.local.decode_attention import DecodeAttention, SharedBeginnings, num_splits
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.runner import Read, Scoring
 from ludic.inference.local.sampling import sample
@@ -83,6 +83,16 @@ class PagedState:
         return self._attention(query_THD, self._pool.keys[layer], self._pool.values[layer], rules)
 
 
+class _Kernels(NamedTuple):
+    """What a graph is captured for."""
+
+    num_rows: int
+    splits: int
+    """Parts into which attention cuts every row."""
+    has_groups: bool
+    """Whether rows attend to a shared beginning together."""
+
+
 class CUDARunner:
     """Packed prefill, decoding by graph."""
 
@@ -113,23 +123,24 @@ class CUDARunner:
         self._buckets = sorted({*(b for b in sizes if b < max_sequences), max_sequences})
         self._owners: list[Sequence | None] = []
         """The sequence of each row."""
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        """By batch size, and whether groups attend to their shared beginning together."""
+        self._graphs: dict[_Kernels, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         new = lambda *shape, dtype=torch.long: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
         rows = max_sequences
         self._rows = DecodeRows(
             tokens=new(rows), positions=new(rows), lengths=new(rows, dtype=torch.int32), firsts=new(rows, dtype=torch.int32),
             slots=new(rows), seeds=new(rows), temperatures=new(rows, dtype=torch.float32),
-            tables=new(rows, max_blocks, dtype=torch.int32), rounds=new(rows), out_tokens=new(max_rounds, rows), out_logprobs=new(max_rounds, rows, dtype=torch.float32),
+            tables=new(rows, max_blocks, dtype=torch.int32), rounds=new(rows), out_tokens=new(max_rounds, rows),
+            out_logprobs=new(max_rounds, rows, dtype=torch.float32),
         )  # fmt: skip
         self._scratch = self.pool.scratch_slot // block_size
         self._host_tables = np.full((rows, max_blocks), self._scratch, dtype=np.int32)
         self._table_lengths = [0] * rows
         self._can_group = self._fused is not None and not self._fused.has_windows and shape.dtype.itemsize == 2
+        self._num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
         self._groups = SharedBeginnings(
-            new(max(1, rows // MIN_GROUP), GROUP_ROWS, dtype=torch.int32),
-            new(max(1, rows // MIN_GROUP), dtype=torch.int32),
+            new(_max_groups(rows), GROUP_ROWS, dtype=torch.int32), new(_max_groups(rows), dtype=torch.int32)
         )
+        self._host_firsts = np.zeros(rows, dtype=np.int32)
         self._grouped: list[Sequence] = []
         """The rows for which `_groups` was filled."""
         self._has_groups = False
@@ -265,9 +276,7 @@ class CUDARunner:
         rows.slots[:bucket] = (
             rows.tables[:bucket].gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
         )
-        if self._can_group and owners != self._grouped:
-            self._upload_groups(owners, bucket)
-        graph, logits = self._graph(bucket, self._has_groups)
+        graph, logits = self._graph(self._choose_kernels(owners, bucket))
         for _ in range(num_rounds):
             graph.replay()
         return self._reading(
@@ -316,25 +325,32 @@ class CUDARunner:
         width = max(self._table_lengths[:count]) + self._num_extra
         self._rows.tables[:count, :width] = _to_gpu(self._host_tables[:count, :width])
 
+    def _choose_kernels(self, owners: list[Sequence], bucket: int) -> _Kernels:
+        """How this step's rounds read keys."""
+        if self._can_group and owners != self._grouped:
+            self._upload_groups(owners, bucket)
+        lengths = np.array([owner.length for owner in owners]) - self._host_firsts[: len(owners)]
+        is_even = bool(lengths.max() <= _MAX_UNEVENNESS * lengths.mean())
+        num_programs = bucket * self.pool.shape.heads[0][0]
+        return _Kernels(bucket, num_splits(num_programs, self._num_processors, is_even), self._has_groups)
+
     def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:
         """Find rows that share blocks; fill the groups if reading these once saves enough."""
-        groups = [] if len(owners) < MIN_GROUP else shared_beginnings([owner.blocks for owner in owners])
+        groups = shared_beginnings([owner.blocks for owner in owners])
         size, had_groups = self.pool.block_size, self._has_groups
         saved = sum((len(rows) - 1) * num_blocks for rows, num_blocks in groups) * size
-        self._grouped = owners
-        self._has_groups = saved >= _MIN_SAVED * sum(owner.length for owner in owners)
-        if not self._has_groups:
-            if had_groups:
-                self._rows.firsts.zero_()
+        self._grouped, self._has_groups = owners, saved >= _MIN_SAVED * sum(owner.length for owner in owners)
+        if not self._has_groups and not had_groups:
             return
-        rows_CM = np.full((max(1, bucket // MIN_GROUP), GROUP_ROWS), -1, dtype=np.int32)
-        lengths_C, firsts_T = np.zeros(len(rows_CM), dtype=np.int32), np.zeros(len(self._rows.firsts), dtype=np.int32)
-        for number, (rows, num_blocks) in enumerate(groups):
+        rows_CM = np.full((_max_groups(bucket), GROUP_ROWS), -1, dtype=np.int32)
+        lengths_C = np.zeros(len(rows_CM), dtype=np.int32)
+        self._host_firsts[:] = 0
+        for number, (rows, num_blocks) in enumerate(groups if self._has_groups else []):
             rows_CM[number, : len(rows)] = rows
-            lengths_C[number] = firsts_T[rows] = num_blocks * size
+            lengths_C[number] = self._host_firsts[rows] = num_blocks * size
         self._groups.rows_CM[: len(rows_CM)] = _to_gpu(rows_CM)
         self._groups.lengths_C[: len(lengths_C)] = _to_gpu(lengths_C)
-        self._rows.firsts.copy_(_to_gpu(firsts_T))
+        self._rows.firsts.copy_(_to_gpu(self._host_firsts))
 
     def _reading(self, sequences: list[Sequence], tokens_RN: Tensor, logprobs_RN: Tensor, logits_NV: Tensor) -> Read:
         """Start the copy of sampled tokens to the host; the result waits for it."""
@@ -363,14 +379,13 @@ class CUDARunner:
 
     # --- graphs ---
 
-    def _graph(self, bucket: int, has_groups: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        key = bucket, has_groups
-        if key not in self._graphs:
+    def _graph(self, kernels: _Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        if kernels not in self._graphs:
             with _CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
-                self._graphs[key] = self._capture(bucket, has_groups)
-        return self._graphs[key]
+                self._graphs[kernels] = self._capture(kernels)
+        return self._graphs[kernels]
 
-    def _capture(self, bucket: int, has_groups: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, kernels: _Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         rows = self._rows
         changed = (rows.tokens, rows.positions, rows.lengths, rows.slots, rows.rounds)
         saved = [buffer.clone() for buffer in changed]
@@ -380,26 +395,32 @@ class CUDARunner:
             for _ in range(
                 2 if self._layers is not None else 1
             ):  # compile kernels and allocate buffers before the capture
-                self._one_round(bucket, has_groups)
+                self._one_round(kernels)
                 rows.rounds.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         memory_pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         # thread_local: the trainer allocates in another thread meanwhile, which would invalidate a capture in the default mode.
         with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
-            logits = self._one_round(bucket, has_groups)
+            logits = self._one_round(kernels)
         for buffer, value in zip(changed, saved, strict=True):
             buffer.copy_(value)
         return graph, logits
 
-    def _one_round(self, bucket: int, has_groups: bool) -> Tensor:
-        rows, groups = self._rows, None
+    def _one_round(self, kernels: _Kernels) -> Tensor:
+        rows, bucket, groups = self._rows, kernels.num_rows, None
         tokens, positions, slots = rows.tokens[:bucket], rows.positions[:bucket], rows.slots[:bucket]
-        if has_groups:
-            count = max(1, bucket // MIN_GROUP)
+        if kernels.has_groups:
+            count = _max_groups(bucket)
             groups = SharedBeginnings(self._groups.rows_CM[:count], self._groups.lengths_C[:count])
-        lengths, firsts = rows.lengths[:bucket], rows.firsts[:bucket]
-        attention = DecodeAttention(rows.tables[:bucket], lengths, firsts, self.pool.block_size, groups)
+        attention = DecodeAttention(
+            rows.tables[:bucket],
+            rows.lengths[:bucket],
+            rows.firsts[:bucket],
+            self.pool.block_size,
+            kernels.splits,
+            groups,
+        )
         state = PagedState(self.pool, slots, attention)
         if self._fused is not None:
             logits = self._fused.logits(self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots)))
@@ -419,6 +440,8 @@ _CAPTURING = threading.Lock()
 """A live engine and its snapshot may capture at once; a device synchronisation by one would invalidate the other's capture."""
 _MIN_SAVED = 0.2
 """Share of all reads of keys that groups must save for a round to use them."""
+_MAX_UNEVENNESS = 1.5
+"""Of the longest row to the mean, up to which rows are read whole."""
 _COMPILED_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Batch sizes if each is compiled, which takes seconds."""
 _BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64), *range(1024, 4097, 256))
@@ -441,6 +464,10 @@ class _CompiledLayers:
     def __exit__(self, *exc: object) -> None:
         for layer, before in zip(self._layers, self._before, strict=True):
             layer._compiled_call_impl = before
+
+
+def _max_groups(num_rows: int) -> int:
+    return max(1, num_rows // MIN_GROUP)
 
 
 def _slots(blocks: list[int], start: int, end: int, size: int) -> np.ndarray[Any, Any]:

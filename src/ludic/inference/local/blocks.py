@@ -14,10 +14,6 @@ Chain = int
 """Id of a whole prefix: the number of a (parent chain, tokens of a block) pair, so that prefixes never collide."""
 
 
-GROUP_ROWS, MIN_GROUP = 16, 4
-"""Decoding rows that read a shared beginning together: a larger group is cut, a smaller one reads row by row."""
-
-
 class BlockPool:
     """Reference-counted blocks with an index of published prefixes."""
 
@@ -133,6 +129,28 @@ class BlockPool:
         # Longer prefixes keep their ids but are never found again: if this block is published again it gets a new id,
         # because an id is never reused.
         self._chains.pop(key, None)
+
+
+# How the rows of a decoding round read their blocks on a GPU.
+
+GROUP_ROWS, MIN_GROUP = 16, 4
+"""Rows that read a shared beginning together: a larger group is cut, a smaller one reads row by row."""
+
+
+def num_splits(num_programs: int, num_processors: int, mean_length: float, is_even: bool) -> int:
+    """Into how many parts to cut each row's tokens, if whole rows take `num_programs` programs on so many processors.
+
+    Few rows do not fill the GPU, and rows of different lengths fill it unevenly; but parts have to be merged, so they keep a
+    minimum length. Measured on an H200 with 16 to 1,024 rows of 1.5B, 7B and 135M models.
+    """
+    wanted = num_processors * (7 if is_even else 16)
+    splits = 1
+    while splits < 16 and num_programs * splits < wanted:
+        is_filled = num_programs * splits >= 2 * num_processors
+        if mean_length / (2 * splits) < (192 if is_filled else 32):
+            break
+        splits *= 2
+    return splits
 
 
 def shared_beginnings(blocks: Sequence[list[int]]) -> list[tuple[list[int], int]]:

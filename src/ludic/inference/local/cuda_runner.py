@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, shared_beginnings
+from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, num_splits, shared_beginnings
 from ludic.inference.local.cuda_forward import can_fuse, fused_forward
-from ludic.inference.local.decode_attention import DecodeAttention, SharedBeginnings, num_splits
+from ludic.inference.local.decode_attention import DecodeAttention, SharedBeginnings
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.runner import Read, Scoring
 from ludic.inference.local.sampling import sample
@@ -330,9 +330,9 @@ class CUDARunner:
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
         lengths = np.array([owner.length for owner in owners]) - self._host_firsts[: len(owners)]
-        is_even = bool(lengths.max() <= _MAX_UNEVENNESS * lengths.mean())
-        num_programs = bucket * self.pool.shape.heads[0][0]
-        return _Kernels(bucket, num_splits(num_programs, self._num_processors, is_even), self._has_groups)
+        mean, num_programs = float(lengths.mean()), bucket * self.pool.shape.heads[0][0]
+        splits = num_splits(num_programs, self._num_processors, mean, bool(lengths.max() <= _MAX_UNEVENNESS * mean))
+        return _Kernels(bucket, splits, self._has_groups)
 
     def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:
         """Find rows that share blocks; fill the groups if reading these once saves enough."""

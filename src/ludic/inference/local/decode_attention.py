@@ -21,8 +21,6 @@ from ludic.models.attention import AttentionRules
 
 _SHARED_PARTS = 2
 """Parts into which a shared beginning is cut."""
-UNEVEN_PROGRAMS = 12
-"""Programs per processor if rows differ in length."""
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -216,13 +214,3 @@ class DecodeAttention:
                 P_PAD=triton.next_power_of_2(num_parts), num_warps=1,
             )  # fmt: skip
         return out_THD
-
-
-def num_splits(num_programs: int, num_processors: int, is_even: bool) -> int:
-    """Into how many parts to cut rows that `num_programs` programs would read whole: enough to fill the GPU twice, and more if
-    rows differ in length, so that every processor gets about as much. Cutting even rows costs more than it gains."""
-    wanted = num_processors * (2 if is_even else UNEVEN_PROGRAMS)
-    splits = 1
-    while num_programs * splits < wanted and splits < 16:
-        splits *= 2
-    return splits

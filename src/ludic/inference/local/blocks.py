@@ -137,18 +137,18 @@ GROUP_ROWS, MIN_GROUP = 16, 4
 """Rows that read a shared beginning together: a larger group is cut, a smaller one reads row by row."""
 
 
-def num_splits(num_programs: int, num_processors: int, mean_length: float, is_even: bool) -> int:
+MAX_SPLITS = 8
+
+
+def num_splits(num_programs: int, num_processors: int, mean_length: float) -> int:
     """Into how many parts to cut each row's tokens, if whole rows take `num_programs` programs on so many processors.
 
-    Few rows do not fill the GPU, and rows of different lengths fill it unevenly; but parts have to be merged, so they keep a
-    minimum length. Measured on an H200 with 16 to 1,024 rows of 1.5B, 7B and 135M models.
+    Few rows do not fill the GPU. Long ones are cut further, so that every processor reads about as much; for short ones the merge
+    costs more. Measured on an H200 with 16 to 1,024 rows of 1.5B, 7B and 135M models.
     """
-    wanted = num_processors * (7 if is_even else 16)
+    wanted = num_processors * (2 if mean_length < 384 else 12)
     splits = 1
-    while splits < 16 and num_programs * splits < wanted:
-        is_filled = num_programs * splits >= 2 * num_processors
-        if mean_length / (2 * splits) < (192 if is_filled else 32):
-            break
+    while splits < MAX_SPLITS and num_programs * splits < wanted:
         splits *= 2
     return splits
 

@@ -330,8 +330,7 @@ class CUDARunner:
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
         lengths = np.array([owner.length for owner in owners]) - self._host_firsts[: len(owners)]
-        mean, num_programs = float(lengths.mean()), bucket * self.pool.shape.heads[0][0]
-        splits = num_splits(num_programs, self._num_processors, mean, bool(lengths.max() <= _MAX_UNEVENNESS * mean))
+        splits = num_splits(bucket * self.pool.shape.heads[0][0], self._num_processors, float(lengths.mean()))
         return _Kernels(bucket, splits, self._has_groups)
 
     def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:
@@ -440,8 +439,6 @@ _CAPTURING = threading.Lock()
 """A live engine and its snapshot may capture at once; a device synchronisation by one would invalidate the other's capture."""
 _MIN_SAVED = 0.2
 """Share of all reads of keys that groups must save for a round to use them."""
-_MAX_UNEVENNESS = 1.5
-"""Of the longest row to the mean, up to which rows are read whole."""
 _COMPILED_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Batch sizes if each is compiled, which takes seconds."""
 _BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64), *range(1024, 4097, 256))

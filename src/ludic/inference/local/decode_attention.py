@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludic.inference.local.blocks import GROUP_ROWS
+from ludic.inference.local.blocks import GROUP_ROWS, MAX_SPLITS
 from ludic.models.attention import AttentionRules
 
 _SHARED_PARTS = 2
 """Parts into which a shared beginning is cut."""
+_MAX_PARTS = triton.next_power_of_2(MAX_SPLITS + _SHARED_PARTS)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -54,12 +55,12 @@ def _attend(
     return best, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "num_parts"])
 def _decode_kernel(
     query, keys, values, out, parts, scales, tables, lengths, firsts,
-    stride_qt, stride_qh, table_stride, scale, softcap, window,
+    stride_qt, stride_qh, table_stride, scale, softcap, window, splits, num_parts,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    G_PAD: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    G_PAD: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_GROUPS: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -69,7 +70,7 @@ def _decode_kernel(
         first = tl.load(firsts + row)
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
-    per_split = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
+    per_split = tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
     begin = first + split * per_split
     end = tl.minimum(length, begin + per_split)
     g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
@@ -83,49 +84,49 @@ def _decode_kernel(
         K, D, BLOCK_SIZE, TILE, HAS_CAP,
     )  # fmt: skip
     heads = row * K * G + head * G + g
-    if PARTS == 1:
+    if IS_WHOLE:
         target = out + heads[:, None] * D + d[None, :]
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
     else:
-        index = heads * PARTS + split
+        index = heads * num_parts + split
         tl.store(parts + index[:, None] * D + d[None, :], acc, mask=there)
         tl.store(scales + index * 2, best, mask=g < G)
         tl.store(scales + index * 2 + 1, total, mask=g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "num_parts"])
 def _merge_kernel(
-    out, parts, scales, firsts,
-    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, P_PAD: tl.constexpr,
+    out, parts, scales, firsts, splits, num_parts,
+    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P_PAD: tl.constexpr, HAS_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One query's parts: its own, and those of the group's beginning if it has one."""
     index = tl.program_id(0)
     p, d = tl.arange(0, P_PAD), tl.arange(0, D_PAD)
-    ok = p < PARTS
-    if PARTS > SPLITS:
-        ok = p < tl.where(tl.load(firsts + index // H) > 0, PARTS, SPLITS)
-    highs = tl.load(scales + (index * PARTS + p) * 2, mask=ok, other=float("-inf"))
-    sums = tl.load(scales + (index * PARTS + p) * 2 + 1, mask=ok, other=0.0)
+    ok = p < num_parts
+    if HAS_GROUPS:
+        ok = p < tl.where(tl.load(firsts + index // H) > 0, num_parts, splits)
+    highs = tl.load(scales + (index * num_parts + p) * 2, mask=ok, other=float("-inf"))
+    sums = tl.load(scales + (index * num_parts + p) * 2 + 1, mask=ok, other=0.0)
     weights = tl.exp2((highs - tl.max(highs, 0)) * _LOG2E)
     found = tl.load(
-        parts + (index * PARTS + p)[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0
+        parts + (index * num_parts + p)[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0
     )
     merged = tl.sum(found * weights[:, None], 0) / tl.sum(weights * sums, 0)
     tl.store(out + index * D + d, merged.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "num_parts"])
 def _shared_kernel(
     query, keys, values, parts, scales, tables, group_rows, group_lengths,
-    stride_qt, stride_qh, table_stride, scale,
+    stride_qt, stride_qh, table_stride, scale, splits, num_parts,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, M_PAD: tl.constexpr,
-    D_PAD: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    D_PAD: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """The queries of a group's rows over a part of the tokens that they share."""
     group, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(group_lengths + group)
     if length > 0:
-        per_part = tl.cdiv(tl.cdiv(length, PARTS - SPLITS), TILE) * TILE
+        per_part = tl.cdiv(tl.cdiv(length, num_parts - splits), TILE) * TILE
         begin = number * per_part
         end = tl.minimum(length, begin + per_part)
         m, d = tl.arange(0, M_PAD), tl.arange(0, D_PAD)
@@ -143,7 +144,7 @@ def _shared_kernel(
             q, best, total, acc, keys, values, tables + leader * table_stride, head, begin, end, scale, 1.0, d,
             K, D, BLOCK_SIZE, TILE, False,
         )  # fmt: skip
-        index = (row * K * G + head * G + g) * PARTS + SPLITS + number
+        index = (row * K * G + head * G + g) * num_parts + splits + number
         tl.store(parts + index[:, None] * D + d[None, :], acc, mask=there)
         tl.store(scales + index * 2, best, mask=row >= 0)
         tl.store(scales + index * 2 + 1, total, mask=row >= 0)
@@ -189,28 +190,27 @@ class DecodeAttention:
             parts = torch.empty(count * size, dtype=torch.float32, device=query_THD.device)
             scales = torch.empty(count * 2, dtype=torch.float32, device=query_THD.device)
         width = triton.next_power_of_2(size)
-        common = {
-            "K": kv_heads, "G": num_heads // kv_heads, "D": size, "D_PAD": width, "BLOCK_SIZE": self.block_size,
-            "SPLITS": splits, "PARTS": num_parts,
-        }  # fmt: skip
+        common = {"K": kv_heads, "G": num_heads // kv_heads, "D": size, "D_PAD": width, "BLOCK_SIZE": self.block_size}
         strides = query_THD.stride(0), query_THD.stride(1), self.tables.stride(0)
         if groups is not None:
             queries = triton.next_power_of_2(GROUP_ROWS * num_heads // kv_heads)
             _shared_kernel[(len(groups.lengths_C), kv_heads, _SHARED_PARTS)](
                 query_THD, keys_SKD, values_SKD, parts, scales, self.tables, groups.rows_CM, groups.lengths_C, *strides, scaling,
-                **common, M_PAD=queries, TILE=64, MEMBERS=GROUP_ROWS, num_warps=8 if queries > 64 else 4, num_stages=2,
+                splits, num_parts, **common, M_PAD=queries, TILE=64, MEMBERS=GROUP_ROWS,
+                num_warps=8 if queries > 64 else 4, num_stages=2,
             )  # fmt: skip
         # Measured on an H200: small loops if sequences fill the GPU, larger ones if few sequences are split.
         tile, num_warps = (32, 2) if splits == 1 else (64, 4)
         _decode_kernel[(num_rows, kv_heads, splits)](
             query_THD, keys_SKD, values_SKD, out_THD, parts, scales, self.tables, self.lengths_T, self.firsts_T, *strides,
-            scaling, softcap or 1.0, window or 0, **common, G_PAD=max(16, triton.next_power_of_2(num_heads // kv_heads)),
-            TILE=tile, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, HAS_GROUPS=groups is not None,
+            scaling, softcap or 1.0, window or 0, splits, num_parts, **common,
+            G_PAD=max(16, triton.next_power_of_2(num_heads // kv_heads)), TILE=tile, IS_WHOLE=num_parts == 1,
+            HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, HAS_GROUPS=groups is not None,
             num_warps=num_warps, num_stages=2,
         )  # fmt: skip
         if num_parts > 1:
             _merge_kernel[(num_rows * num_heads,)](
-                out_THD, parts, scales, self.firsts_T, H=num_heads, D=size, D_PAD=width, SPLITS=splits, PARTS=num_parts,
-                P_PAD=triton.next_power_of_2(num_parts), num_warps=1,
+                out_THD, parts, scales, self.firsts_T, splits, num_parts, H=num_heads, D=size, D_PAD=width, P_PAD=_MAX_PARTS,
+                HAS_GROUPS=groups is not None, num_warps=1,
             )  # fmt: skip
         return out_THD

@@ -323,10 +323,6 @@ def test_a_group_shares_what_it_says_and_rows_are_in_one_group_at_most(paths: li
         assert all(len(rows[row]) > num_blocks for row in group), "every row keeps a block of its own"
 
 
-def test_rows_are_cut_until_they_fill_the_gpu_but_not_into_short_parts() -> None:
-    assert num_splits(2, 132, 2000, is_even=True) == 16
-    assert num_splits(2, 132, 100, is_even=True) == 2
-    assert num_splits(1024, 132, 4000, is_even=True) == 1
-    assert num_splits(600, 132, 850, is_even=True) == 2
-    assert num_splits(600, 132, 850, is_even=False) == 4
-    assert num_splits(600, 132, 300, is_even=False) == 1
+def test_few_rows_are_cut_and_long_ones_more() -> None:
+    assert [num_splits(rows, 132, 100) for rows in (2, 40, 100, 200, 300)] == [8, 8, 4, 2, 1]
+    assert [num_splits(rows, 132, 1000) for rows in (2, 200, 600, 1200, 2000)] == [8, 8, 4, 2, 1]

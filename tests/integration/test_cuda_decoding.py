@@ -55,7 +55,7 @@ def assert_close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (12, 2, 128), (9, 3, 64), (8, 8, 80)])
 def test_attention_over_blocks_equals_attention_row_by_row(dtype, splits, heads):
-    from ludic.inference.local.decode_attention import DecodeAttention
+    from ludic.inference.local.cuda.decode_attention import DecodeAttention
     from ludic.models.attention import AttentionRules
 
     lengths = [1, 5, 16, 17, 300, 33, 1000, 64, 65]
@@ -73,7 +73,7 @@ def test_attention_over_blocks_equals_attention_row_by_row(dtype, splits, heads)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (12, 2, 128), (9, 3, 64)])
 def test_groups_that_read_their_beginning_together_get_the_same(splits, heads):
     from ludic.inference.local.blocks import GROUP_ROWS, shared_beginnings
-    from ludic.inference.local.decode_attention import DecodeAttention, SharedBeginnings
+    from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedBeginnings
     from ludic.models.attention import AttentionRules
 
     rng, numbers = np.random.default_rng(0), iter(range(10_000))

@@ -648,8 +648,8 @@ class LocalEngine:
             if pack is None:  # a packed copy of the matrices is faster, if memory is plentiful
                 pack = packed_bytes(view) < free_memory(self._shape.device) // 4
             return CPURunner(make_forward(view, pack=pack), self._shape, pool.num_blocks, pool.block_size)
-        from ludic.inference.local.cuda_forward import fused_bytes  # imports triton, which needs a GPU machine
-        from ludic.inference.local.cuda_runner import CUDARunner
+        from ludic.inference.local.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
+        from ludic.inference.local.cuda.runner import CUDARunner
 
         fuse = self._pack_weights
         if fuse is None:

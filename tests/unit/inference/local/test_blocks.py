@@ -320,7 +320,7 @@ def test_a_group_shares_what_it_says_and_rows_are_in_one_group_at_most(paths: li
     for group, num_blocks in shared_beginnings(rows):
         assert MIN_GROUP <= len(group) <= GROUP_ROWS and num_blocks > 0
         assert len({tuple(rows[row][:num_blocks]) for row in group}) == 1
-        assert all(len(rows[row]) > num_blocks for row in group), "every row keeps a block of its own"
+        assert all(len(rows[row]) > num_blocks for row in group), "every row keeps another block"
 
 
 def test_few_rows_are_cut_and_long_ones_more() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ludic.inference.local.layer_kernels import rms_norm, rotate_and_store, row_product, silu_mul
+from ludic.inference.local.cuda.layer_kernels import rms_norm, rotate_and_store, row_product, silu_mul
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.forward import is_of_family, layer_window, linears
 from ludic.models.packed_attention import PackedSequences

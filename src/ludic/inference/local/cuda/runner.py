@@ -4,7 +4,7 @@ A decoding round is one graph: forward pass with paged attention, sampling, and 
 device. So several rounds run without the host, and the next step can be launched before the host has read their tokens: the
 state of every row stays on the device. Graphs are captured per batch size (rounded up to a bucket) at its first use.
 
-Models of the Llama family run through `cuda_forward`. The decoder layers of others are compiled for the capture, which fuses
+Models of the Llama family run through `forward`. The decoder layers of others are compiled for the capture, which fuses
 their many small kernels; the compiled code exists only in the graphs, and the module itself is unchanged.
 """
 
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, num_splits, shared_beginnings
-from ludic.inference.local.cuda_forward import can_fuse, fused_forward
-from ludic.inference.local.decode_attention import DecodeAttention, SharedBeginnings
+from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedBeginnings
+from ludic.inference.local.cuda.forward import can_fuse, fused_forward
+from ludic.inference.local.cuda.sampling_kernels import DecodeRows, sample_round, sample_rows
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.runner import Read, Scoring
 from ludic.inference.local.sampling import sample
-from ludic.inference.local.sampling_kernels import DecodeRows, sample_round, sample_rows
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.execution import decoder_layers, raise_recompile_limits

@@ -4,7 +4,7 @@ On a GPU in half precision it is one variable-length flash call. Elsewhere, cons
 padded on the right into one SDPA call (under a causal mask, padding on the right changes nothing before it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,13 @@ from torch import Tensor
 
 from ludic.models.attention import AttentionRules, softcapped_attention
 
+aten = torch.ops.aten
 _SHORT = 32
 _MAX_WASTE_SHORT, _MAX_WASTE = 1.25, 1.05
 """A group holds at most this many times its own tokens after padding. Up to `_SHORT` tokens, a call costs more than padding."""
+
+Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(gradient of attention's output [T, H, D], and the queries, keys and values again) → the gradients of these three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,27 @@ class PackedSequences:
         if self._length_groups is None:
             self._length_groups = length_groups(self._lengths, self._device)
         return attend_groups(self._length_groups, query_THD, key_TKD, value_TKD, rules)
+
+    def attend_by_hand(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> tuple[Tensor, Gradients]:
+        """On a GPU in half precision, outside autograd: [T, H, D], and how its gradient goes on."""
+        cu, longest = self._cu, max(self._max_length, 2)  # at 1, the kernel lays out the log-sum-exp in another way
+        window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
+        options = {"scale": rules.scaling, "window_size_left": window_left, "window_size_right": 0}
+        layout = cu, cu, longest, longest, 0.0, True
+        out_THD, lse_HT = aten._flash_attention_forward(query_THD, key_TKD, value_TKD, *layout, False, **options)[:2]
+
+        def gradients(
+            grad_THD: Tensor, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            unused = query_THD.new_empty(2, dtype=torch.uint64)  # the state of dropout, of which there is none
+            found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+                grad_THD, query_THD, key_TKD, value_TKD, out_THD, lse_HT, *layout, unused, unused, **options
+            )
+            return found
+
+        return out_THD, gradients
 
 
 def length_groups(

@@ -60,7 +60,7 @@ class PackedSequences:
         self._lengths = list(lengths)
         self._device = device
         bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
-        self._cu = torch.from_numpy(bounds).to(device)
+        self._cu = to_device(bounds, device)
         self._max_length = max(self._lengths)
         # On a CPU they are made here: compiled layers would make them in the first layer only, and differ when recomputed.
         self._length_groups = length_groups(self._lengths, device) if device.type == "cpu" else None
@@ -121,7 +121,7 @@ def length_groups(
             end = start + sum(members)
             seen = None
             if parents is not None and parents[first] >= 0:
-                seen = torch.from_numpy(before[first]).to(device)
+                seen = to_device(before[first], device)
             found.append(LengthGroup(start, end, members, _places(members, device), seen))
             start, first = end, i
     return found
@@ -139,7 +139,13 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
     longest = max(lengths)
     if all(length == longest for length in lengths):
         return None
-    return torch.from_numpy(np.concatenate([i * longest + np.arange(n) for i, n in enumerate(lengths)])).to(device)
+    return to_device(np.concatenate([i * longest + np.arange(n) for i, n in enumerate(lengths)]), device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy to a GPU does not wait for what the GPU computes."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _attend_group(

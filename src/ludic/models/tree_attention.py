@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ludic.models.attention import AttentionRules
-from ludic.models.packed_attention import Gradients, LengthGroup, attend_groups, length_groups
+from ludic.models.packed_attention import Gradients, LengthGroup, attend_groups, length_groups, to_device
 from ludic.models.prefix_tree import TokenTree
 
 aten = torch.ops.aten
@@ -140,11 +140,11 @@ class TreeSequences:
         first, last = int(places[0]), int(places[-1])
         if last - first + 1 == len(places) and (np.diff(places) == 1).all():
             return slice(first, last + 1)
-        return torch.from_numpy(places).to(self._device)
+        return to_device(places, self._device)
 
     def _bounds(self, lengths: list[int]) -> tuple[Tensor, int]:
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return torch.from_numpy(bounds).to(self._device), max(lengths)
+        return to_device(bounds, self._device), max(lengths)
 
 
 def _one_sequence(start: int, stop: int) -> LengthGroup:

@@ -186,7 +186,9 @@ def _until_gate(
     attended_TM = attended_THD.flatten(1)
     delta_TN = F.linear(attended_TM, parameters[5])
     after_TN, normed_TN = run.kernels.add_norm(input_TN, delta_TN, parameters[1], layer.epsilon)
-    gate_up_TE = F.linear(normed_TN, torch.cat(parameters[6:8]))
+    gate_up_TE = normed_TN.new_empty(len(normed_TN), 2 * len(parameters[6]))
+    for part, weight in zip(gate_up_TE.chunk(2, dim=1), parameters[6:8], strict=True):
+        torch.mm(normed_TN, weight.t(), out=part)
     return after_TN, _Stored(qkv_TW, attended_TM, gradients, gate_up_TE)
 
 

@@ -119,6 +119,7 @@ def test_samples_can_share_their_prefix(family, merges):
     model = trainable(family)
     prompt = some_prompt(60)
     tree = TokenTree.of([torch.tensor(prompt + some_prompt(n, seed=n)).numpy() for n in (30, 7, 100)])
+    assert tree.num_tokens <= 60 + 30 + 7 + 100
     call = torch.from_numpy(tree.ids_T).cuda(), torch.from_numpy(tree.positions_T).cuda()
     state = TreeSequences(tree, torch.device("cuda"), merges=merges)
     truth = of_modules(copy.deepcopy(model).float(), *call, TreeSequences(tree, torch.device("cuda")))

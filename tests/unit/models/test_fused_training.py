@@ -9,13 +9,16 @@ import weakref
 import pytest
 import torch
 
+from ludic.models import packed_attention, tree_attention
 from ludic.models.attention import route_attention
 from ludic.models.head import hidden_states
+from ludic.models.llama import training
 from ludic.models.llama.training import FusedDecoder, agrees, fused_decoder
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.prefix_tree import TokenTree
 from ludic.models.tree_attention import TreeSequences
 from tests.unit.inference.local.tiny_models import new_model, some_prompt
+from tests.unit.models.test_prefix_tree import VarlenReference
 
 FAMILIES = ["llama", "llama-mha-tied", "qwen2", "qwen3", "mistral-sliding"]
 LENGTHS = [5, 9, 1, 9, 17]
@@ -102,11 +105,40 @@ def test_micro_batches_add_up():
         torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-5 * float(grad.abs().max()), msg=name)
 
 
+def shared_tree():
+    tree = TokenTree.of([torch.tensor(some_prompt(6) + some_prompt(n, seed=n)).numpy() for n in (3, 7, 4)], 1)
+    assert tree.num_tokens <= 6 + 3 + 7 + 4
+    return tree
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Attention by the calls of a GPU, and a reference of their kernels."""
+    for module in (packed_attention, tree_attention):
+        monkeypatch.setattr(module, "aten", VarlenReference())
+    monkeypatch.setattr(training, "_has_flash", lambda x: True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_calls_of_a_gpu_give_the_same(flash, family):
+    model = trainable(family)
+    assert_equal(of_fused(model, *inputs()), of_modules(model, *inputs()))
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+def test_samples_can_share_their_prefix_on_a_gpu(flash, family, merges):
+    model = trainable(family)
+    tree = shared_tree()
+    call = torch.from_numpy(tree.ids_T), torch.from_numpy(tree.positions_T)
+    found = of_fused(model, *call, TreeSequences(tree, CPU, merges=merges))
+    assert_equal(found, of_modules(model, *call, TreeSequences(tree, CPU)))
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_samples_can_share_their_prefix(family):
     model = trainable(family)
-    prompt = some_prompt(6)
-    tree = TokenTree.of([torch.tensor(prompt + some_prompt(n, seed=n)).numpy() for n in (3, 7, 4)])
+    tree = shared_tree()
     call = torch.from_numpy(tree.ids_T), torch.from_numpy(tree.positions_T), TreeSequences(tree, CPU)
     assert_equal(of_fused(model, *call), of_modules(model, *call))
 

@@ -278,7 +278,7 @@ def _attend(
     state: AttentionState, layer: _Layer, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor
 ) -> tuple[Tensor, Gradients]:
     """[T, H, D] and how its gradient goes on."""
-    if isinstance(state, PackedSequences | TreeSequences) and query_THD.is_cuda and query_THD.dtype in _HALF:
+    if isinstance(state, PackedSequences | TreeSequences) and _has_flash(query_THD):
         return state.attend_by_hand(query_THD, key_TKD, value_TKD, layer.rules)
     inputs = query, key, value = tuple(x.detach().requires_grad_() for x in (query_THD, key_TKD, value_TKD))
     with torch.enable_grad():
@@ -288,6 +288,10 @@ def _attend(
         return torch.autograd.grad(attended_THD, inputs, grad_THD)  # type: ignore[return-value]
 
     return attended_THD.detach(), gradients
+
+
+def _has_flash(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in _HALF
 
 
 def _kernels(x: Tensor) -> Any:

@@ -111,28 +111,29 @@ def shared_tree():
     return tree
 
 
-@pytest.fixture
-def flash(monkeypatch):
-    """Attention by the calls of a GPU, and a reference of their kernels."""
+def attend_as_on_a_gpu(monkeypatch):
+    """By the calls of a GPU, and a reference of their kernels."""
     for module in (packed_attention, tree_attention):
         monkeypatch.setattr(module, "aten", VarlenReference())
     monkeypatch.setattr(training, "_has_flash", lambda x: True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_calls_of_a_gpu_give_the_same(flash, family):
+def test_the_calls_of_a_gpu_give_the_same(family, monkeypatch):
     model = trainable(family)
-    assert_equal(of_fused(model, *inputs()), of_modules(model, *inputs()))
+    expected = of_modules(model, *inputs())
+    attend_as_on_a_gpu(monkeypatch)
+    assert_equal(of_fused(model, *inputs()), expected)
 
 
 @pytest.mark.parametrize("merges", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
-def test_samples_can_share_their_prefix_on_a_gpu(flash, family, merges):
-    model = trainable(family)
-    tree = shared_tree()
+def test_samples_can_share_their_prefix_on_a_gpu(family, merges, monkeypatch):
+    model, tree = trainable(family), shared_tree()
     call = torch.from_numpy(tree.ids_T), torch.from_numpy(tree.positions_T)
-    found = of_fused(model, *call, TreeSequences(tree, CPU, merges=merges))
-    assert_equal(found, of_modules(model, *call, TreeSequences(tree, CPU)))
+    expected = of_modules(model, *call, TreeSequences(tree, CPU))
+    attend_as_on_a_gpu(monkeypatch)
+    assert_equal(of_fused(model, *call, TreeSequences(tree, CPU, merges=merges)), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])

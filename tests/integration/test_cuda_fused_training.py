@@ -155,6 +155,27 @@ def test_a_policy_uses_it_and_micro_batches_add_up(family):
         assert_as_good(found, gradients(model, budget, fused=False)[1], truth)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_passes_give_the_same(family):
+    model = trainable(family)
+    fused = FusedDecoder(model)
+    for number, lengths in enumerate([LENGTHS, LENGTHS[::-1], [400, 3, 3, 20, 1]]):  # one shape after rounding
+        hidden_TN = fused.hidden(*inputs(lengths))
+        assert (hidden_TN.grad_fn.held is None) == (number == 0)
+        found, expected = through(model, hidden_TN), of_fused(model, *inputs(lengths))
+        assert max(errors(found, expected).values()) < 0.02
+
+
+def test_a_captured_pass_sees_updated_weights():
+    model = trainable()
+    fused = FusedDecoder(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        found = through(model, fused.hidden(*inputs()))
+        assert max(errors(found, of_fused(model, *inputs())).values()) < 0.02
+        optimizer.step()
+
+
 def test_other_models_run_through_their_modules():
     for family in ("gemma2-softcap", "phi-output-bias"):
         model = new_model(family, hidden_size=64, head_dim=16).to("cuda", torch.bfloat16).requires_grad_(True)

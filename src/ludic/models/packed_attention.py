@@ -65,6 +65,17 @@ class PackedSequences:
         # On a CPU they are made here: compiled layers would make them in the first layer only, and differ when recomputed.
         self._length_groups = length_groups(self._lengths, device) if device.type == "cpu" else None
 
+    @classmethod
+    def at(cls, bounds: Tensor, longest: int) -> "PackedSequences":
+        """Of sequences whose bounds are read on the GPU when it computes; `longest` is at least their length."""
+        self = cls([longest], bounds.device)
+        self._cu = bounds
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._lengths
+
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:

@@ -6,13 +6,15 @@ Here in fp32 with the functions of plain.py; tests/integration/test_cuda_fused_t
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 from ludic.models import packed_attention, tree_attention
 from ludic.models.attention import route_attention
 from ludic.models.head import hidden_states
-from ludic.models.llama import training
+from ludic.models.llama import graphs, training
+from ludic.models.llama.graphs import padded_bounds, rounded_shape
 from ludic.models.llama.training import FusedDecoder, agrees, fused_decoder
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.prefix_tree import TokenTree
@@ -163,12 +165,115 @@ def test_nothing_keeps_a_finished_pass_alive():
     gc.disable()
     try:
         hidden_TN = FusedDecoder(trainable()).hidden(*inputs())
-        layer = hidden_TN.grad_fn.next_functions[0][0]
-        kept = [weakref.ref(layer), weakref.ref(layer.stored), weakref.ref(layer.stored.gate_up_TE)]
-        del hidden_TN, layer
+        stored = hidden_TN.grad_fn.tape[0][2]
+        kept = [weakref.ref(hidden_TN.grad_fn), weakref.ref(stored), weakref.ref(stored.gate_up_TE)]
+        del hidden_TN, stored
         assert [reference() for reference in kept] == [None] * 3
     finally:
         gc.enable()
+
+
+def record_in_python(work, memory):
+    """A stand-in for a CUDA graph: runs the work again and puts the results where they lay."""
+    results = work()
+
+    def overwrite(old, new):
+        if isinstance(old, torch.Tensor):
+            old.copy_(new)
+        elif isinstance(old, list):
+            old[:] = new
+        else:
+            for a, b in zip(old, new, strict=True):
+                overwrite(a, b)
+
+    return (lambda: overwrite(results, work())), results
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Passes are captured; the fixture counts how many."""
+    found = []
+
+    def record(work, memory):
+        found.append(work)
+        return record_in_python(work, memory)
+
+    attend_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(graphs, "_warm_up", lambda work: work())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_passes_give_the_same(family, recorded):
+    model = trainable(family)
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    fused = FusedDecoder(model)
+    for number, lengths in enumerate([LENGTHS, LENGTHS[::-1], [16, 3, 3, 4, 1]]):  # one shape after rounding
+        found = through(model, fused.hidden(*inputs(lengths)))
+        assert len(recorded) == (0 if number == 0 else 2)
+        assert_equal(found, through(model, FusedDecoder(model).hidden(*inputs(lengths))))
+
+
+def test_captured_micro_batches_add_up(recorded):
+    model = trainable()
+    fused = FusedDecoder(model)
+    for _ in range(2):
+        single = through(model, fused.hidden(*inputs()))[1]
+    model.zero_grad()
+    for _ in range(3):
+        hidden_TN = fused.hidden(*inputs())
+        hidden_TN.backward(slope_of(hidden_TN))
+    assert len(recorded) == 2
+    for name, grad in single.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, 3 * grad, msg=name)
+
+
+def test_a_pass_between_forward_and_backward_of_another_is_not_captured(recorded):
+    model = trainable()
+    fused = FusedDecoder(model)
+    for _ in range(2):
+        expected = through(model, fused.hidden(*inputs()))
+    model.zero_grad()
+    first, second = fused.hidden(*inputs()), fused.hidden(*inputs([3, 4]))
+    second.sum().backward()
+    assert_equal(through(model, first), expected)
+    dropped = fused.hidden(*inputs())
+    assert dropped.grad_fn.held is not None
+    del dropped
+    assert fused.hidden(*inputs()).grad_fn.held is not None
+
+
+def test_weights_that_moved_are_captured_again(recorded):
+    model = trainable()
+    fused = FusedDecoder(model)
+    for _ in range(2):
+        through(model, fused.hidden(*inputs()))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data * 2
+    expected = through(model, FusedDecoder(model).hidden(*inputs()))
+    assert_equal(through(model, fused.hidden(*inputs())), expected)
+    assert len(recorded) == 4
+
+
+def test_large_models_are_not_captured(recorded, monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_LAYER_WEIGHTS", 1000)
+    model = trainable()
+    fused = FusedDecoder(model)
+    for _ in range(3):
+        fused.hidden(*inputs()).sum().backward()
+    assert not recorded
+
+
+@pytest.mark.parametrize("lengths", [[1], [512], [513], [3, 500, 9], [1000] * 16, [7] * 100, [1024] * 16])
+def test_rounded_shapes_hold_the_sequences(lengths):
+    tokens, sequences, longest = rounded_shape(lengths)
+    bounds = padded_bounds(lengths, tokens, sequences, longest)
+    assert 0 <= tokens - sum(lengths) < max(512, sum(lengths) / 8)
+    assert len(bounds) == sequences + 1 and bounds[0] == 0 and bounds[-1] == tokens
+    assert np.diff(bounds)[: len(lengths)].tolist() == lengths
+    assert np.diff(bounds).min() >= 0 and np.diff(bounds).max() <= longest
 
 
 def test_hooks_and_replaced_modules_are_noticed():

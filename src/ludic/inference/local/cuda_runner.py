@@ -9,7 +9,6 @@ their many small kernels; the compiled code exists only in the graphs, and the m
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -25,7 +24,7 @@ from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.inference.local.triton_kernels import DecodeRows, paged_decode, sample_round, sample_rows
 from ludic.models.attention import SKIP_MASK, AttentionRules
-from ludic.models.execution import decoder_layers, raise_recompile_limits
+from ludic.models.execution import CAPTURING, decoder_layers, raise_recompile_limits
 from ludic.models.packed_attention import varlen_attention
 
 
@@ -332,7 +331,7 @@ class CUDARunner:
 
     def _graph(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         if bucket not in self._graphs:
-            with _CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
+            with CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
                 self._graphs[bucket] = self._capture(bucket)
         return self._graphs[bucket]
 
@@ -376,8 +375,6 @@ class CUDARunner:
         return logits
 
 
-_CAPTURING = threading.Lock()
-"""A live engine and its snapshot may capture at once; a device synchronisation by one would invalidate the other's capture."""
 _COMPILED_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Batch sizes if each is compiled, which takes seconds."""
 _BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64), *range(1024, 4097, 256))

@@ -107,6 +107,26 @@ def new_sums(x_TN: Tensor, count: int) -> Tensor:
     return torch.empty(count, num_programs, width, dtype=torch.float32, device=x_TN.device)
 
 
+@triton.jit
+def _add_up_kernel(sums, out, P, N: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    which, n = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    rows, ok = tl.arange(0, ROWS), n < N
+    total = tl.zeros([ROWS, SIZE], tl.float32)
+    for start in range(0, P, ROWS):
+        where = (which * P + start + rows)[:, None] * N + n[None, :]
+        total += tl.load(sums + where, mask=(start + rows < P)[:, None] & ok[None, :], other=0.0)
+    tl.store(out + which * N + n, tl.sum(total, 0).to(out.dtype.element_ty), mask=ok)
+
+
+# Letters: C weights, P partial sums.
+def add_up(sums_CPN: Tensor, dtype: torch.dtype) -> Tensor:
+    """[C, N]: gradients of weights, from the partial sums of programs."""
+    count, num_parts, width = sums_CPN.shape
+    out = torch.empty(count, width, dtype=dtype, device=sums_CPN.device)
+    _add_up_kernel[(count, -(-width // 32))](sums_CPN, out, num_parts, N=width, ROWS=64, SIZE=32, num_warps=4)
+    return out
+
+
 @cache
 def _norm_block(width: int) -> tuple[int, int]:
     """(padded width, rows of a program)."""
@@ -281,11 +301,12 @@ def _rotate_backward_kernel(
         tl.store(out + where, grad_a.to(dtype), mask=ok)
         tl.store(out + where + D // 2, grad_b.to(dtype), mask=ok)
     if HAS_NORM:
-        own = sums + tl.program_id(0) * 2 * D + d
-        tl.store(own, sum_qa, mask=d < D // 2)
-        tl.store(own + D // 2, sum_qb, mask=d < D // 2)
-        tl.store(own + D, sum_ka, mask=d < D // 2)
-        tl.store(own + D + D // 2, sum_kb, mask=d < D // 2)
+        of_q = sums + tl.program_id(0) * D + d
+        of_k = of_q + tl.num_programs(0) * D
+        tl.store(of_q, sum_qa, mask=d < D // 2)
+        tl.store(of_q + D // 2, sum_qb, mask=d < D // 2)
+        tl.store(of_k, sum_ka, mask=d < D // 2)
+        tl.store(of_k + D // 2, sum_kb, mask=d < D // 2)
 
 
 def rotate_backward(
@@ -296,7 +317,7 @@ def rotate_backward(
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of `qkv_TW`, from those of rotated queries [T, H, D] and keys and of the values; with norms, also
-    [P, 2, D], what adds up to the gradients of their weights."""
+    [2, P, D], what adds up to the gradients of their weights."""
     grad_q, grad_k, grad_v = (grad.contiguous() for grad in grads)
     num_tokens, num_heads, size = grad_q.shape
     kv_heads = grad_k.shape[1]
@@ -307,7 +328,7 @@ def rotate_backward(
     q_norm, k_norm, epsilon = norms if norms is not None else (qkv_TW, qkv_TW, 0.0)
     if norms is not None:
         num_programs = min(num_programs, 2 * _MAX_PROGRAMS)
-        sums = torch.empty(num_programs, 2, size, dtype=torch.float32, device=out.device)
+        sums = torch.empty(2, num_programs, size, dtype=torch.float32, device=out.device)
     _rotate_backward_kernel[(num_programs,)](
         grad_q, grad_k, grad_v, qkv_TW, out, cosines_TD, sines_TD, q_norm, k_norm, out if sums is None else sums, epsilon, count,
         H=num_heads, K=kv_heads, D=size, HALF=half, ROWS=rows, HAS_NORM=norms is not None, num_warps=4,

@@ -27,6 +27,10 @@ def new_sums(x_TN: Tensor, count: int) -> Tensor:
     return torch.empty(count, 1, x_TN.shape[1], device=x_TN.device)
 
 
+def add_up(sums_CPN: Tensor, dtype: torch.dtype) -> Tensor:
+    return sums_CPN.sum(1).to(dtype)
+
+
 # Letters: F values between the products of an MLP, E both halves of them.
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
     gate, up = gate_up_TE.chunk(2, dim=1)
@@ -80,7 +84,7 @@ def rotate_backward(
     if norms is not None:
         scaled, scale = _scaled(qkv_TW.view(len(slope), -1, size)[:, : num_heads + num_kv], norms[2])
         of_weight = (slope * scaled).sum(0)
-        sums = torch.stack((of_weight[:num_heads].sum(0), of_weight[num_heads:].sum(0)))[None]
+        sums = torch.stack((of_weight[:num_heads].sum(0), of_weight[num_heads:].sum(0)))[:, None]
         slope = _through_norm(slope * _of_heads(norms, num_heads, num_kv), scaled, scale)
     return torch.cat((slope, grad_v), dim=1).flatten(1).to(qkv_TW.dtype), sums
 

@@ -1,12 +1,13 @@
 """The decoder of the Llama family with a hand-written backward pass: few kernels, and little to store.
 
-Each layer is one autograd function over the modules' own parameters. It keeps its input, queries, keys and values, the
+All layers are one autograd function over the modules' own parameters. A layer keeps its input, queries, keys and values, the
 attention's output, the residual stream after attention, and gate and up projection; norms and the product of gate and up
 are computed again in backward. Between two layers the residual stream is a sum of two tensors, which the next norm adds up.
 Results equal transformers' own modules up to rounding; `fused_decoder` compares values and gradients before it returns one.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.forward import has_plain_layers, is_of_family, layer_window
+from ludic.models.llama.graphs import HeldGraphs, PassGraphs
 from ludic.models.packed_attention import Gradients, PackedSequences
 from ludic.models.tree_attention import TreeSequences
 
@@ -26,6 +28,10 @@ _HALF = (torch.bfloat16, torch.float16)
 _MAX_DIFFERENCE = 0.05
 """Of fused and own modules, relative to their size: bf16 rounding in every layer gives about 0.01."""
 
+Tape = list[tuple[Tensor, Tensor | None, Any]]
+"""Of each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
+Then the input of the last norm."""
+
 
 # Letters: T flat tokens, N hidden size, H query heads, K key/value heads, D head size, W = (H + 2K) · D.
 class FusedDecoder:
@@ -33,11 +39,24 @@ class FusedDecoder:
 
     def __init__(self, model: Any) -> None:
         inner = model.model
-        self._embed, self._norm, self._rotary, self._kernels = inner.embed_tokens, inner.norm, inner.rotary_emb, None
+        self._embed, self._norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
         self._layers = [_Layer.of(layer, number) for number, layer in enumerate(inner.layers)]
         self._first = inner.layers[0]
+        self._graphs = PassGraphs()
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._children = [(m._modules, name, child) for m in model.modules() for name, child in m.named_children()]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def stored_bytes_per_token(self) -> int:
+        """By all layers, in half precision."""
+        layer = self._layers[0]
+        hidden, gate = (layer.parameters()[i].shape[0] for i in (0, 6))  # type: ignore[union-attr]
+        heads = (2 * layer.num_heads + 2 * layer.num_kv) * layer.head_dim
+        return len(self._layers) * (2 * (2 * hidden + heads + 2 * gate) + 4 * layer.num_heads)
 
     @property
     def is_current(self) -> bool:
@@ -50,20 +69,67 @@ class FusedDecoder:
 
     def hidden_of(self, x_TN: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
         """The same from embeddings."""
-        kernels = _kernels(x_TN)
         cosines, sines = self._rotary(x_TN, positions_T[None])
         recomputes = self._first.gradient_checkpointing and self._first.training
-        run = _Pass(cosines[0], sines[0], state, kernels, recomputes)
-        delta_TN = None
-        for layer in self._layers:
-            x_TN, delta_TN = _DecoderLayer.apply(layer, run, x_TN, delta_TN, *layer.parameters())
-        out: Tensor = _LastNorm.apply(kernels, self._norm.variance_epsilon, x_TN, delta_TN, self._norm.weight)
+        run = Pass(cosines[0], sines[0], state, _kernels(x_TN), recomputes)
+        parameters = [p for layer in self._layers for p in layer.parameters()]
+        parameters.append(self._norm._parameters["weight"])
+        if not torch.is_grad_enabled():
+            return self.forward(run, x_TN, parameters, keeps=False)[0]
+        needs = tuple(p is not None and p.requires_grad for p in parameters)
+        held = self._graphs.take(self, run, x_TN, parameters, needs) if _has_flash(x_TN) else None
+        out: Tensor = _Decoder.apply(self, run, held, x_TN, *parameters)
         return out
+
+    # Outside autograd. `parameters`: of all layers, then that of the last norm.
+
+    def forward(
+        self, run: "Pass", x_TN: Tensor, parameters: Sequence[Any], *, keeps: bool = True
+    ) -> tuple[Tensor, Tape]:
+        """Hidden states, and if it `keeps` them, what `backward` needs."""
+        tape: Tape = []
+        delta_TN: Tensor | None = None
+        for layer, own in zip(self._layers, self._by_layer(parameters), strict=True):
+            input_TN, normed_TN = run.kernels.add_norm(x_TN, delta_TN, own[0], layer.epsilon)
+            x_TN, stored = _until_gate(layer, run, input_TN, normed_TN, own)
+            delta_TN = F.linear(run.kernels.silu_mul(stored.gate_up_TE), own[8])
+            if keeps:
+                tape.append((input_TN, None, None) if run.recomputes else (input_TN, x_TN, stored))
+            del stored
+        total_TN, out_TN = run.kernels.add_norm(x_TN, delta_TN, parameters[-1], self._norm.variance_epsilon)
+        tape.append((total_TN, None, None))
+        return out_TN, tape
+
+    def backward(
+        self, run: "Pass", tape: Tape, grad_TN: Tensor, parameters: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of the embeddings and of the parameters, where needed. Empties the tape."""
+        total_TN = tape.pop()[0]
+        sums_1PN = run.kernels.new_sums(total_TN, 1)
+        grad_TN = run.kernels.norm_backward(
+            total_TN, parameters[-1], grad_TN.contiguous(), None, self._norm.variance_epsilon, sums_1PN[0]
+        )
+        found: list[list[Tensor | None]] = [[run.kernels.add_up(sums_1PN, total_TN.dtype)[0] if needs[-1] else None]]
+        del total_TN
+        layers = zip(self._layers, self._by_layer(parameters), self._by_layer(needs), strict=True)
+        for layer, own, needs_own in reversed(list(layers)):
+            input_TN, after_TN, stored = tape.pop()
+            if after_TN is None or stored is None:
+                normed_TN = run.kernels.add_norm(input_TN, None, own[0], layer.epsilon)[1]
+                after_TN, stored = _until_gate(layer, run, input_TN, normed_TN, own)
+                del normed_TN
+            grad_TN, of_layer = _backward(layer, run, input_TN, after_TN, own, stored, grad_TN, needs_own)
+            found.append(of_layer)
+        return grad_TN, [grad for grads in reversed(found) for grad in grads]
+
+    def _by_layer(self, items: Sequence[Any]) -> list[Sequence[Any]]:
+        size = len(self._layers[0].stores)
+        return [items[start : start + size] for start in range(0, len(items) - 1, size)]
 
 
 @dataclass(slots=True)
-class _Pass:
-    """What all layers of one forward pass share."""
+class Pass:
+    """What all layers of one pass share."""
 
     cosines_TD: Tensor
     sines_TD: Tensor
@@ -113,17 +179,17 @@ class _Layer:
         """Two norms; query, key, value, output, gate, up and down projection; three biases; with head norms, two more norms."""
         return [store[name] for store, name in self.stores]
 
-    def qkv(self, run: _Pass, normed_TN: Tensor, parameters: list[Any]) -> tuple[Tensor, Tensor]:
+    def qkv(self, run: Pass, normed_TN: Tensor, parameters: Any) -> tuple[Tensor, Tensor]:
         """Queries, keys and values [T, W] before head norms, and [T, ≥ H + K, D] rotated; the same memory if there are none."""
         bias = None if parameters[9] is None else torch.cat(parameters[9:12])
         qkv_TW = F.linear(normed_TN, torch.cat(parameters[2:5]), bias)
         return qkv_TW, self.rotated(run, qkv_TW, parameters)
 
-    def rotated(self, run: _Pass, qkv_TW: Tensor, parameters: list[Any]) -> Tensor:
+    def rotated(self, run: Pass, qkv_TW: Tensor, parameters: Any) -> Tensor:
         turned = run.kernels.rotate(qkv_TW, run.cosines_TD, run.sines_TD, self.num_heads, self.head_norms(parameters))
         return turned.view(len(turned), -1, self.head_dim)
 
-    def head_norms(self, parameters: list[Any]) -> tuple[Tensor, Tensor, float] | None:
+    def head_norms(self, parameters: Any) -> tuple[Tensor, Tensor, float] | None:
         return None if self.head_norm_epsilon is None else (*parameters[12:14], self.head_norm_epsilon)
 
     def split(self, qkv_TW: Tensor, turned_TGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,42 +209,36 @@ class _Stored:
     """Overwritten in backward."""
 
 
-class _DecoderLayer(torch.autograd.Function):
-    """(x, delta), whose sum is the layer's input → (x after attention, what the MLP adds to it)."""
+class _Decoder(torch.autograd.Function):
+    """Embeddings → hidden states. `held`: the graphs to run it by."""
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _Layer, run: _Pass, x_TN: Tensor, delta_TN: Tensor | None, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        input_TN, normed_TN = run.kernels.add_norm(x_TN, delta_TN, parameters[0], layer.epsilon)
-        after_TN, stored = _until_gate(layer, run, input_TN, normed_TN, parameters)
-        out_TN = F.linear(run.kernels.silu_mul(stored.gate_up_TE), parameters[8])
-        ctx.layer, ctx.run = layer, run
-        ctx.stored = None if run.recomputes else stored
-        ctx.save_for_backward(input_TN, None if run.recomputes else after_TN, *parameters)
-        return after_TN, out_TN
+        ctx: Any, decoder: FusedDecoder, run: Pass, held: HeldGraphs | None, x_TN: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.decoder, ctx.run, ctx.held, ctx.tape = decoder, run, held, None
+        ctx.save_for_backward(*parameters)
+        if held is not None:
+            return held.forward(run, x_TN)
+        hidden_TN, ctx.tape = decoder.forward(run, x_TN, parameters)
+        return hidden_TN
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_after_TN: Tensor, grad_out_TN: Tensor) -> tuple[Any, ...]:
-        layer, run, stored = ctx.layer, ctx.run, ctx.stored
-        input_TN, after_TN, *parameters = ctx.saved_tensors
-        if run.recomputes:
-            normed_TN = run.kernels.add_norm(input_TN, None, parameters[0], layer.epsilon)[1]
-            after_TN, stored = _until_gate(layer, run, input_TN, normed_TN, parameters)
-        elif stored is None:
-            raise RuntimeError("A backward pass has overwritten what this layer stored: it can run once.")
-        ctx.stored = None
-        grads = grad_after_TN.contiguous(), grad_out_TN.contiguous()
-        return (
-            None,
-            None,
-            *_backward(layer, run, input_TN, after_TN, parameters, stored, *grads, ctx.needs_input_grad[2:]),
-        )
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Any, ...]:
+        parameters, held, tape = ctx.saved_tensors, ctx.held, ctx.tape
+        ctx.held = ctx.tape = None
+        if held is not None:
+            grad_x_TN, grads = held.backward(grad_TN)
+        elif tape is not None:
+            grad_x_TN, grads = ctx.decoder.backward(ctx.run, tape, grad_TN, parameters, ctx.needs_input_grad[4:])
+        else:
+            raise RuntimeError("A backward pass has overwritten what the layers stored: it can run once.")
+        return None, None, None, grad_x_TN if ctx.needs_input_grad[3] else None, *grads
 
 
 def _until_gate(
-    layer: _Layer, run: _Pass, input_TN: Tensor, normed_TN: Tensor, parameters: Any
+    layer: _Layer, run: Pass, input_TN: Tensor, normed_TN: Tensor, parameters: Any
 ) -> tuple[Tensor, _Stored]:
     """The forward pass up to gate and up projection; first the residual stream after attention."""
     qkv_TW, turned_TGD = layer.qkv(run, normed_TN, parameters)
@@ -195,17 +255,16 @@ def _until_gate(
 # Letters: M = H · D, E both halves of the MLP.
 def _backward(
     layer: _Layer,
-    run: _Pass,
+    run: Pass,
     input_TN: Tensor,
     after_TN: Tensor,
-    parameters: list[Any],
+    parameters: Any,
     stored: _Stored,
-    grad_after_TN: Tensor,
     grad_out_TN: Tensor,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, delta and the parameters. `needs`: which of them."""
-    kernels, of_weights = run.kernels, needs[2:]
+    needs: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of a layer's input and of its parameters, where needed."""
+    kernels = run.kernels
     found: list[Tensor | None] = [None] * len(parameters)
     sums_2PN = kernels.new_sums(input_TN, 2)
 
@@ -213,62 +272,39 @@ def _backward(
     grad_TF = grad_out_TN @ parameters[8]
     grad_gate_up_TE = stored.gate_up_TE
     kernels.silu_mul_backward(grad_gate_up_TE, grad_TF)
-    if of_weights[8]:
+    if needs[8]:
         found[8] = grad_out_TN.t() @ grad_TF
     del grad_TF
     grad_TN = grad_gate_up_TE @ torch.cat(parameters[6:8])
-    grad_after_TN = kernels.norm_backward(after_TN, parameters[1], grad_TN, grad_after_TN, layer.epsilon, sums_2PN[1])
-    if of_weights[6] or of_weights[7]:
+    grad_after_TN = kernels.norm_backward(after_TN, parameters[1], grad_TN, grad_out_TN, layer.epsilon, sums_2PN[1])
+    if needs[6] or needs[7]:
         found[6:8] = (grad_gate_up_TE.t() @ grad_TN).chunk(2)
     del grad_gate_up_TE, grad_TN, stored.gate_up_TE
 
     # Attention.
     attended_TM, qkv_TW = stored.attended_TM, stored.qkv_TW
     grad_TM = grad_after_TN @ parameters[5]
-    if of_weights[5]:
+    if needs[5]:
         found[5] = grad_after_TN.t() @ attended_TM
     norms = layer.head_norms(parameters)
     turned_TGD = qkv_TW.view(len(qkv_TW), -1, layer.head_dim)
     if norms is not None:
         turned_TGD = layer.rotated(run, qkv_TW, parameters)
     grads = stored.gradients(grad_TM.view(len(grad_TM), -1, layer.head_dim), *layer.split(qkv_TW, turned_TGD))
-    grad_TW, sums_P2D = kernels.rotate_backward(grads, qkv_TW, run.cosines_TD, run.sines_TD, norms)
+    grad_TW, sums_2PD = kernels.rotate_backward(grads, qkv_TW, run.cosines_TD, run.sines_TD, norms)
     del stored, grad_TM, grads, turned_TGD, qkv_TW, attended_TM
     grad_TN = grad_TW @ torch.cat(parameters[2:5])
     grad_x_TN = kernels.norm_backward(input_TN, parameters[0], grad_TN, grad_after_TN, layer.epsilon, sums_2PN[0])
     sizes = [layer.num_heads * layer.head_dim, layer.num_kv * layer.head_dim, layer.num_kv * layer.head_dim]
-    if any(of_weights[2:5]):
+    if any(needs[2:5]):
         found[2:5] = (grad_TW.t() @ grad_TN).split(sizes)
-    if parameters[9] is not None and any(of_weights[9:12]):
+    if parameters[9] is not None and any(needs[9:12]):
         found[9:12] = grad_TW.sum(0).split(sizes)
-    if of_weights[0] or of_weights[1]:
-        found[0:2] = sums_2PN.sum(1).to(input_TN.dtype).unbind()
-    if sums_P2D is not None and (of_weights[12] or of_weights[13]):
-        found[12:14] = sums_P2D.sum(0).to(input_TN.dtype).unbind()
-    return tuple(
-        grad if is_needed else None for grad, is_needed in zip((grad_x_TN, grad_x_TN, *found), needs, strict=True)
-    )
-
-
-class _LastNorm(torch.autograd.Function):
-    """The final norm of x + delta."""
-
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, epsilon: float, x_TN: Tensor, delta_TN: Tensor, weight_N: Tensor) -> Tensor:
-        total_TN, out_TN = kernels.add_norm(x_TN, delta_TN, weight_N, epsilon)
-        ctx.kernels, ctx.epsilon = kernels, epsilon
-        ctx.save_for_backward(total_TN, weight_N)
-        out: Tensor = out_TN
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Any, ...]:
-        total_TN, weight_N = ctx.saved_tensors
-        sums_1PN = ctx.kernels.new_sums(total_TN, 1)
-        grad = ctx.kernels.norm_backward(total_TN, weight_N, grad_TN.contiguous(), None, ctx.epsilon, sums_1PN[0])
-        of_weight = sums_1PN[0].sum(0).to(weight_N.dtype) if ctx.needs_input_grad[4] else None
-        return None, None, grad, grad, of_weight
+    if needs[0] or needs[1]:
+        found[0:2] = kernels.add_up(sums_2PN, input_TN.dtype).unbind()
+    if sums_2PD is not None and (needs[12] or needs[13]):
+        found[12:14] = kernels.add_up(sums_2PD, input_TN.dtype).unbind()
+    return grad_x_TN, [grad if is_needed else None for grad, is_needed in zip(found, needs, strict=True)]
 
 
 # --- attention ---

@@ -1,7 +1,7 @@
 """The fused pass of a small model as CUDA graphs: there a GPU computes a layer faster than Python launches it.
 
 A pass over a shape that was seen before is captured once, its forward and its backward, over fixed memory; after that, two
-launches run it. Tokens, sequences and the longest sequence are rounded up to few shapes: padding is sequences of its own, whose
+launches run it. Tokens, sequences and the longest sequence are rounded up to few shapes: padding is further sequences, whose
 gradient is zero. All graphs of a decoder share the memory between them, so only one pass at a time runs through them;
 another one meanwhile is launched kernel by kernel, as are shared prefixes.
 """
@@ -201,7 +201,7 @@ def rounded_shape(lengths: Sequence[int]) -> tuple[int, int, int]:
 
 
 def padded_bounds(lengths: Sequence[int], num_tokens: int, num_sequences: int, longest: int) -> np.ndarray:
-    """[S + 1]: where sequences begin and end; padding are sequences of their own, and empty ones."""
+    """[S + 1]: where sequences begin and end; then those of padding, and empty ones."""
     used = np.concatenate([[0], np.cumsum(lengths)])
     padding = np.arange(used[-1] + longest, num_tokens, longest)
     bounds = np.full(num_sequences + 1, num_tokens, dtype=np.int32)

@@ -3,7 +3,7 @@
 - packed against padded, on a skewed length distribution (tokens per second, and how much of the padded batch is padding);
 - log-probs in chunks against full logits (peak memory, and equality of gradients);
 - a step with and without the check for finite weights;
-- on a GPU: trained tokens per second of two model shapes, with and without compiled layers;
+- on a GPU: trained tokens per second of two model shapes: own modules, compiled layers, the fused pass;
 - a whole GRPO step, phase by phase (grpo_step.py has the flags); on a CPU only if asked for.
 
     .venv/bin/python benchmarks/training.py                 # what this machine has
@@ -63,11 +63,11 @@ def step_seconds(
     packed: bool,
     budget: int,
     repeat: int = 3,
-    compiled: bool = False,
+    way: str = "fused",
     checked: bool = False,
 ) -> float:
-    policy = TrainedPolicy(model, packed=packed)
-    if compiled:
+    policy = TrainedPolicy(model, packed=packed, fused=way == "fused")
+    if way == "compiled":
         compile_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=ON_GPU, foreach=not ON_GPU)
     seconds = []
@@ -179,14 +179,14 @@ def chunks_against_full_logits() -> None:
 def trained_tokens_per_second() -> None:
     peak = 989e12  # bf16 dense, H100/H200
     for name, build in (("SmolLM2-135M shape", smollm2), ("Qwen2.5-1.5B shape", qwen)):
-        for compiled in (False, True):
+        for way in ("modules", "compiled", "fused"):
             model = make(build, "cuda", torch.bfloat16).train()
             items = samples([1024] * 16, model.config.vocab_size)
-            seconds = step_seconds(model, items, packed=True, budget=16_384, compiled=compiled)
+            seconds = step_seconds(model, items, packed=True, budget=16_384, way=way)
             num_params = sum(p.numel() for p in model.parameters())
             rate = 16_384 / seconds
             print(
-                f"{name:22} bf16, 16 × 1024 tokens, {'compiled' if compiled else 'eager   '}: {rate:10,.0f} tok/s, "
+                f"{name:22} bf16, 16 × 1024 tokens, {way:8}: {rate:10,.0f} tok/s, "
                 f"MFU {6 * num_params * rate / peak:.2f}, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
             )
             del model

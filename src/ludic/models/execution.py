@@ -5,6 +5,7 @@ checkpointing) stays plain Python. The compiler still specialises on each layer'
 """
 
 import os
+import threading
 import time
 from statistics import median
 from typing import Any
@@ -14,6 +15,10 @@ from torch import nn
 
 from ludic.models.head import is_decoder, plain_model
 from ludic.types import ConfigError
+
+CAPTURING = threading.Lock()
+"""Held while a CUDA graph is captured: inference engine, its snapshot and trainer may capture at once, and a device
+synchronisation by one would invalidate the capture of another."""
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

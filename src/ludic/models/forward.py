@@ -204,6 +204,19 @@ def is_of_family(model: Any) -> bool:
     )
 
 
+def has_plain_layers(model: Any) -> bool:
+    """Whether a model of the family has unwrapped layers of one dtype, with biases at most for queries, keys and values."""
+    found = linears(model)
+    layers = model.model.layers
+    others = [model.lm_head, *(m for x in layers for m in (x.self_attn.o_proj, x.mlp.gate_proj, x.mlp.up_proj))]
+    others += [layer.mlp.down_proj for layer in layers]
+    return (
+        all(type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in found)
+        and all(m.bias is None for m in others)
+        and len({m.weight.dtype for m in found}) == 1
+    )
+
+
 def linears(model: Any) -> list[Any]:
     """The linear layers of a model of the family."""
     found = [model.lm_head]

@@ -4,7 +4,7 @@ On a GPU in half precision it is one variable-length flash call. Elsewhere, cons
 padded on the right into one SDPA call (under a causal mask, padding on the right changes nothing before it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,13 @@ from torch import Tensor
 
 from ludic.models.attention import AttentionRules, softcapped_attention
 
+aten = torch.ops.aten
 _SHORT = 32
 _MAX_WASTE_SHORT, _MAX_WASTE = 1.25, 1.05
 """A group holds at most this many times its own tokens after padding. Up to `_SHORT` tokens, a call costs more than padding."""
+
+Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(gradient of attention's output [T, H, D], and the queries, keys and values again) → the gradients of these three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,21 @@ class PackedSequences:
         self._lengths = list(lengths)
         self._device = device
         bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
-        self._cu = torch.from_numpy(bounds).to(device)
+        self._cu = to_device(bounds, device)
         self._max_length = max(self._lengths)
         # On a CPU they are made here: compiled layers would make them in the first layer only, and differ when recomputed.
         self._length_groups = length_groups(self._lengths, device) if device.type == "cpu" else None
+
+    @classmethod
+    def at(cls, bounds: Tensor, longest: int) -> "PackedSequences":
+        """Of sequences whose bounds are read on the GPU when it computes; `longest` is at least their length."""
+        self = cls([longest], bounds.device)
+        self._cu = bounds
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._lengths
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
@@ -72,6 +87,27 @@ class PackedSequences:
         if self._length_groups is None:
             self._length_groups = length_groups(self._lengths, self._device)
         return attend_groups(self._length_groups, query_THD, key_TKD, value_TKD, rules)
+
+    def attend_by_hand(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> tuple[Tensor, Gradients]:
+        """On a GPU in half precision, outside autograd: [T, H, D], and how its gradient goes on."""
+        cu, longest = self._cu, max(self._max_length, 2)  # at 1, the kernel lays out the log-sum-exp in another way
+        window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
+        options = {"scale": rules.scaling, "window_size_left": window_left, "window_size_right": 0}
+        layout = cu, cu, longest, longest, 0.0, True
+        out_THD, lse_HT = aten._flash_attention_forward(query_THD, key_TKD, value_TKD, *layout, False, **options)[:2]
+
+        def gradients(
+            grad_THD: Tensor, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            unused = query_THD.new_empty(2, dtype=torch.uint64)  # the state of dropout, of which there is none
+            found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+                grad_THD, query_THD, key_TKD, value_TKD, out_THD, lse_HT, *layout, unused, unused, **options
+            )
+            return found
+
+        return out_THD, gradients
 
 
 def length_groups(
@@ -96,7 +132,7 @@ def length_groups(
             end = start + sum(members)
             seen = None
             if parents is not None and parents[first] >= 0:
-                seen = torch.from_numpy(before[first]).to(device)
+                seen = to_device(before[first], device)
             found.append(LengthGroup(start, end, members, _places(members, device), seen))
             start, first = end, i
     return found
@@ -114,7 +150,13 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
     longest = max(lengths)
     if all(length == longest for length in lengths):
         return None
-    return torch.from_numpy(np.concatenate([i * longest + np.arange(n) for i, n in enumerate(lengths)])).to(device)
+    return to_device(np.concatenate([i * longest + np.arange(n) for i, n in enumerate(lengths)]), device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy to a GPU does not wait for what the GPU computes."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _attend_group(

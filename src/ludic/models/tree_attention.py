@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ludic.models.attention import AttentionRules
-from ludic.models.packed_attention import LengthGroup, attend_groups, length_groups
+from ludic.models.packed_attention import Gradients, LengthGroup, attend_groups, length_groups, to_device
 from ludic.models.prefix_tree import TokenTree
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ class TreeSequences:
         # Under autocast the rotary embedding returns queries and keys in fp32; only values are in half precision.
         query_THD, key_TKD = query_THD.to(value_TKD.dtype), key_TKD.to(value_TKD.dtype)
         inputs = query_THD, key_TKD, value_TKD
-        window = rules.sliding_window if (rules.sliding_window or self._longest) < self._longest else None
+        window = self._window(rules)
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and rules.softcap is None:
             return self.attend_varlen(*inputs, rules.scaling, window)
         if not query_THD.is_cuda and rules.softcap is None and window is None and self._is_merged:
@@ -57,12 +57,29 @@ class TreeSequences:
         self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """On a GPU in half precision."""
-        if window is None and self._is_merged:
-            calls = self._varlen_calls
-        else:
-            calls = [replace(self._gathered_call, window_left=-1 if window is None else window - 1)], []
-        out: Tensor = _Attention.apply(query_THD, key_TKD, value_TKD, *calls, scaling)
+        out: Tensor = _Attention.apply(query_THD, key_TKD, value_TKD, *self._calls(window), scaling)
         return out
+
+    def attend_by_hand(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    ) -> tuple[Tensor, Gradients]:
+        """The same outside autograd: [T, H, D], and how its gradient goes on."""
+        first, further = self._calls(self._window(rules))
+        out_THD, lse_TH = _merged(query_THD, key_TKD, value_TKD, first, further, rules.scaling)
+
+        def gradients(grad_THD: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return _gradients((grad_THD.contiguous(), *inputs, out_THD, lse_TH), first, further, rules.scaling)
+
+        return out_THD, gradients
+
+    def _window(self, rules: AttentionRules) -> int | None:
+        """None where it is no limit."""
+        return rules.sliding_window if (rules.sliding_window or self._longest) < self._longest else None
+
+    def _calls(self, window: int | None) -> "tuple[list[_VarlenCall], list[_VarlenCall]]":
+        if window is None and self._is_merged:
+            return self._varlen_calls
+        return [replace(self._gathered_call, window_left=-1 if window is None else window - 1)], []
 
     @cached_property
     def _is_merged(self) -> bool:
@@ -123,11 +140,11 @@ class TreeSequences:
         first, last = int(places[0]), int(places[-1])
         if last - first + 1 == len(places) and (np.diff(places) == 1).all():
             return slice(first, last + 1)
-        return torch.from_numpy(places).to(self._device)
+        return to_device(places, self._device)
 
     def _bounds(self, lengths: list[int]) -> tuple[Tensor, int]:
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return torch.from_numpy(bounds).to(self._device), max(lengths)
+        return to_device(bounds, self._device), max(lengths)
 
 
 def _one_sequence(start: int, stop: int) -> LengthGroup:
@@ -235,18 +252,7 @@ class _Attention(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         query, key, value = (x.contiguous() for x in (query_THD, key_TKD, value_TKD))
-
-        def attend(call: _Call) -> tuple[Tensor, Tensor]:
-            return call.attend(_take(query, call.asks), _take(key, call.sees), _take(value, call.sees), scaling)
-
-        found = [attend(call) for call in first]
-        out_THD, lse_TH = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found, strict=True))
-        for call in further:
-            part, part_lse = attend(call)
-            before, before_lse = _take(out_THD, call.asks), _take(lse_TH, call.asks)
-            share = torch.sigmoid(part_lse - before_lse)[..., None]
-            out_THD[call.asks] = torch.lerp(before.to(share.dtype), part.to(share.dtype), share).to(part.dtype)
-            lse_TH[call.asks] = torch.logaddexp(before_lse, part_lse)
+        out_THD, lse_TH = _merged(query, key, value, first, further, scaling)
         ctx.save_for_backward(query, key, value, out_THD, lse_TH)
         ctx.first, ctx.further, ctx.scaling = first, further, scaling
         return out_THD
@@ -254,29 +260,55 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        grad = grad_THD.contiguous()
-        # The gradients of many branches meet in one key, so they add up in the precision of the log-sum-exp, at least fp32.
-        grad_k, grad_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
+        grads = _gradients((grad_THD.contiguous(), *ctx.saved_tensors), ctx.first, ctx.further, ctx.scaling)
+        return *grads, None, None, None
 
-        def add(call: _Call) -> Tensor:
-            asks, sees = call.asks, call.sees
-            asked = [_take(x, asks) for x in (grad, query)]
-            part_q, part_k, part_v = call.gradients(
-                *asked, _take(key, sees), _take(value, sees), _take(out, asks), _take(lse, asks), scaling=ctx.scaling
-            )
-            for whole, part in ((grad_k, part_k), (grad_v, part_v)):
-                if isinstance(sees, slice):
-                    whole[sees] += part
-                else:
-                    whole.index_add_(0, sees, part.to(whole.dtype))
-            return part_q
 
-        found = [add(call) for call in ctx.first]
-        grad_q = found[0] if len(found) == 1 else torch.cat(found)
-        for call in ctx.further:
-            grad_q[call.asks] += add(call)
-        return grad_q, grad_k.to(key.dtype), grad_v.to(value.dtype), None, None, None
+def _merged(
+    query: Tensor, key: Tensor, value: Tensor, first: Sequence[_Call], further: Sequence[_Call], scaling: float
+) -> tuple[Tensor, Tensor]:
+    """[T, H, D] and its log-sum-exp [T, H]."""
+
+    def attend(call: _Call) -> tuple[Tensor, Tensor]:
+        return call.attend(_take(query, call.asks), _take(key, call.sees), _take(value, call.sees), scaling)
+
+    found = [attend(call) for call in first]
+    out_THD, lse_TH = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found, strict=True))
+    for call in further:
+        part, part_lse = attend(call)
+        before, before_lse = _take(out_THD, call.asks), _take(lse_TH, call.asks)
+        share = torch.sigmoid(part_lse - before_lse)[..., None]
+        out_THD[call.asks] = torch.lerp(before.to(share.dtype), part.to(share.dtype), share).to(part.dtype)
+        lse_TH[call.asks] = torch.logaddexp(before_lse, part_lse)
+    return out_THD, lse_TH
+
+
+def _gradients(
+    saved: tuple[Tensor, ...], first: Sequence[_Call], further: Sequence[_Call], scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values; `saved` are the gradient of the merged output, these three, the output, its log-sum-exp."""
+    grad, query, key, value, out, lse = saved
+    # The gradients of many branches meet in one key, so they add up in the precision of the log-sum-exp, at least fp32.
+    grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))
+
+    def add(call: _Call) -> Tensor:
+        asks, sees = call.asks, call.sees
+        asked = [_take(x, asks) for x in (grad, query)]
+        part_q, part_k, part_v = call.gradients(
+            *asked, _take(key, sees), _take(value, sees), _take(out, asks), _take(lse, asks), scaling=scaling
+        )
+        for whole, part in ((grad_k, part_k), (grad_v, part_v)):
+            if isinstance(sees, slice):
+                whole[sees] += part
+            else:
+                whole.index_add_(0, sees, part.to(whole.dtype))
+        return part_q
+
+    found = [add(call) for call in first]
+    grad_q = found[0] if len(found) == 1 else torch.cat(found)
+    for call in further:
+        grad_q[call.asks] += add(call)
+    return grad_q, grad_k.to(key.dtype), grad_v.to(value.dtype)
 
 
 def _take(flat: Tensor, where: slice | Tensor) -> Tensor:

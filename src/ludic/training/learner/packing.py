@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ludic.models.head import CandidateMask
+from ludic.models.packed_attention import to_device
 from ludic.models.prefix_tree import TokenTree, prefix_order, shared_lengths
 from ludic.training.config import LengthPolicy
 from ludic.types import CandidateSets, ConfigError, SAWItem
@@ -229,8 +230,8 @@ def pack(items: Sequence[SAWItem], device: torch.device | str, *, share_prefixes
     tree = TokenTree.of([item.input_ids for item in items]) if share_prefixes else None
     if tree is not None and tree.num_tokens < sum(lengths):
         return PackedBatch(
-            ids_T=_to(tree.ids_T, device),
-            positions_T=_to(tree.positions_T, device),
+            ids_T=to_device(tree.ids_T, device),
+            positions_T=to_device(tree.positions_T, device),
             lengths=lengths,
             actions=action_fields(items, tree.paths, device),
             items=list(items),
@@ -238,8 +239,8 @@ def pack(items: Sequence[SAWItem], device: torch.device | str, *, share_prefixes
         )
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     return PackedBatch(
-        ids_T=_to(np.concatenate([item.input_ids for item in items]).astype(np.int64), device),
-        positions_T=_to(np.concatenate([np.arange(n) for n in lengths]), device),
+        ids_T=to_device(np.concatenate([item.input_ids for item in items]).astype(np.int64), device),
+        positions_T=to_device(np.concatenate([np.arange(n) for n in lengths]), device),
         lengths=lengths,
         actions=action_fields(items, [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)], device),
         items=list(items),
@@ -257,12 +258,12 @@ def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device:
     counts = [len(w) for w in where]
     temperatures = [item.attachments.temperature or 1.0 for item in items]
     return ActionFields(
-        predictor_A=_to(np.concatenate(where).astype(np.int64), device),
-        target_A=_to(np.concatenate(targets).astype(np.int64), device),
-        item_A=_to(np.repeat(np.arange(len(items)), counts), device),
-        weight_A=_to(np.concatenate([item.token_weights for item in items]).astype(np.float32), device),
+        predictor_A=to_device(np.concatenate(where).astype(np.int64), device),
+        target_A=to_device(np.concatenate(targets).astype(np.int64), device),
+        item_A=to_device(np.repeat(np.arange(len(items)), counts), device),
+        weight_A=to_device(np.concatenate([item.token_weights for item in items]).astype(np.float32), device),
         old_logp_A=_old_logps(items, device),
-        inverse_temperature_A=_to((1 / np.repeat(temperatures, counts)).astype(np.float32), device),
+        inverse_temperature_A=to_device((1 / np.repeat(temperatures, counts)).astype(np.float32), device),
         num_items=len(items),
         candidates=_candidates(items, device),
         value_A=_attached([item.attachments.token_values for item in items], device),
@@ -274,7 +275,7 @@ def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device:
 
 def _attached(arrays: Sequence[np.ndarray | None], device: torch.device) -> Tensor | None:
     given = [array for array in arrays if array is not None]
-    return _to(np.concatenate(given), device) if given and len(given) == len(arrays) else None
+    return to_device(np.concatenate(given), device) if given and len(given) == len(arrays) else None
 
 
 def _candidates(items: Sequence[SAWItem], device: torch.device) -> CandidateMask | None:
@@ -285,7 +286,9 @@ def _candidates(items: Sequence[SAWItem], device: torch.device) -> CandidateMask
         item.num_action_tokens if one is None else one for item, one in zip(items, given, strict=True)
     )
     rows_S = np.repeat(np.arange(len(whole)), whole.lengths)
-    return CandidateMask(_to(whole.ids.astype(np.int64), device), _to(rows_S, device), (0, *whole.ends.tolist()))
+    return CandidateMask(
+        to_device(whole.ids.astype(np.int64), device), to_device(rows_S, device), (0, *whole.ends.tolist())
+    )
 
 
 def _check_prompt(item: SAWItem) -> None:
@@ -316,18 +319,13 @@ def _old_logps(items: Sequence[SAWItem], device: torch.device) -> Tensor | None:
     given = [
         np.full(item.num_action_tokens, unknown) if (logps := item.actor_logps) is None else logps for item in items
     ]
-    return _to(np.concatenate(given), device)
+    return to_device(np.concatenate(given), device)
 
 
 def _check_all_or_none(items: Sequence[SAWItem]) -> None:
     missing = _without_logps(items)
     if missing:
         raise ValueError(f"Samples {list(missing[:5])} have no actor log-probs, but others of the same batch do.")
-
-
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 # --- the seeds' padded form ---
@@ -376,7 +374,7 @@ def collate_saw_items(
     if items[0].actor_logps is not None:
         arrays |= {"actor_logps": logps, "old_logp_action": logps.sum(axis=1)}
     device = torch.device(device)
-    return {name: _to(array, device) for name, array in arrays.items()}
+    return {name: to_device(array, device) for name, array in arrays.items()}
 
 
 def _check_whole_vocabulary(items: Sequence[SAWItem]) -> None:

@@ -24,6 +24,7 @@ from ludic.models.head import (
     plain_model,
     whole_logits,
 )
+from ludic.models.llama.training import fused_decoder
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
@@ -46,7 +47,9 @@ class TrainedPolicy:
         packed: bool = True,
         share_prefixes: bool = False,
         mixed_precision_dtype: str | None = "bf16",
+        fused: bool = True,
     ) -> None:
+        """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules."""
         self.model = model
         self.packed = packed and is_decoder(model) and _can_pack(model)
         self._head = _head_of(model, is_needed=self.packed)
@@ -57,6 +60,12 @@ class TrainedPolicy:
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
         is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32
         self._autocast_dtype = torch.bfloat16 if is_autocast and not is_converted else None
+        self._fused = fused_decoder(model) if fused and self.packed and not is_converted else None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether packed batches run through the fused pass; compiled layers would not be called."""
+        return self._fused is not None
 
     @property
     def head(self) -> Head:
@@ -136,6 +145,8 @@ class TrainedPolicy:
         if not batch.is_padded:
             tree, lengths = batch.tree, batch.lengths
             state = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
+            if self._fused is not None and self._fused.is_current:
+                return self._fused.hidden(batch.ids_T, batch.positions_T, state)
             return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
         ids_BL, mask_BL = self._rows(batch)
         decoder = plain_model(self.model).get_decoder()

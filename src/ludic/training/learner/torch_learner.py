@@ -97,7 +97,8 @@ class TorchLearner(Learner):
             mixed_precision_dtype=cfg.mixed_precision_dtype,
         )
         self._is_sharing_checked = not self.policy.share_prefixes
-        if cfg.compile or (is_sharded(model) and settings_of(model).compile):
+        is_compiled = cfg.compile or (is_sharded(model) and settings_of(model).compile)
+        if is_compiled and not self.policy.is_fused:
             compile_layers(model)  # after the policy has looked at the layers
         self.reference = make_reference(reference, algo, self.policy, cfg)
         self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)

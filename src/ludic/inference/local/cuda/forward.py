@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ludic.inference.local.cuda.layer_kernels import rms_norm, rotate_and_store, row_product, silu_mul
 from ludic.models.attention import SKIP_MASK, AttentionRules
-from ludic.models.forward import is_of_family, layer_window, linears
+from ludic.models.forward import has_plain_layers, is_of_family, layer_window, linears
 from ludic.models.packed_attention import PackedSequences
 
 logger = logging.getLogger(__name__)
@@ -142,14 +142,7 @@ def fused_bytes(model: Any) -> int:
 
 def can_fuse(model: Any) -> bool:
     """Whether the model belongs to the family and its layers are unwrapped."""
-    if not is_of_family(model) or not all(
-        type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in linears(model)
-    ):
-        return False
-    layers = model.model.layers
-    others = [model.lm_head, *(m for x in layers for m in (x.self_attn.o_proj, x.mlp.gate_proj, x.mlp.up_proj))]
-    others += [layer.mlp.down_proj for layer in layers]
-    return all(m.bias is None for m in others) and len({m.weight.dtype for m in linears(model)}) == 1
+    return is_of_family(model) and has_plain_layers(model)
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ their many small kernels; the compiled code exists only in the graphs, and the m
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from ludic.inference.local.runner import Read, Scoring
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import SKIP_MASK, AttentionRules
-from ludic.models.execution import decoder_layers, raise_recompile_limits
+from ludic.models.execution import CAPTURING, decoder_layers, raise_recompile_limits
 from ludic.models.packed_attention import varlen_attention
 
 
@@ -380,7 +379,7 @@ class CUDARunner:
 
     def _graph(self, kernels: _Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         if kernels not in self._graphs:
-            with _CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
+            with CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
                 self._graphs[kernels] = self._capture(kernels)
         return self._graphs[kernels]
 

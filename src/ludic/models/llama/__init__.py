@@ -1,0 +1,4 @@
+"""The Llama family (Llama, Qwen2, Qwen3, Mistral): its decoder with a hand-written backward pass, for training on a GPU.
+
+training.py is the pass, kernels.py what Triton computes between its matrix products, plain.py the same in PyTorch.
+"""

@@ -1,0 +1,386 @@
+"""The decoder of the Llama family with a hand-written backward pass: few kernels, and little to store.
+
+All layers are one autograd function over the modules' own parameters. A layer keeps its input, queries, keys and values, the
+attention's output, the residual stream after attention, and gate and up projection; norms and the product of gate and up
+are computed again in backward. Between two layers the residual stream is a sum of two tensors, which the next norm adds up.
+Results equal transformers' own modules up to rounding; `fused_decoder` compares values and gradients before it returns one.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
+from ludic.models.forward import has_plain_layers, is_of_family, layer_window
+from ludic.models.llama.graphs import HeldGraphs, PassGraphs
+from ludic.models.packed_attention import Gradients, PackedSequences
+from ludic.models.tree_attention import TreeSequences
+
+logger = logging.getLogger(__name__)
+
+_HALF = (torch.bfloat16, torch.float16)
+_MAX_DIFFERENCE = 0.05
+"""Of fused and own modules, relative to their size: bf16 rounding in every layer gives about 0.01."""
+
+Tape = list[tuple[Tensor, Tensor | None, Any]]
+"""Of each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
+Then the input of the last norm."""
+
+
+# Letters: T flat tokens, N hidden size, H query heads, K key/value heads, D head size, W = (H + 2K) · D.
+class FusedDecoder:
+    """A Llama, Qwen2, Qwen3 or Mistral decoder over flat tokens, for training."""
+
+    def __init__(self, model: Any) -> None:
+        inner = model.model
+        self._embed, self._norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
+        self._layers = [_Layer.of(layer, number) for number, layer in enumerate(inner.layers)]
+        self._first = inner.layers[0]
+        self._graphs = PassGraphs()
+        self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._children = [(m._modules, name, child) for m in model.modules() for name, child in m.named_children()]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def stored_bytes_per_token(self) -> int:
+        """By all layers, in half precision."""
+        layer = self._layers[0]
+        hidden, gate = (layer.parameters()[i].shape[0] for i in (0, 6))  # type: ignore[union-attr]
+        heads = (2 * layer.num_heads + 2 * layer.num_kv) * layer.head_dim
+        return len(self._layers) * (2 * (2 * hidden + heads + 2 * gate) + 4 * layer.num_heads)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no module has been replaced or has got a hook since: the fused pass would not notice."""
+        return not any(self._hooks) and all(found.get(name) is child for found, name, child in self._children)
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
+        """Last hidden states [T, N], after the final norm."""
+        return self.hidden_of(self._embed(ids_T), positions_T, state)
+
+    def hidden_of(self, x_TN: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
+        """The same from embeddings."""
+        cosines, sines = self._rotary(x_TN, positions_T[None])
+        recomputes = self._first.gradient_checkpointing and self._first.training
+        run = Pass(cosines[0], sines[0], state, _kernels(x_TN), recomputes)
+        parameters = [p for layer in self._layers for p in layer.parameters()]
+        parameters.append(self._norm._parameters["weight"])
+        if not torch.is_grad_enabled():
+            return self.forward(run, x_TN, parameters, keeps=False)[0]
+        needs = tuple(p is not None and p.requires_grad for p in parameters)
+        held = self._graphs.take(self, run, x_TN, parameters, needs) if _has_flash(x_TN) else None
+        out: Tensor = _Decoder.apply(self, run, held, x_TN, *parameters)
+        return out
+
+    # Outside autograd. `parameters`: of all layers, then that of the last norm.
+
+    def forward(
+        self, run: "Pass", x_TN: Tensor, parameters: Sequence[Any], *, keeps: bool = True
+    ) -> tuple[Tensor, Tape]:
+        """Hidden states, and if it `keeps` them, what `backward` needs."""
+        tape: Tape = []
+        delta_TN: Tensor | None = None
+        for layer, own in zip(self._layers, self._by_layer(parameters), strict=True):
+            input_TN, normed_TN = run.kernels.add_norm(x_TN, delta_TN, own[0], layer.epsilon)
+            x_TN, stored = _until_gate(layer, run, input_TN, normed_TN, own)
+            delta_TN = F.linear(run.kernels.silu_mul(stored.gate_up_TE), own[8])
+            if keeps:
+                tape.append((input_TN, None, None) if run.recomputes else (input_TN, x_TN, stored))
+            del stored
+        total_TN, out_TN = run.kernels.add_norm(x_TN, delta_TN, parameters[-1], self._norm.variance_epsilon)
+        tape.append((total_TN, None, None))
+        return out_TN, tape
+
+    def backward(
+        self, run: "Pass", tape: Tape, grad_TN: Tensor, parameters: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of the embeddings and of the parameters, where needed. Empties the tape."""
+        total_TN = tape.pop()[0]
+        sums_1PN = run.kernels.new_sums(total_TN, 1)
+        grad_TN = run.kernels.norm_backward(
+            total_TN, parameters[-1], grad_TN.contiguous(), None, self._norm.variance_epsilon, sums_1PN[0]
+        )
+        found: list[list[Tensor | None]] = [[run.kernels.add_up(sums_1PN, total_TN.dtype)[0] if needs[-1] else None]]
+        del total_TN
+        layers = zip(self._layers, self._by_layer(parameters), self._by_layer(needs), strict=True)
+        for layer, own, needs_own in reversed(list(layers)):
+            input_TN, after_TN, stored = tape.pop()
+            if after_TN is None or stored is None:
+                normed_TN = run.kernels.add_norm(input_TN, None, own[0], layer.epsilon)[1]
+                after_TN, stored = _until_gate(layer, run, input_TN, normed_TN, own)
+                del normed_TN
+            grad_TN, of_layer = _backward(layer, run, input_TN, after_TN, own, stored, grad_TN, needs_own)
+            found.append(of_layer)
+        return grad_TN, [grad for grads in reversed(found) for grad in grads]
+
+    def _by_layer(self, items: Sequence[Any]) -> list[Sequence[Any]]:
+        size = len(self._layers[0].stores)
+        return [items[start : start + size] for start in range(0, len(items) - 1, size)]
+
+
+@dataclass(slots=True)
+class Pass:
+    """What all layers of one pass share."""
+
+    cosines_TD: Tensor
+    sines_TD: Tensor
+    state: AttentionState
+    kernels: Any
+    recomputes: bool
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What a layer computes with besides its parameters, and where these are."""
+
+    number: int
+    epsilon: float
+    num_heads: int
+    num_kv: int
+    head_dim: int
+    head_norm_epsilon: float | None
+    rules: AttentionRules
+    stores: list[tuple[dict[str, Any], str]]
+    """The modules' dictionaries of parameters, read in each pass: a parameter may be replaced."""
+
+    @classmethod
+    def of(cls, layer: Any, number: int) -> "_Layer":
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        weighted = [layer.input_layernorm, layer.post_attention_layernorm, *projections, attention.o_proj]
+        weighted += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
+        norms = [attention.q_norm, attention.k_norm] if has_norms else []
+        return cls(
+            number=number,
+            epsilon=layer.input_layernorm.variance_epsilon,
+            num_heads=attention.q_proj.out_features // attention.head_dim,
+            num_kv=attention.k_proj.out_features // attention.head_dim,
+            head_dim=attention.head_dim,
+            head_norm_epsilon=attention.q_norm.variance_epsilon if has_norms else None,
+            rules=AttentionRules(attention.scaling, layer_window(layer)),
+            stores=[
+                *((module._parameters, "weight") for module in weighted),
+                *((module._parameters, "bias") for module in projections),
+                *((module._parameters, "weight") for module in norms),
+            ],
+        )
+
+    def parameters(self) -> list[Tensor | None]:
+        """Two norms; query, key, value, output, gate, up and down projection; three biases; with head norms, two more norms."""
+        return [store[name] for store, name in self.stores]
+
+    def qkv(self, run: Pass, normed_TN: Tensor, parameters: Any) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values [T, W] before head norms, and [T, ≥ H + K, D] rotated; the same memory if there are none."""
+        bias = None if parameters[9] is None else torch.cat(parameters[9:12])
+        qkv_TW = F.linear(normed_TN, torch.cat(parameters[2:5]), bias)
+        return qkv_TW, self.rotated(run, qkv_TW, parameters)
+
+    def rotated(self, run: Pass, qkv_TW: Tensor, parameters: Any) -> Tensor:
+        turned = run.kernels.rotate(qkv_TW, run.cosines_TD, run.sines_TD, self.num_heads, self.head_norms(parameters))
+        return turned.view(len(turned), -1, self.head_dim)
+
+    def head_norms(self, parameters: Any) -> tuple[Tensor, Tensor, float] | None:
+        return None if self.head_norm_epsilon is None else (*parameters[12:14], self.head_norm_epsilon)
+
+    def split(self, qkv_TW: Tensor, turned_TGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values."""
+        first, last = self.num_heads, self.num_heads + self.num_kv
+        return turned_TGD[:, :first], turned_TGD[:, first:last], qkv_TW.view(len(qkv_TW), -1, self.head_dim)[:, last:]
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Stored:
+    """What backward needs of a layer besides its input, the residual stream and its parameters."""
+
+    qkv_TW: Tensor
+    attended_TM: Tensor
+    gradients: Gradients
+    gate_up_TE: Tensor
+    """Overwritten in backward."""
+
+
+class _Decoder(torch.autograd.Function):
+    """Embeddings → hidden states. `held`: the graphs to run it by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, decoder: FusedDecoder, run: Pass, held: HeldGraphs | None, x_TN: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.decoder, ctx.run, ctx.held, ctx.tape = decoder, run, held, None
+        ctx.save_for_backward(*parameters)
+        if held is not None:
+            return held.forward(run, x_TN)
+        hidden_TN, ctx.tape = decoder.forward(run, x_TN, parameters)
+        return hidden_TN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Any, ...]:
+        parameters, held, tape = ctx.saved_tensors, ctx.held, ctx.tape
+        ctx.held = ctx.tape = None
+        if held is not None:
+            grad_x_TN, grads = held.backward(grad_TN)
+        elif tape is not None:
+            grad_x_TN, grads = ctx.decoder.backward(ctx.run, tape, grad_TN, parameters, ctx.needs_input_grad[4:])
+        else:
+            raise RuntimeError("A backward pass has overwritten what the layers stored: it can run once.")
+        return None, None, None, grad_x_TN if ctx.needs_input_grad[3] else None, *grads
+
+
+def _until_gate(
+    layer: _Layer, run: Pass, input_TN: Tensor, normed_TN: Tensor, parameters: Any
+) -> tuple[Tensor, _Stored]:
+    """The forward pass up to gate and up projection; first the residual stream after attention."""
+    qkv_TW, turned_TGD = layer.qkv(run, normed_TN, parameters)
+    attended_THD, gradients = _attend(run.state, layer, *layer.split(qkv_TW, turned_TGD))
+    attended_TM = attended_THD.flatten(1)
+    delta_TN = F.linear(attended_TM, parameters[5])
+    after_TN, normed_TN = run.kernels.add_norm(input_TN, delta_TN, parameters[1], layer.epsilon)
+    gate_up_TE = normed_TN.new_empty(len(normed_TN), 2 * len(parameters[6]))
+    for part, weight in zip(gate_up_TE.chunk(2, dim=1), parameters[6:8], strict=True):
+        torch.mm(normed_TN, weight.t(), out=part)
+    return after_TN, _Stored(qkv_TW, attended_TM, gradients, gate_up_TE)
+
+
+# Letters: M = H · D, E both halves of the MLP.
+def _backward(
+    layer: _Layer,
+    run: Pass,
+    input_TN: Tensor,
+    after_TN: Tensor,
+    parameters: Any,
+    stored: _Stored,
+    grad_out_TN: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of a layer's input and of its parameters, where needed."""
+    kernels = run.kernels
+    found: list[Tensor | None] = [None] * len(parameters)
+    sums_2PN = kernels.new_sums(input_TN, 2)
+
+    # The MLP, from its output to the residual stream after attention.
+    grad_TF = grad_out_TN @ parameters[8]
+    grad_gate_up_TE = stored.gate_up_TE
+    kernels.silu_mul_backward(grad_gate_up_TE, grad_TF)
+    if needs[8]:
+        found[8] = grad_out_TN.t() @ grad_TF
+    del grad_TF
+    grad_TN = grad_gate_up_TE @ torch.cat(parameters[6:8])
+    grad_after_TN = kernels.norm_backward(after_TN, parameters[1], grad_TN, grad_out_TN, layer.epsilon, sums_2PN[1])
+    if needs[6] or needs[7]:
+        found[6:8] = (grad_gate_up_TE.t() @ grad_TN).chunk(2)
+    del grad_gate_up_TE, grad_TN, stored.gate_up_TE
+
+    # Attention.
+    attended_TM, qkv_TW = stored.attended_TM, stored.qkv_TW
+    grad_TM = grad_after_TN @ parameters[5]
+    if needs[5]:
+        found[5] = grad_after_TN.t() @ attended_TM
+    norms = layer.head_norms(parameters)
+    turned_TGD = qkv_TW.view(len(qkv_TW), -1, layer.head_dim)
+    if norms is not None:
+        turned_TGD = layer.rotated(run, qkv_TW, parameters)
+    grads = stored.gradients(grad_TM.view(len(grad_TM), -1, layer.head_dim), *layer.split(qkv_TW, turned_TGD))
+    grad_TW, sums_2PD = kernels.rotate_backward(grads, qkv_TW, run.cosines_TD, run.sines_TD, norms)
+    del stored, grad_TM, grads, turned_TGD, qkv_TW, attended_TM
+    grad_TN = grad_TW @ torch.cat(parameters[2:5])
+    grad_x_TN = kernels.norm_backward(input_TN, parameters[0], grad_TN, grad_after_TN, layer.epsilon, sums_2PN[0])
+    sizes = [layer.num_heads * layer.head_dim, layer.num_kv * layer.head_dim, layer.num_kv * layer.head_dim]
+    if any(needs[2:5]):
+        found[2:5] = (grad_TW.t() @ grad_TN).split(sizes)
+    if parameters[9] is not None and any(needs[9:12]):
+        found[9:12] = grad_TW.sum(0).split(sizes)
+    if needs[0] or needs[1]:
+        found[0:2] = kernels.add_up(sums_2PN, input_TN.dtype).unbind()
+    if sums_2PD is not None and (needs[12] or needs[13]):
+        found[12:14] = kernels.add_up(sums_2PD, input_TN.dtype).unbind()
+    return grad_x_TN, [grad if is_needed else None for grad, is_needed in zip(found, needs, strict=True)]
+
+
+# --- attention ---
+
+
+def _attend(
+    state: AttentionState, layer: _Layer, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor
+) -> tuple[Tensor, Gradients]:
+    """[T, H, D] and how its gradient goes on."""
+    if isinstance(state, PackedSequences | TreeSequences) and _has_flash(query_THD):
+        return state.attend_by_hand(query_THD, key_TKD, value_TKD, layer.rules)
+    inputs = query, key, value = tuple(x.detach().requires_grad_() for x in (query_THD, key_TKD, value_TKD))
+    with torch.enable_grad():
+        attended_THD = state.attend(layer.number, query, key, value, layer.rules)
+
+    def gradients(grad_THD: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.autograd.grad(attended_THD, inputs, grad_THD)  # type: ignore[return-value]
+
+    return attended_THD.detach(), gradients
+
+
+def _has_flash(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in _HALF
+
+
+def _kernels(x: Tensor) -> Any:
+    """Triton's on a GPU."""
+    if x.is_cuda:
+        from ludic.models.llama import kernels  # imports triton, which needs a GPU machine
+
+        return kernels
+    from ludic.models.llama import plain
+
+    return plain
+
+
+# --- whether it serves ---
+
+
+def fused_decoder(model: Any) -> FusedDecoder | None:
+    """The fused pass for this model, whose attention goes through `ludic_attention`; None if it is of another family, wrapped,
+    not on a GPU in half precision, or if its own modules give other values or gradients."""
+    if not (is_of_family(model) and has_plain_layers(model)):
+        return None
+    weight = model.model.embed_tokens.weight
+    if not weight.is_cuda or weight.dtype not in _HALF or model.config.attention_dropout > 0:
+        return None
+    parameters = list(model.parameters())
+    if any(type(p) is not nn.Parameter or (p.dtype, p.device) != (weight.dtype, weight.device) for p in parameters):
+        return None
+    fused = FusedDecoder(model)
+    if agrees(fused, model):
+        return fused
+    logger.warning("%s differs from its family's arithmetic; its own modules are trained", type(model).__name__)
+    return None
+
+
+def agrees(fused: FusedDecoder, model: Any, tolerance: float = _MAX_DIFFERENCE) -> bool:
+    """Whether fused pass and modules give the same hidden states of sixteen tokens, and the same gradient of their embeddings."""
+    decoder = model.get_decoder()
+    weight = decoder.embed_tokens.weight
+    positions_T = torch.arange(16, device=weight.device)
+    x_TN = weight[positions_T % len(weight)].detach().requires_grad_()
+    state = PackedSequences([5, 11], weight.device)
+    found = []
+    with torch.enable_grad():
+        for is_fused in (True, False):
+            if is_fused:
+                hidden_TN = fused.hidden_of(x_TN, positions_T, state)
+            else:
+                hidden_TN = decoder(
+                    inputs_embeds=x_TN[None], position_ids=positions_T[None], attention_mask=SKIP_MASK.to(weight.device),
+                    use_cache=False, ludic_state=state,
+                ).last_hidden_state[0]  # fmt: skip
+            seed = torch.arange(hidden_TN.numel(), device=weight.device).view(hidden_TN.shape).sin().to(weight.dtype)
+            found.append((hidden_TN.detach().float(), torch.autograd.grad(hidden_TN, x_TN, seed)[0].float()))
+    return all(
+        float((ours - theirs).norm()) <= tolerance * float(theirs.norm()) for ours, theirs in zip(*found, strict=True)
+    )

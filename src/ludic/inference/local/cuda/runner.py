@@ -434,8 +434,6 @@ class CUDARunner:
         return logits
 
 
-_CAPTURING = threading.Lock()
-"""A live engine and its snapshot may capture at once; a device synchronisation by one would invalidate the other's capture."""
 _MIN_SAVED = 0.2
 """Share of all reads of keys that groups must save for a round to use them."""
 _COMPILED_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

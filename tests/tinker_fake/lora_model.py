@@ -4,6 +4,7 @@ Nothing here is Ludic's way of computing: full logits of right-padded rows, one 
 """
 
 import copy
+import functools
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,7 +129,13 @@ def target_logps(model: Any, rows: Sequence[Row]) -> list[Tensor]:
     return [logps[index, torch.arange(len(row.targets)), torch.tensor(row.targets)] for index, row in enumerate(rows)]
 
 
+@functools.lru_cache(maxsize=256)
 @torch.no_grad()
+def next_logits(model: Any, tokens: tuple[int, ...]) -> Tensor:
+    """Of a model that is sampled from, which never changes: a group asks for its prompt eight times."""
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
+
+
 def draw(
     model: Any, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop_ids: set[int]
 ) -> Drawn:
@@ -137,8 +144,7 @@ def draw(
     generator.manual_seed(seed) if seed is not None else generator.seed()
     tokens, logprobs = list(prompt), []
     for _ in range(max_tokens):
-        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
-        logps = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        logps = torch.log_softmax(next_logits(model, tuple(tokens)) / (temperature or 1.0), dim=-1)
         chosen = (
             int(logps.argmax()) if temperature == 0 else int(torch.multinomial(logps.exp(), 1, generator=generator))
         )

@@ -51,10 +51,6 @@ from tests.unit.training.samples import assert_same_up_to_rounding, first_moment
 ROOT = Path(__file__).parents[3]
 
 
-QUICKLY = TrainerConfig(lr=2e-2, max_seq_len=64, weight_decay=0.0)
-"""On the bandit, 18 updates end above 0.9 with every algorithm."""
-
-
 async def learn(algorithm, steps, **settings):
     trainer, engine = bandit_trainer(algorithm, **settings)
     history = []
@@ -76,7 +72,7 @@ def mean_reward(history):
 
 @pytest.mark.slow
 async def test_tiny_model_learns_the_bandit():
-    history = await learn(make_grpo(group_size=8), steps=20, cfg=QUICKLY)
+    history = await learn(make_grpo(group_size=8), steps=32)
     assert mean_reward(history[:3]) < 0.6
     assert mean_reward(history[-5:]) > 0.85
 
@@ -89,14 +85,14 @@ async def test_tiny_model_learns_the_bandit():
 )
 async def test_every_group_algorithm_learns(make):
     settings = {"clip_eps_low": 0.2, "clip_eps_high": 0.2} if make is make_gspo else {}
-    history = await learn(make(group_size=8, **settings), steps=18, cfg=QUICKLY)
+    history = await learn(make(group_size=8, **settings), steps=28)
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_reinforce_baseline, make_reinforce_pp], ids=lambda make: make.__name__)
 async def test_algorithms_without_groups_learn(make):
-    history = await learn(make(), steps=20, group_size=1, num_prompts=64, cfg=QUICKLY)
+    history = await learn(make(), steps=28, group_size=1, num_prompts=64)
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
 
 
@@ -199,8 +195,10 @@ async def test_training_an_adapter_leaves_its_base_unchanged():
     base = tiny_llama(initializer_range=0.3)  # a frozen head that makes a difference
     before = {name: p.clone() for name, p in base.named_parameters()}
     model = with_adapter(base)
-    trainer, engine = bandit_trainer(make_grpo(group_size=8), model=model, cfg=QUICKLY)
-    history = [await trainer.train_step() for _ in range(20)]
+    trainer, engine = bandit_trainer(
+        make_grpo(group_size=8), model=model, cfg=TrainerConfig(lr=3e-2, max_seq_len=64, weight_decay=0.0)
+    )
+    history = [await trainer.train_step() for _ in range(30)]
     engine.close()
     assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.2
     assert all(stats["train/logp_difference_abs"] < 1e-4 for stats in history)

@@ -91,12 +91,12 @@ def serve(args: argparse.Namespace, name: str, shares: bool, pipe: Connection) -
     """One process: a pass for every True that it receives; then memory and gradient."""
     on_gpu = torch.cuda.is_available()
     clock = time.perf_counter if on_gpu else time.process_time
-    policy_module.SHARES_ON = ("cpu", "cuda")
     policy_module.TreeSequences = partial(TreeSequences, merges=WAYS[args.way])
     model = make(SHAPES[args.model], "cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32)
     model.requires_grad_(True).train()
     items = workloads(args.groups, model.config.vocab_size, name)[name]
     policy = TrainedPolicy(model, share_prefixes=shares)
+    policy.share_prefixes = shares  # also where it is off by default
     before = 0 if on_gpu else peak_bytes(on_gpu)
     while pipe.recv():
         model.zero_grad()

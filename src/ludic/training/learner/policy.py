@@ -12,6 +12,7 @@ from torch import Tensor
 from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.distributed.ranks import Ranks
 from ludic.models.attention import route_attention
+from ludic.models.execution import decoder_layers
 from ludic.models.head import (
     EntropyMode,
     Head,
@@ -24,6 +25,7 @@ from ludic.models.head import (
     plain_model,
     whole_logits,
 )
+from ludic.models.llama.graphs import MAX_LAYER_WEIGHTS
 from ludic.models.llama.training import fused_decoder
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
@@ -32,9 +34,6 @@ from ludic.training.learner.packing import PADDING_ITEM, PackedBatch, action_fie
 from ludic.types import ConfigError, SAWItem
 
 logger = logging.getLogger(__name__)
-
-SHARES_ON = ("cpu",)
-"""Kinds of devices on which prefixes are shared: where it was measured to be faster."""
 
 
 class TrainedPolicy:
@@ -55,7 +54,7 @@ class TrainedPolicy:
         self._head = _head_of(model, is_needed=self.packed)
         first = next(model.parameters())
         self.device: torch.device = compute_device(model)
-        self.share_prefixes = share_prefixes and self.packed and self.device.type in SHARES_ON
+        self.share_prefixes = share_prefixes and self.packed and _gains_by_sharing(model, self.device)
         """Compute the tokens that samples begin with in common once."""
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
         is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32
@@ -198,6 +197,14 @@ def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], toler
             difference,
         )
     return True
+
+
+def _gains_by_sharing(model: Any, device: torch.device) -> bool:
+    """On a GPU, tokens that are not computed save nothing while launching kernels takes longer than computing: small models."""
+    layers = decoder_layers(model)
+    return device.type == "cpu" or (
+        len(layers) > 0 and sum(p.numel() for p in layers[0].parameters()) > MAX_LAYER_WEIGHTS
+    )
 
 
 def _can_pack(model: Any) -> bool:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,28 +185,31 @@ def plain_config(config: Any) -> dict[str, Any]:
     }
 
 
-def run_child(script: str, arguments: list[str], python: str = sys.executable) -> list[dict[str, Any]]:
-    """The records that a script in benchmarks/others prints. If it fails, its errors are shown."""
+def run_child(script: str, arguments: list[str], python: str = sys.executable) -> Iterator[dict[str, Any]]:
+    """The records that a script in benchmarks/others prints, as they come. If it fails, its errors are shown."""
     here = Path(__file__).resolve().parent
     # benchmarks/vllm.py must not be found where the child imports vLLM.
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [path for path in paths if Path(path).resolve() != here]
     command = [python, str(here / "others" / script), *arguments]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-    lines = done.stdout.splitlines()
-    if done.returncode:
-        log = Path(tempfile.gettempdir(), f"{script}.log")
-        log.write_text(done.stdout)
+    log = Path(tempfile.gettempdir(), f"{script}.log")
+    lines: list[str] = []
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as child,
+    ):
+        assert child.stdout is not None
+        for line in child.stdout:
+            file.write(line)
+            if line.startswith(RECORD):
+                yield json.loads(line.removeprefix(RECORD))
+            else:
+                lines.append(line.rstrip())
+    if child.returncode:
         reasons = [line for line in lines if "Error" in line][:5]
-        print(
-            f"{script} ended with {done.returncode}; its output is in {log}:",
-            *reasons,
-            *lines[-3:],
-            sep="\n  ",
-            flush=True,
-        )
-    return [json.loads(line.removeprefix(RECORD)) for line in lines if line.startswith(RECORD)]
+        told = f"{script} ended with {child.returncode}; its output is in {log}:"
+        print(told, *reasons, *lines[-3:], sep="\n  ", flush=True)
 
 
 def measure_vllm(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -231,14 +234,17 @@ def measure_vllm(shape: str, options: argparse.Namespace) -> list[dict[str, Any]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "work.json")
             path.write_text(json.dumps(task))
-            rows = run_child("vllm_decode.py", [str(path)], options.vllm_python)
-        if rows:
-            print(f"vLLM {rows[0]['version']}, {shape}: start-up {rows[0]['start_s']:.0f} s", flush=True)
-        for row in rows:
-            work = next(work for work in work_list if work.name == row["workload"])
-            own = {name: row[name] for name in ("logprobs", "seconds", "start_s")}
-            record_row(options.json, shape, work, engine="vllm", **own, versions={"vllm": row["version"]})
-        found += rows
+            for row in run_child("vllm_decode.py", [str(path)], options.vllm_python):
+                work = next(work for work in work_list if work.name == row["workload"])
+                speed, has = work.num_new / row["seconds"], "with" if row["logprobs"] else "without"
+                print(
+                    f"vLLM {row['version']}, {shape}, {work.name}: {speed:,.0f} tok/s {has} log-probs; "
+                    f"start-up {row['start_s']:.0f} s",
+                    flush=True,
+                )
+                own = {name: row[name] for name in ("logprobs", "seconds", "start_s")}
+                record_row(options.json, shape, work, engine="vllm", **own, versions={"vllm": row["version"]})
+                found.append(row)
     return found
 
 

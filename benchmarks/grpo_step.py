@@ -300,7 +300,7 @@ def measure_trl(options: argparse.Namespace) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "task.json")
         path.write_text(json.dumps(task))
-        rows = run_child("trl_grpo.py", [str(path)])
+        rows = list(run_child("trl_grpo.py", [str(path)]))
     return rows[-1] if rows else None
 
 

@@ -24,7 +24,7 @@ from ludic.models.packed_attention import PackedSequences, to_device
 logger = logging.getLogger(__name__)
 
 MAX_LAYER_WEIGHTS = 12_000_000
-"""With 16k tokens an H200 then computes a layer faster than Python launches it, in about a millisecond."""
+"""With 16k tokens, an H200 computes such a layer faster than Python launches it."""
 _MAX_MEMORY_SHARE = 0.1
 """Of the GPU's memory, for what the layers store: graphs never give it back."""
 _MAX_GRAPHS = 16

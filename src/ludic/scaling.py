@@ -189,6 +189,8 @@ class TrainingSetup:
     """Weights, gradients and optimizer state live in the host's memory."""
     lora_rank: int = 0
     """0 trains all weights."""
+    fused: bool = True
+    """Run the layers through ludic.models.llama where it can: all weights in bf16 on one GPU."""
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.micro_tokens, self.micro_batches) < 1 or self.lora_rank < 0:
@@ -204,6 +206,11 @@ class TrainingSetup:
     @property
     def num_actions(self) -> int:
         return round(self.micro_tokens * self.action_share)
+
+    @property
+    def is_fused(self) -> bool:
+        is_plain = self.ranks == 1 and self.lora_rank == 0
+        return self.fused and is_plain and self.computed == self.held == "bf16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,8 +296,11 @@ def _gradient_buffers(shape: ModelShape, setup: TrainingSetup, trained: int) -> 
 
 
 def _block_activations(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes per token that autograd keeps of one block, uncompiled."""
+    """Bytes per token that are kept of one block for backward; by autograd, uncompiled."""
     w = WIDTHS[setup.computed]
+    if setup.is_fused:
+        # The input, the residual stream after attention, queries, keys, values, output, the normaliser, gate and up.
+        return w * (2 * shape.width + 2 * shape.q_width + 2 * shape.kv_width + 2 * shape.mlp_width) + 4 * shape.heads
     # A norm: its input in fp32 (the residual itself, if that is fp32), the normed values, the output; one scale per token.
     norms = 2 * ((4 + 2 * w) * shape.width + 4)
     # Queries, keys, values, output; flash attention's normaliser per head.
@@ -305,7 +315,8 @@ def kept_activations(shape: ModelShape, setup: TrainingSetup) -> int:
     """Bytes at the end of forward."""
     w = WIDTHS[setup.computed]
     block = w * shape.width if setup.checkpointing else _block_activations(shape, setup)
-    last_norm, rotary, ids = (4 + w) * shape.width + 4, 2 * w * shape.head_dim, 8
+    last_norm = w * shape.width if setup.is_fused else (4 + w) * shape.width + 4
+    rotary, ids = 2 * w * shape.head_dim, 8
     per_action = w * shape.width + 48  # its position, target and temperature, and the loss's fp32 numbers
     return setup.micro_tokens * (shape.layers * block + last_norm + rotary + ids) + setup.num_actions * per_action
 
@@ -325,6 +336,10 @@ def _block_in_backward(shape: ModelShape, setup: TrainingSetup) -> int:
     w = WIDTHS[setup.computed]
     recomputed = _block_activations(shape, setup) if setup.checkpointing else 0
     of_weight = 0 if setup.lora_rank else w * shape.width * shape.mlp_width
+    if (
+        setup.is_fused
+    ):  # the gradients of the block's output and of the product of gate and up; the others take its place
+        return setup.micro_tokens * (recomputed + w * (shape.width + shape.mlp_width)) + of_weight
     return setup.micro_tokens * (recomputed + 2 * w * shape.mlp_width + (2 * w + 8) * shape.width) + of_weight
 
 

@@ -52,7 +52,7 @@ def samples() -> list[SAWItem]:
 def setup(dtype: str = "fp32", **changes: Any) -> TrainingSetup:
     tokens = LENGTH * NUM_SAMPLES
     share = 1 - NUM_PROMPT / LENGTH
-    return TrainingSetup(micro_tokens=tokens, action_share=share, computed=dtype, held=dtype, **changes)
+    return TrainingSetup(micro_tokens=tokens, action_share=share, computed=dtype, held=dtype, fused=False, **changes)
 
 
 def num_bytes(tensors: Any) -> int:
@@ -166,9 +166,9 @@ def test_checkpointed_activations_are_predicted_within_one_per_cent():
 
 def test_activations_grow_with_tokens_and_fall_with_checkpointing():
     shape: ModelShape = SHAPES["7b"]
-    one, two = (kept_activations(shape, TrainingSetup(micro_tokens=n)) for n in (4096, 8192))
+    one, two = (kept_activations(shape, TrainingSetup(micro_tokens=n, fused=False)) for n in (4096, 8192))
     assert two == 2 * one
-    assert kept_activations(shape, TrainingSetup(micro_tokens=4096, checkpointing=True)) < one / 20
+    assert kept_activations(shape, TrainingSetup(micro_tokens=4096, checkpointing=True, fused=False)) < one / 20
 
 
 def test_the_chunk_of_logits_is_the_heads_own():

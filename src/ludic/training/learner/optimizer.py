@@ -86,8 +86,15 @@ class FullPrecisionAdamW(LocalAdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         pairs = self._pairs()
+        narrow_grads, grads = [], []
         for served, copy in pairs:
-            copy.grad = None if served.grad is None else served.grad.float()
+            copy.grad = None
+            if served.grad is not None:
+                copy.grad = torch.empty_like(served.grad, dtype=copy.dtype)
+                narrow_grads.append(local_part(served.grad))
+                grads.append(local_part(copy.grad))
+        if grads:  # in one launch: a small model has many weights
+            torch._foreach_copy_(grads, narrow_grads)
         result = super().step(closure)
         if pairs:
             torch._foreach_copy_([local_part(served) for served, _ in pairs], [local_part(copy) for _, copy in pairs])

@@ -234,7 +234,7 @@ def test_files_that_cannot_be_loaded_are_an_error_before_any_pause(lora_server, 
         (folder / "adapter_model.safetensors").write_bytes(b"half of it")
 
     change(model, 4)
-    with pytest.raises(WeightPushError, match=r"in two attempts.*continue with their previous weights"):
+    with pytest.raises(WeightPushError, match=r"in 2 attempts.*continue with their previous weights"):
         publisher_writing(lora_server, model, half, tmp_path).publish(read_adapter(model).tensors, version=2)
     assert_goes_on(lora_server, served, version=1)
     publisher.publish({}, version=2)

@@ -9,17 +9,17 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ludic.distributed.publish.interfaces import ControlPlane, TensorCommunicator, WeightPushError
+from ludic.distributed.publish.interfaces import ControlPlane, KeepsWeights, TensorCommunicator, WeightPushError
 from ludic.distributed.ranks import RankFailed, Ranks
 from ludic.inference.vllm.transfer import Bucket, WeightMetadata, checksum, describe, sampled, split_into_buckets
 from ludic.models.lora import DenseWeight
-from ludic.types import ChatClient, ChecksServers, ConfigError, LudicError
+from ludic.types import ChatClient, ChecksServers, ConfigError, LudicError, PolicyGone
 from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it here
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,12 @@ class BroadcastPolicyPublisher:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        attempts: int = 2,
     ) -> None:
-        """`dtype`: floating-point weights are cast to it before sending (fp32 training, bf16 server: half the bytes)."""
+        """`dtype`: floating-point weights are cast to it before sending (fp32 training, bf16 server: half the bytes).
+
+        `attempts`: how often a push is tried before `publish` raises.
+        """
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes}; it must be at least 1, and {BUCKET_BYTES} is usual.")
         if comm.rank != src_rank:
@@ -140,8 +144,10 @@ class BroadcastPolicyPublisher:
                 "which publishes from one rank."
             )
         self._control, self._comm, self._src_rank = control, comm, src_rank
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
+        self._bucket_bytes, self._dtype, self._attempts = bucket_bytes, dtype, attempts
         self._lock = threading.Lock()
+        self._last: WeightUpdate | None = None
+        """What the servers have, without the weights themselves; None before the first push and after a failed one."""
 
     def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
         """Push all weights of the model, by transformers' names. `version` defaults to the servers' version plus one."""
@@ -157,10 +163,26 @@ class BroadcastPolicyPublisher:
                 buckets=buckets,
                 checksums={part.name: checksum(state_dict[part.name].to(part.torch_dtype)) for part in compared},
             )
+            self._last = None
             try:
                 self._push_or_retry(update)
             finally:
                 self._comm.release()
+            self._last = replace(update, weights={})
+
+    def publish_again(self) -> bool:
+        """Send the last version to servers that were restarted, from the bytes that the communicator has kept: the trainer's
+        weights may be changing. False if there is no such version, because none was sent or sending the next one failed.
+        """
+        if not isinstance(self._comm, KeepsWeights):
+            raise ConfigError(f"{type(self._comm).__name__} keeps no weights; publish them again.")
+        with self._lock:
+            if self._last is None:
+                return False
+            if not self._control.has_version(self._last.version):
+                self._control.require_fits(self._last.metadata)
+                self._send(self._last)
+            return True
 
     def is_current(self, version: int) -> bool:
         """Whether every server has this version from this publisher. A restarted or stopped server has not."""
@@ -170,28 +192,27 @@ class BroadcastPolicyPublisher:
             return False
 
     def _push_or_retry(self, update: WeightUpdate) -> None:
-        try:
-            self._push(update)
-        except ConfigError:
-            self._control.abandon_update()
-            raise
-        except WeightPushError as first:
-            logger.warning("pushing version %d failed, retrying once: %s", update.version, first)
-            self._comm.release()
-            self._push_again(update)
+        for attempt in range(1, self._attempts + 1):
+            try:
+                if attempt > 1:
+                    self._control.require_fits(update.metadata)  # also waits for a restarting server
+                self._comm.stage(update.buckets, update.weights)
+                return self._send(update)
+            except PolicyGone:
+                raise
+            except LudicError as error:
+                if isinstance(error, WeightPushError) and attempt < self._attempts:
+                    logger.warning("pushing version %d failed, retrying: %s", update.version, error)
+                    self._comm.release()
+                    continue
+                advice = self._control.abandon_update()
+                if attempt == 1 and isinstance(error, ConfigError):
+                    raise
+                raise WeightPushError(
+                    f"Version {update.version} could not be published in {attempt} attempts. {error} {advice}"
+                ) from error
 
-    def _push_again(self, update: WeightUpdate) -> None:
-        try:
-            self._control.require_fits(update.metadata)  # also waits for a restarting server
-            self._push(update)
-        except LudicError as error:
-            advice = self._control.abandon_update()
-            raise WeightPushError(
-                f"Version {update.version} could not be published in two attempts. {error} {advice}"
-            ) from error
-
-    def _push(self, update: WeightUpdate) -> None:
-        self._comm.stage(update.buckets, update.weights)
+    def _send(self, update: WeightUpdate) -> None:
         self._control.announce_update_batch(update.metadata, update.version)
         for bucket in update.buckets:
             self._comm.broadcast(bucket, update.weights, self._src_rank)

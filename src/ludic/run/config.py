@@ -5,6 +5,7 @@ sections env and agent. See docs/ludic-train.md. `ludic launch` tells its childr
 variables: config.toml holds what the user wrote, and a password is in no file and in no list of processes.
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -209,6 +210,8 @@ class RolloutSettings:
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4
     """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
+    server_hung_after: float = 60.0
+    """For vllm: a server started for the run that leaves /health unanswered for so many seconds is restarted."""
     push: Push = "merged"
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     save_rollouts: bool = True
@@ -221,6 +224,8 @@ class RolloutSettings:
             raise ConfigError(
                 f"max_failed_share = {self.max_failed_share}; it is a share of the episodes, from 0 to 1."
             )
+        if not 0 < self.server_hung_after < math.inf:
+            raise ConfigError(f"server_hung_after = {self.server_hung_after}; give seconds, such as 60.")
         for url in self.server:
             refuse_login("server", url, PUT_LOGIN)
         at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
@@ -290,7 +295,7 @@ class PipelineSettings:
     corrections: bool = True
     """Tokens and samples that the trained policy has moved too far away from do not count."""
     max_restarts: int = 5
-    """How often `ludic launch` restarts a role within ten minutes before it gives up."""
+    """How often `ludic launch` restarts a role, and a run its own vLLM server, within ten minutes before it gives up."""
 
     def __post_init__(self) -> None:
         at_least(1, actors=self.actors, max_waiting=self.max_waiting)
@@ -382,7 +387,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "share_prefixes", "gradient_checkpointing",
      "compile",     "eval_every", "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data",
      "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout",
-     "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory"}
+     "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory",
+     "server_hung_after"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""
 

@@ -1,18 +1,20 @@
 """Serves the policy with vLLM: servers that were named, or one that is started for the run."""
 
 import contextlib
+import math
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
 from ludic.distributed.publish.adapter import fitting_rank, read_adapter
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.control import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
-from ludic.inference.vllm.process import VLLMServerProcess, last_words, wait_for_vllm_health
+from ludic.inference.vllm.process import VLLMServerProcess, wait_for_vllm_health
+from ludic.inference.vllm.watch import ServerWatch
 from ludic.inference.vllm_server import start_vllm_server
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, no_progress_bar
@@ -22,7 +24,8 @@ from ludic.run.folder import SERVER
 from ludic.run.model import ServedPolicy
 from ludic.run.resolve import ResolvedRun
 from ludic.training.learner.stop import run_sync
-from ludic.types import ConfigError, PolicyGone, PolicyPublisher, shown_url
+from ludic.types import ConfigError, PolicyPublisher, shown_url
+from ludic.types.errors import RestartLimit, Restarts
 
 _START_S = 600.0
 ADAPTER, BASE = "policy", "base"
@@ -34,37 +37,34 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
     settings, places = run.config.rollouts, run.folder / SERVER
     if settings.push == "adapter" and plain_model(loaded.model) is loaded.model:
         raise ConfigError("push = 'adapter', but there is none: all weights are trained. Give --lora-rank.")
-    process = None if settings.server else _start(loaded, settings, run.trainer.max_seq_len, places)
-    if process is None:
+    watch, patience = None, dict[str, Any]()
+    if settings.server:
         client = client_of(settings, settings.server, run.folder)
     else:
-        token, require_alive = process.control_token, partial(_require_alive, process)
-        client = VLLMChatClient(servers=[process.url], control_token=token, require_alive=require_alive)
+        limit = RestartLimit(max_restarts=run.config.pipeline.max_restarts)
+        process = _start(loaded, settings, run.trainer.max_seq_len, places)
+        watch = ServerWatch(process, Restarts(limit), hung_after_s=settings.server_hung_after, start_s=_START_S)
+        client = VLLMChatClient(servers=[process.url], control_token=process.control_token, watch=watch)
+        patience = {"wait_s": math.inf, "attempts": limit.max_restarts + 2}  # the watch says when waiting is pointless
 
     def close() -> None:
         run_sync(client.close())
-        if process is not None:
-            process.stop()
+        if watch is not None:
+            watch.close()
 
     publisher: PolicyPublisher
     if settings.push == "adapter":
-        adapters, model = places / "adapters", ADAPTER
+        adapters, weights = places / "adapters", dict[str, Any]()
         adapters.mkdir(parents=True, exist_ok=True)
-        publisher = VllmAdapterPublisher(client, loaded.model, name=ADAPTER, folder=adapters)
-        publisher.publish({}, version=0)
+        publisher = VllmAdapterPublisher(client, loaded.model, name=ADAPTER, folder=adapters, **patience)
     else:
-        publisher = create_vllm_publisher(client)
-        publisher.publish(dict(dense_parameters(loaded.model)), version=0)
-        model = run_sync(served_name(client))
+        publisher, weights = create_vllm_publisher(client, **patience), dict(dense_parameters(loaded.model))
+    if watch is not None:
+        assert isinstance(publisher, VllmAdapterPublisher | BroadcastPolicyPublisher), "what was made above"
+        watch.begin(publisher.publish_again)
+    publisher.publish(weights, version=0)
+    model = ADAPTER if settings.push == "adapter" else run_sync(served_name(client))
     return ServedPolicy(client=client, publisher=publisher, close=close, model=model)
-
-
-def _require_alive(process: VLLMServerProcess) -> None:
-    if (code := process.poll()) is not None:
-        raise PolicyGone(
-            f"The vLLM server of this run ended with exit code {code}. {last_words(process.output())}\n"
-            f"All it wrote is in {process.log}."
-        )
 
 
 def client_of(settings: RolloutSettings, servers: Sequence[str], folder: Path) -> VLLMChatClient:

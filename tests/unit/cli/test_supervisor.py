@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from ludic.cli.pipeline.processes import LocalProcesses
-from ludic.cli.pipeline.supervisor import MergedOutput, Outcome, RestartLimit, Role, Supervisor, WhenDone, how_it_ended
+from ludic.cli.pipeline.supervisor import MergedOutput, Outcome, Role, Supervisor, WhenDone, how_it_ended
 from ludic.training.learner import stop as stopping
+from ludic.types.errors import RestartLimit
 
 FAST = RestartLimit(max_restarts=2, within_s=60, delay_s=0.01)
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"

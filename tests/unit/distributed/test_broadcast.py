@@ -75,7 +75,7 @@ def test_a_failed_step_is_retried_with_a_complete_second_push(step):
 def test_a_push_that_fails_twice_raises_with_advice():
     server, _, publisher = make()
     server.failing = ["broadcast", "broadcast"]
-    with pytest.raises(WeightPushError, match=r"Version 3 .* two attempts\. broadcast failed Restart it\."):
+    with pytest.raises(WeightPushError, match=r"Version 3 .* 2 attempts\. broadcast failed Restart it\."):
         publisher.publish(some_weights(), version=3)
     assert server.log[-2:] == ["abandon", "release"]
     assert server.version == 0

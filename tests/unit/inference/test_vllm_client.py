@@ -440,11 +440,17 @@ def test_importing_it_needs_neither_vllm_nor_torch_nor_aiohttp():
     assert done.stdout.strip() == "set()"
 
 
-async def test_require_alive_stops_the_wait_for_a_dead_server():
-    def gone() -> None:
-        raise PolicyGone("the server process has ended")
+async def test_a_watch_that_has_given_up_ends_the_wait_for_a_dead_server():
+    class GivenUp:
+        num_starts = 0
 
-    client = VLLMChatClient("127.0.0.1", free_port(), connection_timeout_s=0, wait_s=60, require_alive=gone)
+        async def ready(self) -> int:
+            return 0
+
+        def require_alive(self) -> None:
+            raise PolicyGone("the server process has ended")
+
+    client = VLLMChatClient("127.0.0.1", free_port(), connection_timeout_s=0, wait_s=60, watch=GivenUp())
     with pytest.raises(PolicyGone, match="has ended"):
         await client.complete_tokens(a_request())
     with pytest.raises(PolicyGone, match="has ended"):

@@ -16,7 +16,7 @@ from typing import Any
 
 from ludic.cli.pipeline.command import LaunchArgs
 from ludic.cli.pipeline.processes import LocalProcesses, RayProcesses
-from ludic.cli.pipeline.supervisor import MergedOutput, RestartLimit, Role, Supervisor, WhenDone
+from ludic.cli.pipeline.supervisor import MergedOutput, Role, Supervisor, WhenDone
 from ludic.inference.vllm.command import free_port
 from ludic.run.config import REDIS_VARIABLE, SERVER_VARIABLE, RunConfig, given_redis, given_servers
 from ludic.run.dry_run import plan_lines
@@ -26,6 +26,7 @@ from ludic.run.model import with_pinned_checkpoints
 from ludic.run.resolve import EnvFactory, ResolvedRun, resolve
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
+from ludic.types.errors import RestartLimit
 
 _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import IO, Protocol
 
 from ludic.training.learner.stop import StopRequests
+from ludic.types.errors import RestartLimit, Restarts
 
 _LOOK_EVERY_S = 0.1
 _LAST_LINES = 3
@@ -68,17 +69,6 @@ class Running(Protocol):
     def kill(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartLimit:
-    """How often a role may be restarted."""
-
-    max_restarts: int = 5
-    """Deaths within `within_s`; one more ends the run."""
-    within_s: float = 600.0
-    delay_s: float = 1.0
-    """Pause before the first restart; doubled with each further one in the window."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Why the run ended."""
@@ -93,9 +83,8 @@ class _Managed:
     """A role and its current process."""
 
     role: Role
+    restarts: Restarts
     running: Running | None = None
-    deaths: deque[float] = field(default_factory=deque)
-    """Times of its deaths within the window."""
     start_at: float | None = 0.0
     """Time of the next start; None: no start is planned."""
     asked_at: float | None = None
@@ -117,10 +106,9 @@ class Supervisor:
         limit: RestartLimit | None = None,
     ) -> None:
         """`show(name, line)` gets every line of every role, and the supervisor's under the name "launch"."""
-        self._managed = [_Managed(role) for role in roles]
+        self._managed = [_Managed(role, Restarts(limit or RestartLimit())) for role in roles]
         self._start = start
         self._show = show
-        self._limit = limit or RestartLimit()
         self._outcome: Outcome | None = None
         self._wishes = StopRequests()
 
@@ -166,21 +154,13 @@ class Supervisor:
             self._died(managed, code)
 
     def _died(self, managed: _Managed, code: int) -> None:
-        now, limit = time.monotonic(), self._limit
-        managed.deaths.append(now)
-        while managed.deaths[0] < now - limit.within_s:
-            managed.deaths.popleft()
-        num_deaths, name = len(managed.deaths), managed.role.name
-        if num_deaths > limit.max_restarts:
-            reason = (
-                f"{name} {how_it_ended(code)} and has died {num_deaths} times within {limit.within_s:g} s, more than "
-            )
-            reason += f"max_restarts = {limit.max_restarts} allows; {_quoted(managed)}"
-            self._outcome = Outcome(1, reason)
+        name, restarts = managed.role.name, managed.restarts
+        delay = restarts.died()
+        if delay is None:
+            self._outcome = Outcome(1, f"{name} {how_it_ended(code)} and {restarts.too_many()}; {_quoted(managed)}")
             return
-        delay = limit.delay_s * 2 ** (num_deaths - 1)
-        managed.start_at = now + delay
-        again = f"restart {num_deaths} of at most {limit.max_restarts}"
+        managed.start_at = time.monotonic() + delay
+        again = f"restart {restarts.num_deaths} of at most {restarts.limit.max_restarts}"
         self._show("launch", f"{name} {how_it_ended(code)}; {again} in {delay:g} s.")
 
     # --- the end ---

@@ -179,6 +179,7 @@ class AdapterFolder:
     """
 
     rank = 0
+    keeps_weights = True
 
     def __init__(
         self, control: AdapterControlPlane, name: str, write: Callable[[Path], None], folder: str | Path | None = None
@@ -241,11 +242,12 @@ class VllmAdapterPublisher:
         pause: PauseMode = "keep",
         timeout_s: float = 600.0,
         wait_s: float = 120.0,
+        attempts: int = 2,
     ) -> None:
         """The servers run with --enable-lora and serve the base of `model`.
 
         `folder`: on a disk that every server sees under the same path; the default, a temporary one, fits servers on this
-        machine that do not outlive the trainer. `pause`, `timeout_s` and `wait_s` as for `create_vllm_publisher`.
+        machine that do not outlive the trainer. The others as for `create_vllm_publisher`.
         """
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ConfigError(f"name={name!r}; use letters, digits and . _ -")
@@ -255,7 +257,8 @@ class VllmAdapterPublisher:
         control = AdapterControlPlane(
             client, name, base_parameters(model), pause=pause, timeout_s=timeout_s, wait_s=wait_s
         )
-        self._push = BroadcastPolicyPublisher(control, AdapterFolder(control, name, self._write, folder))
+        files = AdapterFolder(control, name, self._write, folder)
+        self._push = BroadcastPolicyPublisher(control, files, attempts=attempts)
 
     def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
         """Send the current adapter; `state_dict` must be empty."""
@@ -269,6 +272,10 @@ class VllmAdapterPublisher:
     def is_current(self, version: int) -> bool:
         """Whether every server has this version from this publisher. A restarted or stopped server has not."""
         return self._push.is_current(version)
+
+    def publish_again(self) -> bool:
+        """Send the last version to servers that were restarted; False if there is none."""
+        return self._push.publish_again()
 
     def require_trained(self, model: Any) -> None:
         """Raise if another model is trained: this publisher would send an unchanged adapter again and again."""

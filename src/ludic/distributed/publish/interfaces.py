@@ -1,7 +1,7 @@
 """The two interfaces of a weight push: a control plane that directs the servers, and a communicator that sends the bytes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -63,3 +63,10 @@ class TensorCommunicator(Protocol):
     def release(self) -> None:
         """After the update, also a failed one: free files, buffers and connections."""
         ...
+
+
+@runtime_checkable
+class KeepsWeights(TensorCommunicator, Protocol):
+    """A communicator whose `broadcast` can be called again after `release`, without `stage`: it still has the last bytes."""
+
+    keeps_weights: bool

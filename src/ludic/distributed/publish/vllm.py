@@ -41,19 +41,20 @@ def create_vllm_publisher(
     bucket_bytes: int = BUCKET_BYTES,
     timeout_s: float = 600.0,
     wait_s: float = 120.0,
+    attempts: int = 2,
     rank0_only: bool = False,
 ) -> PolicyPublisher:
     """A publisher for every server of `client` (a `VLLMChatClient` with a control token).
 
     `transport`: "auto" is shared memory if all servers are on this machine, and gloo otherwise. `pause`: what happens to
     requests in flight. `dtype`: cast before sending. `folder`: for "file". `address`: of this machine, for "gloo" and "nccl".
-    `wait_s`: how long a stopped server may take to come back before publishing fails.
+    `wait_s`: how long a stopped server may take to come back before publishing fails. `attempts`: how often a push is tried.
     """
 
     def make() -> PolicyPublisher:
         control = VllmControlPlane(client, pause=pause, timeout_s=timeout_s, wait_s=wait_s)
         comm = make_communicator(control, transport, folder=folder, address=address)
-        return BroadcastPolicyPublisher(control, comm, bucket_bytes=bucket_bytes, dtype=dtype)
+        return BroadcastPolicyPublisher(control, comm, bucket_bytes=bucket_bytes, dtype=dtype, attempts=attempts)
 
     return Rank0OnlyPublisher(make) if rank0_only else make()
 
@@ -87,10 +88,12 @@ class SharedMemoryCommunicator:
     """One memory block of this process that holds the whole model; the servers map it.
 
     It has no name in /dev/shm: nothing is left behind however this process ends, and a container's small /dev/shm is no
-    limit. It is kept between pushes, since filling memory that was touched before is several times as fast.
+    limit. It is kept between pushes, since filling memory that was touched before is several times as fast, and for a server
+    that is restarted.
     """
 
     rank = 0
+    keeps_weights = True
 
     def __init__(self, control: VllmControlPlane) -> None:
         if sys.platform != "linux":
@@ -103,7 +106,7 @@ class SharedMemoryCommunicator:
         self._begins: dict[Bucket, int] = {}
 
     def stage(self, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]) -> None:
-        size = 0
+        size, self._begins = 0, {}
         for bucket in buckets:
             self._begins[bucket] = size
             size += -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -123,7 +126,7 @@ class SharedMemoryCommunicator:
         """Nothing to wait for: each bucket is loaded when `broadcast` returns."""
 
     def release(self) -> None:
-        self._begins = {}
+        """Nothing to free: the block stays."""
 
     def _reserve(self, size: int) -> None:
         """Allocate the block up front: a lack of memory during a write would end the process by a signal."""

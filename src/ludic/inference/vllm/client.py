@@ -26,6 +26,7 @@ from ludic.inference.http import (
 )
 from ludic.inference.vllm.control import CONTROL_HEADER, CONTROL_VARIABLE
 from ludic.inference.vllm.routing import Server, ServerFacts, ServerPool
+from ludic.inference.vllm.watch import ServerWatch
 from ludic.inference.vllm.wire import (
     COMPLETIONS,
     GENERATE,
@@ -77,20 +78,20 @@ class VLLMChatClient:
         max_retries: int = 8,
         wait_s: float = 0.5,
         publisher: PolicyPublisher | None = None,
-        require_alive: Callable[[], None] | None = None,
+        watch: ServerWatch | None = None,
     ) -> None:
         """Waits up to `connection_timeout_s` for every server to be healthy (0: no check, for use inside an event loop).
 
         `request_timeout_s` limits one completion with all its retries. The waits between retries start at `wait_s`, double, and
         stay below 10 s, so that eight of them outlast the restart of a server. `control_token` defaults to $LUDIC_CONTROL_TOKEN;
-        only weight updates and other control calls need it. `require_alive` is called when a server is unreachable; the owner of
-        the server process raises in it if waiting is pointless.
+        only weight updates and other control calls need it. `watch`: of a server that this process owns; completions wait while it
+        restarts the server.
         """
         given = list(servers) or [f"http://{host}:{port}"]
         self.servers = [_checked_url(url) for url in given]
         """Their URLs, without logins."""
         self.publisher = publisher
-        self._require_alive = require_alive
+        self._watch = watch
         self._control_token = control_token if control_token is not None else os.environ.get(CONTROL_VARIABLE)
         self._request_timeout_s = request_timeout_s
         self._retries = Retries(max_retries=max_retries, wait_s=wait_s, longest_wait_s=_LONGEST_WAIT_S)
@@ -117,9 +118,12 @@ class VLLMChatClient:
             ) from error
 
     async def _complete_once(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
+        num_starts = 0 if self._watch is None else await self._watch.ready()
         with self._pool.lease(request.prompt_token_ids) as server:
             try:
                 response, info = await self._complete_at(server, request)
+                if self._watch is not None and self._watch.num_starts != num_starts:
+                    raise RetryableError(f"{server.url} was restarted and may have answered with its first weights.")
             except Aborted:
                 raise
             except RetryableError as busy:
@@ -160,8 +164,8 @@ class VLLMChatClient:
         try:
             return await self._http.ask(method, url, **more)
         except Unreachable:
-            if self._require_alive is not None:
-                self._require_alive()
+            if self._watch is not None:
+                self._watch.require_alive()
             raise
 
     # --- capabilities of a server ---

@@ -1,6 +1,7 @@
 """Training through a real vLLM server: `ludic train --engine vllm`, weights pushed after every update."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -74,19 +75,31 @@ def trained_adapter(player, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
-    """(folder, exit code, what it said) of a run with all weights whose server was killed after a few updates."""
+    """(folder, exit code, what it said) of a run with all weights whose server is killed, hangs, and is killed once too often."""
     skip_without_vllm()
     folder = tmp_path_factory.mktemp("lost")
+    command = train_command(player, folder, steps=10_000)
     run = forked.python(
-        *train_command(player, folder, steps=10_000), output=folder / "output", environment=warm_vllm_environment()
-    )
-    try:
-        metrics = folder / "run" / "metrics.jsonl"
+        *command, "--max-restarts", "2", "--server-hung-after", "6",
+        output=folder / "output", environment=warm_vllm_environment(),
+    )  # fmt: skip
+    metrics = folder / "run" / "metrics.jsonl"
+
+    def until_updates(more: int) -> None:
+        done = metrics.read_text().count("\n") if metrics.exists() else 0
         deadline = time.monotonic() + 300
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-            assert run.poll() is None and time.monotonic() < deadline
+        while not (metrics.exists() and metrics.read_text().count("\n") >= done + more):
+            assert run.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
             time.sleep(0.2)
+
+    try:
+        until_updates(3)
         os.killpg(child_of(run.pid), signal.SIGKILL)  # the server leads its own session
+        until_updates(3)
+        (log,) = (folder / "run" / "server").glob("server-*.log")
+        os.kill(listener_of(int(log.stem.removeprefix("server-"))), signal.SIGSTOP)
+        until_updates(3)
+        os.killpg(child_of(run.pid), signal.SIGKILL)
         said, _ = run.communicate(timeout=100)
     finally:
         run.kill()
@@ -113,16 +126,33 @@ def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
     )
 
 
-def test_a_run_whose_own_server_dies_ends_with_the_servers_words(lost_its_server):
+def test_a_run_restarts_its_own_server_and_ends_when_that_dies_too_often(lost_its_server):
     folder, code, said = lost_its_server
     assert code == 2, said
-    assert "The vLLM server of this run ended with exit code -9" in said and "Traceback" not in said
+    assert "the vLLM server ended with exit code -9; restart 1 of at most 2" in said, said
+    assert "the vLLM server hangs: it accepts connections, but /health was not answered in time; restart 2" in said, (
+        said
+    )
+    ending = "ended with exit code -9, and has died 3 times within 600 s, more than max_restarts = 2 allows"
+    assert f"The vLLM server of this run {ending}" in " ".join(said.split()) and "Traceback" not in said, said
     assert f"To go on: ludic train {folder / 'run'} --resume" in said
 
 
 def child_of(pid: int) -> int:
-    (child,) = [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The one process that it has started, in whichever thread."""
+    (child,) = [int(number) for of in Path(f"/proc/{pid}/task").glob("*/children") for number in of.read_text().split()]
     return child
+
+
+def listener_of(port: int) -> int:
+    """The process that listens on a port of this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (socket,) = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(file) == socket:
+                return int(file.parts[2])
+    raise AssertionError(f"nothing listens on {port}")
 
 
 class KilledInTheMiddle:

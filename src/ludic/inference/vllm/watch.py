@@ -119,7 +119,7 @@ class ServerWatch:
                 if problem is not None and not self._closing.is_set():
                     self._ready.clear()
                     self._recover(problem)
-        except Exception as error:  # requests would otherwise wait for ever
+        except Exception as error:  # completions that wait must learn of it
             self._gone = PolicyGone(f"The watch of the vLLM server failed: {type(error).__name__}: {error}")
             self._ready.clear()
             raise

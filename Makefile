@@ -26,6 +26,8 @@ INSTALL := pip --disable-pip-version-check install -q --no-compile
 
 # `make test LOCKED=1`, which is what CI runs, installs exactly the files whose hashes are in requirements/ (scripts/lock.py).
 HASHED := --no-deps --no-build-isolation --require-hashes
+# Python's own pip may be years old; this one reads indexes in half the time.
+NEW_PIP := $(INSTALL) $(HASHED) -r requirements/pip.txt
 
 # Environments with packages of their own. The registry finds them through their entry points.
 ENVIRONMENTS := $(patsubst %/pyproject.toml,-e %,$(wildcard environments/*/pyproject.toml))
@@ -33,8 +35,9 @@ ENVIRONMENTS := $(patsubst %/pyproject.toml,-e %,$(wildcard environments/*/pypro
 TRAIN_EXTRAS := hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev
 
 ifdef LOCKED
-$(VENV)/.ready-all: requirements/build.txt requirements/main.txt requirements/torch.txt pyproject.toml environments/*/pyproject.toml Makefile
+$(VENV)/.ready-all: requirements/pip.txt requirements/build.txt requirements/main.txt requirements/torch.txt pyproject.toml environments/*/pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/$(NEW_PIP)
 	$(BIN)/$(INSTALL) $(HASHED) -r requirements/build.txt
 	$(BIN)/$(INSTALL) $(HASHED) -r requirements/main.txt
 	$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e . $(ENVIRONMENTS)
@@ -44,15 +47,17 @@ $(VENV)/.ready: $(VENV)/.ready-all
 	touch $@
 else
 # The stamp is newer than what it depends on exactly when the environment is up to date.
-$(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in Makefile
+$(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	-$(BIN)/$(NEW_PIP)
 	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS)]'
 	$(BIN)/$(INSTALL) --no-deps $(ENVIRONMENTS) -r requirements/no_deps.in
 	touch $@
 
 # Tests also meet other people's packages, PyBoy among them; `make train` does without them.
-$(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in Makefile
+$(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	-$(BIN)/$(NEW_PIP)
 	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,others]' $(ENVIRONMENTS)
 	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $(VENV)/.ready $@
@@ -60,8 +65,9 @@ endif
 
 # vLLM pins its own torch, so it has a separate environment. requirements/vllm.in says what GPU machines do instead. Its first
 # import compiles 5,000 modules: here, on a core that would wait for the longer install of the tests.
-$(VENV_VLLM)/.ready: requirements/vllm.txt requirements/torch.txt
+$(VENV_VLLM)/.ready: requirements/vllm.txt requirements/torch.txt requirements/pip.txt
 	test -x $(VENV_VLLM)/bin/python || $(VLLM_PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/$(NEW_PIP)
 	$(VENV_VLLM)/bin/$(INSTALL) $(HASHED) -r requirements/vllm.txt
 	-OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python tests/integration/warm_vllm.py > /dev/null 2>&1
 	touch $@
@@ -85,10 +91,15 @@ test:
 	$(MAKE) -j 3 -O style try-vllm system
 	$(MAKE) -j 2 types tests
 
-# A file's tests share models and servers, so a file stays with one worker; each computes with one thread. tests/conftest.py
-# puts the longest files first.
-tests: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 tests
+# What the workers import is compiled once, on the core that mypy leaves, and not by each of them.
+$(VENV)/.compiled: $(VENV)/.ready-all
+	-OMP_NUM_THREADS=1 $(BIN)/pytest --collect-only -q tests > /dev/null 2>&1
+	touch $@
+
+# A file's tests share models and servers, so a file stays with one worker; each computes with one thread. Two cores have three
+# workers: tests/conftest.py says which tests the third one takes while others wait, and puts the longest files first.
+tests: $(VENV)/.compiled
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"

@@ -6,6 +6,7 @@ Both follow from tests/seconds.json: how long files and tests take on a quiet co
 
 import gc
 import json
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,17 @@ TOGETHER = {
     "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py"),
 }  # fmt: skip
 """These share what a session has once: one worker takes all of them."""
+FILLS_IN = "gw2"
+"""The third worker has the cores while the others wait: for servers, limits and processes that end. It takes only tests that
+compute, in COMPUTING, and leaves them for others where they are more urgent. So what is held to a time limit has a core."""
+COMPUTING = (
+    "tests/golden/",
+    "tests/contract/",
+    "tests/unit/training/",
+    "tests/unit/models/",
+    "tests/unit/scaling/",
+    "tests/unit/minimal/",
+)
 
 gc.disable()  # until everything is imported: nothing is garbage yet, and going through it takes seconds
 
@@ -89,6 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER") == FILLS_IN:
+        os.nice(10)
     gc.freeze()  # what was imported stays; tests are searched for their own garbage alone
     gc.enable()
 
@@ -111,6 +125,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(super()._split_scope(nodeid))
+
+        def _suitable(self, node: Any) -> str | None:
+            """The next scope for a worker. Others than the third compute when nothing else is left."""
+            fills_in = node.gateway.id == FILLS_IN
+            first = None if fills_in else next(iter(self.workqueue))
+            return next((scope for scope in self.workqueue if scope.startswith(COMPUTING) == fills_in), first)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(self._suitable(node) or next(iter(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if self.workqueue and self._suitable(node) is None and not node.shutting_down:
+                node.shutdown()
+            super()._reschedule(node)
 
     return ByServer(config, log)
 

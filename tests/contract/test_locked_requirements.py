@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from scripts.lock import EXTRAS, of_environments
 
 ROOT = Path(__file__).parents[2]
-FILES = ["build.txt", "main.txt", "torch.txt", "vllm.txt"]
+FILES = ["build.txt", "main.txt", "pip.txt", "torch.txt", "vllm.txt"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -100,6 +100,7 @@ def test_every_pin_of_the_vllm_environment_is_locked():
 def test_make_installs_from_the_locks_when_asked_and_ci_asks():
     makefile = (ROOT / "Makefile").read_text()
     assert "make test LOCKED=1" in (ROOT / ".ci" / "run").read_text()
+    assert "$(HASHED) -r requirements/pip.txt" in makefile
     assert "--require-hashes" in makefile and "$(HASHED) -r requirements/main.txt" in makefile
     assert "$(HASHED) -r requirements/vllm.txt" in makefile
     assert "--no-deps --no-build-isolation -e . $(ENVIRONMENTS)" in makefile

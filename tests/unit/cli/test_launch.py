@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.pipeline.launch import LUDIC, make_roles, prepare, reachable_socket
+from ludic.cli.pipeline.launch import LUDIC, make_roles, prepare, ray_resources, reachable_socket
 from ludic.cli.pipeline.supervisor import WhenDone
 from ludic.run.config import PipelineSettings, RunConfig, given_redis, redis_url, required_servers
 from ludic.run.folder import ResumePoint, prepare_folder
@@ -39,6 +39,10 @@ def run_with(tmp_path, **values: object) -> ResolvedRun:
         (["--actors", "0"], "actors = 0; it must be at least 1"),
         (["--ray"], "--ray needs a Redis that every machine of the cluster reaches"),
         (["--ray", "--redis", "redis://h", "--actor-engine", "vllm"], "needs --server URL"),
+        (["--ray", "--learner-resources", "host_a"], "learner_resources = 'host_a'; it is a JSON object of names"),
+        (["--ray", "--actor-resources", '{"host_b": 0}'], "names and positive amounts"),
+        (["--ray", "--actor-resources", '{"GPU": 1}'], "names GPU, which is not a custom resource of Ray"),
+        (["--learner-resources", '{"host_a": 1}'], "learner_resources is for --ray"),
         (["--server", "http://127.0.0.1:1"], "is for actor_engine = 'vllm'"),
         (["--actor-engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
         (["--algo", "scalerl"], "actors assign credit group by group. Take cispo"),
@@ -103,6 +107,13 @@ def test_a_redis_that_is_given_is_not_started(tmp_path, monkeypatch):
     assert [role.name for role in roles] == ["learner", "actor-0"] and [role.num_gpus for role in roles] == [1, 0.5]
     assert "LUDIC_REDIS_URL" not in roles[0].environment, "it is in the environment that they inherit"
     assert "secret" not in " ".join(part for role in roles for part in role.command)
+
+
+def test_roles_ask_for_their_own_resources(tmp_path, monkeypatch):
+    monkeypatch.setenv("LUDIC_REDIS_URL", "redis://here")
+    asked = {"learner": ray_resources("learner_resources", '{"big": 1, "fast": 0.5}', is_for_ray=True)}
+    roles = make_roles(run_with(tmp_path, actors=1), resources=asked)
+    assert [role.resources for role in roles] == [{"big": 1, "fast": 0.5}, {}]
 
 
 def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from ludic.cli.pipeline.processes import LocalProcesses
-from ludic.cli.pipeline.supervisor import MergedOutput, Outcome, Role, Supervisor, WhenDone, how_it_ended
+from ludic.cli.pipeline.supervisor import (
+    MACHINE_LOST,
+    MergedOutput,
+    Outcome,
+    Role,
+    Supervisor,
+    WhenDone,
+    how_it_ended,
+)
 from ludic.training.learner import stop as stopping
 from ludic.types.errors import RestartLimit
 
@@ -239,6 +247,7 @@ Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: Non
 
 def test_exit_codes_are_described():
     assert how_it_ended(137) == "was ended by SIGKILL" and how_it_ended(3) == "ended with exit code 3"
+    assert how_it_ended(MACHINE_LOST) == "was lost with its machine"
 
 
 def test_merged_output_prefixes_roles_and_has_no_colour_in_files():

@@ -155,7 +155,8 @@ class PipelineBatchSource:
         self._sample_check: SampleCheck | None = None
         self._dead_letters = DeadLetters()
         self._version: int | None = None
-        self._is_waiting = False
+        self.is_waiting = False
+        """Whether the learner waits for samples now."""
         self._num_handing_out = 0
         self._status_numbers = itertools.count(1)
         self._one_status = threading.Lock()
@@ -178,13 +179,13 @@ class PipelineBatchSource:
         await self._begin()
         await self.flush()
         await self._refresh_if_due()
-        self._is_waiting = True
+        self.is_waiting = True
         try:
             while not self._is_filled:
                 await self._fill_in_background()
                 await self._drop_stale()
         finally:
-            self._is_waiting = False
+            self.is_waiting = False
         batch = await self._hand_out()
         if self._prefetches:
             self._start_filling()
@@ -405,7 +406,7 @@ class PipelineBatchSource:
                 version=self._version,
                 items_per_update=self._batch_size,
                 max_lag=self._max_lag,
-                is_waiting=self._is_waiting,
+                is_waiting=self.is_waiting,
                 items_in_hand=self._ledger.items_in_hand(leaving) + self._num_handing_out,
             )
 

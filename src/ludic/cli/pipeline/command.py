@@ -51,6 +51,11 @@ class LaunchArgs:
     """With --ray: GPUs that the learner asks for."""
     actor_gpus: float = 0.0
     """With --ray: GPUs that each actor asks for."""
+    learner_resources: str = "{}"
+    """With --ray: custom resources that the learner asks for, as JSON: '{"learner": 1}' puts it on a machine that was started with
+    `ray start --resources '{"learner": 1}'`."""
+    actor_resources: str = "{}"
+    """With --ray: custom resources that each actor asks for, as JSON."""
 
 
 def actor(args: list[str]) -> int:

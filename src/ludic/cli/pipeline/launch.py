@@ -5,12 +5,13 @@ A role is a process of the pipeline: Redis, a vLLM server, the learner, an actor
 
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
     start = resume_point(run, resume=args.resume)
     plan = plan_lines(run, start)
     pipeline_algorithm(run)
+    learner_resources = ray_resources("learner_resources", args.learner_resources, is_for_ray=args.ray)
+    actor_resources = ray_resources("actor_resources", args.actor_resources, is_for_ray=args.ray)
     if args.ray:
         _check_for_ray(config)
     if args.dry_run:
@@ -49,7 +52,9 @@ def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
         return 0
     prepare(run, start, resume=args.resume)
     with reachable_socket(run.folder) as socket:
-        roles = make_roles(run, socket=socket, learner_gpus=args.learner_gpus, actor_gpus=args.actor_gpus)
+        asked = {"learner": learner_resources, "actor": actor_resources}
+        gpus = {"learner_gpus": args.learner_gpus, "actor_gpus": args.actor_gpus}
+        roles = make_roles(run, socket=socket, resources=asked, **gpus)
         names, logs = [role.name for role in roles], run.folder / LOGS
         print(f"{run.folder}: {', '.join(names)}; what each says is also in {logs}. Ctrl-C stops all.")
         show, limit = MergedOutput(["launch", *names]), RestartLimit(max_restarts=config.pipeline.max_restarts)
@@ -73,6 +78,25 @@ def _check_for_ray(config: RunConfig) -> None:
         raise ConfigError("--ray with actor_engine = 'vllm' needs --server URL…, which every machine reaches.")
 
 
+def ray_resources(name: str, text: str, *, is_for_ray: bool) -> dict[str, float]:
+    """Custom resources from the JSON of a flag, which is that of `ray start --resources`."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(type(each) in (int, float) and each > 0 for each in found.values()):
+        raise ConfigError(
+            f"{name} = {text!r}; it is a JSON object of names and positive amounts, such as '{{\"learner\": 1}}'."
+        )
+    if reserved := sorted({"CPU", "GPU", "memory"} & found.keys()):
+        raise ConfigError(
+            f"{name} names {reserved[0]}, which is not a custom resource of Ray. GPUs are --{name.split('_')[0]}-gpus."
+        )
+    if found and not is_for_ray:
+        raise ConfigError(f"{name} is for --ray: on one machine there is nothing to place.")
+    return found
+
+
 def prepare(run: ResolvedRun, start: ResumePoint, *, resume: bool) -> None:
     """Prepare the run folder for the roles; a new run removes leftovers of an earlier one with the same name."""
     prepare_folder(run, start)
@@ -89,9 +113,16 @@ def prepare(run: ResolvedRun, start: ResumePoint, *, resume: bool) -> None:
 
 
 def make_roles(
-    run: ResolvedRun, *, socket: Path | None = None, learner_gpus: float = 0.0, actor_gpus: float = 0.0
+    run: ResolvedRun,
+    *,
+    socket: Path | None = None,
+    learner_gpus: float = 0.0,
+    actor_gpus: float = 0.0,
+    resources: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Role]:
-    """The roles in start order; each names the roles that must outlive it. `socket`: of the Redis that is started."""
+    """The roles in start order; each names the roles that must outlive it. `socket`: of the Redis that is started; `resources`:
+    of "learner" and "actor"."""
+    asked = resources or {}
     config, folder = run.config, str(run.folder)
     helpers: list[Role] = []
     environment = _threads(run)
@@ -120,6 +151,7 @@ def make_roles(
             when_done=WhenDone.IS_FINE,
             stop_within_s=30.0,
             num_gpus=actor_gpus,
+            resources=asked.get("actor", {}),
             **shared,
         )
         for index in range(config.pipeline.actors)
@@ -130,6 +162,7 @@ def make_roles(
         when_done=WhenDone.ENDS_ALL,
         stop_within_s=600.0,  # it finishes its update and saves
         num_gpus=learner_gpus,
+        resources=asked.get("learner", {}),
         **shared,
     )
     return [*helpers, learner, *actors]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ludic.cli.pipeline.supervisor import Role, Running
+from ludic.cli.pipeline.supervisor import MACHINE_LOST, Role, Running
 from ludic.types import ConfigError, MissingExtra, die_with_parent
 from ludic.types.urls import LOGINS_VARIABLE
 
@@ -96,8 +96,6 @@ class LocalProcess:
 
 # --- on a Ray cluster ---
 
-_NODE_LOST = 134
-"""Exit code of a role whose Ray actor is lost, with its machine or its worker."""
 _ANSWER_WITHIN_S = 60.0
 _NO_ROOM_AFTER_S = 30.0
 _FROM_US = ("PYTHONPATH", "LUDIC_REDIS_URL", "LUDIC_SERVER", "LUDIC_CONTROL_TOKEN", LOGINS_VARIABLE, "OMP_NUM_THREADS")
@@ -113,8 +111,12 @@ class RoleRunner:
         self._processes = LocalProcesses(Path(tempfile.mkdtemp(prefix="ludic-ray-")))
         self._running: Running
 
-    def start(self, role: Role) -> None:
+    def start(self, role: Role) -> str:
+        """Start it; returns the id of this Ray node."""
+        import ray
+
         self._running = self._processes.start(role)
+        return str(ray.get_runtime_context().get_node_id())
 
     def look(self) -> tuple[int | None, bytes]:
         """Exit code and new output in one call, because the supervisor polls ten times a second."""
@@ -152,7 +154,7 @@ class RayProcesses:
             self._ray.shutdown()
 
     def start(self, role: Role) -> Running:
-        options = {"num_cpus": role.num_cpus, "num_gpus": role.num_gpus}
+        options = {"num_cpus": role.num_cpus, "num_gpus": role.num_gpus, "resources": dict(role.resources)}
         environment = {**self._environment, **role.environment}
         runner = self._ray.remote(RoleRunner).options(**options).remote(os.getcwd())
         started = runner.start.remote(Role(**{**vars(role), "environment": environment, "needs": ()}))
@@ -168,6 +170,10 @@ class RayProcess:
         self._output = b""
         self._say_at: float | None = time.monotonic() + _NO_ROOM_AFTER_S
         """When to report that Ray finds no machine; None: reported, or the role has started."""
+        self._node: str | None = None
+        """The id of the Ray node that it runs on, once it has started."""
+        self._asked: tuple[Any, float] | None = None
+        """The answer that is awaited, and since when."""
 
     def poll(self) -> int | None:
         """The exit code; None also while Ray looks for a machine, which is not a failure of the role."""
@@ -205,8 +211,31 @@ class RayProcess:
             return
         self._say_at = None
         try:
-            self._ray.get(self._started)
-            self._code, new = self._ray.get(self._runner.look.remote(), timeout=_ANSWER_WITHIN_S)
-        except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as error:
-            new, self._code = f"ray: {error}\n".encode(), _NODE_LOST
-        self._output += new
+            if self._node is None:
+                self._node = self._ray.get(self._started)
+                self._output += f"ray: runs on {_address(self._ray, self._node)}\n".encode()
+            self._ask()
+        except self._ray.exceptions.RayActorError as error:
+            self._lost(str(error))
+
+    def _ask(self) -> None:
+        """Look at the process without waiting for the answer: a machine out of reach must not keep us from the other roles."""
+        if self._asked is None:
+            self._asked = self._runner.look.remote(), time.monotonic()
+        answer, asked_at = self._asked
+        if self._ray.wait([answer], timeout=0)[0]:
+            self._asked = None
+            self._code, new = self._ray.get(answer)
+            self._output += new
+        elif time.monotonic() > asked_at + _ANSWER_WITHIN_S:
+            self._lost(f"its machine has not answered for {_ANSWER_WITHIN_S:g} s")
+
+    def _lost(self, why: str) -> None:
+        self._code = MACHINE_LOST
+        self._output += f"ray: {why}\n".encode()
+        self._ray.kill(self._runner)  # a machine that was only out of reach must not go on beside its successor
+
+
+def _address(ray: Any, node: str) -> str:
+    found = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
+    return f"{found[0]} (node {node[:8]})" if found else f"node {node[:8]}"

@@ -21,6 +21,8 @@ from ludic.types.errors import RestartLimit, Restarts
 
 _LOOK_EVERY_S = 0.1
 _LAST_LINES = 3
+MACHINE_LOST = 69
+"""Exit code of a role that was lost with its machine, or with the process there that watched it (EX_UNAVAILABLE)."""
 
 
 class WhenDone(StrEnum):
@@ -51,7 +53,8 @@ class Role:
     """Seconds from SIGTERM to SIGKILL."""
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    """Resources, for schedulers."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What schedulers reserve for it; `resources` are those that the cluster's owner has named."""
 
 
 class Running(Protocol):
@@ -215,6 +218,8 @@ class Supervisor:
 
 def how_it_ended(code: int) -> str:
     """An exit code in words."""
+    if code == MACHINE_LOST:
+        return "was lost with its machine"
     names = {128 + number: number.name for number in signal.Signals}
     return f"was ended by {names[code]}" if code in names else f"ended with exit code {code}"
 

@@ -1,0 +1,331 @@
+"""Two hosts on one machine: a pipeline on a two-node Ray cluster that loses a host, and FSDP over both with torchrun.
+
+    sudo .venv/bin/python scripts/two_hosts.py actors learner power fsdp
+
+A host is a network namespace with its own address, and its own processes, hostname, /tmp, /dev/shm and home folder. They share
+/mnt, the disk that docs/pipeline.md asks for, and this Python environment. Cases:
+
+    actors    the learner on host a, the actor on host b; b is killed and started again
+    learner   the actor on a, the learner on b; b is killed and started again
+    power     as `learner`, but the cable of b is pulled first, so that no connection is closed
+    fsdp      torchrun on both hosts trains what torchrun on one trains
+
+Needs root on Linux, `ip` (iproute2), `unshare` and `nsenter` (util-linux), redis-server, and the extras train, pipeline and ray.
+Nothing is left behind: host processes end with this one, and namespaces are removed.
+"""
+# ruff: noqa: T201 - a script prints
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BEGIN = time.monotonic()
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+TOOLS = ("ip", "unshare", "nsenter", "setpriv", "redis-server")
+SETUP = (
+    "mount --make-rprivate / && "
+    "mount --bind {disk} /mnt && mount --bind {own}/hosts /etc/hosts && mount --bind {own} /tmp && "
+    "mount -t tmpfs tmpfs /dev/shm && hostname {name} && "
+    "echo ready && { sleep infinity & wait; }"
+)
+STEPS = 30
+SAMPLES = 32
+RUN = [
+    "rps.py:RockPaperScissors", "--model", "tiny", "--max-tokens", "1", "--group-size", "16", "--lr", "3e-3",
+    "--rollouts-per-update", str(SAMPLES), "--checkpoint-every", "5", "--actors", "1", "--logger", "print",
+]  # fmt: skip
+ACCOUNT = re.compile(
+    r"produced (\d+) = (\d+) acknowledged \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) fetched \+ (\d+) waiting"
+)
+
+
+# --- hosts ---
+
+
+@dataclass
+class Host:
+    """A host that can be killed and started again; its disk stays."""
+
+    name: str
+    address: str
+    namespace: str
+    own: Path
+    """What it sees as /tmp."""
+    disk: Path
+    """What both see as /mnt."""
+    environment: dict[str, str] = field(default_factory=dict)
+    _guard: "subprocess.Popen[str] | None" = None
+    _init: int = 0
+
+    def start(self) -> None:
+        self.own.mkdir(exist_ok=True)
+        (self.own / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
+        namespaces = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+        begin = SETUP.replace("{own}", str(self.own)).replace("{disk}", str(self.disk)).replace("{name}", self.name)
+        self._guard = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.namespace, *namespaces, "bash", "-c", begin],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self._guard.stdout is not None, "it is a pipe"
+        said = self._guard.stdout.readline()
+        if said != "ready\n":
+            raise SystemExit(f"Host {self.name} did not start: {self._guard.communicate()[1]}")
+        children = f"/proc/{self._guard.pid}/task/{self._guard.pid}/children"
+        self._init = int(Path(children).read_text())
+
+    def kill(self) -> None:
+        """kill -9 of its first process, with which the kernel kills all others."""
+        if self._guard is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._init, signal.SIGKILL)
+            self._guard.wait()
+            self._guard = None
+
+    def popen(self, *command: str, **more: str) -> "subprocess.Popen[str]":
+        """Start a command here, in /mnt."""
+        shown = [part if part != str(BIN / Path(part).name) else Path(part).name for part in command]
+        print(f"{self.name}$ {shlex.join(shown)}", flush=True)
+        return subprocess.Popen(
+            ["nsenter", "--target", str(self._init), "--mount", "--net", "--pid", "--uts", "--ipc", "--wdns=/mnt", *command],
+            env={**self.environment, **more}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, *command: str, timeout_s: float = 60.0, **more: str) -> str:
+        process = self.popen(*command, **more)
+        said, _ = process.communicate(timeout=timeout_s)
+        if process.returncode:
+            raise SystemExit(f"{self.name}: {shlex.join(command)} ended with {process.returncode}:\n{said}")
+        return said
+
+    def link(self, state: str) -> None:
+        ip("-n", self.namespace, "link", "set", "eth0", state)
+
+    def roles(self) -> set[str]:
+        """Which of learner and actor have a process here, by the pid namespace of each process of the machine."""
+        found = set()
+        ours = os.readlink(f"/proc/{self._init}/ns/pid")
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(process / "ns" / "pid") == ours:
+                    words = (process / "cmdline").read_bytes().split(b"\0")
+                    if b"ludic.cli.main" in words and b"launch" not in words and b"--pipe" not in words:
+                        found.add("actor" if b"actor" in words else "learner")
+        return found
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Hosts a (10.77.0.1) and b (10.77.0.2), with a cable between them."""
+    with tempfile.TemporaryDirectory(prefix="ludic-hosts-") as place, contextlib.ExitStack() as stack:
+        disk = Path(place) / "disk"
+        disk.mkdir()
+        password = secrets.token_hex(12)
+        environment = {
+            "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HOME": "/tmp",
+            "LUDIC_REDIS_URL": f"redis://:{password}@10.77.0.1:6380/0", "REDIS_PASSWORD": password,
+            "OMP_NUM_THREADS": "1", "RAY_DISABLE_METRICS_COLLECTION": "1", "GLOO_SOCKET_IFNAME": "eth0",
+            **{name: value for name, value in os.environ.items() if name.startswith("RAY_health_check_")},
+        }  # fmt: skip
+        hosts = []
+        for name, address in (("a", "10.77.0.1"), ("b", "10.77.0.2")):
+            namespace = f"ludic-{os.getpid()}-{name}"
+            ip("netns", "add", namespace)
+            stack.callback(ip, "netns", "del", namespace)
+            hosts.append(Host(name, address, namespace, Path(place) / name, disk, environment))
+        ends = [["eth0", "netns", host.namespace] for host in hosts]
+        ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
+        for host in hosts:
+            ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.namespace, "link", "set", "lo", "up")
+            host.link("up")
+            stack.callback(host.kill)
+            host.start()
+        yield hosts[0], hosts[1]
+
+
+# --- a pipeline on Ray ---
+
+
+def start_cluster(a: Host, b: Host) -> None:
+    (a.own / "redis").mkdir(exist_ok=True)
+    a.popen(
+        "bash", "-c",
+        "exec redis-server --bind 10.77.0.1 --port 6380 --requirepass $REDIS_PASSWORD --dir /tmp/redis --save '' "
+        "--appendonly yes --appendfsync always --loglevel warning",
+    )  # fmt: skip
+    a.run(*ray_start(a), "--head", "--port=6379", "--include-dashboard=false", "--disable-usage-stats")
+    b.popen(*ray_start(b), "--address=10.77.0.1:6379")
+
+
+def ray_start(host: Host) -> list[str]:
+    own = json.dumps({f"host_{host.name}": 1})
+    return [
+        str(BIN / "ray"), "start", f"--node-ip-address={host.address}", f"--resources={own}", "--num-cpus=2",
+        "--object-store-memory=80000000",
+    ]  # fmt: skip
+
+
+@dataclass
+class Launched:
+    """`ludic launch`, and what it has said."""
+
+    process: "subprocess.Popen[str]"
+    lines: list[str] = field(default_factory=list)
+
+    def until(self, condition: Callable[[str], object], what: str, timeout_s: float = 240.0) -> None:
+        """Read on until a line meets the condition."""
+        assert self.process.stdout is not None, "it is a pipe"
+        signal.alarm(int(timeout_s))  # ends the script
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if "[trainer] step" not in line:  # the metrics of an update; runs/NAME/metrics.jsonl has them
+                print(f"  {time.monotonic() - BEGIN:5.1f} s  {line}", end="", flush=True)
+            if condition(line):
+                signal.alarm(0)
+                return
+        raise SystemExit(f"{what} did not come.")
+
+
+def pipeline(a: Host, b: Host, name: str, learner: Host, actor: Host, *, pull_cable: bool = False) -> None:
+    """Train on both hosts, kill b and start it again on the way."""
+    (a.disk / "rps.py").write_text(re.findall(r"This file is `rps.py`:\n\n```python\n(.*?)```", README, re.DOTALL)[0])
+    where = ["--learner-resources", json.dumps({f"host_{learner.name}": 1})]
+    where += ["--actor-resources", json.dumps({f"host_{actor.name}": 1})]
+    run = Launched(a.popen(str(BIN / "ludic"), "launch", *RUN, "--steps", str(STEPS), "--name", name, "--ray", *where))
+    run.until(lambda line: "step 7 |" in line, "update 7")
+    places = dict(re.findall(r"(learner|actor-0) +\| ray: runs on ([\d.]+)", "".join(run.lines)))
+    expect(places == {"learner": learner.address, "actor-0": actor.address}, f"the roles run on {places}")
+    expect(learner.roles() == {"learner"}, f"host {learner.name} runs {learner.roles()}")
+    expect(actor.roles() == {"actor"}, f"host {actor.name} runs {actor.roles()}")
+    killed = time.monotonic()
+    if pull_cable:
+        b.link("down")
+    b.kill()
+    print(f"# host b is killed{', with its cable pulled before' if pull_cable else ''}", flush=True)
+    run.until(lambda line: "restart 1 of at most" in line, "the end of b's role")
+    print(f"# found out after {time.monotonic() - killed:.1f} s", flush=True)
+    b.link("up")
+    b.start()
+    b.popen(*ray_start(b), "--address=10.77.0.1:6379")
+    run.until(lambda line: f"runs on {b.address}" in line, "b's role again")
+    print(f"# its role runs on b again, {time.monotonic() - killed:.1f} s after the kill", flush=True)
+    run.until(lambda line: f"Done after update {STEPS} of {STEPS}" in line, "the end of training")
+    run.until(lambda line: "learner is done" in line, "the end of the launcher")
+    check_account(run, a.disk / "runs" / name)
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def check_account(run: Launched, folder: Path) -> None:
+    expect(run.process.wait(60) == 0, f"ludic launch ended with {run.process.returncode}")
+    produced, *parts = map(int, ACCOUNT.findall("".join(run.lines))[-1])
+    expect(produced == sum(parts), f"the account does not balance: {produced} and {parts}")
+    expect(parts[0] == STEPS * SAMPLES, f"{parts[0]} acknowledged, {STEPS * SAMPLES} expected")
+    steps = [row["step"] for row in read_rows(folder)]
+    expect(steps == list(range(1, STEPS + 1)), f"updates {steps}")
+    print(f"# {STEPS} updates; the account balances: {produced} = {' + '.join(map(str, parts))}", flush=True)
+
+
+# --- FSDP with torchrun ---
+
+TRAIN = [
+    str(ROOT / "examples" / "fsdp2_training" / "train_math_fsdp2.py"), "--model", "tiny", "--engine", "local", "--device", "cpu",
+    "--data", "problems.jsonl", "--parser", "final_number", "--steps", "3", "--rollouts-per-update", "64", "--group-size", "32",
+    "--max-tokens", "8", "--max-seq-len", "512", "--micro-token-budget", "1024", "--lr", "1e-3", "--max-lag", "0",
+]  # fmt: skip
+
+
+def fsdp(a: Host, b: Host) -> None:
+    """The example of several ranks: one rank on each host, and two ranks on one host."""
+    rows = [{"problem": f"What is {i} + 0?", "solution": rf"\boxed{{{i}}}"} for i in range(10)]
+    (a.disk / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=x"]
+    there = b.popen(str(BIN / "torchrun"), *both, *TRAIN, "--name", "two")
+    here = a.popen(str(BIN / "torchrun"), *both, *TRAIN, "--name", "two")
+    for host, process in ((a, here), (b, there)):
+        said, _ = process.communicate(timeout=240)
+        expect(process.returncode == 0, f"torchrun on {host.name} ended with {process.returncode}: {said}")
+    a.run(str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", *TRAIN, "--name", "one", timeout_s=240)
+    compare(a.disk / "runs" / "two", a.disk / "runs" / "one")
+
+
+def compare(found: Path, expected: Path) -> None:
+    """Curves to 1e-4 and weights to 1e-5, the tolerances of tests/integration/test_fsdp.py."""
+    import torch
+    from safetensors.torch import load_file
+
+    rows = [read_rows(folder) for folder in (found, expected)]
+    expect(len(rows[0]) == len(rows[1]) == 3, f"{len(rows[0])} and {len(rows[1])} updates")
+    for ours, theirs in zip(*rows, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/avg_total_reward", "train/entropy"):
+            print(
+                f"# update {ours['step']}, {name}: {ours[name]:.6g} on two hosts, {theirs[name]:.6g} on one", flush=True
+            )
+            expect(abs(ours[name] - theirs[name]) <= 1e-5 + 1e-4 * abs(theirs[name]), f"{name} differs")
+    expect(any(row["train/grad_norm"] > 0 for row in rows[0]), "nothing was learned")
+    files = [next(folder.glob("model_*/model.safetensors")) for folder in (found, expected)]
+    weights, others = map(load_file, files)
+    expect(weights.keys() == others.keys(), "the models have different weights")
+    far = max(float((weights[name] - others[name]).abs().max()) for name in weights)
+    same = all(torch.allclose(weights[name], others[name], rtol=1e-5, atol=1e-5) for name in weights)
+    expect(same, f"weights differ by {far}")
+    print(f"# {len(weights)} weights on two hosts are those on one; they differ by at most {far:g}", flush=True)
+
+
+def read_rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise SystemExit(f"Failed: {otherwise}.")
+
+
+# --- the command ---
+
+CASES = {
+    "actors": lambda a, b: pipeline(a, b, "actors", learner=a, actor=b),
+    "learner": lambda a, b: pipeline(a, b, "learner", learner=b, actor=a),
+    "power": lambda a, b: pipeline(a, b, "power", learner=b, actor=a, pull_cable=True),
+    "fsdp": fsdp,
+}
+
+
+def main(cases: Sequence[str]) -> int:
+    if unknown := [case for case in cases if case not in CASES] or not cases:
+        raise SystemExit(f"Give cases out of {', '.join(CASES)}; not {unknown}.")
+    if os.geteuid() != 0 or any(shutil.which(tool) is None for tool in TOOLS):
+        raise SystemExit(f"Two hosts need root, and on the PATH: {', '.join(TOOLS)}.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("What was waited for did not come in time."))
+    with two_hosts() as (a, b):
+        if set(cases) - {"fsdp"}:
+            start_cluster(a, b)
+        for case in cases:
+            begin = time.monotonic()
+            CASES[case](a, b)
+            print(f"# {case}: {time.monotonic() - begin:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""Two hosts, with a network namespace each: a Ray cluster that loses one, and FSDP over both. See scripts/two_hosts.py."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.fsdp_worker import done
+from tests.integration.test_fsdp import assert_same_run
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"
+PATIENCE_S = 240
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("two_hosts", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+script = load_script()
+
+
+def why_not() -> str:
+    """What is missing for network namespaces; empty if nothing is."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "two hosts need root on Linux"
+    if missing := [tool for tool in script.TOOLS if shutil.which(tool) is None]:
+        return f"two hosts need {', '.join(missing)}"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    return "two hosts need the right to make namespaces" if tried.returncode else ""
+
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+
+def namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+def test_a_pipeline_on_ray_survives_the_loss_of_the_host_of_its_actor():
+    """The script checks where the roles run, that all updates are done, and the account."""
+    pytest.importorskip("ray")
+    fast = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+    before = namespaces()
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), "actors"],
+        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, **fast},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "actor-0 was lost with its machine" in ended.stdout and "the account balances" in ended.stdout
+    assert namespaces() <= before, "a namespace was left behind"
+
+
+def test_fsdp_on_two_hosts_trains_what_one_process_trains():
+    with script.two_hosts() as (a, b):
+        flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29500"]
+        worker = ["-m", "tests.integration.fsdp_worker", "/mnt", "run:full"]
+        ranks = [host.popen(str(script.BIN / "torchrun"), *flags, *worker) for host in (a, b)]
+        for rank in ranks:
+            said, _ = rank.communicate(timeout=PATIENCE_S)
+            assert rank.returncode == 0, said
+        found = torch.load(a.disk / "run-full.pt", weights_only=True)
+    assert_same_run(found, done("run:full", None))

@@ -1,6 +1,6 @@
 """Two hosts on one machine: a pipeline on a two-node Ray cluster that loses a host, and FSDP over both with torchrun.
 
-    sudo .venv/bin/python scripts/two_hosts.py actors learner power fsdp
+    sudo .venv/bin/python scripts/two_hosts.py actors learner power head fsdp
 
 A host is a network namespace with its own address, and its own processes, hostname, /tmp, /dev/shm and home folder. They share
 /mnt, the disk that docs/pipeline.md asks for, and this Python environment. Cases:
@@ -8,10 +8,11 @@ A host is a network namespace with its own address, and its own processes, hostn
     actors    the learner on host a, the actor on host b; b is killed and started again
     learner   the actor on a, the learner on b; b is killed and started again
     power     as `learner`, but the cable of b is pulled first, so that no connection is closed
+    head      as `actors`, but a is killed, with Redis, Ray's head and the launcher; the run is resumed
     fsdp      torchrun on both hosts trains what torchrun on one trains
 
 Needs root on Linux, `ip` (iproute2), `unshare` and `nsenter` (util-linux), redis-server, and the extras train, pipeline and ray.
-Nothing is left behind: host processes end with this one, and namespaces are removed.
+The processes of both hosts end with this one, however it ends. Namespaces are removed, except after kill -9 (`ip netns del`).
 """
 # ruff: noqa: T201 - a script prints
 
@@ -204,17 +205,28 @@ class Launched:
         raise SystemExit(f"{what} did not come.")
 
 
-def pipeline(a: Host, b: Host, name: str, learner: Host, actor: Host, *, pull_cable: bool = False) -> None:
-    """Train on both hosts, kill b and start it again on the way."""
+def launch(a: Host, learner: Host, actor: Host, *what: str) -> Launched:
+    """`ludic launch` on host a."""
     (a.disk / "rps.py").write_text(re.findall(r"This file is `rps.py`:\n\n```python\n(.*?)```", README, re.DOTALL)[0])
     where = ["--learner-resources", json.dumps({f"host_{learner.name}": 1})]
     where += ["--actor-resources", json.dumps({f"host_{actor.name}": 1})]
-    run = Launched(a.popen(str(BIN / "ludic"), "launch", *RUN, "--steps", str(STEPS), "--name", name, "--ray", *where))
+    return Launched(a.popen(str(BIN / "ludic"), "launch", *what, "--ray", *where))
+
+
+def begin(a: Host, name: str, learner: Host, actor: Host) -> Launched:
+    """A new run, after its update 7; the roles are where they should be."""
+    run = launch(a, learner, actor, *RUN, "--steps", str(STEPS), "--name", name)
     run.until(lambda line: "step 7 |" in line, "update 7")
     places = dict(re.findall(r"(learner|actor-0) +\| ray: runs on ([\d.]+)", "".join(run.lines)))
     expect(places == {"learner": learner.address, "actor-0": actor.address}, f"the roles run on {places}")
     expect(learner.roles() == {"learner"}, f"host {learner.name} runs {learner.roles()}")
     expect(actor.roles() == {"actor"}, f"host {actor.name} runs {actor.roles()}")
+    return run
+
+
+def pipeline(a: Host, b: Host, name: str, learner: Host, actor: Host, *, pull_cable: bool = False) -> None:
+    """Train on both hosts, kill b and start it again on the way."""
+    run = begin(a, name, learner, actor)
     killed = time.monotonic()
     if pull_cable:
         b.link("down")
@@ -227,15 +239,26 @@ def pipeline(a: Host, b: Host, name: str, learner: Host, actor: Host, *, pull_ca
     b.popen(*ray_start(b), "--address=10.77.0.1:6379")
     run.until(lambda line: f"runs on {b.address}" in line, "b's role again")
     print(f"# its role runs on b again, {time.monotonic() - killed:.1f} s after the kill", flush=True)
-    run.until(lambda line: f"Done after update {STEPS} of {STEPS}" in line, "the end of training")
-    run.until(lambda line: "learner is done" in line, "the end of the launcher")
     check_account(run, a.disk / "runs" / name)
+
+
+def head(a: Host, b: Host) -> None:
+    """Kill host a, with everything that others depend on, and resume the run on a new cluster."""
+    begin(a, "head", learner=a, actor=b)
+    a.kill()
+    print("# host a is killed, with Redis, the head of Ray and the launcher", flush=True)
+    a.start()
+    b.run(str(BIN / "ray"), "stop", "--force")  # it would end by itself after a minute without its head
+    start_cluster(a, b)
+    check_account(launch(a, a, b, "runs/head", "--resume"), a.disk / "runs" / "head")
 
 
 README = (ROOT / "README.md").read_text()
 
 
 def check_account(run: Launched, folder: Path) -> None:
+    run.until(lambda line: f"Done after update {STEPS} of {STEPS}" in line, "the end of training")
+    run.until(lambda line: "learner is done" in line, "the end of the launcher")
     expect(run.process.wait(60) == 0, f"ludic launch ended with {run.process.returncode}")
     produced, *parts = map(int, ACCOUNT.findall("".join(run.lines))[-1])
     expect(produced == sum(parts), f"the account does not balance: {produced} and {parts}")
@@ -306,6 +329,7 @@ CASES = {
     "actors": lambda a, b: pipeline(a, b, "actors", learner=a, actor=b),
     "learner": lambda a, b: pipeline(a, b, "learner", learner=b, actor=a),
     "power": lambda a, b: pipeline(a, b, "power", learner=b, actor=a, pull_cable=True),
+    "head": head,
     "fsdp": fsdp,
 }
 

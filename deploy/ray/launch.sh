@@ -1,5 +1,6 @@
 #!/bin/bash
-# A pipeline on a Ray cluster that is running: Ray decides where learner and actors go.
+# A pipeline on a Ray cluster that is running: Ray decides where learner and actors go, by the GPUs that they ask for here, and by
+# --learner-resources and --actor-resources, which may follow run.toml (docs/pipeline.md).
 #
 #   LUDIC_REDIS_URL=redis://:PASSWORD@HOST:6379/0 deploy/ray/launch.sh run.toml
 #

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.pipeline.processes import LocalProcesses
+from ludic.cli.pipeline import processes
+from ludic.cli.pipeline.processes import LocalProcesses, RayProcess
 from ludic.cli.pipeline.supervisor import (
     MACHINE_LOST,
     MergedOutput,
@@ -225,7 +226,8 @@ def test_killed_supervisor_ends_roles_in_order(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-from ludic.cli.pipeline.processes import LocalProcesses
+from ludic.cli.pipeline import processes
+from ludic.cli.pipeline.processes import LocalProcesses, RayProcess
 from ludic.cli.pipeline.supervisor import Role, Supervisor
 ends = "import signal, sys, time, pathlib\\nname, delay = sys.argv[1], float(sys.argv[2])\\n" \\
     "def end(*_):\\n    time.sleep(delay); open({str(tmp_path / "order")!r}, 'a').write(name + ' '); sys.exit(0)\\n" \\
@@ -256,3 +258,72 @@ def test_merged_output_prefixes_roles_and_has_no_colour_in_files():
     show("redis", "ready")
     show("actor-0", "playing")
     assert stream.getvalue() == "redis   | ready\nactor-0 | playing\n"
+
+
+# --- on a Ray cluster ---
+
+
+class FakeRay:
+    """Answers calls of a runner when the test says so."""
+
+    class exceptions:
+        class RayActorError(Exception):
+            pass
+
+    def __init__(self) -> None:
+        self.answers: dict[str, object] = {}
+        self.killed = 0
+        self.look = self  # the runner, too
+
+    def wait(self, refs, timeout):
+        assert timeout == 0, "the supervisor must not wait"
+        return [ref for ref in refs if ref in self.answers], []
+
+    def get(self, ref):
+        if isinstance(answer := self.answers.pop(ref), Exception):
+            raise answer
+        return answer
+
+    def remote(self):
+        return "look"
+
+    def nodes(self):
+        return [{"NodeID": "0123456789", "NodeManagerAddress": "10.0.0.2"}]
+
+    def kill(self, runner):
+        self.killed += 1
+
+
+@pytest.fixture
+def on_ray(tmp_path):
+    ray = FakeRay()
+    ray.answers["started"] = "0123456789"
+    return ray, RayProcess(ray, ray, "started", tmp_path / "actor-0.log")
+
+
+def test_role_on_ray_says_where_it_runs_and_how_it_ended(on_ray):
+    ray, process = on_ray
+    assert process.poll() is None and process.read() == b"ray: runs on 10.0.0.2 (node 01234567)\n"
+    ray.answers |= {"started": "0123456789", "look": (None, b"hello\n")}
+    assert process.poll() is None and process.read() == b"hello\n"
+    ray.answers |= {"started": "0123456789", "look": (3, b"bye\n")}
+    assert process.poll() == 3 and process.read() == b"bye\n" and ray.killed == 0
+
+
+def test_machine_that_does_not_answer_is_given_up_and_its_role_killed(on_ray, monkeypatch):
+    ray, process = on_ray
+    clock = [time.monotonic()]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
+    assert process.poll() is None
+    ray.answers["started"] = "0123456789"
+    clock[0] += 59
+    assert process.poll() is None and ray.killed == 0
+    clock[0] += 2
+    assert process.poll() == MACHINE_LOST and ray.killed == 1
+    assert process.read().endswith(b"ray: its machine has not answered for 60 s\n")
+
+
+def test_machine_that_ray_has_lost_is_given_up_at_once(on_ray):
+    ray, process = on_ray
+    ray.answers["look"] = FakeRay.exceptions.RayActorError("its node has died")
+    assert process.poll() == MACHINE_LOST and process.read().endswith(b"ray: its node has died\n") and ray.killed == 1

@@ -34,15 +34,18 @@ TOGETHER = {
 """These share what a session has once: one worker takes all of them."""
 FILLS_IN = "gw2"
 """The third worker has the cores while the others wait: for servers, limits and processes that end. It takes only tests that
-compute, in COMPUTING, and leaves them for others where they are more urgent. So what is held to a time limit has a core."""
+compute and leaves the cores to the others whenever they want them, so what is held to a time limit has a core."""
 COMPUTING = (
-    "tests/golden/",
-    "tests/contract/",
-    "tests/unit/training/",
-    "tests/unit/models/",
-    "tests/unit/scaling/",
-    "tests/unit/minimal/",
-)
+    "tests/golden/", "tests/contract/", "tests/unit/training/", "tests/unit/models/", "tests/unit/scaling/", "tests/unit/minimal/",
+    "tests/unit/envs/adapters/", "tests/unit/inference/test_real_templates.py", "tests/examples/test_folding_example.py",
+    "tests/examples/test_opd_example.py", "tests/examples/test_rft_example.py", "one SmolLM2",
+)  # fmt: skip
+HURRIED = (
+    "training/test_checkpoint.py", "training/test_loggers.py", "training/test_tinker_trainer.py", "training/test_trainer.py",
+    "training/test_trainer_faults.py", "training/test_packing.py", "training/test_credit_rules.py", "training/test_loss_rules.py",
+    "models/test_prefix_tree.py",
+)  # fmt: skip
+"""These compute as well, but hold something to a limit: a process, a coroutine, or an example of Hypothesis (0.2 s)."""
 
 gc.disable()  # until everything is imported: nothing is garbage yet, and going through it takes seconds
 
@@ -116,6 +119,10 @@ def scope_of(file: str) -> str:
     return next((what for what, files in TOGETHER.items() if file.endswith(files)), file)
 
 
+def computes(scope: str) -> bool:
+    return scope.startswith(COMPUTING) and not scope.endswith(HURRIED)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") != "loadfile":
@@ -130,7 +137,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             """The next scope for a worker. Others than the third compute when nothing else is left."""
             fills_in = node.gateway.id == FILLS_IN
             first = None if fills_in else next(iter(self.workqueue))
-            return next((scope for scope in self.workqueue if scope.startswith(COMPUTING) == fills_in), first)
+            return next((scope for scope in self.workqueue if computes(scope) == fills_in), first)
 
         def _assign_work_unit(self, node: Any) -> None:
             self.workqueue.move_to_end(self._suitable(node) or next(iter(self.workqueue)), last=False)

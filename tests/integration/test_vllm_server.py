@@ -16,6 +16,7 @@ import pytest
 from ludic.inference.vllm.command import free_port
 from ludic.inference.vllm.control import OPEN
 from ludic.inference.vllm.process import ServerDied, is_healthy, wait_for_vllm_health
+from ludic.inference.vllm.watch import HealthCheck
 from tests.integration import warm_vllm
 from tests.integration.vllm_fixtures import ROOT, START_TIMEOUT_S, byte_tokenizer, skip_without_vllm, start_warm_server
 
@@ -70,9 +71,20 @@ def test_the_right_token_pauses_and_resumes(vllm_server):
     assert vllm_server.ask("POST", "/pause?mode=keep", token=token)[0] == 200
     try:
         assert vllm_server.ask("GET", "/is_paused") == (200, {"is_paused": True})
+        assert HealthCheck(vllm_server.url, hung_after_s=60).ask(), "a paused server does not count as hung"
     finally:
         assert vllm_server.ask("POST", "/resume", token=token)[0] == 200
     assert vllm_server.ask("GET", "/is_paused") == (200, {"is_paused": False})
+
+
+def test_a_server_answers_health_checks_while_it_generates(vllm_server):
+    check = HealthCheck(vllm_server.url, hung_after_s=60)
+    with ThreadPoolExecutor() as threads:
+        generating = threads.submit(complete, vllm_server, max_tokens=300)
+        answers = [check.ask()]
+        while not generating.done():
+            answers.append(check.ask())
+    assert generating.result()[0] == 200 and len(answers) > 2 and all(answers)
 
 
 # --- max_think ---------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ludic.cli.pipeline.supervisor import (
     WhenDone,
     how_it_ended,
 )
+from ludic.inference.vllm.command import free_port
 from ludic.training.learner import stop as stopping
 from ludic.types.errors import RestartLimit
 
@@ -114,6 +115,39 @@ if len(lives.read_text()) == 1: time.sleep(600)
     outcome = watched.run(role("main", code, when_done=WhenDone.ENDS_ALL), meanwhile=watched.kill("main", "life 1"))
     assert outcome.code == 0 and watched.of("main") == ["life 1", "life 2"]
     assert any("main was ended by SIGKILL; restart 1 of at most 2" in line for line in watched.of("launch"))
+
+
+def test_a_server_that_hangs_is_killed_and_restarted(watched, tmp_path):
+    port, lives = free_port(), tmp_path / "lives"
+    server = f"""
+import http.server, pathlib
+lives = pathlib.Path({str(lives)!r})
+with lives.open("a") as file: file.write("x")
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        print("asked in life", len(lives.read_text()), flush=True)
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", {port}), Answer).serve_forever()
+"""
+    main = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'end')!r}).exists(): time.sleep(0.02)"
+
+    def stop_it() -> None:
+        try:
+            until(lambda: "asked in life 1" in watched.of("server"), "the first life was never asked")
+            os.kill(pid_of(watched.logs, "server") or 0, signal.SIGSTOP)
+            until(lambda: "asked in life 2" in watched.of("server"), "it was not restarted")
+        finally:
+            (tmp_path / "end").touch()
+
+    outcome = watched.run(
+        role("server", server, url=f"http://127.0.0.1:{port}", hung_after_s=1.5, stop_within_s=1.0),
+        role("main", main, when_done=WhenDone.ENDS_ALL, needs=("server",)),
+        meanwhile=stop_it,
+    )
+    assert outcome.code == 0 and "asked in life 2" in watched.of("server")
+    assert any("server hangs: it accepts connections" in line for line in watched.of("launch")), watched.of("launch")
 
 
 def test_role_that_dies_too_often_ends_the_run_and_is_quoted(watched):

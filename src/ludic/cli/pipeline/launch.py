@@ -139,6 +139,8 @@ def make_roles(
                 command=(sys.executable, "-m", "ludic.cli.serve", folder, str(port)),
                 hopeless=_MISTAKE,
                 stop_within_s=20.0,
+                url=environment[SERVER_VARIABLE],
+                hung_after_s=config.rollouts.server_hung_after,
                 num_gpus=config.rollouts.server_memory,
             )
         )

@@ -16,6 +16,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import IO, Protocol
 
+from ludic.inference.vllm.watch import HANGS, BackgroundCheck
 from ludic.training.learner.stop import StopRequests
 from ludic.types.errors import RestartLimit, Restarts
 
@@ -51,6 +52,9 @@ class Role:
     """Exit codes after which a restart is useless."""
     stop_within_s: float = 60.0
     """Seconds from SIGTERM to SIGKILL."""
+    url: str = ""
+    """Of a server: it is restarted if it answers GET /health once and then leaves it unanswered for `hung_after_s`."""
+    hung_after_s: float = 60.0
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -88,6 +92,8 @@ class _Managed:
     role: Role
     restarts: Restarts
     running: Running | None = None
+    check: BackgroundCheck | None = None
+    """Of the current process, for a role with a URL."""
     start_at: float | None = 0.0
     """Time of the next start; None: no start is planned."""
     asked_at: float | None = None
@@ -137,13 +143,21 @@ class Supervisor:
         if managed.running is None:
             if managed.start_at is not None and time.monotonic() >= managed.start_at and self._outcome is None:
                 managed.running, managed.start_at = self._start(managed.role), None
+                if managed.role.url:
+                    managed.check = BackgroundCheck(managed.role.url, managed.role.hung_after_s)
             return
+        is_hung = managed.check is not None and managed.check.is_hung
+        if is_hung:
+            managed.running.kill()
         code = managed.running.poll()  # before reading, so that its last lines are not lost
-        self._show_output(managed, is_last=code is not None)
-        if code is not None:
+        self._show_output(managed, is_last=code is not None or is_hung)
+        if code is not None or is_hung:
             managed.running = None
+            if managed.check is not None:
+                managed.check.close()
+                managed.check = None
             if self._outcome is None:
-                self._ended(managed, code)
+                self._died(managed, HANGS) if is_hung or code is None else self._ended(managed, code)
 
     def _ended(self, managed: _Managed, code: int) -> None:
         role = managed.role
@@ -154,17 +168,17 @@ class Supervisor:
         elif code in role.hopeless:
             self._outcome = Outcome(code, f"{role.name} {how_it_ended(code)}; {_quoted(managed)}")
         else:
-            self._died(managed, code)
+            self._died(managed, how_it_ended(code))
 
-    def _died(self, managed: _Managed, code: int) -> None:
+    def _died(self, managed: _Managed, how: str) -> None:
         name, restarts = managed.role.name, managed.restarts
         delay = restarts.died()
         if delay is None:
-            self._outcome = Outcome(1, f"{name} {how_it_ended(code)} and {restarts.too_many()}; {_quoted(managed)}")
+            self._outcome = Outcome(1, f"{name} {how} and {restarts.too_many()}; {_quoted(managed)}")
             return
         managed.start_at = time.monotonic() + delay
         again = f"restart {restarts.num_deaths} of at most {restarts.limit.max_restarts}"
-        self._show("launch", f"{name} {how_it_ended(code)}; {again} in {delay:g} s.")
+        self._show("launch", f"{name} {how}; {again} in {delay:g} s.")
 
     # --- the end ---
 

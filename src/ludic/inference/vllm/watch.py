@@ -22,6 +22,7 @@ from ludic.types.errors import Restarts
 
 logger = logging.getLogger(__name__)
 
+HANGS = "hangs: it accepts connections, but /health was not answered in time"
 _NUM_MISSED = 3
 """Checks in a row without an answer before a server counts as hung: a program that was itself stopped for a minute misses one."""
 _ASK_EVERY_S = 5.0
@@ -54,6 +55,24 @@ class HealthCheck:
     @property
     def is_hung(self) -> bool:
         return self._num_missed >= _NUM_MISSED and time.monotonic() - self._answered_at >= self._hung_after_s
+
+
+class BackgroundCheck:
+    """A health check in a background thread, which counts from the server's first answer on: a start may take minutes."""
+
+    def __init__(self, url: str, hung_after_s: float) -> None:
+        self.is_hung = False
+        self._check, self._closing = HealthCheck(url, hung_after_s), threading.Event()
+        threading.Thread(target=self._run, name="health check", daemon=True).start()
+
+    def _run(self) -> None:
+        has_answered = False
+        while not self._closing.wait(self._check.every_s):
+            has_answered = self._check.ask() or has_answered
+            self.is_hung = has_answered and self._check.is_hung
+
+    def close(self) -> None:
+        self._closing.set()
 
 
 class ServerWatch:
@@ -129,7 +148,7 @@ class ServerWatch:
         if (code := self.process.poll()) is not None:
             return f"ended with exit code {code}"
         if not self._health.ask() and self._health.is_hung:
-            return "hangs: it accepts connections, but /health was not answered in time"
+            return HANGS
         return None
 
     def _recover(self, problem: str | None) -> None:

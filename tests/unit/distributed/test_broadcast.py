@@ -99,6 +99,61 @@ def test_a_server_that_was_restarted_or_is_down_is_not_current():
     assert not publisher.is_current(0)
 
 
+class KeepingCommunicator(MemoryCommunicator):
+    """Keeps the bytes of the last push, as shared memory does."""
+
+    keeps_weights = True
+
+    def stage(self, buckets, weights) -> None:
+        super().stage(buckets, weights)
+        self.kept = {name: weight.clone() for name, weight in weights.items()}
+
+    def broadcast(self, bucket, weights, src_rank) -> None:
+        super().broadcast(bucket, self.kept, src_rank)
+
+
+def test_a_restarted_server_gets_the_last_version_again_though_the_trainer_has_changed_its_weights():
+    server, _, _ = make()
+    publisher = BroadcastPolicyPublisher(MemoryControl(server), KeepingCommunicator(server), bucket_bytes=1)
+    assert not publisher.publish_again(), "nothing was sent yet"
+    weights = some_weights()
+    publisher.publish(weights, version=3)
+    server.log.clear()
+    assert publisher.publish_again() and server.log == [], "the server has it"
+    for weight in weights.values():
+        weight += 1
+    server.version, server.weights, server.checksums = 0, {}, {}
+    assert publisher.publish_again() and server.version == 3
+    assert server.log == ["require_fits", "announce", *["broadcast"] * 3, "barrier", "finalize"]
+    assert all(torch.equal(server.weights[name], weight) for name, weight in some_weights().items())
+
+
+def test_after_a_failed_push_the_version_before_it_is_not_sent_again():
+    server, _, _ = make()
+    publisher = BroadcastPolicyPublisher(MemoryControl(server), KeepingCommunicator(server))
+    publisher.publish(some_weights(), version=3)
+    server.failing = ["broadcast", "broadcast"]
+    with pytest.raises(WeightPushError):
+        publisher.publish(some_weights(), version=4)
+    assert not publisher.publish_again(), "its bytes are gone"
+    publisher.publish(some_weights(), version=5)
+    assert publisher.publish_again() and server.version == 5
+
+
+def test_a_communicator_that_keeps_nothing_cannot_send_again():
+    _, _, publisher = make()
+    publisher.publish(some_weights(), version=3)
+    with pytest.raises(ConfigError, match="MemoryCommunicator keeps no weights"):
+        publisher.publish_again()
+
+
+def test_a_push_is_tried_as_often_as_attempts_says():
+    server, _, publisher = make(attempts=4)
+    server.failing = ["broadcast", "broadcast", "announce"]
+    publisher.publish(some_weights(), version=3)
+    assert server.version == 3 and server.log.count("stage") == 4
+
+
 def test_another_source_rank_is_refused():
     server, comm, _ = make()
     with pytest.raises(ConfigError, match="Rank0OnlyPublisher"):

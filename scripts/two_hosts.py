@@ -179,7 +179,7 @@ def start_cluster(a: Host, b: Host) -> None:
 def ray_start(host: Host) -> list[str]:
     own = json.dumps({f"host_{host.name}": 1})
     return [
-        str(BIN / "ray"), "start", f"--node-ip-address={host.address}", f"--resources={own}", "--num-cpus=2",
+        str(BIN / "ray"), "start", f"--node-ip-address={host.address}", f"--resources={own}", "--num-cpus=1",
         "--object-store-memory=80000000",
     ]  # fmt: skip
 

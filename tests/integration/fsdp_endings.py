@@ -140,23 +140,37 @@ def _killed(run: Run, ranks: Ranks, folder: Path) -> Trainer:
     return trainer
 
 
+def write_whole(path: Path, text: str) -> None:
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
+def wait_for(path: Path, *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def main(folder: Path, endings: list[str]) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(timeout_s=60, device="cpu")
     for ending in endings:
         report: dict[str, Any] = {"error": None}
-        trainer = None
+        trainer = gone = None
         try:
             trainer = made(ending, ranks, folder)
             report["stats"] = trainer.train_sync()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it goes into the report
             report["error"] = f"{type(error).__name__}: {error}"
-            if ending in ("broken_update", "killed"):  # the group is gone: so must we
-                raise
+            gone = error if ending in ("broken_update", "killed") else None
         finally:
             if trainer is not None:
                 report |= {"step": trainer.step, "eval": trainer._evaluation.last}
-            (folder / f"{ending}-{ranks.rank}.json").write_text(json.dumps(report))
+            write_whole(folder / f"{ending}-{ranks.rank}.json", json.dumps(report))
+        if gone is not None:  # the group is gone: so must we, which ends the others
+            if ending == "broken_update":
+                wait_for(folder / f"{ending}-{1 - ranks.rank}.json", timeout_s=60)
+            raise gone
         ranks.barrier(timeout_s=60)
     leave_ranks()
 

@@ -54,7 +54,9 @@ def test_nothing_outlives_the_harness(backend, number):
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )
     assert harness.stdout is not None and harness.stdout.readline() == b"running\n"
-    below = descendants(harness.pid)
+    deadline = time.monotonic() + 30
+    while len(below := descendants(harness.pid)) < 10 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert len(below) >= 10, "the program, its seven forks, and what is around them"
     harness.send_signal(number)
     harness.wait(timeout=60)

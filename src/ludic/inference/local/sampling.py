@@ -66,13 +66,7 @@ def race(weights_NV: Tensor, places_N2: Tensor) -> tuple[Tensor, Tensor]:
         tokens_NC, weights_NC = torch.arange(vocab, device=weights_NV.device)[None], weights_NV.double()
         total_N1 = weights_NC.sum(dim=-1, keepdim=True)
     else:
-        # Sums in double precision: over a large vocabulary a float sum loses the rare tokens.
-        num_whole = vocab // CHUNK
-        whole_NCW = weights_NV[:, : num_whole * CHUNK].unflatten(1, (num_whole, CHUNK))
-        sums_NC = whole_NCW.sum(dim=-1, dtype=torch.float64)
-        if vocab % CHUNK:
-            rest_N1 = weights_NV[:, num_whole * CHUNK :].sum(dim=-1, keepdim=True, dtype=torch.float64)
-            sums_NC = torch.cat([sums_NC, rest_N1], dim=1)
+        sums_NC = _chunk_sums(weights_NV)
         total_N1 = sums_NC.sum(dim=-1, keepdim=True)
         # Chunk c draws the noise of token -1 - c: no two candidates of a position share a number.
         chunks_C = torch.arange(sums_NC.shape[1], device=weights_NV.device)
@@ -83,6 +77,17 @@ def race(weights_NV: Tensor, places_N2: Tensor) -> tuple[Tensor, Tensor]:
         weights_NC = weights_NV.gather(1, tokens_NC).double() * is_token_NC
     first_N1 = (exponentials(derive_bits(keys_N1, tokens_NC)) / weights_NC).argmin(dim=-1, keepdim=True)
     return tokens_NC.expand_as(weights_NC).gather(1, first_N1), total_N1
+
+
+def _chunk_sums(weights_NV: Tensor) -> Tensor:
+    """In double precision: over a large vocabulary a float sum loses the rare tokens."""
+    num_whole = weights_NV.shape[1] // CHUNK
+    whole_NCW = weights_NV[:, : num_whole * CHUNK].unflatten(1, (num_whole, CHUNK))
+    sums_NC = whole_NCW.sum(dim=-1, dtype=torch.float64)
+    if weights_NV.shape[1] % CHUNK:
+        rest_N1 = weights_NV[:, num_whole * CHUNK :].sum(dim=-1, keepdim=True, dtype=torch.float64)
+        sums_NC = torch.cat([sums_NC, rest_N1], dim=1)
+    return sums_NC
 
 
 def exponentials(bits: Tensor) -> Tensor:
@@ -111,8 +116,12 @@ def _signed(constant: int) -> int:
 
 
 def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list[float]]:
-    chosen_N = logits_NV.gather(-1, tokens_N[:, None])[:, 0]
-    return tokens_N.tolist(), (chosen_N - logits_NV.logsumexp(dim=-1)).tolist()
+    """With the sums of the race: a greedy row's log-prob does not depend on whether its neighbours are greedy."""
+    highest_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    weights_NV = (logits_NV - highest_N1).exp_()
+    sums_NC = weights_NV.double() if weights_NV.shape[1] <= CHUNK else _chunk_sums(weights_NV)
+    chosen_N1 = (logits_NV.gather(-1, tokens_N[:, None]) - highest_N1).double()
+    return tokens_N.tolist(), (chosen_N1 - sums_NC.sum(dim=-1, keepdim=True).log())[:, 0].tolist()
 
 
 def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:

@@ -372,3 +372,12 @@ async def test_different_seeds_differ_and_unseeded_requests_draw_from_the_engine
             )
     assert len({tuple(tokens(answer)) for answer in seeded}) == 10
     assert drawn[0] == drawn[1] != drawn[2] and len({tuple(text) for text in drawn[0]}) == 4
+
+
+@pytest.mark.parametrize("vocab", [10, 300, 5000])
+def test_a_greedy_row_has_the_same_logprob_beside_greedy_and_sampled_rows(vocab):
+    logits = torch.randn(200, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    greedy = [make_sequence(seed, temperature=0.0) for seed in range(199)]
+    alone = sample(logits[:199].clone(), greedy)
+    beside = sample(logits.clone(), [*greedy, make_sequence(199)])
+    assert alone == (beside[0][:199], beside[1][:199])

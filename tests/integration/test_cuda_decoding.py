@@ -71,9 +71,9 @@ def test_attention_over_blocks_equals_attention_row_by_row(dtype, splits, heads)
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (12, 2, 128), (9, 3, 64)])
-def test_groups_that_read_their_beginning_together_get_the_same(splits, heads):
-    from ludic.inference.local.blocks import GROUP_ROWS, shared_beginnings
-    from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedBeginnings
+def test_groups_that_read_their_prefix_together_get_the_same(splits, heads):
+    from ludic.inference.local.blocks import GROUP_ROWS, shared_prefixes
+    from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedPrefixes
     from ludic.models.attention import AttentionRules
 
     rng, numbers = np.random.default_rng(0), iter(range(10_000))
@@ -85,17 +85,20 @@ def test_groups_that_read_their_beginning_together_get_the_same(splits, heads):
             lengths.append(num_shared * BLOCK + int(own))
     order = rng.permutation(len(blocks))
     blocks, lengths = [blocks[i] for i in order], [lengths[i] for i in order]
-    groups = shared_beginnings(blocks)
+    groups = shared_prefixes(blocks)
     assert sorted(len(rows) for rows, _ in groups) == [4, 5, 16, 16]
     rows_CM = torch.full((len(groups) + 3, GROUP_ROWS), -1, dtype=torch.int32)
-    lengths_C, firsts_T = torch.zeros(len(groups) + 3, dtype=torch.int32), torch.zeros(len(blocks), dtype=torch.int32)
+    lengths_C, num_shared_T = (
+        torch.zeros(len(groups) + 3, dtype=torch.int32),
+        torch.zeros(len(blocks), dtype=torch.int32),
+    )
     for number, (rows, num_blocks) in enumerate(groups):
         rows_CM[number, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
-        lengths_C[number] = firsts_T[rows] = num_blocks * BLOCK
+        lengths_C[number] = num_shared_T[rows] = num_blocks * BLOCK
     tables, query, keys, values = random_state(blocks, heads, torch.bfloat16)
     lengths_T = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    together = SharedBeginnings(rows_CM.cuda(), lengths_C.cuda())
-    attention = DecodeAttention(tables, lengths_T, firsts_T.cuda(), BLOCK, splits, together)
+    together = SharedPrefixes(rows_CM.cuda(), lengths_C.cuda())
+    attention = DecodeAttention(tables, lengths_T, num_shared_T.cuda(), BLOCK, splits, together)
     rules = AttentionRules(0.1)
     assert_close(attention(query, keys, values, rules), reference(query, keys, values, tables, lengths, rules))
 

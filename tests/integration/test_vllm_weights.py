@@ -192,25 +192,34 @@ async def running_requests(server: Any) -> int:
 
 
 async def push_among_requests(server: Any, other: Any, version: int, pause: str) -> list[ChatResponse]:
+    """32 requests are under way at any time until the push has returned; their lengths differ, so they do not end together."""
     client = client_of(server)
-    prompts = [np.random.default_rng(100 + i).integers(256, size=5 + i).tolist() for i in range(32)]
-    asked = [
-        asyncio.create_task(client.complete_tokens(request(prompt, temperature=1.0, max_tokens=300)))
-        for prompt in prompts
-    ]
-    async with asyncio.timeout(60):
+    responses = []
+    is_pushed = False
+
+    async def ask_until_pushed(slot: int) -> None:
+        prompt = np.random.default_rng(100 + slot).integers(256, size=5 + slot).tolist()
+        while not is_pushed:
+            length = 210 + 3 * slot
+            response, _ = await client.complete_tokens(request(prompt, temperature=1.0, max_tokens=length))
+            assert len(response.completion_token_ids) == length and response.finish_reason == "length"
+            responses.append(response)
+
+    async with asyncio.timeout(180), asyncio.TaskGroup() as group:
+        for slot in range(32):
+            group.create_task(ask_until_pushed(slot))
         while not await running_requests(server):
             await asyncio.sleep(0.02)
-    publisher = publisher_of(server, pause=pause)
-    await asyncio.to_thread(publisher.publish, weights_of(other), version)
-    async with asyncio.timeout(120):
-        return [response for response, _ in await asyncio.gather(*asked)]
+        publisher = publisher_of(server, pause=pause)
+        await asyncio.to_thread(publisher.publish, weights_of(other), version)
+        is_pushed = True
+    assert len(responses) >= 32
+    return responses
 
 
 def check_versions(responses: list[ChatResponse], models: dict[int, Any]) -> None:
     """Each token's log-prob is that of the version it is tagged with, computed over the whole text before it."""
     for response in responses:
-        assert len(response.completion_token_ids) == 300 and response.finish_reason == "length"
         of_version = {run.version: logprobs(models[run.version], response) for run in response.version_runs}
         tags = [run.version for run in response.version_runs for _ in range(run.length)]
         expected = [of_version[version][position] for position, version in enumerate(tags)]

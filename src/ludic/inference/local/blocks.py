@@ -134,7 +134,7 @@ class BlockPool:
 # How the rows of a decoding round read their blocks on a GPU.
 
 GROUP_ROWS, MIN_GROUP = 16, 4
-"""Rows that read a shared beginning together: a larger group is cut, a smaller one reads row by row."""
+"""Rows that read a shared prefix together: a larger group is cut, a smaller one reads row by row."""
 
 
 MAX_SPLITS = 8
@@ -153,7 +153,7 @@ def num_splits(num_programs: int, num_processors: int, mean_length: float) -> in
     return splits
 
 
-def shared_beginnings(blocks: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+def shared_prefixes(blocks: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Groups of rows whose first blocks are the same, and how many blocks that are; a row is in one group at most.
 
     Where a large group shares little and parts of it share more, it takes what saves more reads.

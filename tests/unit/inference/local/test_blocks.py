@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, BlockPool, num_splits, shared_beginnings
+from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, BlockPool, num_splits, shared_prefixes
 from ludic.inference.local.sequence import TOKEN_BYTES, tokens_as_bytes
 from ludic.types import ConfigError
 
@@ -292,17 +292,17 @@ def test_tokens_become_bytes_of_known_width():
 
 def test_rows_with_the_same_first_blocks_form_a_group() -> None:
     rows = [[7, 8, 9, i] for i in range(100, 105)] + [[1, 2], [3], [7, 5, 6]]
-    assert shared_beginnings(rows) == [([0, 1, 2, 3, 4], 3)]
+    assert shared_prefixes(rows) == [([0, 1, 2, 3, 4], 3)]
 
 
 def test_groups_below_a_common_system_prompt_share_their_longer_prompts() -> None:
     rows = [[0, *range(10 * group, 10 * group + 6), 1000 + i] for i in range(4) for group in (1, 2, 3)]
-    assert sorted(shared_beginnings(rows)) == [([0, 3, 6, 9], 7), ([1, 4, 7, 10], 7), ([2, 5, 8, 11], 7)]
+    assert sorted(shared_prefixes(rows)) == [([0, 3, 6, 9], 7), ([1, 4, 7, 10], 7), ([2, 5, 8, 11], 7)]
 
 
-def test_many_rows_with_a_long_common_beginning_are_cut_into_groups() -> None:
+def test_many_rows_with_a_long_common_prefix_are_cut_into_groups() -> None:
     rows = [[*range(50), 60 + i // 2, 1000 + i] for i in range(40)]
-    groups = shared_beginnings(rows)
+    groups = shared_prefixes(rows)
     assert [len(rows) for rows, _ in groups] == [GROUP_ROWS, GROUP_ROWS, 8]
     assert {num_blocks for _, num_blocks in groups} == {50}
 
@@ -315,9 +315,9 @@ def test_a_group_shares_what_it_says_and_rows_are_in_one_group_at_most(paths: li
         [names.setdefault(tuple(p[: i + 1]), len(names)) for i in range(len(p))] + [10_000 + n]
         for n, p in enumerate(paths)
     ]
-    members = [row for group, _ in shared_beginnings(rows) for row in group]
+    members = [row for group, _ in shared_prefixes(rows) for row in group]
     assert len(members) == len(set(members))
-    for group, num_blocks in shared_beginnings(rows):
+    for group, num_blocks in shared_prefixes(rows):
         assert MIN_GROUP <= len(group) <= GROUP_ROWS and num_blocks > 0
         assert len({tuple(rows[row][:num_blocks]) for row in group}) == 1
         assert all(len(rows[row]) > num_blocks for row in group), "every row keeps another block"

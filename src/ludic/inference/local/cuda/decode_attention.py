@@ -3,7 +3,7 @@
 One program reads the keys of a row for one key/value head; the query heads of a group share every loaded key. If rows are few or
 differ in length, they are cut into parts, so that programs fill the GPU evenly, and merged afterwards.
 
-Rows that share the blocks of their prompt read them once: `_shared_kernel` attends to the shared beginning with the queries of up
+Rows that share the blocks of their prompt read them once: `_shared_kernel` attends to the shared prefix with the queries of up
 to `GROUP_ROWS` rows, `_decode_kernel` starts behind it, and the merge joins both.
 
 Everything that varies between steps is read from memory, so that a captured CUDA graph stays valid.
@@ -20,7 +20,7 @@ from ludic.inference.local.blocks import GROUP_ROWS, MAX_SPLITS
 from ludic.models.attention import AttentionRules
 
 _SHARED_PARTS = 2
-"""Parts into which a shared beginning is cut."""
+"""Parts into which a shared prefix is cut."""
 _MAX_PARTS = triton.next_power_of_2(MAX_SPLITS + _SHARED_PARTS)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -57,7 +57,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits", "num_parts"])
 def _decode_kernel(
-    query, keys, values, out, parts, scales, tables, lengths, firsts,
+    query, keys, values, out, parts, scales, tables, lengths, num_shared,
     stride_qt, stride_qh, table_stride, scale, softcap, window, splits, num_parts,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G_PAD: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
@@ -67,7 +67,7 @@ def _decode_kernel(
     length = tl.load(lengths + row)
     first = 0
     if HAS_GROUPS:
-        first = tl.load(firsts + row)
+        first = tl.load(num_shared + row)
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
     per_split = tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
@@ -96,15 +96,15 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["splits", "num_parts"])
 def _merge_kernel(
-    out, parts, scales, firsts, splits, num_parts,
+    out, parts, scales, num_shared, splits, num_parts,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P_PAD: tl.constexpr, HAS_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One query's parts: its own, and those of the group's beginning if it has one."""
+    """One query's parts: its own, and those of the group's prefix if it has one."""
     index = tl.program_id(0)
     p, d = tl.arange(0, P_PAD), tl.arange(0, D_PAD)
     ok = p < num_parts
     if HAS_GROUPS:
-        ok = p < tl.where(tl.load(firsts + index // H) > 0, num_parts, splits)
+        ok = p < tl.where(tl.load(num_shared + index // H) > 0, num_parts, splits)
     highs = tl.load(scales + (index * num_parts + p) * 2, mask=ok, other=float("-inf"))
     sums = tl.load(scales + (index * num_parts + p) * 2 + 1, mask=ok, other=0.0)
     weights = tl.exp2((highs - tl.max(highs, 0)) * _LOG2E)
@@ -152,8 +152,8 @@ def _shared_kernel(
 
 # Letters: T rows (one token each), H query heads, K key/value heads, D head size, S slots, C groups, M `GROUP_ROWS`.
 @dataclass(frozen=True, slots=True)
-class SharedBeginnings:
-    """Which rows share the blocks of their beginning."""
+class SharedPrefixes:
+    """Which rows share the blocks of their prefix."""
 
     rows_CM: Tensor
     """Row numbers of each group, −1 after the last; int32."""
@@ -168,12 +168,12 @@ class DecodeAttention:
     tables: Tensor
     lengths_T: Tensor
     """Tokens, the new one included; int32."""
-    firsts_T: Tensor
-    """Tokens at the beginning of each row that its group covers, 0 without a group; int32."""
+    num_shared_T: Tensor
+    """Tokens of the prefix that each row shares with its group, 0 without a group; int32."""
     block_size: int
     splits: int
     """Parts into which each row's own tokens are cut."""
-    groups: SharedBeginnings | None = None
+    groups: SharedPrefixes | None = None
 
     def __call__(self, query_THD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, rules: AttentionRules) -> Tensor:
         num_rows, num_heads, size = query_THD.shape
@@ -181,7 +181,7 @@ class DecodeAttention:
         scaling, window, softcap = rules
         groups, splits = self.groups, self.splits
         if groups is not None and (window is not None or softcap is not None):
-            raise NotImplementedError("groups share their beginning only where every token sees all earlier ones")
+            raise NotImplementedError("groups share a prefix only where every token sees all earlier ones")
         num_parts = splits + (_SHARED_PARTS if groups is not None else 0)
         out_THD = torch.empty(num_rows, num_heads, size, dtype=query_THD.dtype, device=query_THD.device)
         parts = scales = out_THD
@@ -202,7 +202,7 @@ class DecodeAttention:
         # Measured on an H200: small loops if sequences fill the GPU, larger ones if few sequences are split.
         tile, num_warps = (32, 2) if splits == 1 else (64, 4)
         _decode_kernel[(num_rows, kv_heads, splits)](
-            query_THD, keys_SKD, values_SKD, out_THD, parts, scales, self.tables, self.lengths_T, self.firsts_T, *strides,
+            query_THD, keys_SKD, values_SKD, out_THD, parts, scales, self.tables, self.lengths_T, self.num_shared_T, *strides,
             scaling, softcap or 1.0, window or 0, splits, num_parts, **common,
             G_PAD=max(16, triton.next_power_of_2(num_heads // kv_heads)), TILE=tile, IS_WHOLE=num_parts == 1,
             HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, HAS_GROUPS=groups is not None,
@@ -210,7 +210,7 @@ class DecodeAttention:
         )  # fmt: skip
         if num_parts > 1:
             _merge_kernel[(num_rows * num_heads,)](
-                out_THD, parts, scales, self.firsts_T, splits, num_parts, H=num_heads, D=size, D_PAD=width, P_PAD=_MAX_PARTS,
+                out_THD, parts, scales, self.num_shared_T, splits, num_parts, H=num_heads, D=size, D_PAD=width, P_PAD=_MAX_PARTS,
                 HAS_GROUPS=groups is not None, num_warps=1,
             )  # fmt: skip
         return out_THD

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ludic.inference.local.cuda.layer_kernels import rms_norm, rotate_and_store, row_product, silu_mul
+from ludic.inference.local.cuda.layer_kernels import rms_norm, rotate_and_store, row_product
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.forward import has_plain_layers, is_of_family, layer_window, linears
+from ludic.models.llama.kernels import silu_mul
 from ludic.models.packed_attention import PackedSequences
 
 logger = logging.getLogger(__name__)

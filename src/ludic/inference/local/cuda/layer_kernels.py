@@ -29,25 +29,6 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, epsilon: float) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, N: tl.constexpr, SIZE: tl.constexpr):
-    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    ok = n < N
-    gate = tl.load(gate_up + row * 2 * N + n, mask=ok, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * N + N + n, mask=ok, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * N + n, (active * up).to(dtype), mask=ok)
-
-
-def silu_mul(gate_up_TN: Tensor) -> Tensor:
-    """silu(first half) · second half of each contiguous row."""
-    num_rows, width = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
-    out = torch.empty(num_rows, width, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
-    _silu_mul_kernel[(num_rows, triton.cdiv(width, 1024))](gate_up_TN, out, N=width, SIZE=1024, num_warps=4)
-    return out
-
-
-@triton.jit
 def _row_product_kernel(
     x, weight, out, bias, norm, epsilon, N,
     K: tl.constexpr, K_STEP: tl.constexpr, ROWS: tl.constexpr,

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, num_splits, shared_beginnings
-from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedBeginnings
+from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, num_splits, shared_prefixes
+from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedPrefixes
 from ludic.inference.local.cuda.forward import can_fuse, fused_forward
 from ludic.inference.local.cuda.sampling_kernels import DecodeRows, sample_round, sample_rows
 from ludic.inference.local.kv import KVPool, KVShape
@@ -89,7 +89,7 @@ class _Kernels(NamedTuple):
     splits: int
     """Parts into which attention cuts every row."""
     has_groups: bool
-    """Whether rows attend to a shared beginning together."""
+    """Whether rows attend to a shared prefix together."""
 
 
 class CUDARunner:
@@ -126,7 +126,7 @@ class CUDARunner:
         new = lambda *shape, dtype=torch.long: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
         rows = max_sequences
         self._rows = DecodeRows(
-            tokens=new(rows), positions=new(rows), lengths=new(rows, dtype=torch.int32), firsts=new(rows, dtype=torch.int32),
+            tokens=new(rows), positions=new(rows), lengths=new(rows, dtype=torch.int32), num_shared=new(rows, dtype=torch.int32),
             slots=new(rows), seeds=new(rows), temperatures=new(rows, dtype=torch.float32),
             tables=new(rows, max_blocks, dtype=torch.int32), rounds=new(rows), out_tokens=new(max_rounds, rows),
             out_logprobs=new(max_rounds, rows, dtype=torch.float32),
@@ -136,10 +136,10 @@ class CUDARunner:
         self._table_lengths = [0] * rows
         self._can_group = self._fused is not None and not self._fused.has_windows and shape.dtype.itemsize == 2
         self._num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
-        self._groups = SharedBeginnings(
+        self._groups = SharedPrefixes(
             new(_max_groups(rows), GROUP_ROWS, dtype=torch.int32), new(_max_groups(rows), dtype=torch.int32)
         )
-        self._host_firsts = np.zeros(rows, dtype=np.int32)
+        self._host_num_shared = np.zeros(rows, dtype=np.int32)
         self._grouped: list[Sequence] = []
         """The rows for which `_groups` was filled."""
         self._has_groups = False
@@ -328,13 +328,13 @@ class CUDARunner:
         """How this step's rounds read keys."""
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
-        lengths = np.array([owner.length for owner in owners]) - self._host_firsts[: len(owners)]
+        lengths = np.array([owner.length for owner in owners]) - self._host_num_shared[: len(owners)]
         splits = num_splits(bucket * self.pool.shape.heads[0][0], self._num_processors, float(lengths.mean()))
         return _Kernels(bucket, splits, self._has_groups)
 
     def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:
         """Find rows that share blocks; fill the groups if reading these once saves enough."""
-        groups = shared_beginnings([owner.blocks for owner in owners])
+        groups = shared_prefixes([owner.blocks for owner in owners])
         size, had_groups = self.pool.block_size, self._has_groups
         saved = sum((len(rows) - 1) * num_blocks for rows, num_blocks in groups) * size
         self._grouped, self._has_groups = owners, saved >= _MIN_SAVED * sum(owner.length for owner in owners)
@@ -342,13 +342,13 @@ class CUDARunner:
             return
         rows_CM = np.full((_max_groups(bucket), GROUP_ROWS), -1, dtype=np.int32)
         lengths_C = np.zeros(len(rows_CM), dtype=np.int32)
-        self._host_firsts[:] = 0
+        self._host_num_shared[:] = 0
         for number, (rows, num_blocks) in enumerate(groups if self._has_groups else []):
             rows_CM[number, : len(rows)] = rows
-            lengths_C[number] = self._host_firsts[rows] = num_blocks * size
+            lengths_C[number] = self._host_num_shared[rows] = num_blocks * size
         self._groups.rows_CM[: len(rows_CM)] = _to_gpu(rows_CM)
         self._groups.lengths_C[: len(lengths_C)] = _to_gpu(lengths_C)
-        self._rows.firsts.copy_(_to_gpu(self._host_firsts))
+        self._rows.num_shared.copy_(_to_gpu(self._host_num_shared))
 
     def _reading(self, sequences: list[Sequence], tokens_RN: Tensor, logprobs_RN: Tensor, logits_NV: Tensor) -> Read:
         """Start the copy of sampled tokens to the host; the result waits for it."""
@@ -410,11 +410,11 @@ class CUDARunner:
         tokens, positions, slots = rows.tokens[:bucket], rows.positions[:bucket], rows.slots[:bucket]
         if kernels.has_groups:
             count = _max_groups(bucket)
-            groups = SharedBeginnings(self._groups.rows_CM[:count], self._groups.lengths_C[:count])
+            groups = SharedPrefixes(self._groups.rows_CM[:count], self._groups.lengths_C[:count])
         attention = DecodeAttention(
             rows.tables[:bucket],
             rows.lengths[:bucket],
-            rows.firsts[:bucket],
+            rows.num_shared[:bucket],
             self.pool.block_size,
             kernels.splits,
             groups,

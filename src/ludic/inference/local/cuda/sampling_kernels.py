@@ -119,8 +119,8 @@ class DecodeRows:
     positions: Tensor
     lengths: Tensor
     """Tokens including the next input; int32."""
-    firsts: Tensor
-    """Tokens at the beginning that the row's group attends to together; int32."""
+    num_shared: Tensor
+    """Tokens of the prefix that the row shares with its group; int32."""
     slots: Tensor
     """Where the next input's keys and values go."""
     seeds: Tensor

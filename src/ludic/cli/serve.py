@@ -126,7 +126,7 @@ def serve_run(folder: Path, port: int) -> NoReturn:
 
 
 async def _serve_until_stopped(engine: Any, given: ServeArgs) -> None:
-    from ludic.inference.local.http.server import serve
+    from ludic.inference.local.server import serve
 
     def announce(address: str) -> None:
         print(f"Serving {engine.name} at {address}/v1 (Ctrl-C stops)", flush=True)

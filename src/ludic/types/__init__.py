@@ -6,6 +6,7 @@ Every package may import it; it imports none. Start with rollout.py and samples.
 from ludic.types.errors import (
     ConfigError,
     ContextError,
+    EngineClosed,
     EnvContractError,
     Failure,
     LudicError,
@@ -15,6 +16,7 @@ from ludic.types.errors import (
     ParserContractError,
     PolicyGone,
     PromptTooLong,
+    QueueFull,
     RequestsExhausted,
     ResetNeeded,
     SnapshotUnsupported,
@@ -41,6 +43,7 @@ from ludic.types.interfaces import (
     StateFromStepFn,
     Stateful,
     StepSelector,
+    StreamingClient,
     TakesSnapshots,
     TeacherScorer,
     TokenizeFn,
@@ -77,6 +80,7 @@ from ludic.types.sampling import (
     ReturnSpec,
     SamplingConfig,
     SamplingParams,
+    TokenChunk,
     TokenCompletionRequest,
     ToolRequest,
     VLLMExtensions,
@@ -136,5 +140,5 @@ __all__ = [
     "LudicError", "ConfigError", "UnknownName", "MissingExtra", "EnvContractError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "PolicyGone", "TokenMismatch", "OutOfRoom",
     "NotFinite",
-    "PromptTooLong", "TokenBudgetSpent",
+    "PromptTooLong", "TokenBudgetSpent", "EngineClosed", "QueueFull", "StreamingClient", "TokenChunk",
 ]  # fmt: skip

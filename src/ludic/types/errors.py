@@ -45,6 +45,14 @@ class PolicyGone(LudicError, RuntimeError):
     """The server of the policy has stopped: no further call, and so no further episode, can succeed."""
 
 
+class EngineClosed(PolicyGone):
+    """The engine was shut down or has died; the message says which."""
+
+
+class QueueFull(LudicError, RuntimeError):
+    """An engine has more waiting requests than it accepts."""
+
+
 class NotFinite(PolicyGone, FloatingPointError):
     """Weights or logits hold NaN or infinity; sampling or training with them is meaningless."""
 

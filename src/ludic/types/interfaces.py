@@ -1,12 +1,12 @@
 """The interfaces between the parts. A class with these methods fits; nothing needs to inherit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.types.rollout import Rollout
 from ludic.types.samples import RolloutStepKey, SAWBatch, SAWItem
-from ludic.types.sampling import ChatResponse, TokenCompletionRequest
+from ludic.types.sampling import ChatResponse, TokenChunk, TokenCompletionRequest
 from ludic.types.steps import Info, Step
 from ludic.types.tokens import LogprobArray, TokenIds
 
@@ -31,6 +31,15 @@ class VersionedClient(ChatClient, Protocol):
     """A client that knows which policy it serves."""
 
     async def get_policy_version(self) -> int: ...
+
+
+@runtime_checkable
+class StreamingClient(ChatClient, Protocol):
+    """A client that hands out tokens as they are sampled."""
+
+    def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+        """One completion in chunks; the last holds the whole. Closing the generator early cancels the request."""
+        ...
 
 
 @runtime_checkable

@@ -300,3 +300,13 @@ def require_trainable_reply(request: TokenCompletionRequest, response: ChatRespo
             "stay. If no ratio is taken (evaluation, SFT, RFT), use ReturnSpec.for_eval()."
         )
     return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChunk:
+    """Tokens that a stream has sampled since its last chunk."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    response: ChatResponse | None = None
+    """The whole completion; on the last chunk only."""

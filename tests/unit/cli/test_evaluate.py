@@ -18,7 +18,7 @@ from ludic.cli.eval.config import PolicySettings
 from ludic.cli.eval.models import evaluated_models, load
 from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.http.server import serve
+from ludic.inference.local.server import serve
 from ludic.models.tiny import tiny_llama, word_tokenizer
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
 from ludic.run.resolve import slug

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.http.server import serve
+from ludic.inference.local.server import serve
 from ludic.inference.openai_client import EndpointError, OpenAIChatClient, messages_of
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.tiny import tiny_llama, word_tokenizer

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ludic.inference import OpenAIChatClient
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.http.server import serve
+from ludic.inference.local.server import serve
 from ludic.models.tiny import tiny_llama, word_tokenizer
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 

@@ -26,8 +26,8 @@ from ludic.inference import (
     XMLToolParser,
     make_tool_call,
 )
-from ludic.inference.local.http.request import read_tools
-from ludic.inference.local.http.server import ServerLimits, _Server
+from ludic.inference.local.server import ServerLimits, _Server
+from ludic.inference.serving.request import read_tools
 from ludic.inference.templates.conversation import ChatDialogue
 from ludic.run.model import make_template
 from ludic.types import ConfigError, TemplateError

@@ -16,7 +16,6 @@ import math
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,12 +35,14 @@ from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_v
 from ludic.types import (
     ChatResponse,
     ConfigError,
+    EngineClosed,
     Info,
     LudicError,
     NotFinite,
-    PolicyGone,
     PromptTooLong,
+    QueueFull,
     SamplingParams,
+    TokenChunk,
     TokenCompletionRequest,
     TokenIds,
     derive_seed,
@@ -52,14 +53,6 @@ logger = logging.getLogger(__name__)
 
 _SCORED_LOGITS = 1 << 26
 """Logits in memory at a time while texts are scored: a quarter of a gigabyte in fp32."""
-
-
-class EngineClosed(PolicyGone):
-    """The engine was shut down or has died; the message says which."""
-
-
-class QueueFull(LudicError, RuntimeError):
-    """More requests than `max_queue`."""
 
 
 class RequestAborted(LudicError, RuntimeError):
@@ -75,16 +68,6 @@ class LogitsNotFinite(NotFinite):
             "diverged (lower the learning rate and start from an earlier checkpoint), the loaded weights are damaged, or the "
             "numbers are too large for the model's dtype (load it in bfloat16 or float32)."
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenChunk:
-    """Tokens that a stream has sampled since its last chunk."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    response: ChatResponse | None = None
-    """The whole completion; on the last chunk only."""
 
 
 class LocalEngine:

@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.engine import TokenChunk
-from ludic.inference.local.http.response import TextStream
-from ludic.inference.local.http.server import check_host, serve
+from ludic.inference.local.server import check_host, serve
+from ludic.inference.serving.response import TextStream
 from ludic.types import (
     ChatResponse,
     ConfigError,
@@ -723,6 +723,6 @@ def test_the_command_refuses_a_port_in_use_before_it_loads_anything():
 
 def test_the_command_without_aiohttp_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "ludic.inference.local.http.server")
+    monkeypatch.delitem(sys.modules, "ludic.inference.local.server")
     result = invoke(["serve", "--model", "/nowhere"])
     assert isinstance(result.exception, MissingExtra) and "ludic-rl[serve]" in str(result.exception)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.http.limits import ServerLimits
+from ludic.inference.serving.limits import ServerLimits
 from tests.conftest import Fuzz
 from tests.unit.inference.local.test_server import TOKENIZER, TOOL, serving, tiny_model
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ludic.inference.local.http.limits import ServerLimits
+from ludic.inference.serving.limits import ServerLimits
 from ludic.types import ChatResponse, ConfigError
 from tests.unit.inference.local.test_server import HELLO, TOOL, Reciting, serving, until
 

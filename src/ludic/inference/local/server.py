@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import TypeVar
 
-from ludic.inference.local.engine import EngineClosed, LocalEngine, QueueFull, TokenChunk
-from ludic.inference.local.http.request import (
+from ludic.inference.local.engine import LocalEngine
+from ludic.inference.serving.request import (
     Body,
     ChatBody,
     CompletionBody,
@@ -29,7 +29,7 @@ from ludic.inference.local.http.request import (
     read_prompts,
     read_tools,
 )
-from ludic.inference.local.http.response import Answer, ChatAnswer, CompletionAnswer
+from ludic.inference.serving.response import Answer, ChatAnswer, CompletionAnswer
 from ludic.inference.templates.chat import ChatTemplate
 from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
 from ludic.inference.vllm.command import check_host
@@ -38,12 +38,12 @@ from ludic.types import (
     ConfigError,
     Message,
     MissingExtra,
-    NotFinite,
     PromptTooLong,
     ReturnSpec,
     SamplingParams,
     TemplateError,
     TokenArray,
+    TokenChunk,
     TokenCompletionRequest,
     token_array,
 )
@@ -52,7 +52,7 @@ from ludic.types.sampling import MAX_COUNT
 try:
     from aiohttp import web
 
-    from ludic.inference.local.http.limits import Connection, Load, ServerLimits, listen
+    from ludic.inference.serving.limits import Connection, Load, ServerLimits, describe_error, listen
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -422,21 +422,5 @@ def _sse(event: JSONObject) -> bytes:
 
 def _describe(error: BaseException) -> tuple[int, JSONObject]:
     """The status, and an error body in OpenAI's format."""
-    message, status, kind, code = str(error), 400, "invalid_request_error", None
-    if isinstance(error, RequestRefused):
-        status, code = error.status, error.code
-        kind = "rate_limit_error" if status == 429 else kind
-    elif isinstance(error, PromptTooLong):
-        code = "context_length_exceeded"
-    elif isinstance(error, QueueFull):
-        status, kind, code = 429, "rate_limit_error", "queue_full"
-    elif isinstance(error, EngineClosed):
-        status, kind, code = 503, "server_error", "engine_closed"
-    elif isinstance(error, NotFinite):
-        status, kind, code = 500, "server_error", "not_finite"
-    elif isinstance(error, web.HTTPException):
-        status, message = error.status, f"{error.reason}."
-    elif not isinstance(error, (ConfigError, TemplateError)):
-        logger.error("a request failed", exc_info=error)
-        status, kind, message = 500, "server_error", "Internal error; the server's log says more."
-    return status, {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    facts = describe_error(error)
+    return facts.status, {"error": {"message": facts.message, "type": facts.kind, "param": None, "code": facts.code}}

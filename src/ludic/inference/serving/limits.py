@@ -1,4 +1,4 @@
-"""Limits of the HTTP server: memory held by open requests, and time that a client may take.
+"""Limits and errors of an HTTP server: memory held by open requests, and time that a client may take.
 
 A request takes memory from its first byte, long before the engine counts it. So each stage has its own limit and checks
 it before the next stage allocates anything: the connection, the head, the body, the requested completions. `request.py`
@@ -8,15 +8,26 @@ checks the contents of one body.
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from ludic.inference.local.http.request import RequestRefused
-from ludic.types import ConfigError, TokenCompletionRequest
+from ludic.inference.serving.request import RequestRefused
+from ludic.types import (
+    ConfigError,
+    EngineClosed,
+    NotFinite,
+    PromptTooLong,
+    QueueFull,
+    TemplateError,
+    TokenCompletionRequest,
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +109,37 @@ class Load:
         finally:
             self.num_completions -= num
             self.num_prompt_tokens -= num_tokens
+
+
+class ErrorFacts(NamedTuple):
+    """An error as a client is told about it."""
+
+    status: int
+    kind: str
+    code: str | None
+    message: str
+
+
+def describe_error(error: BaseException) -> ErrorFacts:
+    """The HTTP status and the text for a client. An unexpected error is logged, and the client gets no details."""
+    message, status, kind, code = str(error), 400, "invalid_request_error", None
+    if isinstance(error, RequestRefused):
+        status, code = error.status, error.code
+        kind = "rate_limit_error" if status == 429 else kind
+    elif isinstance(error, PromptTooLong):
+        code = "context_length_exceeded"
+    elif isinstance(error, QueueFull):
+        status, kind, code = 429, "rate_limit_error", "queue_full"
+    elif isinstance(error, EngineClosed):
+        status, kind, code = 503, "server_error", "engine_closed"
+    elif isinstance(error, NotFinite):
+        status, kind, code = 500, "server_error", "not_finite"
+    elif isinstance(error, web.HTTPException):
+        status, message = error.status, f"{error.reason}."
+    elif not isinstance(error, (ConfigError, TemplateError)):
+        logger.error("a request failed", exc_info=error)
+        status, kind, message = 500, "server_error", "Internal error; the server's log says more."
+    return ErrorFacts(status, kind, code, message)
 
 
 def _too_large(limits: ServerLimits) -> RequestRefused:

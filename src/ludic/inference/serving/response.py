@@ -5,10 +5,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from ludic.inference.local.engine import TokenChunk
-from ludic.inference.local.http.request import Body, JSONObject
+from ludic.inference.serving.request import Body, JSONObject
 from ludic.inference.templates.chat import ChatTemplate
-from ludic.types import ChatResponse, TokenCompletionRequest, ToolCall
+from ludic.types import ChatResponse, TokenChunk, TokenCompletionRequest, ToolCall
 
 _LOWEST_LOGPROB = -9999.0
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
-from ludic.inference.serving.limits import ErrorFacts
+from ludic.inference.serving.request import ErrorFacts
 from ludic.types import ToolCall
 
 JSONObject = dict[str, Any]

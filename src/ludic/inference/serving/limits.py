@@ -11,12 +11,12 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from ludic.inference.serving.request import RequestRefused
+from ludic.inference.serving.request import ErrorFacts, RequestRefused
 from ludic.types import (
     ConfigError,
     EngineClosed,
@@ -109,15 +109,6 @@ class Load:
         finally:
             self.num_completions -= num
             self.num_prompt_tokens -= num_tokens
-
-
-class ErrorFacts(NamedTuple):
-    """An error as a client is told about it."""
-
-    status: int
-    kind: str
-    code: str | None
-    message: str
 
 
 def describe_error(error: BaseException) -> ErrorFacts:

@@ -7,7 +7,7 @@ by `SamplingParams`, for every engine.
 import difflib
 import json
 import reprlib
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -35,6 +35,15 @@ class RequestRefused(LudicError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class ErrorFacts(NamedTuple):
+    """An error as a client is told about it."""
+
+    status: int
+    kind: str
+    code: str | None
+    message: str
 
 
 # --- bodies ---

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
+THREAD = "thread"
+"""`meta["delegate"]` of a rollout that is a thread of its episode's main rollout."""
+
 
 class GroupKey(NamedTuple):
     """Which rollouts are compared with each other: those of one agent id in the episodes of one group.
@@ -95,6 +98,12 @@ class Rollout:
         return "parent_step_id" in self.meta
 
     @property
+    def is_thread(self) -> bool:
+        """True if it is part of another rollout's episode: a fork, a sub-agent or a compaction in an agent's session. It has
+        no env, and its episode's reward is in the main rollout."""
+        return self.is_sub_task and self.delegate == THREAD
+
+    @property
     def policy(self) -> str | None:
         """The model name in its agent's requests."""
         return self.meta.get("model")
@@ -108,6 +117,11 @@ class Rollout:
         """Facts from the rollout engine about the episode: its run, limits, seeds, kinds."""
         given = self.meta.get("engine")
         return given if isinstance(given, Mapping) else {}
+
+    @property
+    def episode_run(self) -> str | None:
+        """Equal for all rollouts of one run of an episode; None if no engine ran it."""
+        return self.engine_facts.get("episode_run")
 
     @property
     def env_seed(self) -> int | None:

@@ -1,6 +1,6 @@
 """Rollouts and samples put together by hand, for tests of credit rules, filters and preprocess hooks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.types import (
@@ -13,6 +13,7 @@ from ludic.types import (
     StopReason,
     TokenTrace,
 )
+from ludic.types.steps import new_id
 from tests.origins import meta_and_origin
 
 TRACE = TokenTrace([1, 2], [3], [-0.5])
@@ -47,6 +48,35 @@ def rollout(
         steps.append(env_step(len(steps), turn=f"t{t}", reward=reward))
     request_meta = {} if group is None else {"group_id": group}
     return Rollout(steps=steps, stop=stop, meta={"agent_id": agent_id, "request_meta": request_meta, **meta})
+
+
+def session(
+    reward: float,
+    *threads: Sequence[int],
+    group: str | None = "g",
+    run: str | None = None,
+    policy: str = "p",
+    call_rewards: Mapping[int, float] | None = None,
+    ends_at: int = 1_000,
+    stop: StopReason = StopReason.TERMINATED,
+    agent_id: str = "agent_0",
+) -> list[Rollout]:
+    """An agent's session as the gateway records it: one rollout per thread, one call per time. The first thread is the main one
+    and ends with the session's reward; `call_rewards` are by the call's time."""
+    run = run if run is not None else new_id()
+    meta = {"agent_id": agent_id, "model": policy, "engine": {"episode_run": run}, "request_meta": {"group_id": group}}
+    found = []
+    for number, times in enumerate(threads or ((0,),)):
+        steps: list[Step] = []
+        for time in times:
+            steps.append(agent_step(len(steps), turn=f"t{time}", ts_ns=time))
+            if (earned := (call_rewards or {}).get(time)) is not None:
+                steps.append(env_step(len(steps), turn=f"t{time}", reward=earned, ts_ns=ends_at))
+        if number == 0:
+            steps.append(env_step(len(steps), turn=f"t{times[-1]}", reward=reward, ts_ns=ends_at, terminated=True))
+        link = {"thread": number, "delegate": "thread", "parent_step_id": None} if number else {}
+        found.append(Rollout(steps=steps, stop=stop, meta={**meta, **link}))
+    return found
 
 
 def failed(group: str = "g") -> Rollout:

@@ -1,13 +1,14 @@
 """`RLAlgorithm`: a credit rule and a loss under one name."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from ludic.models.head import whole_logits
+from ludic.training.credit_assignment import EpisodeCredit
 from ludic.training.critic.critic import CriticKind
 from ludic.training.critic.gae import Advantages
 from ludic.training.filters import (
@@ -47,6 +48,12 @@ class RLAlgorithm:
     def compute_loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one padded batch with a single forward pass; the trainer packs instead."""
         return self.loss.compute(whole_logits(model, batch["input_ids"], batch["attention_mask"]), batch)
+
+
+def with_episode_credit(algorithm: RLAlgorithm) -> RLAlgorithm:
+    """The algorithm with one credit per episode (`EpisodeCredit`), for agents whose sessions have several threads."""
+    rule = algorithm.credit_assigner
+    return algorithm if isinstance(rule, EpisodeCredit) else replace(algorithm, credit_assigner=EpisodeCredit(rule))
 
 
 def checked(

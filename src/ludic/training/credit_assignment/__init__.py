@@ -5,6 +5,7 @@ weight. Start with group.py (GRPO's advantage) or returns.py.
 """
 
 from ludic.training.credit_assignment.combine import RoutedCredit, ScaledCredit
+from ludic.training.credit_assignment.episodes import EpisodeCredit
 from ludic.training.credit_assignment.group import (
     GroupNormalizedReturn,
     HybridNormalizedReturn,
@@ -37,6 +38,6 @@ __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn",
     "HybridNormalizedReturn", "LeaveOneOutReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
     "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker",
-    "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "Relabelled", "Relabel", "with_turn_rewards",
-    "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
+    "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel",
+    "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

@@ -118,6 +118,8 @@ class BubblewrapConfig:
     """What every program sees of the host besides /usr, such as packages (name them in PYTHONPATH)."""
     uid: int = 64_999
     """The user that programs run as if Ludic runs as root. No other program should use it."""
+    loopback: bool = False
+    """Programs may use IP sockets. There is no network either way: they reach only processes of the same sandbox."""
 
 
 class BubblewrapLauncher:
@@ -138,7 +140,7 @@ class BubblewrapLauncher:
         try:
             passed.append(isolation.open_status())
             if seccomp.is_supported():
-                passed.append(_filled_pipe(seccomp.program()))
+                passed.append(_filled_pipe(seccomp.program(loopback=self._config.loopback)))
             runner = await start_runner(
                 [
                     *_as_other_user(self._uid, isolation.procs, binds),

@@ -46,8 +46,10 @@ class Launcher(Protocol):
 class ProcessSandbox:
     """Implements Sandbox and CommandSandbox of ludic.sandbox.interface."""
 
-    def __init__(self, launcher: Launcher, limits: SandboxLimits | None = None) -> None:
+    def __init__(self, launcher: Launcher, limits: SandboxLimits | None = None, *, keep_spare: bool = True) -> None:
+        """`keep_spare`: start the runner of the next run beforehand; a run with binds cannot use it."""
         self._launcher = launcher
+        self._keeps_spare = keep_spare
         self._limits = limits or SandboxLimits()
         self._spare: asyncio.Task[RunnerProcess] | None = None
         self._runs: set[asyncio.Task[RawRun]] = set()
@@ -187,7 +189,8 @@ class ProcessSandbox:
         try:
             return await runner.run(job)
         finally:
-            self._prepare()
+            if self._keeps_spare:
+                self._prepare()
 
     # --- runners ---
 

@@ -10,7 +10,7 @@ import struct
 
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
-AF_UNIX = 1
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
@@ -106,8 +106,9 @@ def is_supported(machine: str | None = None) -> bool:
     return (machine or platform.machine()) in AUDIT_ARCH
 
 
-def program(machine: str | None = None) -> bytes:
-    """The filter for this kind of machine, as bwrap reads it."""
+def program(machine: str | None = None, *, loopback: bool = False) -> bytes:
+    """The filter for this kind of machine, as bwrap reads it. `loopback` permits IP sockets too; without a network they reach only
+    processes of the same sandbox."""
     machine = machine or platform.machine()
     column = _COLUMNS[machine]
     code: list[Instruction] = [
@@ -125,8 +126,10 @@ def program(machine: str | None = None) -> bytes:
     # A filter cannot read its flags, which are in memory; callers fall back to clone.
     code += [(_JUMP_EQUAL, 0, 1, CLONE3[column]), (_RETURN, 0, 0, ERRNO | ENOSYS)]
     code += _by_argument(CLONE[column], _ARGUMENT_0, [(_JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)], EPERM)
+    families = (AF_UNIX, AF_INET, AF_INET6) if loopback else (AF_UNIX,)
     for call in (SOCKET, SOCKETPAIR):
-        code += _by_argument(call[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, AF_UNIX)], EAFNOSUPPORT)
+        permitted = [(_JUMP_EQUAL, len(families) - index, 0, family) for index, family in enumerate(families)]
+        code += _by_argument(call[column], _ARGUMENT_0, permitted, EAFNOSUPPORT)
     # A program may set its own limits (process 0), but not those of the supervisor, which has the same user.
     code += _by_argument(PRLIMIT[column], _ARGUMENT_0, [(_JUMP_EQUAL, 1, 0, 0)], EPERM)
     tests = [(_JUMP_EQUAL, 1, 0, TIOCSTI), (_JUMP_EQUAL, 0, 1, TIOCLINUX)]

@@ -78,6 +78,19 @@ def test_some_calls_depend_on_their_arguments(machine):
     assert call(seccomp.IOCTL, 0, seccomp.TIOCSTI) == call(seccomp.IOCTL, 0, seccomp.TIOCLINUX) == seccomp.ERRNO | 1
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_loopback_adds_ip_sockets_only(machine):
+    program, column = seccomp.program(machine, loopback=True), MACHINES.index(machine)
+    permitted = {
+        family
+        for family in [*range(60), 0x7FFFFFFF, 0xFFFFFFFF]
+        if decide(program, machine, seccomp.SOCKET[column], family) == seccomp.ALLOW
+    }
+    assert permitted == {1, 2, 10}
+    assert decide(program, machine, seccomp.CLONE3[column]) == seccomp.ERRNO | seccomp.ENOSYS
+    assert decide(program, machine, seccomp.DENIED["bpf"][column]) == seccomp.ERRNO | seccomp.EPERM
+
+
 def test_other_kinds_of_calls_are_no_way_around():
     i386 = 0x40000003
     assert decide(seccomp.program("x86_64"), "x86_64", 1, arch=i386) == seccomp.KILL_PROCESS

@@ -1,0 +1,249 @@
+"""From a node to its prompt, and from sampled tokens to its reply.
+
+A prompt continues the parent's exact tokens wherever the template allows it; otherwise the whole history is rendered, and the node
+says so. The reply is split into reasoning, text and tool calls; a stream splits the growing text the same way.
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Sequence
+
+from ludic.gateway.forest import Forest, Node
+from ludic.gateway.wire.canonical import ClientMessage, PieceKind, Reply
+from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
+from ludic.inference.serving.response import TextStream
+from ludic.inference.templates.conversation import decode_reply
+from ludic.types import (
+    ChatResponse,
+    Message,
+    MessageView,
+    TokenCompletionRequest,
+    TokenLog,
+    TokenTrace,
+    ToolCall,
+    require_trainable_reply,
+    token_array,
+)
+
+Decode = Callable[[list[int]], str]
+_OPEN, _CLOSE = "<think>", "</think>"
+_THINKING = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+_MARKERS = "<{"
+"""Every format begins its tool calls with one of these."""
+
+
+# --- prompts ---
+
+
+def render(node: Node, template: ChatTemplate, forest: Forest) -> Prompt:
+    """The prompt of an open node. A continuing call shares the buffers of its parent."""
+    parent = node.parent
+    new = [_for_template(message, forest) for message in node.messages]
+    tools = node.tools or None
+    if parent is None:
+        node.history = new
+        return _whole(node, template)
+    sent = len(parent.prompt_messages)
+    messages = [*parent.prompt_messages, parent.message, *new]
+    trace = parent.trace
+    assert trace is not None, "only answered calls have children"
+    delta = None
+    if parent.tools == node.tools:
+        delta = template.delta(messages, num_sent=sent, completion_token_ids=trace.completion_token_ids, tools=tools)
+    # The first call that continues another appends to its buffers, every other one copies them.
+    is_first = len(parent.history) == sent and len(parent.tokens) == parent.num_tokens
+    if is_first and delta is not None:
+        node.history, node.tokens = parent.history, parent.tokens
+        node.history += [parent.message, *new]
+        node.tokens.append(delta)
+    else:
+        node.history = messages
+        if delta is None:
+            node.is_rerendered = True
+            return _whole(node, template)
+        node.tokens = TokenLog(trace.prompt_token_ids)
+        node.tokens.append(trace.completion_token_ids)
+        node.tokens.append(delta)
+    node.prompt_messages = MessageView(node.history)
+    return Prompt(node.tokens.view(), node.prompt_messages)
+
+
+def _whole(node: Node, template: ChatTemplate) -> Prompt:
+    rendered = template.apply(node.history, tools=node.tools or None)
+    node.tokens = TokenLog(rendered.prompt_token_ids)
+    node.prompt_messages = MessageView(node.history)
+    return Prompt(node.tokens.view(), node.prompt_messages, rendered.prompt_text, is_new_segment=node.is_rerendered)
+
+
+def _for_template(message: ClientMessage, forest: Forest) -> Message:
+    shaped: Message = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        shaped["tool_calls"] = [{**call, "id": _short_id(call["id"], forest)} for call in message.tool_calls]
+    if message.reasoning:
+        shaped["reasoning_content"] = message.reasoning
+    if message.tool_call_id is not None:
+        shaped["tool_call_id"] = _short_id(message.tool_call_id, forest)
+        call = _recorded_call(message.tool_call_id, forest)
+        if call is not None:
+            shaped["name"] = call["function"]["name"]
+    return shaped
+
+
+def _recorded_call(call_id: str, forest: Forest) -> ToolCall | None:
+    """The call of a recorded reply, with the id that the template reads."""
+    node, number = forest.find(call_id), call_id.rpartition("_")[2]
+    calls = [] if node is None else node.message.get("tool_calls", [])
+    return calls[int(number)] if number.isdigit() and int(number) < len(calls) else None
+
+
+def _short_id(call_id: str, forest: Forest) -> str:
+    """Nine letters and digits: Mistral's template accepts nothing else."""
+    call = _recorded_call(call_id, forest)
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9] if call is None else str(call["id"])
+
+
+# --- replies ---
+
+
+def take_answer(
+    node: Node,
+    request: TokenCompletionRequest,
+    response: ChatResponse,
+    template: ChatTemplate,
+    *,
+    model: str,
+    num_calls: int,
+) -> Reply:
+    """Record the sampled tokens in the node; returns the reply. `num_calls`: tool calls of the session so far."""
+    node.trace = TokenTrace(
+        request.prompt_token_ids,
+        response.completion_token_ids,
+        response.completion_logprobs,
+        response.finish_reason,
+        response.version_runs,
+        request.sampling.temperature,
+        response.candidates,
+        require_trainable_reply(request, response),
+    )
+    if len(node.tokens) == len(request.prompt_token_ids):
+        node.tokens.append(response.completion_token_ids)
+    text = template.reply_prefix + response.text
+    reasoning, content = split_reasoning(text)
+    calls: list[ToolCall] = []
+    node.text, node.message = text, {"role": "assistant", "content": text}
+    if node.tools and response.finish_reason != "length":  # a truncated call is no call
+        found = template.parse_tool_calls(content)
+        if found.tool_calls and not found.parse_error:
+            calls, content = found.tool_calls, found.content
+            thinking = text[: len(text) - len(split_off_thinking(text))]
+            node.message = {"role": "assistant", "content": f"{thinking}{content}".strip()}
+            node.message["tool_calls"] = [
+                {**call, "id": f"call{num_calls + index:05d}"} for index, call in enumerate(calls)
+            ]
+    node.reply = Reply(
+        token=node.token,
+        model=model,
+        created=int(time.time()),
+        reasoning=reasoning,
+        content=content,
+        tool_calls=[{**call, "id": f"call_{node.token}_{index}"} for index, call in enumerate(calls)],
+        finish_reason="tool_calls" if calls else "length" if response.finish_reason == "length" else "stop",
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0 if node.parent is None or node.is_rerendered else node.parent.num_tokens,
+        num_completion_tokens=len(response.completion_token_ids),
+    )
+    return node.reply
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """(reasoning, the rest) of a reply that may begin with a think block."""
+    found = _THINKING.match(text)
+    return ("", text) if found is None else (found[1].strip(), text[found.end() :].lstrip())
+
+
+def split_off_thinking(text: str) -> str:
+    """The reply behind its think block, white space included."""
+    found = _THINKING.match(text)
+    return text if found is None else text[found.end() :]
+
+
+def decoder_of(template: ChatTemplate) -> Decode | None:
+    """Decodes sampled tokens for a stream; None if the template has no tokenizer: then the text comes at the end."""
+    if isinstance(template, HFChatTemplate):
+        return lambda ids: decode_reply(template.tokenizer, ids)
+    if isinstance(template, ByteTemplate):
+        return lambda ids: template.decode_reply(token_array(ids))
+    return None
+
+
+class ReplyPieces:
+    """Splits a growing reply into pieces of reasoning and content that later tokens cannot change."""
+
+    def __init__(self, decode: Decode, *, stops: Sequence[str], prefix: str, with_tools: bool) -> None:
+        self._stream = TextStream(decode, stops=stops)
+        self._rest = prefix
+        """Text that has not been shown."""
+        self._with_tools = with_tools
+        self._state: PieceKind | None = None
+        self._num_shown = {"reasoning": 0, "content": 0}
+        self._strips = False
+        """White space before the next piece is dropped: it is the first of its kind."""
+
+    def push(self, ids: Sequence[int]) -> list[tuple[PieceKind, str]]:
+        self._rest += self._stream.push(ids)
+        pieces: list[tuple[PieceKind, str]] = []
+        if self._state is None:
+            start = self._rest.lstrip()
+            if len(start) < len(_OPEN) and _OPEN.startswith(start):
+                return pieces
+            self._state = "content"
+            if start.startswith(_OPEN):
+                self._state, self._rest, self._strips = "reasoning", start[len(_OPEN) :], True
+        if self._state == "reasoning":
+            text, found, rest = self._rest.partition(_CLOSE)
+            if found:
+                self._take(pieces, text.rstrip())
+                self._state, self._rest, self._strips = "content", rest, True
+            else:
+                self._take(pieces, text[: len(text) - _overlap(text, _CLOSE)].rstrip())
+                return pieces
+        end = len(self._rest)
+        if self._with_tools:
+            end = min((at for marker in _MARKERS if (at := self._rest.find(marker)) >= 0), default=end)
+        self._take(pieces, self._rest[:end].rstrip() if self._with_tools else self._rest[:end])
+        return pieces
+
+    def _take(self, pieces: list[tuple[PieceKind, str]], text: str) -> None:
+        assert self._state is not None
+        self._rest = self._rest[len(text) :]
+        if self._strips:
+            text = text.lstrip()
+            self._strips = not text
+        if text:
+            self._num_shown[self._state] += len(text)
+            pieces.append((self._state, text))
+
+    def rest(self, reply: Reply) -> list[tuple[PieceKind, str]]:
+        """What the finished reply has beyond the pieces shown."""
+        # By position: a tokenizer with byte tokens may replace a shown character when bytes that are not UTF-8 follow it.
+        left: list[tuple[PieceKind, str]] = [
+            ("reasoning", reply.reasoning[self._num_shown["reasoning"] :]),
+            ("content", reply.content[self._num_shown["content"] :]),
+        ]
+        return [(kind, text) for kind, text in left if text]
+
+
+def whole_pieces(reply: Reply) -> list[tuple[PieceKind, str]]:
+    """A finished reply as the pieces of a stream."""
+    both: list[tuple[PieceKind, str]] = [("reasoning", reply.reasoning), ("content", reply.content)]
+    return [(kind, text) for kind, text in both if text]
+
+
+def _overlap(text: str, marker: str) -> int:
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def terminal_reply(token: str, model: str, text: str) -> Reply:
+    """A reply that no model sampled: it tells the agent that its session is over."""
+    return Reply(token=token, model=model, created=int(time.time()), content=text, finish_reason="stop")

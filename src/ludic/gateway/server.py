@@ -1,0 +1,395 @@
+"""`Gateway`: the HTTP server that agents talk to.
+
+It serves chat completions, Responses and Anthropic messages for the sessions that are open, each with its own API key, and control
+endpoints that open, reward and close sessions for agents in other processes.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ludic.gateway.forest import Node
+from ludic.gateway.session import Call, Policy, Session, SessionLimits
+from ludic.gateway.threads import session_rollouts
+from ludic.gateway.wire.canonical import Dialect, JSONObject, ModelRequest
+from ludic.gateway.wire.chat import ChatDialect
+from ludic.gateway.wire.messages import MessagesDialect
+from ludic.gateway.wire.responses import ResponsesDialect
+from ludic.inference.serving.request import RequestRefused, parse_object
+from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
+
+try:
+    from aiohttp import web
+
+    from ludic.inference.serving.limits import Connection, Load, ServerLimits, describe_error, listen
+except ImportError as error:
+    raise MissingExtra("serve", "The gateway") from error
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OnClosed = Callable[[Session, list[Rollout]], None]
+
+PING_S = 3.0
+"""A stream in which nothing happens for this long gets a sign of life; clients and proxies give up on silent connections."""
+_SHUTDOWN_S = 0.5
+_KEY_HEADERS = ("x-api-key", "x-goog-api-key")
+_EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_CHAT, _RESPONSES, _MESSAGES = ChatDialect(), ResponsesDialect(), MessagesDialect()
+
+
+class Gateway:
+    """Serves the model calls of sessions."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy],
+        *,
+        default: str | None = None,
+        control_token: str | None = None,
+        limits: ServerLimits | None = None,
+        max_fork_rate: float = 0.1,
+        on_closed: OnClosed | None = None,
+    ) -> None:
+        """`policies`: by the names that requests give; `default` answers every other name. `control_token` turns the control
+        endpoints on; `on_closed` gets the rollouts of each session that they close. A session with a larger share of forks than
+        `max_fork_rate` logs a warning."""
+        if not policies or (default is not None and default not in policies):
+            raise ConfigError(
+                f"The gateway's default policy is {default!r}; there are {', '.join(policies) or 'none'}."
+            )
+        self.policies = dict(policies)
+        self.url = ""
+        self._default = default
+        self._control_token = control_token
+        self._limits = limits or ServerLimits()
+        self._load = Load(self._limits)
+        self._max_fork_rate = max_fork_rate
+        self._on_closed = on_closed
+        self._sessions: dict[str, Session] = {}
+        """By API key."""
+        self._rewards: dict[str, JSONObject] = {}
+        """Of open sessions, by id."""
+        self._num_warnings = 0
+        self._closing = contextlib.AsyncExitStack()
+        self._started = int(time.time())
+
+    # --- lifecycle ---
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0, *, unix_socket: str | Path | None = None) -> None:
+        """Listen on an address, and on a Unix socket if one is given. Port 0 takes a free one; `url` is set then."""
+        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        self._closing.push_async_callback(runner.cleanup)
+        try:
+            listener = await listen(runner, host, port, self._limits)
+        except OSError as error:
+            await self._closing.aclose()
+            raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
+        self._closing.callback(listener.close)
+        if unix_socket is not None:
+            await web.UnixSite(runner, str(unix_socket)).start()
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{listener.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        for session in [*self._sessions.values()]:
+            self.close_session(session)
+        await self._closing.aclose()
+
+    def open_session(
+        self,
+        *,
+        inference: InferenceSpec | None = None,
+        sampling_seed: int | None = None,
+        limits: SessionLimits | None = None,
+        timeout_s: float | None = None,
+        pin_sampling: bool = True,
+        keep_first_system: bool = False,
+    ) -> Session:
+        session = Session(
+            policies=self.policies,
+            default=self._default,
+            inference=inference or InferenceSpec(),
+            sampling_seed=sampling_seed,
+            limits=limits or SessionLimits(),
+            timeout_s=timeout_s,
+            pin_sampling=pin_sampling,
+            keep_first_system=keep_first_system,
+            base_url=f"{self.url}/v1",
+        )
+        self._sessions[session.api_key] = session
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """Refuse the session's later requests and forget its key."""
+        session.close()
+        self._sessions.pop(session.api_key, None)
+        self._rewards.pop(session.id, None)
+        num_forked, num_calls = session.counts["forked"], session.counts["calls"]
+        if num_calls and num_forked / num_calls > self._max_fork_rate:
+            self._num_warnings += 1
+            if self._num_warnings & (self._num_warnings - 1) == 0:  # the 1st, 2nd, 4th, 8th …
+                _warn_of_forks(session, self._num_warnings)
+
+    # --- the application ---
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], handler_args={"handler_cancellation": True})
+        for prefix in ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1"):  # Anthropic's client adds /v1 itself
+            app.add_routes(
+                [
+                    web.post(f"{prefix}/chat/completions", self._chat),
+                    web.post(f"{prefix}/responses", self._responses),
+                    web.post(f"{prefix}/messages", self._messages),
+                    web.post(f"{prefix}/messages/count_tokens", self._count_tokens),
+                    web.get(f"{prefix}/models", self._models),
+                ]
+            )
+        app.add_routes(
+            [
+                web.post("/sessions", self._open),
+                web.get("/sessions/{id}", self._show),
+                web.post("/sessions/{id}/reward", self._reward),
+                web.post("/sessions/{id}/close", self._close),
+                web.get("/health", self._health),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turns every error into a response in the dialect of the request."""
+        if isinstance(request.protocol, Connection):
+            request.protocol.is_heard = True
+        try:
+            return await handler(request)
+        except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
+            facts = describe_error(error)
+            dialect: Dialect = _MESSAGES if "/messages" in request.path else _CHAT
+            return web.json_response(dialect.error(facts), status=facts.status)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+
+    # --- model calls ---
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, _CHAT)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, _RESPONSES)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, _MESSAGES)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        async with self._load.body(request) as data:
+            asked = _MESSAGES.read({"max_tokens": 1, **parse_object(data)})
+        return web.json_response({"input_tokens": session.count_tokens(asked)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "type": "model",
+                "display_name": name,
+                "created": self._started,
+                "owned_by": "ludic",
+            }
+            for name in self.policies
+        ]
+        return web.json_response({"object": "list", "data": cards, "has_more": False})
+
+    def _session(self, request: web.Request) -> Session:
+        """By the key in the headers or the path."""
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        keys = [bearer.strip() if scheme.lower() == "bearer" else None]
+        keys += [request.headers.get(name) for name in _KEY_HEADERS] + [request.match_info.get("key")]
+        for key in keys:
+            if key and (session := self._sessions.get(key)) is not None:
+                return session
+        raise RequestRefused(
+            401,
+            "invalid_api_key",
+            "No open session has this API key; each session has its own, and a closed one has none.",
+        )
+
+    async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
+        session = self._session(http)
+        async with self._load.body(http) as data:
+            request = dialect.read(parse_object(data))
+            key = http.headers.get("Idempotency-Key")
+            is_retry = key is not None or http.headers.get("X-Stainless-Retry-Count", "0") != "0"
+            key = key or hashlib.sha256(http.path.encode() + data).hexdigest()
+        call = session.begin(request, key=key, is_retry=is_retry)
+        async with _waiting(session, call):
+            return await (_stream if request.stream else _whole)(http, dialect, session, call, request)
+
+    # --- control ---
+
+    def _check_control(self, request: web.Request) -> None:
+        given = request.headers.get("X-Ludic-Control-Token", "").encode(errors="surrogateescape")
+        if self._control_token is None or not hmac.compare_digest(given, self._control_token.encode()):
+            raise RequestRefused(
+                403,
+                "control_token",
+                "Sessions are managed with the header X-Ludic-Control-Token and the gateway's token.",
+            )
+
+    def _controlled(self, request: web.Request) -> Session:
+        self._check_control(request)
+        wanted = request.match_info["id"]
+        found = next((session for session in self._sessions.values() if session.id == wanted), None)
+        if found is None:
+            raise RequestRefused(404, "session_not_found", f"There is no open session {wanted!r:.80}.")
+        return found
+
+    async def _control_body(self, request: web.Request, known: tuple[str, ...]) -> JSONObject:
+        async with self._load.body(request) as data:
+            body = parse_object(data) if data else {}
+        unknown = sorted(body.keys() - {*known})
+        if unknown:
+            raise ConfigError(f"Unknown field {unknown[0]!r:.80}; there are {', '.join(known)}.")
+        return body
+
+    async def _open(self, request: web.Request) -> web.Response:
+        self._check_control(request)
+        body = await self._control_body(request, ("seed", "max_calls", "max_tokens"))
+        wrong = [name for name, value in body.items() if value is not None and type(value) is not int]
+        if wrong:
+            raise ConfigError(f"{wrong[0]}={body[wrong[0]]!r:.80}; it must be a whole number.")
+        limits = SessionLimits(max_calls=body.get("max_calls"), max_tokens=body.get("max_tokens"))
+        session = self.open_session(sampling_seed=body.get("seed"), limits=limits)
+        return web.json_response({"id": session.id, "base_url": session.base_url, "api_key": session.api_key})
+
+    async def _show(self, request: web.Request) -> web.Response:
+        session = self._controlled(request)
+        return web.json_response(
+            {"id": session.id, "counts": session.counts, "calls": [_call_card(node) for node in session.nodes]}
+        )
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = self._controlled(request)
+        body = await self._control_body(request, ("value", "components", "calls"))
+        rewards = self._rewards.setdefault(session.id, {})
+        for name in ("components", "calls"):
+            given = body.get(name) or {}
+            if not isinstance(given, dict) or not all(_is_number(value) for value in given.values()):
+                raise ConfigError(f"{name} must be an object whose values are numbers.")
+            rewards[name] = {**rewards.get(name, {}), **given}
+        if "value" in body:
+            if not _is_number(body["value"]):
+                raise ConfigError(f"value={body['value']!r:.80}; it must be a number.")
+            rewards["components"] = {**rewards["components"], "reward": body["value"]}
+        session_rollouts(session, call_rewards=rewards["calls"])  # names an unknown call now
+        return web.json_response({"id": session.id, **rewards})
+
+    async def _close(self, request: web.Request) -> web.Response:
+        session = self._controlled(request)
+        rewards = self._rewards.get(session.id, {})
+        self.close_session(session)
+        rollouts = session_rollouts(session, reward=rewards.get("components") or 0.0, call_rewards=rewards.get("calls"))
+        if self._on_closed is not None:
+            self._on_closed(session, rollouts)
+        return web.json_response({"id": session.id, "counts": session.counts, "rollouts": len(rollouts)})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _call_card(node: Node) -> JSONObject:
+    return {
+        "id": node.token,
+        "parent": None if node.parent is None else node.parent.token,
+        "kind": node.kind,
+        "rerendered": node.is_rerendered,
+        "state": node.state,
+        "superseded": node.is_superseded,
+        "difference": None if node.difference is None else str(node.difference),
+        "text": node.text,
+    }
+
+
+def _warn_of_forks(session: Session, num_sessions: int) -> None:
+    first = next((node.difference for node in session.nodes if node.difference is not None), None)
+    logger.warning(
+        "%d of %d calls of a session forked: the agent's history differs from what was recorded, so tokens are repeated (%d such "
+        "sessions so far). First difference: %s.",
+        session.counts["forked"], session.counts["calls"], num_sessions, first,
+    )  # fmt: skip
+
+
+# --- writing answers ---
+
+
+@contextlib.asynccontextmanager
+async def _waiting(session: Session, call: Call) -> AsyncIterator[None]:
+    """Counts this connection among those that wait for the call."""
+    call.num_waiting += 1
+    is_answered = False
+    try:
+        yield
+        is_answered = True
+    finally:
+        call.num_waiting -= 1
+        if not is_answered:
+            session.lost(call)
+
+
+async def _whole(
+    http: web.Request, dialect: Dialect, session: Session, call: Call, request: ModelRequest
+) -> web.StreamResponse:
+    reply = await call.reply()
+    response = web.Response(body=json.dumps(dialect.whole(reply, request)).encode(), content_type="application/json")
+    session.delivering(call)
+    try:
+        await response.prepare(http)
+        await response.write_eof()
+    except BaseException:
+        session.not_delivered(call)
+        raise
+    return response
+
+
+async def _stream(
+    http: web.Request, dialect: Dialect, session: Session, call: Call, request: ModelRequest
+) -> web.StreamResponse:
+    events = dialect.stream(call.head, request)
+    response = web.StreamResponse(headers=_EVENTS)
+    try:
+        async for piece in call.pieces(PING_S):
+            if not response.prepared:
+                await response.prepare(http)
+                await response.write(events.begin())
+            await response.write(events.PING if piece is None else events.push(*piece))
+        reply = await call.reply()
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:
+        if not response.prepared:
+            raise
+        # The status is already sent, so the error is an event.
+        await response.write(events.fail(describe_error(error)))
+        return response
+    if not response.prepared:  # a reply without any text
+        await response.prepare(http)
+        await response.write(events.begin())
+    session.delivering(call)
+    try:
+        await response.write(events.end(reply))
+        await response.write_eof()
+    except BaseException:
+        session.not_delivered(call)
+        raise
+    return response
